@@ -37,6 +37,8 @@ class Contestant:
     alone: str = ""
     optional: bool = False
     offload: bool = False  # the optimizer's state in host memory, where it is updated
+    model: str = "model"  # the file that has it
+    functionalized: bool = False
 
     @property
     def is_floor(self) -> bool:
@@ -67,6 +69,13 @@ CONTESTANTS = {
     ),
     # minutes a step on a CPU without native bf16
     "fsdp2_bf16": Contestant("FSDP2, bf16", "fsdp2", bf16=True, optional=True),
+    # benchmarks/modules_speed.py
+    "llama_functions": Contestant("fzero ZeRO-3, functions", "fzero", 3, optional=True, model="llama"),
+    "llama_module": Contestant(
+        "fzero ZeRO-3, functionalized", "fzero", 3, optional=True, model="llama", functionalized=True
+    ),
+    "llama_fsdp2": Contestant("FSDP2 + compile per layer", "fsdp2", compiled=True, optional=True, model="llama"),
+    "llama_deepspeed": Contestant("DeepSpeed ZeRO-3", "deepspeed", 3, optional=True, model="llama"),
     "floor_fzero": Contestant("floor: fzero, one process", "fzero", alone="part"),
     "floor_module": Contestant("floor: eager module, one process", "torch", alone="part"),
     "floor_fzero_bf16": Contestant("floor: fzero, one process, bf16", "fzero", bf16=True, alone="part"),
@@ -104,17 +113,17 @@ def worker(args: argparse.Namespace) -> None:
     def join() -> None:
         """Everything before the model exists: libraries, process groups, batches."""
         import torch
-        from model import Config, make_batches
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+        model = importlib.import_module(contestant.model)
+        config = model.Config(args.layers, args.width, args.heads, args.seq, args.batch)
         for name in ("torch._dynamo", "torch._inductor.compile_fx", "functorch.compile"):
             # what some load while they build, an optimizer among them, is in nobody's growth
             importlib.import_module(name)
         live["make"], rank = LIBRARIES[contestant.library](args, contestant, config)
         parts = 1 if contestant.alone == "whole" else args.parts
         live["batches"] = [
-            tuple(t.chunk(parts)[rank].contiguous() for t in batch) for batch in make_batches(config, NUM_BATCHES)
+            tuple(t.chunk(parts)[rank].contiguous() for t in batch) for batch in model.make_batches(config, NUM_BATCHES)
         ]
 
     def build() -> dict[str, float]:
@@ -164,11 +173,10 @@ Step = Callable[[Any], Any]
 
 
 def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tuple[Callable[[], Step], int]:
-    from model import make_init, make_loss
-
     import fzero as fz
     from fzero import optim
 
+    models = importlib.import_module(contestant.model)
     mesh = fz.make_mesh(device="cpu", shared_memory=not contestant.gloo)
     zero = (fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params)
     transforms = [] if contestant.stage is None else [zero[contestant.stage](axis="data")]
@@ -176,16 +184,19 @@ def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tup
     transforms += [fz.offload("cpu", "opt_state")] if contestant.offload else []
 
     def make() -> Step:
-        step = fz.train_step(
-            make_loss(config),
-            optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY)),
-        )
+        optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
+        if contestant.functionalized:
+            model, init = models.functionalized(config)
+            step = model.train_step(optimizer)
+        else:
+            step, init = fz.train_step(models.make_loss(config), optimizer), models.make_init(config)
         train = fz.compile(fz.compose(*transforms)(step), mesh, backend=args.backend)
-        state = train.init(make_init(config), fz.random.key(0))
+        state = train.init(init, fz.random.key(0))
 
         def run(batch: Any) -> Any:
             nonlocal state
-            state, metrics = train(state, batch)
+            given = {"input_ids": batch[0], "labels": batch[0]} if contestant.functionalized else batch
+            state, metrics = train(state, given)
             return metrics["loss"]
 
         run.train = train  # type: ignore[attr-defined]
@@ -201,20 +212,21 @@ def _torch(args: argparse.Namespace, contestant: Contestant, config: Any) -> tup
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
+    models = importlib.import_module(contestant.model)
     mesh: Any = None
     if not contestant.alone:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def make() -> Step:
-        model: Any = _module(config)
+        model: Any = models.module(config)
         if contestant.library == "ddp":
             model = DistributedDataParallel(model)
         if contestant.library == "fsdp2":
             import torch
 
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if contestant.bf16 else MixedPrecisionPolicy()
-            for block in (model.embed, *model.layers, model.head):
+            for block in models.blocks(model):
                 if contestant.compiled:
                     block.compile(fullgraph=True)
                 fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -256,7 +268,7 @@ def _deepspeed(args: argparse.Namespace, contestant: Contestant, config: Any) ->
 
     def make() -> Step:
         warnings.simplefilter("ignore", FutureWarning)  # of torch's, about names that DeepSpeed uses: several a step
-        model = _module(config)
+        model = importlib.import_module(contestant.model).module(config)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=_optimizer(args, model, deepspeed=contestant.offload), config=settings
         )
@@ -273,14 +285,6 @@ def _deepspeed(args: argparse.Namespace, contestant: Contestant, config: Any) ->
 
 
 LIBRARIES = {"fzero": _fzero, "torch": _torch, "ddp": _torch, "fsdp2": _torch, "deepspeed": _deepspeed}
-
-
-def _module(config: Any) -> Any:
-    from model import GPT, make_init
-
-    import fzero as fz
-
-    return GPT(make_init(config)(fz.random.key(0)), config.heads)
 
 
 def _optimizer(args: argparse.Namespace, model: Any, deepspeed: bool = False) -> Any:

@@ -163,3 +163,13 @@ class GPT(nn.Module):
         for module in self.layers:
             x = module(x)
         return self.head(x, targets)
+
+
+def module(config: Config) -> GPT:
+    """With the values of `make_init`."""
+    return GPT(make_init(config)(fz.random.key(0)), config.heads)
+
+
+def blocks(made: Any) -> list[nn.Module]:
+    """What is sharded and compiled as one."""
+    return [made.embed, *made.layers, made.head]

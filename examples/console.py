@@ -30,8 +30,13 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 
 def say(line: str) -> None:
+    """Where nobody reads on (`| head`) the run stops after the running step, in silence."""
     if RANK == 0:
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            INTERRUPT["signal"] = signal.SIGPIPE
 
 
 def described(r: dict[str, Any]) -> str:
@@ -211,6 +216,8 @@ def unwritable(args: argparse.Namespace) -> list[str]:
     problems = []
     if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
         problems.append(f"--json {args.json} is not a file in a folder that exists")
+    if "://" in (args.out or ""):  # an object store, of which the first look for a checkpoint hears
+        return problems
     out = Path(args.out or ".").absolute()
     there = next(folder for folder in (out, *out.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):

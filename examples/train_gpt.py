@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from console import RANK, digest, exit_code, parse_args, progress, say, stops, use_deterministic_algorithms
+from console import digest, exit_code, parse_args, progress, say, stops, use_deterministic_algorithms
 
 import fzero as fz
 from fzero import optim
@@ -173,8 +173,8 @@ def run(args: argparse.Namespace) -> None:
         f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: "
         f"{f'resuming at step {start}' if start else 'training'}"
     )
-    if args.print_program and RANK == 0:
-        print(fz.lower(train.step, mesh, init, text.batch_at(0, **here)).program, flush=True)
+    if args.print_program:
+        say(str(fz.lower(train.step, mesh, init, text.batch_at(0, **here)).program))
 
     with (
         progress(args, start) as report,

@@ -8,6 +8,7 @@ import argparse
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from console import say
 
 import fzero as fz
 
@@ -56,7 +57,7 @@ for i in range(STEPS):
     #      loss.backward()
     #      clip_grad_norm_(net.parameters(), 1.0)
     #      optimizer.step()
-    if mesh.rank == 0 and (i + 1) % 25 == 0:
-        print(f"step {i + 1}/{STEPS}  loss {metrics['loss'].item():.3f}", flush=True)
+    if (i + 1) % 25 == 0 or i + 1 == STEPS:
+        say(f"step {i + 1}/{STEPS}  loss {metrics['loss'].item():.3f}")  # on the first rank
 model.write_back(train.gather(state).params)  # was: nothing: net.state_dict() is of the trained module again
 fz.close_mesh()

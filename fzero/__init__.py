@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fzero import checkpoint, data, deepspeed, errors, hf, optim, random, testing, tree
     from fzero.build.build import has_compiler
+    from fzero.elastic.health import Health
+    from fzero.elastic.resharding import reshard
+    from fzero.elastic.running import Run, run
     from fzero.loss import weighted
-    from fzero.lowering.lower import Lowered, lower
+    from fzero.lowering.lower import lower
+    from fzero.lowering.lowered import Lowered
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
     from fzero.modules.functionalize import functionalize
     from fzero.optim.loss_scale import LossScale
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from fzero.transforms.offload import offload
     from fzero.transforms.once_a_step import once_a_step
     from fzero.transforms.precision import mixed_precision
+    from fzero.transforms.redundant import redundant
     from fzero.transforms.remat import remat
     from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
 
@@ -40,9 +45,11 @@ _HOME = {
     "CompiledEval": "runtime.evaluation",
     "CompiledStep": "runtime.training",
     "EvalStep": "step",
+    "Health": "elastic.health",
     "LossScale": "optim.loss_scale",
-    "Lowered": "lowering.lower",
+    "Lowered": "lowering.lowered",
     "Mesh": "mesh",
+    "Run": "elastic.running",
     "State": "step",
     "Step": "step",
     "accumulate": "transforms.accumulate",
@@ -62,7 +69,10 @@ _HOME = {
     "move": "state.move",
     "once_a_step": "transforms.once_a_step",
     "offload": "transforms.offload",
+    "redundant": "transforms.redundant",
     "remat": "transforms.remat",
+    "reshard": "elastic.resharding",
+    "run": "elastic.running",
     "shard_grads": "transforms.shard",
     "shard_opt_state": "transforms.shard",
     "shard_params": "transforms.shard",
@@ -77,9 +87,11 @@ __all__ = [
     "CompiledEval",
     "CompiledStep",
     "EvalStep",
+    "Health",
     "LossScale",
     "Lowered",
     "Mesh",
+    "Run",
     "State",
     "Step",
     "accumulate",
@@ -106,7 +118,10 @@ __all__ = [
     "once_a_step",
     "optim",
     "random",
+    "redundant",
     "remat",
+    "reshard",
+    "run",
     "shard_grads",
     "shard_opt_state",
     "shard_params",

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fzero import turns
 from fzero.comm.replicas import Held, differing, digested
-from fzero.errors import DivergenceError, FzeroError, FzeroValueError, message
+from fzero.errors import DivergenceError, FzeroError, FzeroValueError, RankLost, message
 from fzero.mesh import Mesh
 from fzero.program.ir import Program
 from fzero.program.show import show
@@ -41,6 +42,8 @@ def together(
     if mesh.size == 1:
         lowered, build = make()
         return lowered, build()()
+    if turns.watcher is not None:
+        turns.watcher.builds()
     talk = _Talk(mesh, about=why)
     lowered, build = talk.reporting(make)
     text = describe(*lowered.programs)
@@ -62,6 +65,11 @@ def from_first(mesh: Mesh, owner: str, make: Callable[[], Any]) -> Any:
     return everyones[0]
 
 
+def everyones(mesh: Mesh, owner: str, make: Callable[[], Any]) -> list[Any]:
+    """The results of `make` of all ranks, which JSON can hold, by rank; errors are raised as by `everywhere`."""
+    return [make()] if mesh.size == 1 else _done(mesh, owner, make, tell=True)[1]
+
+
 def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") -> T:
     """The result of `act` on this rank, once it has returned on every rank; an error on one rank is raised on all of
     them. `about`: what this rank does, for those that do something else.
@@ -73,6 +81,12 @@ def everywhere(mesh: Mesh, owner: str, act: Callable[[], T], about: str = "") ->
         DivergenceError: a rank was stopped (Ctrl-C), or timed out.
     """
     return act() if mesh.size == 1 else _done(mesh, owner, act, about=about)[0]
+
+
+def answers(mesh: Mesh, owner: str, act: Callable[[], Any]) -> list[Any]:
+    """The results of `act` on every rank, which JSON can hold, by rank; an error on one is raised on all of them, as by
+    `everywhere`."""
+    return [act()] if mesh.size == 1 else _done(mesh, owner, act, tell=True)[1]
 
 
 def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, about: str = "") -> tuple[T, list[Any]]:
@@ -162,18 +176,24 @@ def unbroken(mesh: Mesh) -> Iterator[None]:
             isinstance(error, dist.DistError)
             or (isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST))
         ):
-            mesh.turns.end(error)
+            _end(mesh, error)
             raise
         try:
             mesh.turns.look("step")  # which may know why
             fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
             problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
-            raise DivergenceError(
+            raise RankLost(
                 message("step", "a transfer failed: another rank has left, or runs another program", problems, fix)
             )
         except DivergenceError as known:
-            mesh.turns.end(known)
+            _end(mesh, known)
             raise known from error
+
+
+def _end(mesh: Mesh, error: BaseException) -> None:
+    mesh.turns.end(error)
+    if mesh.context.transport is not None:
+        mesh.context.transport.abandon()
 
 
 class _Talk:

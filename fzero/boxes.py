@@ -38,6 +38,8 @@ class Along(NamedTuple):
 
 
 Range = tuple[int, int]
+Run = tuple[int, int, int]
+"""Elements that two `Boxes` have in common: where they begin in the one, where in the other, and how many."""
 
 
 def part_shape(shape: Sequence[int], along: Sequence[Along]) -> tuple[int, ...]:
@@ -101,7 +103,7 @@ class Boxes:
 
     def within(self, start: int, stop: int) -> Boxes:
         """Elements `start` to `stop` of these, as far as there are so many."""
-        return replace(self, start=self.start + start, stop=min(self.start + stop, self.stop))
+        return replace(self, start=min(self.start + start, self.stop), stop=min(self.start + stop, self.stop))
 
     def meets(self, other: Boxes) -> bool:
         """Whether there is an element of the leaf among those of both."""
@@ -130,7 +132,7 @@ class Boxes:
         for pairs in itertools.product(*at):
             whole[tuple(there for there, _ in pairs)] = part[tuple(here for _, here in pairs)]
 
-    def runs(self, other: Boxes) -> list[tuple[int, int, int]]:
+    def runs(self, other: Boxes) -> list[Run]:
         """The elements of the leaf that are among those of both, in the order of these: for each run of them where it
         begins here, where in the other, and its length.
 
@@ -164,6 +166,34 @@ class Boxes:
         kept = skip < stop
         runs = torch.stack([here + skip - self.start, there + skip - other.start, stop - skip], 1)[kept]
         return [(a, b, n) for a, b, n in runs.tolist()]
+
+
+def claimed(left: Sequence[Range], runs: Sequence[Run]) -> tuple[list[Run], list[Range]]:
+    """The runs as far as they lie in ranges that nobody has claimed yet, and the ranges that are left then. Both in
+    order.
+
+    Example:
+        >>> claimed([(0, 4), (6, 8)], [(3, 10, 4)])
+        ([(3, 10, 1), (6, 13, 1)], [(0, 3), (7, 8)])
+    """
+    found: list[Run] = []
+    rest: list[Range] = []
+    i = 0
+    for low, high in left:
+        while i < len(runs) and runs[i][0] < high:
+            here, there, numel = runs[i]
+            begin, end = max(low, here), min(high, here + numel)
+            if begin < end:
+                found.append((begin, there + begin - here, end - begin))
+                if low < begin:
+                    rest.append((low, begin))
+                low = end
+            if here + numel > high:  # goes on in the next range
+                break
+            i += 1
+        if low < high:
+            rest.append((low, high))
+    return found, rest
 
 
 def parts_of(shape: Sequence[int], along: tuple[Along, ...]) -> list[Boxes]:

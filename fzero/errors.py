@@ -22,11 +22,13 @@ __all__ = [
     "BudgetError",
     "VerifyError",
     "DivergenceError",
+    "RankLost",
     "BusyError",
     "TierError",
     "LossScaleError",
     "EquivalenceError",
     "CheckpointError",
+    "StorageError",
 ]
 
 
@@ -142,6 +144,15 @@ class DivergenceError(FzeroError, RuntimeError):
     """
 
 
+class RankLost(DivergenceError):
+    """Another rank has left or died, in the midst of something that the ranks do together: what `fz.run` goes on from.
+
+    Example:
+        >>> issubclass(RankLost, DivergenceError)
+        True
+    """
+
+
 class BusyError(FzeroError, RuntimeError):
     """A call that needs a mesh to itself while another thread is using it.
 
@@ -210,6 +221,16 @@ class CheckpointError(FzeroValueError):
     """
 
 
+class StorageError(CheckpointError):
+    """A checkpoint that the operating system, or an object store, does not let be written or read: a full disk, an I/O
+    error, a directory of another user's, a store out of reach. The one before it is as it was.
+
+    Example:
+        >>> issubclass(StorageError, CheckpointError)
+        True
+    """
+
+
 def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None = None) -> str:
     """The one layout of error texts: `where: what`, a line a problem, and the fix last."""
     lines = [f"fzero.{where}: {what}", *(f"  {p}" for p in problems)]
@@ -226,11 +247,11 @@ def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError
     return AttributeError(f"module {module!r} has no attribute {name!r}\nFix: {fix}")
 
 
-def left(where: str, rank: int, size: int) -> DivergenceError:
+def left(where: str, rank: int, size: int) -> RankLost:
     """For a collective of torch.distributed that failed: on one of two ranks because the other has left, on one of more
     because another has."""
     gone = f"rank {1 - rank} has left" if size == 2 else "another rank has left"
-    return DivergenceError(
+    return RankLost(
         message(
             where,
             "a transfer between ranks failed",

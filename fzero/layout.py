@@ -330,7 +330,7 @@ def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
             message(
                 "move",
                 f"{known.leaf.path} is not here any more, it was moved",
-                fix="go on with the state that fz.move returned",
+                fix="go on with the state that fz.move, or fz.reshard, returned",
             )
         )
     return known

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from fzero.errors import DivergenceError, FzeroValueError, message
-from fzero.rendezvous import absent
+from fzero.rendezvous import absent, replaced
 
 
 def choose_device(
-    asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool
+    asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool, others: Sequence[str] = ()
 ) -> tuple[torch.device, str | None]:
     """The device of this process, and a warning if it could have been a better one.
 
@@ -22,6 +22,7 @@ def choose_device(
         local, num_local: this process among those of its host.
         num_cuda: how many CUDA devices it sees.
         one_visible: whether each process sees a CUDA device of its own only, as Slurm and Ray arrange it.
+        others: accelerators of other kinds that this machine has, which nothing here runs on (`unsupported`).
 
     Raises:
         FzeroValueError: no such device, or not one for every process.
@@ -29,11 +30,15 @@ def choose_device(
     seen = (
         f"{num_cuda} CUDA device{'s' * (num_cuda != 1)} for {num_local} process{'es' * (num_local != 1)} on this host"
     )
+    lines = [seen, *(f"{name}: fzero does not run on it" for name in others)]
     if asked not in (None, "cpu", "cuda"):
         fix = "device='cpu' or 'cuda', or leave it out"
         raise FzeroValueError(
             message(
-                "make_mesh", f"device {asked!r} is not supported: fzero runs on CPUs and on CUDA devices", [seen], fix
+                "make_mesh",
+                f"device {asked!r} is not supported: fzero runs on CPUs and on NVIDIA's CUDA devices",
+                lines,
+                fix,
             )
         )
     if asked != "cpu" and num_cuda == 1 and (one_visible or num_local == 1):
@@ -46,13 +51,38 @@ def choose_device(
             if num_cuda
             else "device='cpu', or a PyTorch that sees the GPU"
         )
-        raise FzeroValueError(message("make_mesh", "there is no device 'cuda' for every process", [seen], fix))
+        raise FzeroValueError(message("make_mesh", "there is no device 'cuda' for every process", lines, fix))
+    if others and asked is None and not num_cuda:
+        what = f"fzero.make_mesh: takes the CPU: {', '.join(others)} is here, and fzero does not run on it"
+        return torch.device("cpu"), f"{what}; ask for device='cpu' if that is meant"
     unused = (
         f"fzero.make_mesh: CUDA is not used: {seen}; start as many processes as devices, or ask for device='cpu'"
         if num_cuda and asked is None
         else None
     )
     return torch.device("cpu"), unused
+
+
+def unsupported(hip: str | None, num_cuda: int, has_xpu: bool, has_mps: bool) -> list[str]:
+    """The accelerators of a machine that nothing here runs on, by name.
+
+    Args:
+        hip: the version of ROCm that PyTorch is built for, whose devices go by the name of CUDA.
+        num_cuda: how many devices go by that name.
+        has_xpu, has_mps: whether there is a device of Intel's, or of Apple's.
+    """
+    found = [f"{num_cuda} device{'s' * (num_cuda != 1)} of ROCm {hip}"] if hip and num_cuda else []
+    return found + ["an XPU"] * has_xpu + ["MPS"] * has_mps
+
+
+def crowded(num_threads: int, num_local: int, num_cores: int) -> str | None:
+    """A text if the CPU processes of this host have more threads than it has cores, and more than one each."""
+    if num_threads == 1 or num_threads * num_local <= num_cores:
+        return None
+    return (
+        f"{num_local} processes of this host compute with {num_threads} threads each, on {num_cores} cores: start them "
+        f"with OMP_NUM_THREADS={max(1, num_cores // num_local)}"
+    )
 
 
 def device_problems(names: Sequence[str]) -> list[str]:
@@ -76,7 +106,10 @@ def compare(
     keys = [f"fzero/device/{r}" for r in range(world)]
     store.set(keys[rank], f"{', '.join(f'{name}={n}' for name, n in axes.items())}\n{_name_of(device)}")
     if missing := absent(store, keys, timeout):
-        came = [f"rank {r} timed out after {timeout:g} s" for r in missing]
+        again = replaced(store)
+        came = [
+            f"rank {r} has left" if again else f"rank {r} timed out after {timeout:g} s" for r in (again or missing)
+        ]
         raise DivergenceError(
             message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
         )

@@ -10,6 +10,7 @@ import datetime
 import difflib
 import importlib.util
 import itertools
+import logging
 import math
 import os
 import secrets
@@ -26,10 +27,12 @@ from fzero.allocator import keep_freed_memory
 from fzero.arguments import flag, number
 from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, message
 from fzero.exclusive import Exclusive, Holding
-from fzero.local_device import choose_device, compare, one_visible
+from fzero.local_device import choose_device, compare, crowded, one_visible, unsupported
 from fzero.processes import LOCAL, Processes
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
+
+logger = logging.getLogger("fzero")
 
 AXES = ("node", "replica", "data", "expert", "seq", "pipe", "model")
 """The names an axis can have."""
@@ -113,14 +116,18 @@ class Context:
     Attributes:
         transport: moves data between its ranks (comm/transport.py).
         copies: copy between its device and the host (comm/host.py).
+        graphs: capture steps on its device (runtime/graphs.py).
         turns: what its ranks do together.
+        wards: keep what comes of another rank's state (elastic/wards.py); None: nobody does.
         exclusive: held by what has the mesh to itself.
     """
 
     def __init__(self) -> None:
         self.transport: Any = None
         self.copies: Any = None
+        self.graphs: Any = None
         self.turns: Turns | None = None
+        self.wards: Any = None
         self.exclusive = Exclusive()
 
 
@@ -316,18 +323,33 @@ def make_mesh(
     if problems:
         fix = "e.g. make_mesh(data=8, timeout=600); gpu_direct=True where kvikio is installed"
         raise FzeroValueError(message("make_mesh", "invalid arguments", problems, fix))
-    processes = Processes.of()
-    world, rank, local, locals_ = processes.world, processes.rank, processes.local, processes.num_local
     if launcher.under_torchrun():
         launcher.die_with_parent()
-    if launcher.under_torchrun() or world > 1:
+    if launcher.under_torchrun() or Processes.of().world > 1:
         launcher.install_excepthook()
-    given: dict[str, Any] = axes or {"data": -1}
+    return _joined(unjoined(device, timeout, shared_memory, unified_memory, gpu_direct, axes))
+
+
+def unjoined(
+    device: str | None = None,
+    timeout: float = 600.0,
+    shared_memory: bool = True,
+    unified_memory: bool | None = None,
+    gpu_direct: bool | None = None,
+    axes: Mapping[str, int | str] | None = None,
+) -> Mesh:
+    """The mesh that `make_mesh` would make, without its process groups: what is lowered for it is the same."""
+    processes = Processes.of()
+    world, rank, local, locals_ = processes.world, processes.rank, processes.local, processes.num_local
+    given: dict[str, Any] = dict(axes or {"data": -1})
     _checked({name: n for name, n in given.items() if n not in (-1, LOCAL)})
     sizes = _checked(processes.axes(given))
     processes.check(sizes)
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    where, unused = choose_device(device, local, locals_, available, one_visible(os.environ))
+    hip, has_mps = torch.version.hip, torch.backends.mps.is_available()
+    others = unsupported(hip, available, hasattr(torch, "xpu") and torch.xpu.is_available(), has_mps)
+    available = 0 if hip else available
+    where, unused = choose_device(device, local, locals_, available, one_visible(os.environ), others)
     if unused and local == 0:
         warnings.warn(unused, stacklevel=2)
     device = where.type
@@ -344,9 +366,22 @@ def make_mesh(
         torch.cuda.set_device(where)
     else:
         keep_freed_memory()
+        if local == 0 and (text := crowded(torch.get_num_threads(), locals_, len(os.sched_getaffinity(0)))):
+            logger.warning("fzero.make_mesh: %s", text)
     direct = device == "cuda" and has_kvikio if gpu_direct is None else gpu_direct
     if world == 1:
         return Mesh(sizes, rank, where, unified_memory=unified_memory, gpu_direct=direct)
+    shared = device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd")
+    return Mesh(sizes, rank, where, None, timeout, shared, unified_memory=unified_memory, gpu_direct=direct)
+
+
+def _joined(mesh: Mesh) -> Mesh:
+    """A mesh with its process groups, of which a mesh of one device has none."""
+    world, rank, where, sizes, device, timeout = (
+        mesh.size, mesh.rank, mesh.device, mesh.axes, mesh.device_type, mesh.timeout
+    )  # fmt: skip
+    if world == 1:
+        return mesh
     if device == "cuda":  # kernels of two communicators run at once, and must start in one order on all ranks
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if dist.is_initialized():  # whose store may hold what an earlier start wrote
@@ -366,23 +401,28 @@ def make_mesh(
 
     grid = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     gathers = groups_along(sizes, timeout, compat.nccl_ahead()) if device == "cuda" else None
-    shared = device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd")
-    return Mesh(sizes, rank, where, grid, timeout, shared, gathers, unified_memory, direct, store)
+    return Mesh(
+        sizes, rank, where, grid, timeout, mesh.shared_memory, gathers, mesh.unified_memory, mesh.gpu_direct, store
+    )
 
 
 def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -> dict[str, Any]:
-    """New process groups, for each axis the one of the ranks that share this rank's place on the others. All ranks call
-    it together."""
-    names, groups = list(axes), {}
+    """New process groups, for each axis one as `group_along` makes it."""
+    return {name: group_along(axes, name, timeout, options) for name in axes}
+
+
+def group_along(axes: Mapping[str, int], axis: str, timeout: float, options: Any = None) -> Any:
+    """A new process group of the ranks that share this rank's place on all axes but this one. All ranks call it
+    together."""
+    names = list(axes)
     strides = {name: math.prod(list(axes.values())[i + 1 :]) for i, name in enumerate(names)}
-    for name, size in axes.items():
-        others = [range(0, axes[n] * strides[n], strides[n]) for n in names if n != name]
-        lines = [[sum(start) + i * strides[name] for i in range(size)] for start in itertools.product(*others)]
-        wait = datetime.timedelta(seconds=timeout)
-        groups[name], _ = dist.new_subgroups_by_enumeration(
-            lines, timeout=wait, backend="nccl" if options else None, pg_options=options
-        )
-    return groups
+    others = [range(0, axes[n] * strides[n], strides[n]) for n in names if n != axis]
+    lines = [[sum(start) + i * strides[axis] for i in range(axes[axis])] for start in itertools.product(*others)]
+    wait = datetime.timedelta(seconds=timeout)
+    group, _ = dist.new_subgroups_by_enumeration(
+        lines, timeout=wait, backend="nccl" if options else None, pg_options=options
+    )
+    return group
 
 
 def close_mesh() -> None:

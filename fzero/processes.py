@@ -23,6 +23,11 @@ class Processes(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Processes:
+        names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        given = {n: environment[n] for n in names if n in environment and (environment[n] or n != names[-1])}
+        if odd := [f"{n}={text!r}" for n, text in given.items() if not text.strip().lstrip("-").isdecimal()]:
+            fix = "start the ranks by torchrun or python -m fzero.run, which set them"
+            raise FzeroValueError(message("make_mesh", "the environment has no whole numbers in", odd, fix))
         world, rank, local = (
             int(environment.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
         )
@@ -43,7 +48,14 @@ class Processes(NamedTuple):
         sizes: dict[str, Any] = {name: self._local_size(given, name) if n == LOCAL else n for name, n in given.items()}
         rest = math.prod(n for n in sizes.values() if n != -1)
         open_ = [name for name, n in sizes.items() if n == -1]
-        if len(open_) == 1 and rest > 0:
+        if len(open_) > 1:
+            self._refuse(
+                f"{' and '.join(open_)} are -1, and one axis takes what the others leave",
+                given,
+                f"give all but one a size: make_mesh({open_[0]}=-1, {open_[1]}='local') has a host's processes along "
+                f"{open_[1]}",
+            )
+        if open_ and rest > 0:
             if self.world % rest:
                 self._refuse(
                     f"{self.world} processes do not divide by the product of the given axes, {rest}",

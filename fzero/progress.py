@@ -1,5 +1,5 @@
-"""Prints progress of long searches: over itself on a terminal, elsewhere a plain line seldom, and none of what is soon
-done.
+"""Prints progress of what takes long: over itself on a terminal, elsewhere a plain line seldom, and none of what is
+soon done.
 
 With `FZERO_PROGRESS=off` in the environment there is none.
 """
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-FIRST, OFTEN, SELDOM = 1.0, 0.2, 15.0
-"""Seconds: until the first line, and between lines on a terminal and elsewhere."""
+FIRST, OFTEN, SELDOM = (1.0, 5.0), 0.2, 15.0
+"""Seconds: until the first line on a terminal and elsewhere, and between lines there and there."""
 
 
 class Progress:
@@ -35,9 +35,7 @@ class Progress:
     def __call__(self, text: str) -> None:
         """Shows how far it is, if that is due."""
         elapsed = self._clock() - self._begin
-        due = (
-            self._shown + (OFTEN if self._terminal else SELDOM) if self._shown else FIRST if self._terminal else SELDOM
-        )
+        due = self._shown + (OFTEN if self._terminal else SELDOM) if self._shown else FIRST[not self._terminal]
         if elapsed >= due and not self._off:
             self._shown = elapsed
             line = f"{self._what}: {elapsed:.0f} s, {text}"
@@ -55,32 +53,36 @@ class Progress:
 @contextmanager
 def shown(what: str, text: Callable[[], str], stream: TextIO | None = None) -> Iterator[None]:
     """Shows how long something has been going on, and what `text` says of it, until it is done. Within another that is
-    being shown: nothing.
+    being shown, that one says instead what this is and how far.
 
     Args:
         what: that is done.
         text: called in a thread beside it.
         stream: as for `Progress`.
     """
-    progress, over = Progress(what, stream), threading.Event()
-    if not _ONE.acquire(blocking=False):
-        yield
-        return
-
-    def tell() -> None:
-        while not over.wait(OFTEN):
-            progress(text())
-
-    thread = threading.Thread(target=tell, name=what, daemon=True)
-    thread.start()
+    _INNERMOST.append((what, text))
     try:
-        yield
+        if len(_INNERMOST) > 1:
+            yield
+            return
+        progress, over = Progress(what, stream), threading.Event()
+
+        def tell() -> None:
+            while not over.wait(OFTEN):
+                inner, says = _INNERMOST[-1]
+                progress(says() if inner == what else f"{inner.removeprefix('fzero.')}: {says()}")
+
+        thread = threading.Thread(target=tell, name=what, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            progress.close()
     finally:
-        over.set()
-        thread.join()
-        progress.close()
-        _ONE.release()
+        _INNERMOST.remove((what, text))
 
 
-_ONE = threading.Lock()
-"""Held by what is being shown: two lines on one terminal would write over each other."""
+_INNERMOST: list[tuple[str, Callable[[], str]]] = []
+"""What is being shown, and what is going on within it: two lines on one terminal would write over each other."""

@@ -21,10 +21,12 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from fzero import launcher
+from fzero import launcher, turns
 from fzero.errors import DivergenceError, message
 
+_HERE = "fzero/generation"  # under a generation's prefix: its name
 _LONGEST_PAUSE = 0.1  # seconds between two looks at the store; shorter at first
+_LOOK = 0.5  # seconds between two looks at whether a rank was replaced
 
 
 def meet(rank: int, world: int, timeout: float) -> dist.Store:
@@ -47,6 +49,8 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
                 fix,
             )
         ) from error
+    if store.check(["fzero/generation"]):
+        turns.tell_of_death(dist.PrefixStore(_name(store.get("fzero/generation").decode()), store), rank)
     generation = (_lead if rank == 0 else _follow)(store, rank, world, deadline)
     missing = _missing(store, world, generation) if store.check([_go(generation)]) is False else []
     if missing:
@@ -59,8 +63,11 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
                 fix,
             )
         )
-    found = dist.PrefixStore(f"fzero/generation/{generation}", store)
+    found = dist.PrefixStore(_name(generation), store)
+    found.set(_HERE, generation)
     launcher.tell_through(found)
+    if turns.watcher is not None:
+        turns.watcher.met()
     return found
 
 
@@ -120,6 +127,11 @@ def _life(store: dist.Store, world: int) -> str:
     return "fzero/failed/" + hashlib.sha256(b" ".join(numbers)).hexdigest()[:16]
 
 
+def _name(generation: str) -> str:
+    """The prefix of what is written under a generation."""
+    return f"fzero/generation/{generation}"
+
+
 def _came(rank: int) -> str:
     return f"fzero/came/{rank}"
 
@@ -137,9 +149,24 @@ def _go(generation: str) -> str:
 
 
 def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
-    """The keys of a store that nobody has set within `timeout` seconds, by position."""
-    try:
-        store.wait(keys, datetime.timedelta(seconds=timeout))
-    except (dist.DistError, RuntimeError):
-        return [i for i, key in enumerate(keys) if not store.check([key])]
-    return []
+    """The keys of a store that nobody has set within `timeout` seconds, by position; sooner, if a process that met the
+    others under this generation has been replaced, which will not set its own."""
+    looked = time.monotonic()
+    for _ in _looks(looked + timeout):
+        if store.check(keys):
+            return []
+        if time.monotonic() - looked > _LOOK:
+            if replaced(store):
+                break
+            looked = time.monotonic()
+    return [i for i, key in enumerate(keys) if not store.check([key])]
+
+
+def replaced(store: dist.Store) -> list[int]:
+    """The ranks whose place another process has taken since all met. `store`: what `meet` returned."""
+    if not isinstance(store, dist.PrefixStore) or not store.check([_HERE]):
+        return []
+    below = store.underlying_store
+    numbers = below.get(_numbers(store.get(_HERE).decode())).split(b" ")
+    now = below.multi_get([_came(rank) for rank in range(len(numbers))])
+    return [rank for rank, number in enumerate(numbers) if now[rank] != number]

@@ -17,17 +17,21 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from fzero.errors import DivergenceError, message
+from fzero.errors import DivergenceError, RankLost, message
 
 _ENDED = "fzero/turns/ended"
 _FIRST_LOOK = 0.02  # seconds: before a launcher that has seen a rank die ends those that could tell
 _LONGEST_NAP = 0.1  # seconds between two questions to the store; shorter at first
+
+
+watcher: Any = None
+"""Hears of every turn, and of every look around while this rank waits (elastic/host.py's Progress)."""
 
 
 class Turns:
@@ -37,9 +41,11 @@ class Turns:
     pause = 1.0  # seconds that a rank waits for others before it looks where they are, and between two looks
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, timeout: float = 600.0):
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self.store, self.timeout = store, timeout
+        self._rank, self._size = rank, size
         self._number, self._kind, self._about, self._said = 0, "", "", False
         self._last_go: str | None = None
+        self.slept = 0.0  # seconds that this rank waited for notes of others
         self._ended = ""  # why there is no further turn, as far as this rank knows
         self._world = dist.group.WORLD if dist.is_initialized() else None
         if store is not None:
@@ -50,6 +56,8 @@ class Turns:
         """The next turn. Ranks whose turns of one number are of different kinds have parted; `about`: for people.
         `say`: the others can see it at once."""
         self._number, self._kind, self._about, self._said = self._number + 1, kind, about or kind, False
+        if watcher is not None:
+            watcher.beat()
         if say:
             self._say()
 
@@ -60,22 +68,22 @@ class Turns:
         Raises:
             DivergenceError: they are in different ones, or a rank timed out.
         """
-        assert self._store is not None
+        assert self.store is not None
         here = f"fzero/turns/{self._number}/"
         go = here + "go"
-        if self._store.add(here + self._kind, 1) == self._size:
-            self._store.set(go, "")
-            self._store.delete_key(here + self._kind)
+        if self.store.add(here + self._kind, 1) == self._size:
+            self.store.set(go, "")
+            self.store.delete_key(here + self._kind)
             if self._last_go is not None:  # which all have passed
-                self._store.delete_key(self._last_go)
+                self.store.delete_key(self._last_go)
         self._last_go = go
         if self.absent([go], owner):
             places = {
-                r: json.loads(self._store.get(_place(r)))["number"] if self._store.check([_place(r)]) else 0
+                r: json.loads(self.store.get(_place(r)))["number"] if self.store.check([_place(r)]) else 0
                 for r in range(self._size)
             }
             came = [
-                f"rank {r} timed out after {self._timeout:g} s" for r, number in places.items() if number < self._number
+                f"rank {r} timed out after {self.timeout:g} s" for r, number in places.items() if number < self._number
             ]
             fix = (
                 "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if "
@@ -87,20 +95,21 @@ class Turns:
 
     def absent(self, keys: Sequence[str], owner: str) -> list[int]:
         """The keys of the store that nobody has set in time, by position. What `look` raises ends it sooner."""
-        assert self._store is not None
-        deadline, nap = time.monotonic() + self._timeout, 1e-4
+        assert self.store is not None
+        deadline, nap = time.monotonic() + self.timeout, 1e-4
         patience, looked = min(_FIRST_LOOK, self.pause), time.monotonic()
         left = list(range(len(keys)))
         try:
-            while left and not self._store.check([keys[i] for i in left]):
-                while left and self._store.check([keys[left[0]]]):
+            while left and not self.store.check([keys[i] for i in left]):
+                while left and self.store.check([keys[left[0]]]):
                     left.pop(0)
                 if time.monotonic() > deadline:
-                    return [i for i in left if not self._store.check([keys[i]])]
+                    return [i for i in left if not self.store.check([keys[i]])]
                 if time.monotonic() - looked > patience:
                     self.look(owner)
                     patience, looked = min(2 * patience, self.pause), time.monotonic()
                 time.sleep(nap)
+                self.slept += nap
                 nap = min(1.5 * nap, _LONGEST_NAP)
         except (dist.DistError, RuntimeError) as error:
             if isinstance(error, DivergenceError):
@@ -119,25 +128,25 @@ class Turns:
             DivergenceError: another rank is in another turn of this number, has ended one in the middle, has left
                 before it, or has died on this host.
         """
-        if self._store is None:
+        if self.store is None:
             return
-        others = {}
+        if watcher is not None:
+            watcher.wait()
+        others: dict[int, Any] = {}
         with contextlib.suppress(dist.DistError):
             # a store that is gone knows nothing: whoever waits for it will say so
             if not self._said:
                 self._say()
-            if self._store.check([_ENDED]):
+            if self.store.check([_ENDED]):
                 # before the others' notes are read: who ended a turn because ranks had parted has read them
-                self._ended = self._store.get(_ENDED).decode()
-            for rank in range(self._size):
-                if rank != self._rank and self._store.check([_place(rank)]):
-                    others[rank] = json.loads(self._store.get(_place(rank)))
+                self._ended = self.store.get(_ENDED).decode()
+            others = self._others()
         parted = {
             r: f"rank {r}: {x['about']}"
             for r, x in others.items()
             if x["number"] == self._number and x["kind"] != self._kind
         }
-        gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x["process"]))}
+        gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x))}
         if not (parted or gone):
             self.check(owner)
             return
@@ -150,18 +159,30 @@ class Turns:
             "settings of PyTorch"
         )
         what = "another rank has left" if gone else "the ranks do different things"
-        raise DivergenceError(
+        raise (RankLost if gone else DivergenceError)(
             message(owner, what, lines, "look at that rank's errors first; if it had none, " + fix if gone else fix)
         )
+
+    def gone(self) -> set[int]:
+        """The ranks that have left, or have died on this host, as far as the store tells. For any thread."""
+        with contextlib.suppress(dist.DistError):
+            return {r for r, x in self._others().items() if x["left"] or _has_died(x)}
+        return set()
+
+    def _others(self) -> dict[int, Any]:
+        """Notes of the other ranks on where they are, by rank."""
+        assert self.store is not None
+        ranks = [r for r in range(self._size) if r != self._rank and self.store.check([_place(r)])]
+        return {r: json.loads(self.store.get(_place(r))) for r in ranks}
 
     def end(self, error: BaseException) -> None:
         """Called when a turn ended in the middle on this rank: there is no further one. The others find the first
         reason where they look."""
-        if self._store is None or self._ended:
+        if self.store is None or self._ended:
             return
         self._ended = why = _brief(error, self._rank)
         with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone
-            self._ended = self._store.compare_set(_ENDED, "", why).decode()
+            self._ended = self.store.compare_set(_ENDED, "", why).decode()
 
     def check(self, owner: str) -> None:
         """Raises DivergenceError if a turn has ended in the middle, here or, as far as this rank has heard, on another
@@ -182,7 +203,7 @@ class Turns:
             self._say(left=True)
 
     def _say(self, left: bool = False) -> None:
-        assert self._store is not None
+        assert self.store is not None
         note = {
             "number": self._number,
             "kind": self._kind,
@@ -190,11 +211,12 @@ class Turns:
             "left": left,
             "process": [*_host(), os.getpid()],
         }
-        self._store.set(_place(self._rank), json.dumps(note))
+        self.store.set(_place(self._rank), json.dumps(note))
         self._said = True
 
 
 _open: list[Turns] = []
+_first: list[Callable[[], object]] = []
 
 
 def latest() -> Turns | None:
@@ -205,9 +227,26 @@ def latest() -> Turns | None:
 @atexit.register
 def leave_all() -> None:
     """Called by `close_mesh`, and when the process ends."""
+    while _first:
+        _first.pop()()
     while _open:
         if (turns := _open.pop()).is_open:
             turns.leave()
+
+
+def _forked() -> None:
+    """In a process just forked, which is no rank: nobody is told when it ends."""
+    _first.clear()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def before_leaving(act: Callable[[], object]) -> None:
+    """Has something done, once, before this rank leaves."""
+    if act not in _first:
+        _first.append(act)
 
 
 def _host() -> tuple[str, str]:
@@ -219,11 +258,21 @@ def _host() -> tuple[str, str]:
         return "", str(os.getpid())
 
 
-def _has_died(process: Sequence[Any]) -> bool:
-    """Whether a process of this host is gone, or waits for its parent to hear of it."""
-    *host, number = process
-    if tuple(host) != _host():
-        return False
+def tell_of_death(store: dist.Store, rank: int) -> None:
+    """Tells the ranks of a mesh that the process which was this rank is gone: this one takes its place. Those on other
+    hosts could not see it. `store`: that mesh's."""
+    if store.check([_place(rank)]):
+        note = json.loads(store.get(_place(rank)))
+        if note["process"] != [*_host(), os.getpid()]:
+            store.set(_place(rank), json.dumps({**note, "died": True}))
+
+
+def _has_died(note: Mapping[str, Any]) -> bool:
+    """Whether a rank's process has been replaced, or is one of this host and gone, or waits for its parent to hear of
+    it."""
+    *host, number = note["process"]
+    if note.get("died") or tuple(host) != _host():
+        return bool(note.get("died"))
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

@@ -342,6 +342,7 @@ def _pair(kind: str) -> Model:
 
 
 MODELS["clip"], MODELS["siglip"] = (lambda: _pair("CLIP")), (lambda: _pair("Siglip"))
+NAMES = tuple(MODELS)  # others add their own
 
 
 # --- what a step makes of them ---

@@ -32,7 +32,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Files that take longest, first: else one process waits for the other at the end.
+LONGEST = (
+    "test_run.py",
+    "test_dims.py",
+    "test_axes.py",
+    "test_trainer.py",
+    "test_example.py",
+    "test_testing.py",
+    "test_docs.py",
+    "test_offload_plan.py",
+    "test_functionalize.py",
+    "test_plan.py",
+    "test_fp8.py",
+    "test_hf_weights.py",
+    "test_modules.py",
+    "test_build.py",
+    "test_load.py",
+    "test_deepspeed.py",
+    "test_example_finetune.py",
+    "test_notebook.py",
+    "test_headline.py",
+    "test_example_vit.py",
+    "test_functionalize_zoo.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
     if not config.getoption("--exhaustive"):
         for item in items:
             if "exhaustive" in item.keywords:

@@ -1,17 +1,18 @@
 """A pool of real processes that run a test's function on every rank of a gloo process group.
 
 Importing torch takes seconds and a test takes milliseconds, so the processes are started once, when a test first needs
-them, and stay: a *job* is one function run on the first n of them. Each job sees what torchrun would have set (RANK,
-WORLD_SIZE, MASTER_ADDR, …), joins its own process group if it calls `fzero.make_mesh`, and leaves it afterwards. The
-rendezvous store lives in the parent, as torchrun's does, and is a new one for every job: the kernel picks its port, so
-no two sessions meet on one, and no key of an earlier job is left over.
+them, and stay: a *job* is one function run on the first n of them. Each is a fork of a *seed*, a process that has
+imported what every step needs and waits, so that a new one costs no import. Every rank has a seed of its own, with
+another hash seed: nothing that ranks agree on, such as the order of a set, comes from a common parent. Each job sees
+what torchrun would have set (RANK, WORLD_SIZE, MASTER_ADDR, …), joins its own process group if it calls
+`fzero.make_mesh`, and leaves it afterwards. The rendezvous store lives in the parent, as torchrun's does, and is a new
+one for every job: the kernel picks its port, so no two sessions meet on one, and no key of an earlier job is left over.
 
 A rank that raises reports its traceback; a rank that hangs is asked for the stacks of all its threads (SIGUSR1,
-faulthandler) and killed. Only then is the pool started anew, so one bad test costs the next one a few seconds and
-nothing else. Workers die with the parent: they read its end of a pipe.
+faulthandler) and killed. Only then is the pool started anew. Workers die with the parent: they read its end of a pipe.
 
-This file is the parent's side and, run as a script, the worker's; a worker imports nothing from pytest but what the
-test's own module imports.
+This file is the parent's side and, run as a script, the seeds' and the workers'; a worker imports nothing from pytest
+but what the test's own module imports.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from typing import Any, NamedTuple
 import torch
 
 MAX_RANKS = 4
+IMPORTED = ("fzero.lowering.lower", "torch._dynamo")  # by seeds: what the first step of a process would wait for
 GRACE = 10.0  # seconds that the other ranks get to finish or fail once one rank has failed
 _NUM_LOG_BYTES = 4000  # of what a rank printed, shown with an error
 
@@ -64,11 +66,37 @@ class RankError(AssertionError):
 
 
 @dataclass
-class _Worker:
+class _Seed:
+    """A process that forks workers. Its requests and answers are pickled, one a packet."""
+
     process: subprocess.Popen
+    control: socket.socket
+
+    def ask(self, request: Any, *fds: int) -> int:
+        socket.send_fds(self.control, [pickle.dumps(request)], fds)
+        return int(self.control.recv(64))
+
+    def close(self) -> None:
+        self.control.close()
+        self.process.wait()
+
+
+@dataclass
+class _Worker:
+    seed: _Seed
+    pid: int
     connection: Connection
     log: Path  # stdout and stderr
     stacks: Path  # what faulthandler writes on SIGUSR1
+    code: int | None = None  # of its exit, once that was waited for
+
+    def wait(self) -> int:
+        self.code = self.seed.ask(self.pid) if self.code is None else self.code
+        return self.code
+
+    def signal(self, number: int) -> None:
+        if self.code is None:  # until then its id is its own
+            os.kill(self.pid, number)
 
 
 class Pool:
@@ -82,6 +110,7 @@ class Pool:
     def __init__(self, folder: Path, warning_filters: Sequence[str] = ()):
         self._folder = folder
         self._filters = tuple(warning_filters)
+        self._seeds: list[_Seed] = []
         self._workers: list[_Worker] = []
         self._store: Any = None  # the rendezvous server of the job that runs
         self._num_started = 0
@@ -130,7 +159,7 @@ class Pool:
                 outcomes[rank] = RaisedOnRank("Timeout", why, stack)
         ended = [o for o in outcomes if o is not None]
         if not finished or any(o.type == "WorkerDied" for o in ended):
-            self.close()  # a rank in an unknown state: the next job gets new processes
+            self._end()  # a rank in an unknown state: the next job gets new processes
         if finished and expect_error:
             return ended
         if any(o.type is not None for o in ended):
@@ -139,17 +168,23 @@ class Pool:
 
     def pids(self) -> list[int]:
         """The process ids of the workers that run now."""
-        return [w.process.pid for w in self._workers]
+        return [w.pid for w in self._workers]
 
     def close(self) -> None:
-        """Ends all workers. The next job starts new ones."""
+        """Ends all processes. The next job starts new ones."""
+        self._end()
+        seeds, self._seeds = self._seeds, []
+        for seed in seeds:
+            seed.close()
+
+    def _end(self) -> None:
         workers, self._workers = self._workers, []
         self._store = None
         for worker in workers:
             worker.connection.close()
-            worker.process.kill()
+            worker.signal(signal.SIGKILL)
         for worker in workers:
-            worker.process.wait()
+            worker.wait()
 
     def _collect(self, team: list[_Worker], timeout: float) -> list[RaisedOnRank | None]:
         """What each rank came to, None for those that did not finish in time."""
@@ -163,7 +198,7 @@ class Pool:
                 try:
                     outcomes[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    code = team[rank].process.wait()
+                    code = team[rank].wait()
                     outcomes[rank] = RaisedOnRank(
                         "WorkerDied", f"the process ended with exit code {code}", _read(team[rank].stacks)
                     )
@@ -183,26 +218,22 @@ class Pool:
         }
 
     def _start(self, num_ranks: int) -> None:
-        """Starts the workers that are missing and waits until they have imported torch."""
-        if any(w.process.poll() is not None for w in self._workers):
-            self.close()
+        """Starts the workers that are missing and waits until they serve."""
+        if any(w.connection.poll() for w in self._workers):  # between jobs: it has ended
+            self._end()
+        while len(self._seeds) < num_ranks:
+            self._seeds.append(self._seed(len(self._seeds)))
         new = []
         while len(self._workers) < num_ranks:
             ours, theirs = Pipe(duplex=True)
             name = f"worker-{self._num_started}"
             self._num_started += 1
             log, stacks = self._folder / f"{name}.log", self._folder / f"{name}.stacks"
-            with log.open("wb") as out:
-                process = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno()), str(stacks)],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=_worker_environment(),
-                )
+            log.touch()
+            seed = self._seeds[len(self._workers)]
+            pid = seed.ask((_worker_environment(), str(log), str(stacks)), theirs.fileno())
             theirs.close()
-            worker = _Worker(process, ours, log, stacks)
+            worker = _Worker(seed, pid, ours, log, stacks)
             self._workers.append(worker)
             new.append(worker)
         for worker in new:
@@ -215,6 +246,20 @@ class Pool:
             except (EOFError, ConnectionResetError):
                 self.close()
                 raise RankError(f"a worker of the test pool did not start:\n{_tail(worker.log, 0)}", []) from None
+
+    def _seed(self, rank: int) -> _Seed:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, (self._folder / f"seed-{rank}.log").open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**_worker_environment(), "PYTHONHASHSEED": str(rank + 1)},
+            )
+        ours.send(pickle.dumps(sys.path))
+        return _Seed(process, ours)
 
 
 @contextlib.contextmanager
@@ -249,8 +294,7 @@ def _worker_environment() -> dict[str, str]:
 def _ask_for_stacks(workers: list[_Worker]) -> list[str]:
     """The Python stacks of all threads of the workers, which may be stuck in C."""
     for worker in workers:
-        with contextlib.suppress(ProcessLookupError):
-            worker.process.send_signal(signal.SIGUSR1)
+        worker.signal(signal.SIGUSR1)
     deadline = time.monotonic() + 5.0
     texts = [""] * len(workers)
     while time.monotonic() < deadline:
@@ -304,7 +348,36 @@ def _dumps(obj: Any) -> bytes:
     return file.getvalue()
 
 
-# The worker's side.
+# The seeds' side, and the workers'.
+
+
+def _fork(control: socket.socket) -> None:
+    """Forks a worker for each request that is not the id of one whose exit code is asked for. Imports end before the
+    first, and start no thread."""
+    sys.path[:] = pickle.loads(control.recv(1 << 20))
+    torch.set_num_threads(1)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    while True:
+        data, fds, *_ = socket.recv_fds(control, 1 << 20, 1, socket.MSG_CMSG_CLOEXEC)
+        if not data:  # the parent is gone
+            os._exit(0)
+        request = pickle.loads(data)
+        if isinstance(request, int):
+            control.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(request, 0)[1]))
+            continue
+        pid = os.fork()
+        if not pid:
+            control.close()
+            environment, log, stacks = request
+            os.environ.clear()
+            os.environ.update(environment)
+            with open(log, "ab") as out:
+                os.dup2(out.fileno(), 1)
+                os.dup2(out.fileno(), 2)
+            _serve(Connection(fds[0]), Path(stacks))
+        os.close(fds[0])
+        control.send(b"%d" % pid)
 
 
 def _serve(connection: Connection, stacks: Path) -> None:
@@ -312,7 +385,6 @@ def _serve(connection: Connection, stacks: Path) -> None:
         faulthandler.enable(stack_file, all_threads=True)  # a crash in C is explained too
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; its death is ours
-        torch.set_num_threads(1)
         search_path, filters = pickle.loads(connection.recv_bytes())
         sys.path[:] = search_path
         connection.send_bytes(b"ready")
@@ -373,4 +445,4 @@ def _filter_warnings(line: str) -> None:
 if __name__ == "__main__":
     sys.modules["pool"] = sys.modules["__main__"]  # what the parent pickles by name is this very module
     RaisedOnRank.__module__ = _load_tensor.__module__ = "pool"
-    _serve(Connection(int(sys.argv[1])), Path(sys.argv[2]))
+    _fork(socket.socket(fileno=int(sys.argv[1])))

@@ -7,11 +7,12 @@ docs/results/architectures.md.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from architectures import MODELS, Result, compare, transformers
+from architectures import NAMES, Result, compare, transformers
 
 import fzero as fz
 
@@ -28,16 +29,16 @@ def test_architectures_that_differ_most():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(4))
 def test_every_architecture(part):
-    check(list(MODELS)[part::4])
+    check(NAMES[part::4])
 
 
-def check(names: list[str]) -> None:
+def check(names: Sequence[str]) -> None:
     found = results(names)
     assert not [(name, r) for name, r in found.items() if r.loss > LIMIT or r.gradient > LIMIT]
     assert not [(name, r) for name, r in found.items() if r.layers != r.blocks]
 
 
-def results(names: list[str]) -> dict[str, Result]:
+def results(names: Sequence[str]) -> dict[str, Result]:
     transformers()
     mesh = fz.make_mesh()
     with warnings.catch_warnings(action="ignore"):
@@ -62,4 +63,4 @@ def table(found: dict[str, Result]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    PAGE.write_text(table(results(list(MODELS))))
+    PAGE.write_text(table(results(NAMES)))

@@ -28,7 +28,7 @@ from fzero.program.ops import transfer_bytes
 from fzero.program.show import source
 from fzero.program.verify_pool import check
 
-lower_file = importlib.import_module("fzero.lowering.lower")
+lower_file = importlib.import_module("fzero.lowering.traced")
 
 MESH = fz.AbstractMesh(data=2)
 

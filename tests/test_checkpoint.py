@@ -133,9 +133,13 @@ def as_ranks(size: int, act: Any) -> list[Any]:
     return out
 
 
+def save_as(ranks: Ranks, root: Any, state: Any) -> Any:
+    return saving.carry_out(saving.begin(ranks, root, state))
+
+
 def save_on(root: Path, whole: Any, axes: tuple[str, ...] = ("data",), **sizes: int) -> Path:
     mesh = meshes(**sizes)
-    done = as_ranks(len(mesh), lambda r: saving.save_as(r, root, on_rank(whole, mesh[r.rank], axes)))
+    done = as_ranks(len(mesh), lambda r: save_as(r, root, on_rank(whole, mesh[r.rank], axes)))
     assert all(isinstance(d, Path) and d == done[0] for d in done), done
     return done[0]
 
@@ -156,7 +160,7 @@ def whole_leaves(tensor_tree: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def read_whole(path: Path, names: list[str] | None = None) -> dict[str, torch.Tensor]:
+def read_whole(path: Any, names: list[str] | None = None) -> dict[str, torch.Tensor]:
     found = checkpoint.describe(path)
     wanted = {n: Leaf(found.aliases.get(n, n), "params", *_layout(found.leaves[n])) for n in names or found.leaves}
     return checkpoint.read(path, wanted, meshes(data=1)[0])
@@ -686,7 +690,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_leaves_the_old_checkpoint(
     before = sorted(p.name for p in tmp_path.iterdir())
     mesh = meshes(data=3)
     with failing(monkeypatch, call, error, lambda path: path.endswith(where)):
-        out = as_ranks(3, lambda r: saving.save_as(r, tmp_path, on_rank(whole_state(2), mesh[r.rank], ("data",))))
+        out = as_ranks(3, lambda r: save_as(r, tmp_path, on_rank(whole_state(2), mesh[r.rank], ("data",))))
     for caught in out:
         assert isinstance(caught, CheckpointError), out
         assert who in str(caught) and str(tmp_path) in str(caught) and "\nFix: " in str(caught)
@@ -702,13 +706,13 @@ def test_several_failures_and_divergent_states_name_their_ranks(
     mesh = meshes(data=3)
     states = [on_rank(State(1, {"a": torch.ones(5)}), m, ("data",)) for m in mesh]
     with failing(monkeypatch, "write", errno.ENOSPC, lambda path: "rank-00000" in path or "rank-00002" in path):
-        out = as_ranks(3, lambda r: saving.save_as(r, tmp_path, states[r.rank]))
+        out = as_ranks(3, lambda r: save_as(r, tmp_path, states[r.rank]))
     assert all("rank 0: OSError" in str(e) and "rank 2: OSError" in str(e) and "rank 1:" not in str(e) for e in out)
     other = [*states[:2], states[2]._replace(step=2)]
-    out = as_ranks(3, lambda r: saving.save_as(r, tmp_path, other[r.rank]))
+    out = as_ranks(3, lambda r: save_as(r, tmp_path, other[r.rank]))
     assert all(isinstance(e, CheckpointError) and "the state of rank 2 differs" in str(e) for e in out)
     wrong = [*states[:2], states[0]]
-    out = as_ranks(3, lambda r: saving.save_as(r, tmp_path, wrong[r.rank]))
+    out = as_ranks(3, lambda r: save_as(r, tmp_path, wrong[r.rank]))
     assert all(
         isinstance(e, CheckpointError)
         and "rank 2: " in str(e)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import operator
+import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from torch import nn
 
 import fzero as fz
 from fzero import compat
@@ -23,20 +27,40 @@ def test_the_release_is_supported():
     assert (2, 11) <= (major, minor) < (2, 14)
 
 
+def private_names(module: ast.Module) -> Iterator[str]:
+    """Names of torch's modules with a part that begins with one underscore, as imported or read from what was imported.
+    Those of operators (`torch.ops.aten._to_copy`) are public."""
+    bound = set()
+    for n in ast.walk(module):
+        if isinstance(n, (ast.Import, ast.ImportFrom)):
+            prefix = f"{n.module}." if isinstance(n, ast.ImportFrom) else ""
+            names = {prefix + a.name: a.asname or a.name.partition(".")[0] for a in n.names}
+            of_torch = {name: as_ for name, as_ in names.items() if name.partition(".")[0] == "torch"}
+            bound |= {*of_torch.values()}
+            yield from of_torch
+    for n in ast.walk(module):
+        name = ast.unparse(n) if isinstance(n, ast.Attribute) else ""
+        if re.fullmatch(r"[\w.]+", name) and name.partition(".")[0] in bound:
+            yield re.sub(r"^torch\.ops\.\w+\._", "torch.ops.", name)
+
+
 def test_private_names_are_in_one_file():
     """compat.py is the only file of the package with a name of torch that begins with an underscore."""
-    allowed = {"compat.py": ("",)}
-    found = []
-    for file in Path(fz.__file__).parent.rglob("*.py"):
-        for number, line in enumerate(file.read_text().replace("torch.__", "").splitlines(), 1):
-            at = [i for i in (line.find("torch._"), line.find("torch.ops._"), line.find("torch.testing._")) if i >= 0]
-            if (
-                at
-                and not any(a in line for a in allowed.get(file.name, ("\0",)))
-                and not line.lstrip().startswith(("#", '"'))
-            ):
-                found.append(f"{file.name}:{number}: {line.strip()}")
-    assert not [f for f in found if "torch._inductor" not in f], found
+    found = [
+        f"{file.name}: {name}"
+        for file in Path(fz.__file__).parent.rglob("*.py")
+        if file.name != "compat.py"
+        for name in private_names(ast.parse(file.read_text()))
+        if re.search(r"(^|\.)_(?!_)", name)
+    ]
+    assert not found
+
+
+def test_classes_of_layers_contain_those_that_are_public():
+    dropouts = [getattr(nn, name) for name in dir(nn) if "Dropout" in name]
+    norms = [getattr(nn, name) for name in dir(nn) if re.search("(Batch|Instance)Norm", name)]
+    assert len(dropouts) >= 6 and all(issubclass(cls, compat.DropoutNd) for cls in dropouts)
+    assert len(norms) >= 13 and all(issubclass(cls, compat.NormBase) for cls in norms)
 
 
 def test_fake_tensors_have_shapes_and_no_memory():
@@ -219,7 +243,16 @@ def test_min_cut_saves_the_product_and_never_what_is_to_be_recomputed():
     assert saved <= {n.name for n in module.graph.nodes}
 
 
-def test_inductor_compiles_a_graph_without_guards(tmp_path):
+@pytest.mark.parametrize("fakes", [True, False])
+def test_inductor_compiles_a_graph_without_guards(fakes, monkeypatch):
+    """Of fake tensors, or, in releases that take none, of real ones."""
+    if not fakes:
+        unpatched = torch._inductor.standalone_compile
+        monkeypatch.setattr(
+            torch._inductor,
+            "standalone_compile",
+            lambda graph, inputs, *, dynamic_shapes: unpatched(graph, inputs, dynamic_shapes=dynamic_shapes),
+        )
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     example = torch.ones(64, 64)
@@ -231,7 +264,8 @@ def test_inductor_compiles_a_graph_without_guards(tmp_path):
     for node in (z, w, written):
         node.meta["val"] = example
     graph.output((w,))
-    run = compat.inductor_compile(fx.GraphModule({}, graph), [example, example.clone()])
+    place = (64, 64), (64, 1), torch.float32
+    run = compat.inductor_compile(fx.GraphModule({}, graph), [place, place], torch.device("cpu"))
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     want = (a + b).sin()
     (got,) = run(a, b)
@@ -318,7 +352,8 @@ def test_an_artifact_travels_as_bytes():
 
     example = torch.ones(8, 8)
     with config.patch({"cpp.vec_isa_ok": True}):
-        artifact = compat.inductor_compile(added_and_multiplied(), [example, example.clone()])
+        place = (8, 8), (8, 1), torch.float32
+        artifact = compat.inductor_compile(added_and_multiplied(), [place, place], torch.device("cpu"))
         run = compat.load_artifact(compat.artifact_bytes(artifact))
     torch.testing.assert_close(run(torch.ones(8, 8), example)[0], torch.ones(8, 8).add(1).sin() @ example)
 
@@ -372,14 +407,56 @@ def run_collectives() -> list[torch.Tensor]:
     group, rank, size = mesh.group("data"), mesh.rank, mesh.size
     gathered, flags = torch.empty(2 * size), torch.empty(size, dtype=torch.bool)
     reduced, halves = torch.empty(2), torch.empty(2, dtype=torch.bfloat16)
-    with compat.coalesced(group, mesh.device) as works:
-        works.append(compat.all_gather(gathered, torch.full((2,), float(rank)), group))
-        works.append(compat.all_gather(flags, torch.full((1,), rank == 0), group))
-    for work in works:
-        work.wait()
-    compat.reduce_scatter(reduced, torch.arange(2.0 * size) + rank, dist.ReduceOp.SUM, group).wait()
-    compat.reduce_scatter(halves, torch.ones(2 * size, dtype=torch.bfloat16), dist.ReduceOp.SUM, group).wait()
+    compat.all_gather(gathered, torch.full((2,), float(rank)), group).wait()
+    compat.all_gather(flags, torch.full((1,), rank == 0), group).wait()
+    wholes, halves_whole = torch.arange(2.0 * size) + rank, torch.ones(2 * size, dtype=torch.bfloat16)
+    compat.reduce_scatter(reduced, wholes, dist.ReduceOp.SUM, group).wait()
+    compat.reduce_scatter(halves, halves_whole, dist.ReduceOp.SUM, group).wait()
+    for together in (True, False):  # the process group's own methods, and what there is besides
+        with pytest.MonkeyPatch.context() as patch:
+            if not together:
+                patch.setattr(compat, "_method", lambda *args: None)
+            again, flags_again = torch.empty_like(gathered), torch.empty_like(flags)
+            shards = [torch.full((2,), float(rank)), torch.full((1,), rank == 0)]
+            works = compat.all_gather_together([again, flags_again], shards, group)
+            sums, others = [torch.empty(2), torch.empty(2)], [wholes, 2 * wholes]
+            works += compat.reduce_scatter_together(sums, others, dist.ReduceOp.SUM, group)
+            flats = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.full((1,), rank + 0.5)]
+            works += (reductions := compat.all_reduce_together(flats, dist.ReduceOp.MAX, group))
+            for work in works:
+                work.wait()
+            assert len(works) == (4 if together else 7) and len(reductions) == (2 if together else 3)
+            assert torch.equal(again, gathered) and torch.equal(flags_again, flags)
+            assert torch.equal(sums[0], reduced) and torch.equal(sums[1], 2 * reduced)
+            assert flats[0].eq(1).all() and flats[1].eq(1).all() and flats[2].item() == size - 0.5
     return [gathered, flags, reduced, halves]
+
+
+def test_operations_on_lists_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch._foreach_copy_`, `_foreach_add_`, `_foreach_zero_`: of any dtypes, shapes and strides, with the bits of
+    the operations one by one."""
+    for public in (False, True):
+        for name in ("_COPY", "_ADD", "_ZERO") if public else ():
+            assert getattr(compat, name) is not None
+            monkeypatch.setattr(compat, name, None)
+        sources = [torch.randn(3, 4), torch.randn(5), torch.randn(4, 3).t(), torch.randn(()), torch.empty(0)]
+        dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float64]
+        targets = [torch.full_like(x, 7, dtype=dtype) for x, dtype in zip(sources, dtypes, strict=True)]
+        compat.copy_all(targets, sources)
+        assert all(torch.equal(t, x.to(t.dtype)) for t, x in zip(targets, sources, strict=True))
+        parts = [torch.randn_like(t) for t in targets]
+        want = [t + x for t, x in zip(targets, parts, strict=True)]
+        compat.add_all(targets, parts)
+        assert all(map(torch.equal, targets, want))
+        compat.zero_all(targets)
+        assert not any(t.any() for t in targets)
+        for function in (compat.copy_all, compat.add_all):
+            function([], [])
+            one = torch.ones(2)
+            function([one], [torch.zeros(2)])
+        compat.zero_all([])
+        compat.zero_all([one := torch.ones(2)])
+        assert not one.any()
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -8,6 +8,7 @@ import copy
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -270,7 +271,8 @@ MUTILATED: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("path", "value", "says"), MUTILATED, ids=lambda x: str(x)[:40])
 def test_mutilated(path: str, value: Any, says: str) -> None:
     text = refused(with_(path, value), world=2)
-    assert says in text and path.split(".")[0] in text, text
+    assert says in text, text
+    assert any(re.match(rf"  (\S+, )?{re.escape(path)}\b", line) for line in text.splitlines()), text
     assert text.startswith("fzero.deepspeed: a dict has ") and "\nFix: " in text
 
 
@@ -625,12 +627,6 @@ def test_batches_of_other_rows() -> None:
 
 def _plain(model: Any) -> Any:
     return lambda params, x: model.apply(params, x).square().mean()
-
-
-def test_it_is_not_imported() -> None:
-    code = "import sys, fzero; fzero.deepspeed.load_config; assert 'deepspeed' not in sys.modules, 'deepspeed'"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
 
 
 # Accelerate's configuration

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import fzero as fz
 from fzero import compat, optim
 from fzero.build import cache, inductor, worker
+from fzero.build.build import check_backend
 from fzero.errors import TraceError
 from fzero.program.ir import Function
 from fzero.trace import deterministic
@@ -129,3 +130,25 @@ def test_ranks_that_are_not_set_alike_run_nothing(run_ranks: Any) -> None:
             and "rank 0: deterministic algorithms: off" in r.message
             and "rank 1: deterministic algorithms: on" in r.message
         )
+
+
+def test_products_that_would_refuse_are_refused_when_a_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS, which reads its workspace from the environment when CUDA starts."""
+    on, warns, off = Setting(True, False, True), Setting(True, True, True), Setting(False, False, False)
+    assert deterministic.unsettled("cuda", on, None) == "CUBLAS_WORKSPACE_CONFIG is not set"
+    assert deterministic.unsettled("cuda", on, ":0:0") == "CUBLAS_WORKSPACE_CONFIG is ':0:0'"
+    for device, setting, workspace in (
+        ("cuda", on, ":4096:8"),
+        ("cuda", on, ":16:8"),
+        ("cuda", warns, None),
+        ("cuda", off, None),
+        ("cpu", on, None),
+    ):
+        assert deterministic.unsettled(device, setting, workspace) is None
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(deterministic, "setting", lambda: on)
+    check_backend("eager", torch.device("cpu"))
+    with pytest.raises(fz.errors.FzeroValueError) as refused:
+        check_backend("inductor", torch.device("cuda", 0))
+    assert "CUBLAS_WORKSPACE_CONFIG is not set" in str(refused.value)
+    assert "Fix: start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8" in str(refused.value)

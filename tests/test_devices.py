@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fzero import compat
 from fzero.errors import FzeroValueError
-from fzero.local_device import choose_device, device_problems, one_visible
+from fzero.local_device import choose_device, crowded, device_problems, one_visible, unsupported
 from fzero.mesh import groups_along, make_mesh
 
 
@@ -61,6 +61,27 @@ def test_one_gpu_that_each_process_sees_as_its_own() -> None:
         and warning is not None
         and "CUDA is not used: 1 CUDA device for 2 processes on this host" in warning
     )
+
+
+def test_accelerators_of_other_kinds_are_named() -> None:
+    """Left alone with a warning, and refused where a GPU is asked for."""
+    others = unsupported("6.4", 2, True, True)
+    assert others == ["2 devices of ROCm 6.4", "an XPU", "MPS"]
+    assert unsupported(None, 2, False, False) == unsupported("6.4", 0, False, False) == []
+    device, warning = choose_device(None, 0, 1, 0, False, others)
+    assert device == torch.device("cpu") and warning is not None
+    assert "takes the CPU: 2 devices of ROCm 6.4, an XPU, MPS is here, and fzero does not run on it" in warning
+    for asked in ("cuda", "xpu", "mps"):
+        with pytest.raises(FzeroValueError, match=r"2 devices of ROCm 6\.4: fzero does not run on it"):
+            choose_device(asked, 0, 1, 0, False, others)
+    assert choose_device("cpu", 0, 1, 0, False, others) == (torch.device("cpu"), None)
+    assert choose_device(None, 0, 1, 1, False, ["MPS"]) == (torch.device("cuda", 0), None)
+
+
+def test_processes_with_more_threads_than_cores_are_told() -> None:
+    assert crowded(16, 1, 16) is crowded(8, 2, 16) is crowded(1, 4, 2) is None
+    told = crowded(16, 4, 16)
+    assert told is not None and "4 processes of this host" in told and told.endswith("OMP_NUM_THREADS=4")
 
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "tpu", "cuda:1"])

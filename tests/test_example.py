@@ -133,19 +133,6 @@ def test_printed_program(run_ranks, tmp_path):
     )
 
 
-def test_deterministic_runs_have_one_digest(run_ranks, straight, tmp_path):
-    def digest(printed):
-        (found,) = re.findall(r"^sha256 of the parameters: ([0-9a-f]{64})$", printed, re.MULTILINE)
-        return found
-
-    def again(*flags):
-        return digest(
-            EXAMPLE.on(run_ranks, "--steps", 8, "--deterministic", "--out", tmp_path / "out", *flags, ranks=2).stdout
-        )
-
-    assert again() == digest(straight[1]) != again("--steps", 1)
-
-
 def test_products_in_8_bits(run_ranks, straight, tmp_path):
     flags = ("--steps", 8, "--fp8", "tensor", "--print-program", "--out", tmp_path / "out", "--json", tmp_path / "log")
     done = EXAMPLE.on(run_ranks, *flags, ranks=2)
@@ -211,14 +198,21 @@ def test_bad_flags(says, parse, capsys):
     assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
+def digest(printed):
+    (found,) = re.findall(r"^sha256 of the parameters: ([0-9a-f]{64})$", printed, re.MULTILINE)
+    return found
+
+
 def test_one_command_starts_and_goes_on(run_ranks, straight, tmp_path):
-    """Where nothing is saved yet, or a first save was killed, `--resume` starts anew."""
+    """Where nothing is saved yet, or a first save was killed, `--resume` starts anew. Deterministic runs have one
+    digest."""
     (tmp_path / "out" / ".tmp-step-00000004").mkdir(parents=True)
     command = ("--save-every", 4, "--deterministic", "--out", tmp_path / "out", "--json", tmp_path / "log", "--resume")
     done = EXAMPLE.on(run_ranks, "--steps", 8, *command, ranks=2)
     assert ": training\n" in done.stdout and "resuming" not in done.stdout
     assert losses(tmp_path / "log") == losses(straight[0] / "log")
-    assert "resuming at step 8" in EXAMPLE.on(run_ranks, "--steps", 9, *command, ranks=2).stdout
+    on = EXAMPLE.on(run_ranks, "--steps", 9, *command, ranks=2).stdout
+    assert "resuming at step 8" in on and digest(done.stdout) == digest(straight[1]) != digest(on)
 
 
 DAMAGES = (
@@ -306,19 +300,44 @@ def test_ctrl_c_saves_and_resumes(run_ranks, tmp_path):
     assert [r["step"] for r in records(log)] == list(range(1, step + 3))
 
 
-def test_the_readmes_tour_runs(tmp_path, monkeypatch, capsys):
+def test_the_readmes_starts_run(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    tour, program = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len([line for line in tour.splitlines() if line]) <= 34
+    readme = (ROOT / "README.md").read_text()
+    *starts, program = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     names: dict = {}
-    exec(tour, names)
-    assert names["metrics"]["finite"] and "def train(" in capsys.readouterr().out
-    on_8 = fz.shard_params(fz.train_step(names["loss_fn"], names["step"].optimizer))
-    real = str(fz.lower(on_8, fz.AbstractMesh(data=8), names["init"], names["batch"]))
+    for kind, start in zip(("function", "module", "directory"), starts, strict=True):
+        assert len([line for line in start.splitlines() if line]) <= 25, kind
+        names.pop("metrics", None)
+        exec(start, names)
+        assert names["metrics"]["finite"], kind
+        if kind == "function":
+            first = dict(names)
+    transformers.AutoModelForCausalLM.from_pretrained("models/trained")
+    on_8 = fz.shard_params(fz.train_step(first["loss_fn"], first["step"].optimizer))
+    real = str(fz.lower(on_8, fz.AbstractMesh(data=8), first["init"], first["batch"]))
     missing = [
         line for line in program.splitlines() if line.strip() not in ("...", "") and line not in real.splitlines()
     ]
     assert not missing, "lines of the README that the program does not have (any more)"
+
+
+def test_the_readmes_figures_are_those_measured():
+    """Of the table beside the peers each row, and what is said of a plan for 7 billion parameters."""
+    readme = (ROOT / "README.md").read_text()
+
+    def measured(file: str) -> dict[str, list[str]]:
+        rows = (ROOT / "docs" / "results" / file).read_text().splitlines()
+        return {cells[0]: cells[1:] for row in rows if row.startswith("| ") and (cells := row.strip("| ").split(" | "))}
+
+    small, large = measured("peers.md"), measured("peers_large.md")
+    table = readme.partition("12.9 M parameters: s a step")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == 4
+    for row in table:
+        name, *figures = row.strip("| ").split(" | ")
+        assert figures == [small[name][0], small[name][5], large[name][0], large[name][5]], name
+    seconds, tokens = measured("headline.md")["4, vertical"][1:3]
+    assert f"**{float(seconds):.0f} s a step, {tokens} million tokens a day**" in readme
 
 
 def terminated(rank: int, log: str, *flags: str) -> tuple[int, str]:
@@ -401,9 +420,19 @@ def test_killed_restarted_and_preempted_under_torchrun(tmp_path, monkeypatch):
     assert "wait timeout" not in errors, "c10d warns of every wait in vain"
 
 
+def test_nobody_reads_on(tmp_path):
+    """`| head -1`: a run stops after the running step, which is saved, without a word."""
+    command = EXAMPLE.command("--steps", 3000, "--out", tmp_path / "out")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as run:
+        assert run.stdout is not None and run.stderr is not None
+        assert "training" in run.stdout.readline()
+        run.stdout.close()
+        assert run.stderr.read() == ""
+        assert run.wait(60) == 128 + signal.SIGPIPE and fz.checkpoint.find(tmp_path / "out") is not None
+
+
 @pytest.mark.parametrize("script", ["train_gpt.py", "train_big.py"])
-def test_help_shows_defaults(script: str) -> None:
-    done = subprocess.run([sys.executable, f"{ROOT}/examples/{script}", "--help"], capture_output=True, text=True)
-    text = " ".join(done.stdout.split())
+def test_help_shows_defaults(run_ranks, script: str) -> None:
+    text = " ".join(Script(script, ()).on(run_ranks, "--help").stdout.split())
     assert "--seed N of parameters and data (default: 0)" in text and "(default: None)" not in text
     assert "bytes a sequence (default: 128)" in text and "(default: False)" not in text

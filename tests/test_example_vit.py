@@ -1,5 +1,5 @@
-"""examples/train_vit.py: the same losses as PyTorch's own loop, on one process and on two, and going on where it
-stopped."""
+"""examples/train_vit.py: the same losses on two processes as PyTorch's own loop has, and going on where it stopped, on
+one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ def losses(file: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()]
 
 
-def test_losses_are_those_of_pytorch_on_any_number_of_processes(run_ranks: Any, tmp_path: Path) -> None:
-    plain, one, two = (tmp_path / name for name in ("plain", "one", "two"))
+def test_losses_are_those_of_pytorch(run_ranks: Any, tmp_path: Path) -> None:
+    plain, two = tmp_path / "plain", tmp_path / "two"
     assert "held-out accuracy" in VIT.on(run_ranks, "--plain", "--json", plain).stdout
-    VIT.on(run_ranks, "--json", one, "--accumulate", 2, "--zero", 1)
-    run = VIT.on(run_ranks, "--out", tmp_path / "run", "--json", two, ranks=2)
+    run = VIT.on(run_ranks, "--out", tmp_path / "run", "--json", two, "--accumulate", 2, ranks=2)
     expected = losses(plain)
     assert len(expected) == 4
-    assert losses(one) == pytest.approx(expected, abs=1e-4) and losses(two) == pytest.approx(expected, abs=1e-4)
-    again = VIT.on(run_ranks, "--out", tmp_path / "run", "--resume")  # nothing is left to do, on one process
+    assert losses(two) == pytest.approx(expected, abs=1e-4)
+    again = VIT.on(run_ranks, "--out", tmp_path / "run", "--resume", "--zero", 1)  # nothing is left to do
     assert "held-out" in run.stdout and again.stdout.splitlines()[-1] == run.stdout.splitlines()[-1]
 
 

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import EXAMPLES
+from scripts import EXAMPLES, fresh_modules
 from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
 from fzero import optim
@@ -464,6 +466,73 @@ def test_buffers_are_never_cast():
         fz.lower(fz.mixed_precision(step), fz.AbstractMesh(data=1), model.params, batch_of())
 
 
+class Exact(nn.Module):
+    """Buffers in fp32 beside parameters in bf16, as layers of transformers have them: frequencies, a router's bias, a
+    parameter that is kept in fp32."""
+
+    def __init__(self, width: int, index: int, dropout: float):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, width, width) / 3)
+        self.register_buffer("bias", torch.linspace(0, 1e-3, 4))
+        self.register_buffer("inv_freq", 1 / 1e4 ** (torch.arange(4) / 4), persistent=False)
+
+    def forward(self, x, *, mask=None):
+        y, turn = self.norm(x), (x.detach()[:, :1].float() * 100) * self.inv_freq
+        scores = self.router(y.to(self.router.weight.dtype)).float() + self.bias
+        out = torch.einsum("be,bd,edh->bh", scores.softmax(-1).to(y.dtype), y, self.experts)
+        return x + out * torch.cat([turn.cos(), turn.sin()], -1).to(x.dtype), None, None
+
+
+class KeepsRouter(Net):
+    _keep_in_fp32_modules_strict = ("router",)
+
+    def __init__(self) -> None:
+        super().__init__(layer=Exact)
+        self.embed = nn.Embedding(16, 8)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("embed", [torch.bfloat16, torch.float32])
+def test_fp32_buffers_in_bf16_blocks_are_as_in_pytorch(embed):
+    """What a layer is given is cast to the dtype of its parameters, whatever its buffers are in."""
+    torch.manual_seed(0)
+    module, batch = KeepsRouter(), {"x": torch.arange(12), "y": batch_of()["y"]}
+    model = fz.functionalize(module)
+    reference = copy.deepcopy(module)
+    for name, p in reference.named_parameters():
+        if "router" not in name and (name != "embed.weight" or embed is torch.bfloat16):
+            p.data = p.data.bfloat16()
+    dtype = reference.embed.weight.dtype
+    if dtype is torch.float32:
+        reference.layers[0].register_forward_pre_hook(lambda m, args: (args[0].bfloat16(), *args[1:]))
+    want = cross_entropy(reference(batch["x"]).float(), batch)
+    want.backward()
+
+    where = None if embed is torch.bfloat16 else lambda path, leaf: "embed" not in path
+    step = fz.mixed_precision(model.train_step(optim.sgd(1.0), lambda o, b: cross_entropy(o.float(), b)), where=where)
+    train = compiled(step, fz.shard_params())
+    state = train.init(model.params)
+    before = {n: x.clone() for n, x in named(state.params).items()}
+    state, metrics = train(state, batch)
+    assert metrics["loss"].item() == pytest.approx(want.item(), rel=1e-6)
+    after = named(state.params)
+    assert all(
+        torch.equal(x, before[n])
+        for n, x in after.items()
+        if n.endswith(("bias", "inv_freq")) and "norm" not in n and "head" not in n
+    )
+    for name, p in reference.named_parameters():
+        grad = p.grad.float()
+        torch.testing.assert_close(before[name] - after[name], grad, rtol=1e-2, atol=2e-3 * grad.abs().max().item())
+    evaluate = compiled(
+        model.eval_step(lambda out, batch: out),
+        fz.mixed_precision("bf16", where=where, outputs=None),
+        fz.shard_params(),
+    )
+    reference.load_state_dict({n: x for n, x in after.items() if n in reference.state_dict()})
+    assert torch.equal(evaluate(state.params, batch), reference(batch["x"]).detach())
+
+
 def test_frozen_parameters_have_no_optimizer_state():
     module = net()
     module.layers.requires_grad_(False)
@@ -773,20 +842,20 @@ def test_a_tensor_that_nothing_initialises_is_refused_by_name():
 
 def example(steps: int) -> str:
     sys.argv = ["train_module.py", str(steps)]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, fresh_modules():
         runpy.run_path(str(EXAMPLES / "train_module.py"), run_name="__main__")
     return printed.getvalue()
 
 
 def test_the_example_says_what_it_takes(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_module.py", "--help"])
-    with pytest.raises(SystemExit, match=r"^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"), fresh_modules():
         runpy.run_path(str(EXAMPLES / "train_module.py"), run_name="__main__")
     assert "train_module.py [-h] [steps]" in capsys.readouterr().out
 
 
 def test_the_example_is_the_same_on_every_mesh(run_ranks):
-    one, three = run_ranks(1, example, 25)[0], run_ranks(3, example, 25)[0]
+    one, three = run_ranks(1, example, 6)[0], run_ranks(3, example, 6)[0]
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", one)]
     assert one == three and len(losses) == 1 and losses[0] < 4, one
 
@@ -882,3 +951,241 @@ def test_code_that_computes_with_the_number_of_its_layer() -> None:
     net, x = nn.Sequential(*(Scaled(i) for i in range(3))), torch.randn(4, 6)
     model = fz.functionalize(net)
     assert model.blocks == ["0", "1", "2"] and torch.equal(model.apply(model.params, x), net(x))
+
+
+# --- any mesh, any number of micro-batches, ragged labels ---
+
+
+class Language(nn.Module):
+    """A language model that computes its own loss, of labels that it shifts."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Layer(8, i, dropout) for i in range(2))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens, labels):
+        x = self.dropout(self.embed(tokens))
+        for layer in self.layers:
+            x = layer(x)[0]
+        logits = self.head(x[:, :-1])
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+def language_batch() -> dict[str, torch.Tensor]:
+    """Of 24 rows the first has all of its labels, one half, most few, and the last ten none."""
+    tokens = torch.randint(0, 16, (24, 6), generator=torch.Generator().manual_seed(2))
+    labels = tokens.clone()
+    for row in range(1, 24):
+        labels[row, : row % 5 + 1 if row < 14 else 6] = -100
+    return {"tokens": tokens, "labels": labels}
+
+
+ACCUMULATED = {1: (1, 4), 2: (2,), 3: (1, 4)}  # by the number of ranks
+
+
+def language_losses(dropout: float) -> dict[int, list[float]]:
+    """The losses of three steps, by the number of micro-batches."""
+    found = {}
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    batch = {k: x.chunk(ranks)[rank].contiguous() for k, x in language_batch().items()}
+    for parts in ACCUMULATED[ranks]:
+        torch.manual_seed(0)
+        model = fz.functionalize(Language(dropout))
+        train = compiled(model.train_step(optim.sgd(0.5)), fz.shard_params(), fz.accumulate(parts))
+        state, found[parts] = train.init(model.params, fz.random.key(3)), []
+        for _ in range(3):
+            state, metrics = train(state, batch)
+            found[parts].append(metrics["loss"].item())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ragged_labels_are_averaged_exactly_on_every_mesh(run_ranks, ranks):
+    torch.manual_seed(0)
+    module = Language(0.0)
+    sgd, want = torch.optim.SGD(module.parameters(), lr=0.5), []
+    for _ in range(3):
+        loss = module(**language_batch())["loss"]
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        want.append(loss.item())
+    for found in run_ranks(ranks, language_losses, 0.0):
+        assert found == {parts: pytest.approx(want, rel=1e-5) for parts in ACCUMULATED[ranks]}
+
+
+def test_dropout_is_the_same_on_every_mesh_and_in_every_number_of_parts(run_ranks):
+    found = [each for ranks in (1, 2, 3) for each in run_ranks(ranks, language_losses, 0.1)[0].values()]
+    assert len(found) == 5 and all(losses == pytest.approx(found[0], rel=1e-5) for losses in found)
+    assert found[0] != pytest.approx(run_ranks(1, language_losses, 0.0)[0][1], rel=1e-3)
+
+
+def of_its_kind(number: Any) -> float:
+    return 1.0 + number if type(number) is int else 0.0
+
+
+WITH_NUMBERS: dict[str, Any] = {
+    "its type": lambda y, i: y * (1 + i) if type(i) is int else y,
+    "its type, in a function": lambda y, i: y * of_its_kind(i),
+    "torch.add": lambda y, i: torch.add(y, i),
+    "torch.full": lambda y, i: y + torch.full((8,), i),
+    "torch.pow": lambda y, i: torch.pow(y, i),
+    "torch.roll": lambda y, i: torch.roll(y, i, 1),
+    "other=": lambda y, i: torch.mul(y, other=i),
+}
+
+
+class Numbered(Layer):
+    how: Any = None
+
+    def forward(self, x, **kwargs):
+        out, gate, mode = super().forward(x, **kwargs)
+        return type(self).how(out, self.layer_idx), gate, mode
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_whatever_code_does_with_the_number_of_its_layer(name: str) -> None:
+    """A number stands for itself while layers are traced: the code must not meet another kind of value."""
+    module = net(layer=type("Numbered", (Numbered,), {"how": staticmethod(WITH_NUMBERS[name])}))
+    model = fz.functionalize(module)
+    train = compiled(model.train_step(optim.sgd(0.1), cross_entropy))
+    state, losses = train.init(model.params), []
+    for _ in range(2):
+        state, metrics = train(state, batch_of())
+        losses.append(metrics["loss"].item())
+    want = plain_losses(module, batch_of(), 2, lambda m, b: F.cross_entropy(m(b["x"], b["mask"]), b["y"]))
+    assert losses == pytest.approx(want, rel=1e-5)
+
+
+def test_layers_that_ask_for_their_own_type_are_traced_once() -> None:
+    class Own(Layer):
+        def forward(self, x, **kwargs):
+            assert type(self) is Own
+            return super().forward(x, **kwargs)
+
+    assert functions(program_of(fz.functionalize(net(layer=Own)))) == (6, 2)
+
+
+# --- torch.utils.checkpoint ---
+
+
+class Checkpointing(nn.Module):
+    """A net that recomputes: a layer, a method of its own, a closure over itself, the inside of a layer."""
+
+    def __init__(self, what: str, reentrant: bool):
+        super().__init__()
+        self.embed, self.head, self.what, self.reentrant = nn.Linear(4, 8), nn.Linear(8, 3), what, reentrant
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) + self.embed.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            run = {
+                "layer": layer,
+                "method": self.part,
+                "closure": lambda y, own=layer: own(y) @ self.layers[1][0].weight,
+            }
+            x = checkpoint(run[self.what], x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("what", ["layer", "method", "closure"])
+def test_checkpoints_within_a_module(what: str, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    module = Checkpointing(what, reentrant)
+    model = fz.functionalize(module)
+    for transforms in ((), (fz.remat("full"), fz.shard_params(), fz.accumulate(2))):
+        train = compiled(model.train_step(optim.sgd(0.1), lambda o, b: F.cross_entropy(o, b[1])), *transforms)
+        state, losses = train.init({**model.params}), []
+        for _ in range(2):
+            state, metrics = train(state, (batch_of()["x"], batch_of()["y"]))
+            losses.append(metrics["loss"].item())
+        want = plain_losses(copy.deepcopy(module), batch_of(), 2, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]))
+        assert losses == pytest.approx(want, rel=1e-5)
+
+
+def test_a_reentrant_checkpoint_of_what_needs_no_gradient_has_none() -> None:
+    """As in PyTorch, which does not train the layer."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(checkpoint(self.first, x, use_reentrant=True))
+
+    model, x = fz.functionalize(First()), batch_of()["x"]
+    train = compiled(model.train_step(optim.sgd(0.1), lambda out, b: out.square().mean()))
+    state, _ = train(train.init(model.params), x)
+    assert torch.equal(state.params["first"]["weight"], model.params["first"]["weight"])
+    assert not torch.equal(state.params["last"]["weight"], model.params["last"]["weight"])
+
+
+def test_a_checkpoint_in_a_module_that_the_loss_calls_itself_is_refused_with_a_way() -> None:
+    """When it recomputes, `functional_call` has put the module's own tensors back."""
+    module = Checkpointing("method", False)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, params, (x,)).square().mean()
+
+    train = compiled(fz.train_step(loss, optim.sgd(0.1)))
+    state = train.init({n: p.detach().clone() for n, p in module.named_parameters()})
+    with pytest.raises(TraceError, match=r"(?s)recomputes, in the backward.*Fix: leave torch.utils.checkpoint out"):
+        train(state, batch_of()["x"])
+
+
+@pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm", "prune"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_hooks_that_set_parameters_are_refused_and_parametrizations_train(kind: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    of = torch.nn.utils
+    old = {"prune": lambda m: prune.l1_unstructured(m, "weight", 0.5)}.get(kind) or getattr(of, kind)
+    with pytest.raises(FzeroTypeError, match=rf"(?s)0: torch.nn.utils.{kind} sets weight.*Fix: torch.nn.utils.param"):
+        fz.functionalize(nn.Sequential(old(copy.deepcopy(module[0])), *module[1:]))
+    if kind != "prune":
+        getattr(of.parametrizations, kind)(module[0])
+    else:
+        of.parametrize.register_parametrization(module[0], "weight", nn.Hardtanh())
+    model = fz.functionalize(module)
+    train = compiled(model.train_step(optim.sgd(0.1), lambda o, b: F.cross_entropy(o, b[1])))
+    state, losses = train.init(model.params), []
+    for _ in range(2):
+        state, metrics = train(state, (batch_of()["x"], batch_of()["y"]))
+        losses.append(metrics["loss"].item())
+    want = plain_losses(module, batch_of(), 2, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]))
+    assert losses == pytest.approx(want, rel=1e-5)
+
+
+def test_a_distribution_that_checks_its_arguments_draws() -> None:
+    class Latent(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.distributions.Normal(super().forward(x), F.softplus(x) + 0.1, validate_args=True).rsample()
+
+    model, x = fz.functionalize(Latent(4, 4)), batch_of()["x"]
+    train = compiled(model.train_step(optim.sgd(0.1), lambda out, b: out.square().mean()), fz.accumulate(2))
+    whole = compiled(model.train_step(optim.sgd(0.1), lambda out, b: out.square().mean()))
+    losses = [t(t.init(model.params), x)[1]["loss"].item() for t in (train, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_distribution_that_asks_for_values_says_how_it_draws(checked: bool) -> None:
+    class Latent(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            of = torch.distributions.MultivariateNormal
+            return of(super().forward(x), torch.eye(4), validate_args=checked).rsample()
+
+    model, x = fz.functionalize(Latent(4, 4)), batch_of()["x"]
+    train = compiled(model.train_step(optim.sgd(0.1), lambda out, b: out.square().mean()))
+    if checked:
+        with pytest.raises(TraceError, match=r"(?s)test_functionalize.py:\d+: return of\(.*validate_args=False"):
+            train(train.init(model.params), x)
+    else:
+        assert train(train.init(model.params), x)[1]["finite"]

@@ -205,4 +205,4 @@ def test_progress_is_a_line_over_itself_on_a_terminal_and_seldom_elsewhere(monke
                 and lines.endswith("\r")
             )
         else:
-            assert lines == "search: 15 s, 15 tried\nsearch: 30 s, 30 tried\n"
+            assert lines == "search: 5 s, 5 tried\nsearch: 20 s, 20 tried\nsearch: 35 s, 35 tried\n"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +200,138 @@ def test_rows_taken_apart_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         train.load(tmp_path)
 
 
-def test_importing_fzero_imports_no_transformers() -> None:
-    code = "import sys, fzero; fzero.train_step; fzero.compile; assert 'transformers' not in sys.modules; fzero.hf"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+# --- adapters of the library peft ---
+
+
+def adapted(path: Path, *transforms: Any, **settings: Any) -> tuple[Any, Any]:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | settings)
+    model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, path, adapter=config)
+    step = model.train_step(fz.optim.adamw(1e-2))
+    return model, fz.compile(fz.compose(*transforms)(step), fz.make_mesh(data=-1), backend="eager")
+
+
+def read_again(path: Path, adapter: Path) -> Any:
+    import peft
+
+    cls = transformers.AutoModelForCausalLM
+    return peft.PeftModel.from_pretrained(cls.from_pretrained(path), adapter).eval()
+
+
+def with_adapters(path: str, out: str) -> tuple[bool, bool, list[str], list[str]]:
+    """On every rank: two steps of adapters alone, saved; the library's logits, and those of its model of the state."""
+    model, train = adapted(Path(path), fz.shard_params(), lora_dropout=0.1, fan_in_fan_out="gpt2" in path)
+    state = train.load(path)
+    first = logits(fz.hf.module(model, state))
+    for _ in range(2):
+        state, _ = train(state, {"input_ids": IDS, "labels": IDS})
+    fz.hf.save_pretrained(out, model, state)
+    mine, again = logits(fz.hf.module(model, state)), logits(read_again(Path(path), Path(out)))
+    same = torch.equal(first, logits(transformers.AutoModelForCausalLM.from_pretrained(path).eval()))
+    moments = [n for n in fz.tree.names(state.opt_state) if ".mu." in n or n.startswith("mu.")]
+    return same and not torch.equal(mine, first), torch.equal(mine, again), moments, os.listdir(out)
+
+
+@pytest.mark.parametrize("case", ["llama tied", "gpt2"])
+def test_adapters_on_two_ranks(run_ranks: Any, tmp_path: Path, case: str) -> None:
+    pytest.importorskip("peft")
+    made(case, tmp_path / case)
+    ranks = run_ranks(2, with_adapters, str(tmp_path / case), str(tmp_path / "out"))
+    for begins_as_the_model, read, moments, files in ranks:
+        assert begins_as_the_model and read
+        assert moments and all("lora_" in name for name in moments), "no optimizer state of what is frozen"
+        assert {"adapter_model.safetensors", "adapter_config.json"} <= {*files}
+        assert not [name for name in files if name.startswith(".")]
+
+
+def test_adapters_beside_what_is_frozen(tmp_path: Path) -> None:
+    """In bf16: frozen leaves rest as they are computed, adapters have masters; a head of its own is saved along."""
+    peft = pytest.importorskip("peft")
+    made("llama", tmp_path / "hub")
+    model, train = adapted(
+        tmp_path / "hub",
+        fz.shard_params(),
+        fz.mixed_precision("bf16"),
+        target_modules=["q_proj"],
+        modules_to_save=["lm_head"],
+    )
+    state = train.load(tmp_path / "hub")
+    before = dict(zip(fz.tree.names(state.params), map(torch.clone, fz.tree.leaves(state.params)), strict=True))
+    for _ in range(2):
+        state, _ = train(state, {"input_ids": IDS, "labels": IDS})
+    after = dict(zip(fz.tree.names(state.params), fz.tree.leaves(state.params), strict=True))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    trained = {name for name in before if "lora_" in name or "modules_to_save" in name}
+    assert changed == trained and len(trained) == 5
+    kept = {"base_model.model.model.rotary_emb.inv_freq", "base_model.model.model.rotary_emb.original_inv_freq"}
+    assert {x.dtype for n, x in after.items() if n not in trained | kept} == {torch.bfloat16}
+    assert {after[n].dtype for n in trained} == {torch.float32}
+    gradients = re.findall(r"^ +(d_base_model\S+?),? +# ", str(train.program), re.MULTILINE)
+    assert gradients and all("lora_" in name or "modules_to_save" in name for name in gradients)
+    fz.hf.save_pretrained(tmp_path / "out", model, state)
+    assert {n.partition(".lora_")[1] or n for n in keys(tmp_path / "out")} == {
+        ".lora_",
+        "base_model.model.lm_head.weight",
+    }
+    again = read_again(tmp_path / "hub", tmp_path / "out")
+    head = again.base_model.model.lm_head.modules_to_save["default"].weight
+    assert torch.equal(
+        head, train.gather(state).params["base_model"]["model"]["lm_head"]["modules_to_save"]["default"]["weight"]
+    )
+    assert isinstance(again, peft.PeftModelForCausalLM)
+
+
+def test_adapters_on_a_model_with_weights(tmp_path: Path) -> None:
+    """`functionalize` of peft's model, with adapters that begin with what is computed of the weights."""
+    peft = pytest.importorskip("peft")
+    cls, _ = made("llama", tmp_path / "hub")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
+    with pytest.raises(fz.errors.FzeroValueError, match="computed from the weights"):
+        adapted(tmp_path / "hub", use_dora=True)
+    model = fz.functionalize(peft.get_peft_model(cls.from_pretrained(tmp_path / "hub"), config))
+    train = fz.compile(fz.shard_params(model.train_step(fz.optim.adamw(1e-2))), fz.make_mesh(data=1), backend="eager")
+    state, _ = train(train.init(model.params), {"input_ids": IDS, "labels": IDS})
+    fz.hf.save_pretrained(tmp_path / "out", model, state)
+    again = read_again(tmp_path / "hub", tmp_path / "out")
+    found = model.apply(state.params, input_ids=IDS).logits
+    assert torch.equal(logits(again), found)
+
+
+def test_adapters_that_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    cls, _ = made("llama", tmp_path / "hub")
+    with pytest.raises(fz.errors.FzeroTypeError, match="adapter is a configuration of peft, not dict"):
+        fz.hf.from_pretrained(cls, tmp_path / "hub", adapter={"r": 8})
+    with pytest.raises(fz.errors.FzeroTypeError, match=r"does not fit the model\n.*no_proj"):
+        adapted(tmp_path / "hub", target_modules=["no_proj"])
+    with pytest.raises(fz.errors.FzeroValueError, match="init_lora_weights='pissa'"):
+        adapted(tmp_path / "hub", init_lora_weights="pissa")
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(fz.errors.FzeroValueError, match="PromptTuningConfig's adapters"):
+        fz.hf.from_pretrained(cls, tmp_path / "hub", adapter=prompts)
+    model = fz.functionalize(peft.get_peft_model(cls.from_pretrained(tmp_path / "hub"), prompts))
+    with pytest.raises(
+        fz.errors.CheckpointError, match=r"(?s)prompt_embeddings: of an adapter of PROMPT_TUNING.*write_back"
+    ):
+        fz.hf.save_pretrained(tmp_path / "out", model, model.params)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_trainer_trains_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    made("llama", tmp_path / "hub")
+    model, _ = adapted(tmp_path / "hub")
+    args = transformers.TrainingArguments(
+        str(tmp_path / "run"),
+        per_device_train_batch_size=2,
+        max_steps=2,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    trainer = fz.hf.Trainer(model, args, train_dataset=rows, backend="eager")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    again = read_again(tmp_path / "hub", tmp_path / "out")
+    assert torch.equal(logits(again), logits(fz.hf.module(model, trainer.train_state)))

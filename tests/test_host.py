@@ -7,6 +7,7 @@ import mmap
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,3 +275,18 @@ def test_streams_copy_what_is_made_before_the_start_and_is_read_after_the_wait()
     rest.zero_()  # the copy has read it
     copy = carrier.to_host_start([x * 4096], [rest])
     assert torch.allclose(copy.wait()[0], torch.ones(()))
+
+
+def test_a_state_beside_a_gpu_lies_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are locked by the piece; on a CPU a page takes no memory before it is written, a small one less of it."""
+    asked, allocated = [], host._allocated
+
+    def noted(nbytes: int, mesh: Any, huge: bool = False) -> memoryview:
+        asked.append(huge)
+        return allocated(nbytes, fz.make_mesh(data=1), huge)
+
+    monkeypatch.setattr(host, "_allocated", noted)
+    for kind in ("cuda", "cpu"):
+        (x,) = host.host_tensors([((1 << 20,), torch.float32)], SimpleNamespace(device=torch.device(kind)))  # type: ignore[arg-type]
+        assert x.shape == (1 << 20,) and not x.any()
+    assert asked == [True, False]

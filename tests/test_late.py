@@ -4,6 +4,7 @@ not settle is found."""
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def test_training_waits_for_every_copy(tmp_path: Path, monkeypatch: pytest.Monke
             assert same((found, train.gather(state)), want), (name, extra, model)
 
 
+def test_a_wait_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a copy either way: the numbers are others."""
+    want = trained(fz.make_mesh(data=1), ())[0]
+    for away in ("to_host_start", "to_device_start"):
+        with monkeypatch.context() as patch:
+            mesh, copies = _late_mesh(patch)
+            start = getattr(copies, away)
+            patch.setattr(copies, away, lambda *args, start=start: replace(start(*args), done=lambda: None))
+            (found, _), _, _ = trained(mesh, OFFLOADS["cpu all"](""))
+        assert not same(found, want[0]), away
+
+
 def _evaluations(patch: pytest.MonkeyPatch, is_late: bool) -> tuple[list[torch.Tensor], Any]:
     """Losses of one evaluation after another, of parameters that rest on the host in float32 and are computed with in
     bfloat16."""
@@ -68,7 +81,6 @@ STAGES: dict[str, Any] = {
     "stage 0": (fz.data_parallel(),),
     "stage 2, accumulate": (fz.shard_grads(), fz.accumulate(2)),
     "stage 3, bf16, accumulate": (fz.shard_params(), fz.mixed_precision("bf16"), fz.accumulate(3)),
-    "stage 3, bf16": (fz.shard_params(), fz.mixed_precision("bf16")),
     "stage 3, offload": (
         fz.shard_params(),
         fz.mixed_precision("bf16"),

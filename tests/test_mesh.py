@@ -116,7 +116,14 @@ def test_one_process_needs_no_process_group(monkeypatch):
             {"replica": 3, "data": -1},
             ["4 processes do not divide by the product of the given axes, 3", "axes: replica=3, data=-1"],
         ),
-        (4, {"replica": -1, "data": -1}, ["replica=-1: a size", "data=-1: a size"]),
+        (
+            4,
+            {"replica": -1, "data": -1},
+            [
+                "replica and data are -1, and one axis takes what the others leave",
+                "make_mesh(replica=-1, data='local')",
+            ],
+        ),
         (4, {"replica": 0, "data": -1}, ["replica=0: a size"]),
         (4, {"batch": 4}, ["'batch' is not one of"]),
     ],

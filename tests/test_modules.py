@@ -29,7 +29,7 @@ def test_the_first_sample_of_each_module():
 
 
 def test_the_first_sample_of_some_modules_on_ranks(run_ranks):
-    names = sorted(databases().modules)[::6]
+    names = sorted(databases().modules)[::12]
     found = dict(zip(names, run_ranks(2, on_ranks, names, 1, timeout=240)[0], strict=True))
     assert not [fault for name, os in found.items() for fault in faults(name, {"2 ranks": os})]
     assert not {name for name, os in found.items() if any(o.kind == "refused" for o in os)}

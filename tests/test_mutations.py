@@ -72,6 +72,7 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.AbstractMesh(data=2, model=2),
     ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
+    "redundant": (fz.compose(fz.shard_params(), fz.redundant(every=2), fz.offload("cpu", "opt_state")), APART),
     "offload_nvme": (
         fz.compose(fz.mixed_precision("bf16"), fz.offload("nvme", ("opt_state", "params"), path="/scratch")),
         fz.AbstractMesh(data=1, unified_memory=False),

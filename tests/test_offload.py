@@ -25,7 +25,7 @@ from offloads import EXTRAS, OFFLOADS, same, trained
 import fzero as fz
 from fzero import optim
 from fzero.layout import leaf_of
-from fzero.passes.tiers import blocks_updated_on_host
+from fzero.passes.off_device import blocks_updated_on_host
 from fzero.program.ops import COPIES
 
 lower_file = importlib.import_module("fzero.lowering.lower")

@@ -18,7 +18,7 @@ from models import OPTIMIZERS, batches, meta_part
 import fzero as fz
 from fzero import errors, layout, optim
 from fzero.layout import Layout, Leaf
-from fzero.passes.tiers import blocks_updated_on_host
+from fzero.passes.off_device import blocks_updated_on_host
 from fzero.plan import cost
 from fzero.plan.devices import KNOWN, Device, Link
 from fzero.plan.plan import plan

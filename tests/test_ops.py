@@ -179,7 +179,7 @@ def test_a_violation_names_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_pass_is_on_the_list_and_its_program_can_be_had() -> None:
     lowered = fz.lower(step(optim.sgd(0.1)), fz.AbstractMesh(data=2), PARAMS, BATCH)
     assert [*lowered.stages()] == [*pipeline.Name.__args__]
-    assert str(lowered.after("pool")) == str(lowered.program)
+    assert str(lowered.after("batch")) == str(lowered.program)
     assert any(line.op == "update" for line in lowered.after("shard").lines) and not any(
         line.op == "update" for line in lowered.after("cut_update").lines
     )

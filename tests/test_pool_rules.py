@@ -194,10 +194,11 @@ def test_donated_state_read_late(stage3: Program) -> None:
 @pytest.mark.parametrize("op", sorted(COLLECTIVES))
 def test_a_wait_before_its_start(stage3: Program, op: str) -> None:
     """What would be a deadlock: the rank waits for the others, who wait for it to start."""
-    start, wait = transfers(stage3, op)[0]
-    lines = [x for x in stage3.lines if x is not start]
+    program = lowered(fz.shard_params(), fz.redundant()) if op == "send_start" else stage3
+    start, wait = transfers(program, op)[0]
+    lines = [x for x in program.lines if x is not start]
     at = next(i for i, x in enumerate(lines) if x is wait) + 1
-    rejects(replace(stage3, lines=(*lines[:at], start, *lines[at:])), f"{start.out[0].name} is read before it is made")
+    rejects(replace(program, lines=(*lines[:at], start, *lines[at:])), f"{start.out[0].name} is read before it is made")
 
 
 class Allocations(compat.TorchDispatchMode):
@@ -391,6 +392,13 @@ def test_what_the_host_writes_where_the_device_copies_from_waits_for_it(monkeypa
     check(program)
     monkeypatch.setattr(OPS["cast"], "settles", False)
     rejects(program, "may still read on the host")
+
+
+def test_a_leaf_on_the_host_that_the_device_copies_from(monkeypatch: pytest.MonkeyPatch, tiered: Program) -> None:
+    """Parameters rest on the host: what updates them there settles before it does."""
+    check(tiered)
+    monkeypatch.setattr(type(OPS["call"]), "settles", False)
+    rejects(tiered, "may still read on the host")
 
 
 def test_a_value_in_the_bytes_of_another_tier_is_apart(tiered: Program) -> None:

@@ -42,6 +42,7 @@ VARIANTS = {
     "offload_nvme": fz.offload("nvme", ("opt_state", "params"), path="/scratch"),
     "two_axes": TWO_AXES,
     "two_axes_once_bf16": fz.compose(TWO_AXES, fz.once_a_step(), fz.accumulate(3), fz.mixed_precision("bf16")),
+    "redundant": fz.compose(STAGES[3](), fz.redundant()),
     "stage_3_min_cut": fz.compose(STAGES[3](), fz.remat("min_cut")),
     "stage_3_none": fz.compose(STAGES[3](), fz.remat("none")),
 }

@@ -30,7 +30,7 @@ class _Terminal(io.StringIO):
 
 
 def test_what_takes_long_is_shown_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "FIRST", (0.0, 0.0))
     monkeypatch.setattr(progress, "OFTEN", 0.001)
     for setting in ("on", "off"):
         monkeypatch.setenv("FZERO_PROGRESS", setting)
@@ -38,8 +38,8 @@ def test_what_takes_long_is_shown_until_it_is_done(monkeypatch: pytest.MonkeyPat
         with progress.shown("build", lambda: "1 of 3 ready", outer), progress.shown("plan", lambda: "planned", inner):
             assert outer.written.wait(0.05 if setting == "off" else 60) == (setting == "on")
         text: Any = outer.getvalue()
-        assert ("build: 0 s, 1 of 3 ready" in text and text.endswith("\r")) if setting == "on" else not text
-        assert not inner.getvalue(), "of two, one inside the other, the outer is shown"
+        assert ("build: 0 s, plan: planned" in text and text.endswith("\r")) if setting == "on" else not text
+        assert not inner.getvalue(), "of two, one inside the other, there is one line, which says how far the inner is"
         assert not [t for t in threading.enumerate() if t.name in ("build", "plan")]
 
 
@@ -51,7 +51,7 @@ def test_what_raises_is_not_shown_any_more(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_step_says_that_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "FIRST", (0.0, 0.0))
     monkeypatch.setenv("FZERO_PROGRESS", "on")
     monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
 

@@ -264,10 +264,16 @@ def test_a_predicate_of_paths_that_accepts_none():
         "no leaf is mutable",
         "none of 7 leaves; the nearest:\n  params['running_mean']",
     )
+
+    def traced(p, x):
+        raise AssertionError("checked before the trace, which may take minutes")
+
+    step = fz.train_step(traced, optim.sgd(0.1))
     cut = fz.accumulate(step, 2, whole=lambda path, leaf: "mask" in path)
-    raises(
-        FzeroValueError, lambda: fz.lower(cut, MESH, PARAMS, X), "all leaves of the batch are cut", "none of 1 leaves"
-    )
+    refused = lambda batch, *words: raises(FzeroValueError, lambda: fz.lower(cut, MESH, PARAMS, batch), *words)  # noqa: E731
+    refused(X, "all leaves of the batch are cut", "none of 1 leaves")
+    tied = "batch['mask'] and batch['rows'] are one tensor: `whole` accepts batch['mask'], not batch['rows']"
+    refused({"mask": X, "rows": X}, "`whole` accepts some of its paths", tied, "give x.clone()")
 
 
 OWN, NUMPY, COUNT, VALUES, MADE = (

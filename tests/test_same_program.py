@@ -4,15 +4,13 @@ of the rank's device or directories."""
 from __future__ import annotations
 
 import gc
-import json
 import linecache
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import texts
 import torch
 
 import fzero as fz
@@ -30,23 +28,15 @@ def loss_fn(p: Any, x: torch.Tensor) -> torch.Tensor:
     return (x @ p["w"]).square().mean()
 
 
-def test_fresh_interpreters_make_the_same_programs(tmp_path: Path) -> None:
+def digests(folder: str) -> dict[str, list[str]]:
+    rank = os.environ["RANK"]
+    return texts.digests(rank, f"{folder}/scratch-{rank}")
+
+
+def test_interpreters_make_the_same_programs(run_ranks: Any, tmp_path: Path) -> None:
     """Every golden program and some of the parity table, with another hash seed, order, rank and directory in each
     process."""
-    started = []
-    for i, seed in enumerate(("1", "4711")):
-        folder = tmp_path / f"scratch-{i}"
-        env = {
-            **os.environ,
-            "PYTHONHASHSEED": seed,
-            "LOCAL_RANK": str(i),
-            "RANK": str(i),
-            "TMPDIR": str(tmp_path),
-            "OMP_NUM_THREADS": "1",
-        }
-        script = [sys.executable, str(Path(__file__).parent / "texts.py"), seed, str(folder)]
-        started.append(subprocess.Popen(script, env=env, stdout=subprocess.PIPE, text=True))
-    first, second = (json.loads(process.communicate(timeout=600)[0]) for process in started)
+    first, second = run_ranks(2, digests, str(tmp_path), timeout=240)
     assert first.keys() == second.keys() and len(first) >= 20
     differ = {
         name: [i for i, (a, b) in enumerate(zip(first[name], second[name], strict=False)) if a != b][:3]

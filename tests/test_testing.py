@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
+import functools
 import io
 import itertools
 import json
@@ -26,8 +26,8 @@ from fzero.cli import main
 from fzero.comm import shared
 from fzero.comm.late_copies import LateCopies
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, VerifyError
-from fzero.lowering import update_graph
-from fzero.lowering.lower import base_program
+from fzero.lowering import traced, update_graph
+from fzero.lowering.traced import base_program
 from fzero.optim import apply_updates
 from fzero.passes import remat, shard
 from fzero.program.ir import Program
@@ -186,9 +186,8 @@ def clipping_lost(patch):
 
 
 def scale_wrong(patch):
-    lower = importlib.import_module("fzero.lowering.lower")  # fz.lower is the function
-    whole = lower.lower_train
-    patch.setattr(lower, "lower_train", lambda t: whole(dataclasses.replace(t, num_parts=1)))
+    whole = traced.lower_train
+    patch.setattr(traced, "lower_train", lambda t: whole(dataclasses.replace(t, num_parts=1)))
 
 
 def key_of_the_first(patch):
@@ -325,9 +324,10 @@ def equivalent_steps(disk: str) -> list[tuple[fz.testing.Report, str | None]]:
             fz.offload("nvme", ("opt_state", "params"), path=disk) if name == "gpt" else fz.offload("cpu", "opt_state")
         )
         step = fz.compose(*transforms, offload)(fz.train_step(models.MODELS[name].loss, models.OPTIMIZERS["adamw"]()))
+        init = functools.partial(models.gpt_init, layers=1) if name == "gpt" else models.MODELS[name].init
         part = models.part(models.batches(1)[0], mesh)
-        found = check_equivalent(step, models.MODELS[name].init, part, mesh, steps=2)
-        line, _ = first_differing(setting_of(step, models.MODELS[name].init, part, mesh, 1, None, "eager", {}), None)
+        found = check_equivalent(step, init, part, mesh, steps=2)
+        line, _ = first_differing(setting_of(step, init, part, mesh, 1, None, "eager", {}), None)
         out.append((found, line and str(line)))
     return out
 
@@ -497,6 +497,28 @@ def test_what_cannot_be_compared(arguments, kind, says):
     }
     with pytest.raises(kind, match=says):
         check_equivalent(**given)
+
+
+def other_rows() -> list[str]:
+    """What is said of a batch of which a leaf has rows of its own, and of one of which it is said what it is."""
+    mesh, x = fz.make_mesh(), torch.linspace(-1, 1, 16).view(8, 2)
+    step = fz.shard_params(fz.train_step(lambda p, b: ((b[0] @ p["w"]) * b[1]).square().mean(), optim.sgd(0.1)))
+    found = []
+    for one in (step, fz.accumulate(step, 1, whole=lambda path, leaf: path == "batch[1]")):
+        try:
+            found.append(
+                str(check_equivalent(one, {"w": torch.eye(2)}, (x + mesh.rank, torch.ones(2)), mesh).equivalent)
+            )
+        except FzeroValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_leaf_with_other_rows_is_asked_about(run_ranks):
+    """On several ranks the plain step would get all ranks' rows of it, one behind the other."""
+    for said, right in run_ranks(2, other_rows):
+        assert "batch[0] [8, 2]" in said and "batch[1] [2]" in said and "accumulate(1, whole=" in said.splitlines()[-1]
+        assert right == "True"
 
 
 def test_tolerances_follow_from_dtypes_and_lengths():

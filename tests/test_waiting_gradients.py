@@ -23,7 +23,7 @@ from fzero import optim
 from fzero.errors import BudgetError, FzeroValueError, TransformError, VerifyError
 from fzero.layout import leaf_of
 from fzero.optim.loss_scale import LossScale
-from fzero.passes import tiers
+from fzero.passes import off_device
 from fzero.program.ir import Program
 from fzero.program.ops import from_to
 from fzero.program.verify import verify
@@ -132,10 +132,12 @@ def on_disk(program: Program) -> set[str]:
 def leaving() -> Iterator[None]:
     """Gradients wait on the host wherever their update runs, however small they are: as where the device has no room
     for them."""
-    known = tiers.waiting_on_host
+    known = off_device.waiting_on_host
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers, "SMALL", 0)
-        patch.setattr(tiers, "waiting_on_host", lambda program, on_device, grads: known(program, on_device, "host"))
+        patch.setattr(off_device, "SMALL", 0)
+        patch.setattr(
+            off_device, "waiting_on_host", lambda program, on_device, grads: known(program, on_device, "host")
+        )
         yield
 
 

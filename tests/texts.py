@@ -1,19 +1,12 @@
-"""Run as a script: lowers programs of every kind and prints a digest of each line, as JSON; of a budget that is too
-small the lines of the refusal.
-
-    python texts.py SEED FOLDER
-
-SEED shuffles the order in which they are lowered; FOLDER is where leaves on disk would rest.
-"""
+"""Programs of every kind, as a digest of each line; of a budget that is too small of the lines of the refusal."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import models
 import torch
@@ -67,10 +60,24 @@ def within(budget: int) -> str:
     return "\n".join((*map(str, found.plan.decisions), describe(found.program)))
 
 
-def jobs(folder: str) -> dict[str, Callable[[], Any]]:
+def digests(seed: str, folder: str) -> dict[str, list[str]]:
+    """The seed shuffles the order in which they are lowered; the folder is where leaves on disk would rest."""
+    from test_program import VARIANTS
+
+    on_disk = fz.offload("nvme", ("opt_state", "params"), path=[folder, f"{folder}/second"])
+    with mock.patch.dict(VARIANTS, offload_nvme=on_disk):
+        names = list(todo := jobs())
+        random.Random(seed).shuffle(names)
+        texts = {name: made if isinstance(made := todo[name](), str) else describe(made) for name in names}
+    return {
+        name: [hashlib.sha256(line.encode()).hexdigest()[:12] for line in text.splitlines()]
+        for name, text in sorted(texts.items())
+    }
+
+
+def jobs() -> dict[str, Callable[[], Any]]:
     from test_program import VARIANTS, gpt_program
 
-    VARIANTS["offload_nvme"] = fz.offload("nvme", ("opt_state", "params"), path=[folder, f"{folder}/second"])
     made: dict[str, Callable[[], Any]] = {name: lambda name=name: gpt_program(name, layers=2) for name in VARIANTS}
     for name, (model, optimizer, transform, ranks) in PARITY.items():
         step = transform(fz.train_step(MODELS[model].loss, OPTIMIZERS[optimizer]()))
@@ -81,18 +88,3 @@ def jobs(folder: str) -> dict[str, Callable[[], Any]]:
         made[name] = lambda step=step: lowered(step, 2, lambda key: shapes)
     made |= {f"auto_{budget}": lambda budget=budget: within(budget) for budget in (100, 10_000, 20_000, 30_000)}
     return made
-
-
-if __name__ == "__main__":
-    seed, folder = sys.argv[1:]
-    names = list(todo := jobs(folder))
-    random.Random(seed).shuffle(names)
-    texts = {name: made if isinstance(made := todo[name](), str) else describe(made) for name in names}
-    print(
-        json.dumps(
-            {
-                name: [hashlib.sha256(line.encode()).hexdigest()[:12] for line in text.splitlines()]
-                for name, text in sorted(texts.items())
-            }
-        )
-    )

@@ -14,7 +14,8 @@
 #SBATCH --output=fzero-%j.log
 set -euo pipefail
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # where the ranks find each other
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${hosts%%$'\n'*} # where the ranks find each other
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / ${SLURM_GPUS_ON_NODE:-8}))
 export FZERO_CACHE=${FZERO_CACHE:-/tmp/fzero-$USER}  # compiled functions: on a disk of the node's own
 

@@ -3,6 +3,7 @@ function."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
 from fzero.operators import quant_blocks
 from fzero.program.ir import Function
+from fzero.trace import deterministic
 from fzero.trace.device import by_operation, on_device, on_host, substituted
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
@@ -25,6 +27,7 @@ BACKENDS = ("inductor", "eager")
 
 def check_backend(backend: str, device: torch.device) -> None:
     """Raises if a backend cannot run here."""
+    check_deterministic(device)
     if backend not in BACKENDS:
         raise FzeroValueError(
             message("compile", f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}")
@@ -39,6 +42,18 @@ def check_backend(backend: str, device: torch.device) -> None:
         )
 
 
+def check_deterministic(device: torch.device) -> None:
+    """Raises if PyTorch is to be deterministic, and the products of a device are not told to be."""
+    why = deterministic.unsettled(device.type, deterministic.setting(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    if why is not None:
+        fix = (
+            f"start the process with CUBLAS_WORKSPACE_CONFIG={deterministic.WORKSPACES[0]}, or call "
+            f"torch.use_deterministic_algorithms(True, warn_only=True), which lets products be"
+        )
+        what = "torch.use_deterministic_algorithms is on, with which cuBLAS refuses to multiply"
+        raise FzeroValueError(message("compile", what, [why], fix))
+
+
 def has_compiler() -> bool:
     """Whether this machine has a C++ compiler for Inductor's CPU code.
 
@@ -46,8 +61,6 @@ def has_compiler() -> bool:
         >>> isinstance(has_compiler(), bool)
         True
     """
-    import os
-
     return any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c)
 
 
@@ -72,12 +85,13 @@ def build(
         FzeroError: a function cannot be compiled.
         DivergenceError: naming the rank that did not deliver what it had to compile.
     """
+    check_deterministic(mesh.device)  # the switch may be another than when the step was compiled
     built: dict[str, Callable[..., Any]] = {}
     waiting: dict[torch.device, dict[str, tuple[Function, Recorded]]] = {}
     for name, function in functions.items():
         device = mesh.device if function.on == "device" else torch.device("cpu")
         graph = on_device(function.graph if device == mesh.device else on_host(function.graph), device)
-        if backend == "eager" or not _worth_compiling(graph):
+        if backend == "eager" or not _worth_compiling(graph, device):
             built[name] = as_called(function, by_operation(into_buffers(graph, function.into)))
         else:
             waiting.setdefault(device, {})[name] = function, substituted(graph, _EXPANDED)
@@ -90,8 +104,10 @@ _EXPANDED = {**random.DECOMPOSITIONS, **quant_blocks.DECOMPOSITIONS}
 """Operators of our own, and what a compiler gets instead."""
 
 
-def _worth_compiling(graph: Recorded) -> bool:
-    """A function of scalars, or of one operation, gains nothing from a compiler."""
+def _worth_compiling(graph: Recorded, device: torch.device) -> bool:
+    """Whether a function gains by being compiled. One of scalars, or of a single operation, does not on a CPU; on a
+    GPU, where each operation is a launch, all do that have more than one."""
     values = [n.meta.get("val") for n in graph.graph.nodes]
     operations = [n for n in graph.graph.nodes if n.op == "call_function" and not compat.is_view(n.target)]
-    return len(operations) > 1 and any(isinstance(v, torch.Tensor) and v.numel() > 1024 for v in values)
+    large = device.type != "cpu" or any(isinstance(v, torch.Tensor) and v.numel() > 1024 for v in values)
+    return len(operations) > 1 and large

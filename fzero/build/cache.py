@@ -34,7 +34,7 @@ from fzero.trace.subgraph import signature
 from fzero.units import parse_bytes
 
 FORMAT = 3
-"""Of the entries. A change in what fzero makes of a function, or in how it is stored, needs another number."""
+"""Version of the entries. A change in what fzero makes of a function, or in how it is stored, needs another number."""
 
 LIMIT = 10 * 2**30
 """Bytes that a cache holds by default."""

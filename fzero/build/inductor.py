@@ -61,7 +61,14 @@ def compiled(
             compile_ = _compile_apart if device.type == "cpu" else _compile_here
             built.update(compile_({n: functions[n] for n in jobs.values()}, keys, device, cache, share.cores, done))
 
-    far = shown("fzero.compile", lambda: f"compiling, {num_ready} of {num_compiled} functions are ready")
+    together = device.type == "cpu"  # in one library, by one run of the compiler
+    far = shown(
+        "fzero.compile",
+        lambda: (
+            f"compiling {num_compiled} functions"
+            + (" into one library" if together else f", {num_ready} of them are ready")
+        ),
+    )
     with far if mesh.rank == 0 else contextlib.nullcontext():
         if cache is not None:
             with share.delivering():
@@ -183,9 +190,7 @@ def _compile_here(
 def _artifact(function: Function, graph: Recorded, device: torch.device) -> Callable[..., Any]:
     graph = into_buffers(graph, function.into)
     values = [n.meta["val"] for n in graph.inputs]
-    return compat.inductor_compile(
-        graph.module(), [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values]
-    )
+    return compat.inductor_compile(graph.module(), [(v.shape, v.stride(), v.dtype) for v in values], device)
 
 
 def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job:

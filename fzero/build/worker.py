@@ -28,7 +28,7 @@ from fzero.build.cache import Cache, Entry
 from fzero.trace import deterministic
 
 _UNIT_CHARS = 100_000
-"""Of C++ source in one translation unit: its own code then takes about as long as the headers, 2 s."""
+"""Characters of C++ source in one translation unit: its own code then takes about as long as the headers, 2 s."""
 
 
 @dataclass(frozen=True)

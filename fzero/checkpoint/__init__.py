@@ -1,22 +1,39 @@
 """Saves and restores checkpoints: every rank writes its shards, any mesh reads them back, and nothing damaged loads in
 silence.
 
-save, read        a State to disk and back, from any mesh to any mesh
+save, read        a State to disk and back, from any mesh to any mesh; a `Saving` is one that goes on behind the steps
+Url               a place in an object store
 find, describe, structure, latest, check, verify  what is there, and whether it is whole and fits
 export, import_   Hugging Face's layout of safetensors files
 """
 
 from typing import NoReturn
 
+from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.directory import find, latest
 from fzero.checkpoint.exporting import export
 from fzero.checkpoint.importing import import_
 from fzero.checkpoint.index import Index, check, describe, structure
 from fzero.checkpoint.reading import read, verify
 from fzero.checkpoint.saving import save
+from fzero.checkpoint.storage import Url
 from fzero.errors import no_attribute
 
-__all__ = ["Index", "check", "describe", "export", "find", "import_", "latest", "read", "save", "structure", "verify"]
+__all__ = [
+    "Index",
+    "Saving",
+    "Url",
+    "check",
+    "describe",
+    "export",
+    "find",
+    "import_",
+    "latest",
+    "read",
+    "save",
+    "structure",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> NoReturn:

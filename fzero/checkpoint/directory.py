@@ -5,45 +5,32 @@
     root/step-00000100/rank-00000-of-00002.safetensors ...
     root/.tmp-step-00000200/             being written, or left by a save that was killed: never looked at
 
-A `step-` directory is complete from the moment it has that name. This file knows names, not contents.
+On a filesystem a `step-` directory is complete from the moment it has that name, in a store from the moment it has its
+index (storage.py). This file knows names, not contents.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from pathlib import Path
-from typing import Any
 
+from fzero.checkpoint.behind import settle
 from fzero.checkpoint.ranks import together, world
+from fzero.checkpoint.storage import GIVE, INDEX, LATEST, SET_ASIDE, STEP, Place, as_path, storage_of
 from fzero.errors import CheckpointError, message
 
-INDEX = "index.json"
-LATEST = "latest"
-TEMPORARY = ".tmp-"
+logger = logging.getLogger("fzero")
 
-SET_ASIDE = ".replaced"
-"""Suffix of a checkpoint that is being replaced by another of the same step: there for two renames."""
-
-GIVE = "give the path that fz.checkpoint.save was given"
-
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(STEP + r"(\d{8,})")
 
 
 def step_name(step: int) -> str:
-    return f"step-{step:08d}"
+    return f"{STEP}{step:08d}"
 
 
-def as_path(path: Any) -> Path:
-    """A path as a `Path`; raises if it is none."""
-    try:
-        return Path(path)
-    except TypeError:
-        raise CheckpointError(message("checkpoint", f"{path!r} is not a path", fix=GIVE)) from None
-
-
-def latest(path: str | os.PathLike[str]) -> Path:
-    """The directory of the newest complete checkpoint under a root.
+def latest(path: str | os.PathLike[str]) -> Place:
+    """The directory of the newest complete checkpoint under a root. A save under way in this process is waited for.
 
     Raises:
         CheckpointError: there is none, or `latest` names one that is not there.
@@ -58,27 +45,28 @@ def latest(path: str | os.PathLike[str]) -> Path:
         'step-00000000'
     """
     root = as_path(path)
-    if not root.is_dir():
-        raise CheckpointError(
-            message("checkpoint", f"{root} is {'not a directory' if root.exists() else 'not there'}", fix=GIVE)
-        )
-    complete = complete_steps(root)
-    try:
-        name = (root / LATEST).read_text().strip()
-    except FileNotFoundError:  # the first save was killed right after it was complete, or someone copied a step here
-        if complete:
+    settle()
+    storage, seen = storage_of(root), None
+    while True:
+        name = _pointer(root)
+        match = _STEP.fullmatch(name or "")
+        if match and name and (found := _complete(root, name)):
+            return found
+        name, complete = now = name, complete_steps(root)
+        if name is None and complete:  # the first save was killed right after, or someone copied a step here
             return complete[max(complete)]
+        if match and int(match[1]) in complete:
+            return complete[int(match[1])]
+        if now == seen:  # not between two renames of a save of another process
+            break
+        seen = now
+    if name is None and not storage.is_directory(root):
+        raise CheckpointError(message("checkpoint", f"{root} is not there", fix=GIVE))
+    if name is None:
         fix = f"{GIVE}; a .tmp- directory is a save that did not finish"
         raise CheckpointError(
             message("checkpoint", f"{root} holds no complete checkpoint", [f"it has {_contents(root)}"], fix)
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            message("checkpoint", f"{root / LATEST} cannot be read", [str(error)], "give one step's directory instead")
-        ) from None
-    match = _STEP.fullmatch(name)
-    if match and int(match[1]) in complete:
-        return complete[int(match[1])]
+        )
     here = ", ".join(p.name for _, p in sorted(complete.items())) or "none"
     what = f"{root / LATEST} names {name[:80]!r}, which is not a complete checkpoint there"
     raise CheckpointError(
@@ -91,11 +79,12 @@ def latest(path: str | os.PathLike[str]) -> Path:
     )
 
 
-def find(path: str | os.PathLike[str]) -> Path | None:
+def find(path: str | os.PathLike[str]) -> Place | None:
     """The directory of the newest complete checkpoint under a root, the same on every rank; None if nothing has been
     saved there yet.
 
-    For scripts that are started again by the command that started them. Every rank calls it; rank 0 looks.
+    For scripts that are started again by the command that started them. Every rank calls it; rank 0 looks, when a save
+    under way has come to its end.
 
     Raises:
         CheckpointError: on every rank: something was saved there that is not complete any more.
@@ -109,42 +98,67 @@ def find(path: str | os.PathLike[str]) -> Path | None:
     """
     ranks = world()
 
-    def look() -> Path | None:
+    def look() -> Place | None:
         root = as_path(path)
-        if ranks.rank or not root.exists():
+        settle()
+        if ranks.rank:
             return None
-        names = [entry.name.removesuffix(SET_ASIDE) for entry in root.iterdir()] if root.is_dir() else []
-        begun = not root.is_dir() or any(name in (LATEST, INDEX) or _STEP.fullmatch(name) for name in names)
-        return locate(root) if begun else None
+        storage = storage_of(root)
+        steps = [n for n in storage.names(root) if _STEP.fullmatch(n.removesuffix(SET_ASIDE))]
+        begun = any(storage.has(root / name) for name in (LATEST, INDEX))
+        if begun or any(storage.is_published(root / n) for n in steps):
+            return locate(root)
+        if steps:  # `latest` may have been deleted, or these saves have not come to their end
+            text = "fzero.checkpoint: %s has no file %s and no complete checkpoint: a run begins anew. It has %s"
+            logger.warning(text, root, LATEST, _contents(root))
+        return None
 
     return together(ranks, "checkpoint", f"cannot tell what is saved in {path}", look)[0]
 
 
-def complete_steps(root: Path) -> dict[int, Path]:
+def complete_steps(root: Place) -> dict[int, Place]:
     """Every complete checkpoint under a root, by step.
 
     A directory set aside by a save of the same step that was killed before its own took the name counts as that step.
     """
-    found: dict[int, Path] = {}
-    for suffix in ("", SET_ASIDE):
-        for entry in root.iterdir():
-            match = _STEP.fullmatch(entry.name.removesuffix(suffix)) if entry.name.endswith(suffix) else None
-            if match and (entry / INDEX).is_file():
-                found.setdefault(int(match[1]), entry)
-    return found
+    names = {n.removesuffix(SET_ASIDE) for n in storage_of(root).names(root)}
+    numbers = {name: int(match[1]) for name in names if (match := _STEP.fullmatch(name))}
+    return {step: found for name, step in numbers.items() if (found := _complete(root, name))}
 
 
-def locate(path: str | os.PathLike[str], name: str | None = None) -> Path:
+def _complete(root: Place, name: str) -> Place | None:
+    """The complete checkpoint of this name."""
+    found = (root / (name + suffix) for suffix in ("", SET_ASIDE))
+    return next((place for place in found if storage_of(root).has(place / INDEX)), None)
+
+
+def locate(path: str | os.PathLike[str], name: str | None = None) -> Place:
     """The step directory that `path` is, or the one of that name under it; without a name the latest."""
     directory = as_path(path)
+    settle()
     named = _STEP.fullmatch(directory.name.removesuffix(SET_ASIDE)) is not None
-    if (directory / INDEX).exists() or (named and directory.is_dir() and not (directory / LATEST).exists()):
+    storage = storage_of(directory)
+    if storage.has(directory / INDEX):
+        return directory
+    if named and storage.is_directory(directory) and not storage.has(directory / LATEST):
         return directory
     return latest(directory) if name is None else directory / name
 
 
-def _contents(root: Path) -> str:
-    names = sorted(p.name for p in root.iterdir())
+def _pointer(root: Place) -> str | None:
+    """The name in `latest`, None without that file."""
+    try:
+        return storage_of(root).read(root / LATEST).decode().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            message("checkpoint", f"{root / LATEST} cannot be read", [str(error)], "give one step's directory instead")
+        ) from None
+
+
+def _contents(root: Place) -> str:
+    names = sorted(storage_of(root).names(root))
     return (
         ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing in it"
     )

@@ -15,6 +15,7 @@ from fzero.checkpoint import format
 from fzero.checkpoint.format import Run
 from fzero.checkpoint.index import Index, describe
 from fzero.checkpoint.reading import damaged, leaf_bytes, missing
+from fzero.checkpoint.storage import local, storage_of, sync
 from fzero.errors import CheckpointError, message
 
 WEIGHTS = "model.safetensors"
@@ -63,7 +64,8 @@ def export(
         >>> checkpoint.import_(root + "/hf")
         {'layers': [{'w': tensor([1., 1.])}]}
     """
-    index, out = describe(path), Path(out)
+    out = local(out, "checkpoint.export", "models are exported to a directory")
+    index = describe(path)
     _check_arguments(index, out, prefix, max_shard_bytes, dtype)
     names = [n for n in index.leaves if not prefix or n == prefix or n.startswith(prefix + ".")]
     first: dict[str, str] = {}
@@ -112,10 +114,11 @@ def _write(
             weight_map = {e.name: file for file, shard in zip(files, shards, strict=True) for e in shard}
             content = {"metadata": {"total_size": sum(e.nbytes for e in entries), **tied}, "weight_map": weight_map}
             files.append(WEIGHTS_INDEX)
-            format.write_file(temporary / WEIGHTS_INDEX, (json.dumps(content, indent=2) + "\n").encode())
+            text = json.dumps(content, indent=2) + "\n"
+            storage_of(temporary).write(temporary / WEIGHTS_INDEX, text.encode())
         for file in files:  # the index last: before it is there, no reader takes the files for a model
             os.replace(temporary / file, out / file)
-        format.sync(out)
+        sync(out)
     except (OSError, format.FormatError) as error:
         what, fix = f"cannot export {index.directory} to {out}", "make the directory writable with enough free space"
         raise CheckpointError(message(owner, what, [f"{type(error).__name__}: {error}"], fix)) from error
@@ -162,7 +165,7 @@ class _InOrder:
     def __init__(self, index: Index):
         self._index = index
         self._name, self._at = "", 0  # of the block that is there, and where it begins, in bytes
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._blocks: Iterator[torch.Tensor] = iter(())
 
     def elements(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -171,7 +174,7 @@ class _InOrder:
         start, stop = start * size, stop * size
         if name != self._name or start < self._at:
             self._name, self._at, self._blocks = name, 0, iter(leaf_bytes(self._index, name))
-            self._block = torch.empty(0, dtype=torch.uint8)
+            self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         while start < stop:
             end = self._at + self._block.numel()
             if start >= end:

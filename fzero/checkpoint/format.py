@@ -11,15 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from fzero.checkpoint.storage import Place, storage_of
 
 CHUNK = 1 << 20
 """Bytes under one crc32: what a restore that reads only a range must read and check around it."""
@@ -85,12 +88,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(
-    path: Path,
+    path: Place,
     entries: Sequence[Entry],
     blocks: Callable[[Entry], Iterable[torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
-    """Writes a new safetensors file and fsyncs it.
+    """Writes a new safetensors file, to stable storage.
 
     Args:
         path: must not exist.
@@ -104,20 +107,65 @@ def write(
     entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
     header, offsets = _header(entries, metadata or {})
     size = len(header) + sum(e.nbytes for e in entries)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with storage_of(path).writer(path, size) as put, _Sink(put, size) as sink:
+        sink.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        for entry in entries:
+            for block in blocks(entry):
+                sink.add(block)
+        sink.flush()
+        if sink.written != size:
+            raise FormatError(f"{sink.written} bytes were produced where the header announces {size}")
+    return Written(size, sink.sha256.hexdigest(), "".join(sink.crc32), offsets)
+
+
+class Reserved(NamedTuple):
+    """A file whose tensors are memory: each flat, by name, and where it lies in the file; its size."""
+
+    tensors: Mapping[str, torch.Tensor]
+    offsets: Mapping[str, int]
+    bytes: int
+
+
+def reserve(path: Path, entries: Sequence[Entry]) -> Reserved:
+    """A safetensors file to be overwritten in place, on a filesystem in memory. One that is there and has the same
+    header is taken as it is; a new one is zeros, and has its name when it is complete.
+
+    Raises:
+        OSError: not enough space, before anything has its name.
+    """
+    entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
+    header, offsets = _header(entries, {})
+    size = len(header) + sum(e.nbytes for e in entries)
+    is_new = not _begins(path, header, size)
+    where = path.with_suffix(".new") if is_new else path
+    fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        with _Sink(fd, size) as sink:
-            sink.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-            for entry in entries:
-                for block in blocks(entry):
-                    sink.add(block)
-            sink.flush()
-        os.fsync(fd)
+        if is_new:
+            os.ftruncate(fd, 0)
+            os.posix_fallocate(fd, 0, size)
+            os.pwrite(fd, header, 0)
+            os.replace(where, path)
+        data = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+    except OSError:
+        if is_new:
+            where.unlink(missing_ok=True)
+        raise
     finally:
         os.close(fd)
-    if sink.written != size:
-        raise FormatError(f"{sink.written} bytes were produced where the header announces {size}")
-    return Written(size, sink.sha256.hexdigest(), "".join(sink.crc32), offsets)
+    return Reserved(
+        {e.name: data[offsets[e.name] : offsets[e.name] + e.nbytes].view(e.dtype) for e in entries},
+        offsets,
+        size,
+    )
+
+
+def _begins(path: Path, header: bytes, size: int) -> bool:
+    """Whether there is a file of this size with this header."""
+    try:
+        with path.open("rb") as f:
+            return f.read(len(header)) == header and os.fstat(f.fileno()).st_size == size
+    except FileNotFoundError:
+        return False
 
 
 @dataclass
@@ -127,12 +175,12 @@ class Ranges:
     `crc32` is the concatenation of 8 hex digits a chunk, or None for a file without checksums. Not thread-safe.
     """
 
-    path: Path
+    path: Place
     crc32: str | None
     bad: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._reader = storage_of(self.path).reader(self.path)
         self._buffer = bytearray()
         self._start = self._stop = 0  # the file range that the buffer holds
 
@@ -140,7 +188,7 @@ class Ranges:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self._reader.close()
 
     def views(self, offset: int, nbytes: int) -> Iterator[memoryview]:
         """The range in order, as views of the buffer: each is overwritten by the next."""
@@ -171,7 +219,7 @@ class Ranges:
             self._buffer = bytearray(want)
         got = 0
         with memoryview(self._buffer) as view:
-            while got < want and (n := os.preadv(self._fd, [view[got:want]], start + got)):
+            while got < want and (n := self._reader.read_into(view[got:want], start + got)):
                 got += n
             for at in range(0, got if self.crc32 is not None else 0, CHUNK):
                 chunk = (start + at) // CHUNK
@@ -185,18 +233,19 @@ class Ranges:
 class _Sink:
     """A file being written: bytes gather in the buffer; a full buffer is hashed and written at the same time."""
 
-    def __init__(self, fd: int, size: int):
+    def __init__(self, put: Callable[[memoryview], object], size: int):
         self.written, self.sha256, self.crc32 = 0, hashlib.sha256(), list[str]()
-        self._fd, self._fill = fd, 0
+        self._put, self._fill = put, 0
         self._buffer = bytearray(min(BLOCK, size))
         self._tensor = torch.frombuffer(self._buffer, dtype=torch.uint8)
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="fzero-checkpoint")
+        self._pool = ThreadPool(2)  # an executor takes no work once the main thread has ended (behind.py)
 
     def __enter__(self) -> _Sink:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
+        self._pool.close()
+        self._pool.join()  # what it writes to is closed next
 
     def add(self, data: torch.Tensor) -> None:
         at = 0
@@ -212,37 +261,12 @@ class _Sink:
     def flush(self) -> None:
         """Writes what the buffer holds. Every flush but the last is of `BLOCK` bytes, so chunks never straddle two."""
         data = memoryview(self._buffer)[: self._fill]
-        digest, write = self._pool.submit(self.sha256.update, data), self._pool.submit(write_all, self._fd, data)
+        digest = self._pool.apply_async(self.sha256.update, (data,))
+        write = self._pool.apply_async(self._put, (data,))
         self.crc32 += [_crc(data[i : i + CHUNK]) for i in range(0, self._fill, CHUNK)]
-        digest.result()
-        write.result()
+        digest.get()
+        write.get()
         self.written, self._fill = self.written + self._fill, 0
-
-
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """`os.write` until everything is written."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a new file and fsyncs it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_all(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync(directory: Path) -> None:
-    """Makes the names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _crc(data: Any) -> str:

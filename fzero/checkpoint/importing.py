@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +16,12 @@ from fzero.arguments import path_like
 from fzero.checkpoint.exporting import WEIGHTS, WEIGHTS_INDEX
 from fzero.checkpoint.format import DTYPES, Entry
 from fzero.checkpoint.index import show
+from fzero.checkpoint.storage import Place, as_path, local, storage_of
 from fzero.errors import CheckpointError, FzeroTypeError, message
 from fzero.layout import ties
 
 _COPY = "copy or download the files again"
+_HEADER = 100 << 20  # bytes: the library takes no longer one
 
 
 def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = False) -> Any:
@@ -53,8 +54,8 @@ def import_(path: str | os.PathLike[str], like: Any = None, *, cast: bool = Fals
         >>> import_(f"{root}/model")
         {'w': tensor([1., 1.])}
     """
+    path = local(path, "checkpoint.import_", "files are imported from a directory; train.load reads a URL")
     entries, tied = entries_of(path)
-    path = Path(path)
     if like is None:
         tensors = _load(entries)
         for name, kept in tied.items():
@@ -106,7 +107,7 @@ def sources_of(
 
 def entries_of(
     path: str | os.PathLike[str], owner: str = "checkpoint.import_"
-) -> tuple[dict[str, tuple[Path, Entry]], dict[str, str]]:
+) -> tuple[dict[str, tuple[Place, Entry]], dict[str, str]]:
     """The place of every tensor, and the names that are tied to others.
 
     Raises:
@@ -115,23 +116,24 @@ def entries_of(
     """
     if problems := path_like("path", path):
         raise FzeroTypeError(message(owner, "reads files", problems, "give the path of a directory, or of one file"))
-    path = Path(path)
-    weight_map: dict[str, str] | None = None
-    if path.is_dir() and (path / WEIGHTS_INDEX).exists():
+    path = as_path(path)
+    storage, weight_map = storage_of(path), None
+    if storage.has(path / WEIGHTS_INDEX):
         weight_map = _weight_map(path / WEIGHTS_INDEX, owner)
         files = [path / name for name in dict.fromkeys(weight_map.values())]
-    elif path.is_dir() and (path / WEIGHTS).exists():
+    elif storage.has(path / WEIGHTS):
         files = [path / WEIGHTS]
-    elif path.is_file():
+    elif not (is_directory := storage.is_directory(path)) and storage.has(path):
         files = [path]
     else:
-        what = f"{path} has neither {WEIGHTS_INDEX} nor {WEIGHTS}" if path.is_dir() else f"{path} is not there"
+        what = f"{path} has neither {WEIGHTS_INDEX} nor {WEIGHTS}" if is_directory else f"{path} is not there"
         fix = "give a directory that fz.checkpoint.export or save_pretrained wrote, or a .safetensors file"
-        if path.is_dir() and (pickled := sorted(p.name for p in path.glob("pytorch_model*.bin"))):
+        names = sorted(storage.names(path)) if is_directory else []
+        if pickled := [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]:
             what += f", only {', '.join(pickled[:3])}, which can run any code where it is read"
             fix = "load it where you trust it, and write it again: from_pretrained(dir).save_pretrained(out)"
         raise CheckpointError(message(owner, what, fix=fix))
-    found: dict[str, tuple[Path, Entry]] = {}
+    found: dict[str, tuple[Place, Entry]] = {}
     problems, tied = [], {}
     for file in files:
         try:
@@ -140,7 +142,7 @@ def entries_of(
             problems.append(f"{file.name}: missing")
             continue
         except SafetensorError as error:
-            size = file.stat().st_size
+            size = storage.size(file)
             problems.append(f"{file.name}: {size} bytes, truncated, damaged or not safetensors: {error}")
             continue
         except (OSError, ValueError) as error:
@@ -160,9 +162,9 @@ def entries_of(
     return found, {n: k for n, k in tied.items() if n not in found and k in found}
 
 
-def _weight_map(file: Path, owner: str) -> dict[str, str]:
+def _weight_map(file: Place, owner: str) -> dict[str, str]:
     try:
-        weight_map = json.loads(file.read_bytes())["weight_map"]
+        weight_map = json.loads(storage_of(file).read(file))["weight_map"]
         names = list(weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -177,10 +179,12 @@ def _weight_map(file: Path, owner: str) -> dict[str, str]:
     return weight_map
 
 
-def _header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def _header(file: Place) -> tuple[dict[str, Entry], dict[str, str]]:
     """The tensors of a file in the order of their bytes, and its metadata, checked by the library."""
-    with safe_open(file, "np") as opened, open(file, "rb") as raw:
-        entries, at = {}, 8 + int.from_bytes(raw.read(8), "little")
+    storage = storage_of(file)
+    at = 8 + int.from_bytes(storage.read(file, 8), "little")
+    with storage.stand_in(file, min(at, _HEADER)) as here, safe_open(here, "np") as opened:
+        entries = {}
         for name in opened.offset_keys():  # of which the library has made sure that they leave no gaps
             part = opened.get_slice(name)
             if part.get_dtype() not in DTYPES:
@@ -190,7 +194,7 @@ def _header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         return entries, opened.metadata() or {}
 
 
-def _load(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, torch.Tensor]:
+def _load(entries: Mapping[str, tuple[Place, Entry]]) -> dict[str, torch.Tensor]:
     out = {}
     for file in dict.fromkeys(file for file, _ in entries.values()):
         try:
@@ -201,7 +205,7 @@ def _load(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, torch.Tensor]:
     return out
 
 
-def nested(tensors: Mapping[str, torch.Tensor], path: Path) -> Any:
+def nested(tensors: Mapping[str, torch.Tensor], path: Place) -> Any:
     """The tree whose leaves have these dotted names."""
     root: dict[str, Any] = {}
     problems = []

@@ -20,15 +20,18 @@ import torch
 
 from fzero.boxes import Along, Boxes, part_shape, uneven
 from fzero.checkpoint import skeleton as skeletons
-from fzero.checkpoint.directory import GIVE, INDEX, locate
+from fzero.checkpoint.directory import locate
 from fzero.checkpoint.format import CHUNK, CODES
 from fzero.checkpoint.ranks import ALONE, Ranks, together, world
+from fzero.checkpoint.spread import Spread
+from fzero.checkpoint.storage import GIVE, INDEX, Place, storage_of
 from fzero.errors import CheckpointError, message
 from fzero.mesh import Mesh
 
 FORMAT = "fzero-checkpoint"
+_SHOWN = 100  # lines of an error about leaves that differ
 VERSION = 2
-"""Of indexes that this package reads. One of leaves that are not cut along dims is written as 1."""
+"""Newest version of an index that this package reads. One of leaves that are not cut along dims is written as 1."""
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -48,11 +51,11 @@ class Part:
 
 @dataclass(frozen=True)
 class File:
-    """A data file: its size, its sha256, and 8 hex digits of crc32 for every `CHUNK` bytes."""
+    """A data file: its size, its sha256, and 8 hex digits of crc32 for every `CHUNK` bytes; None: it has none."""
 
     bytes: int
     sha256: str
-    crc32: str
+    crc32: str | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Index:
         (0, ['key', 'params.w', 'step'])
     """
 
-    directory: Path
+    directory: Place
     step: int
     leaves: Expected
     aliases: Mapping[str, str]
@@ -82,6 +85,15 @@ class Index:
     files: Mapping[str, File] = field(repr=False)
     parts: Mapping[str, tuple[Part, ...]] = field(repr=False)
     sha256: str = field(default="", repr=False)  # of the index itself
+    spread: Spread | None = field(default=None, repr=False, compare=False)  # where files are that are not among `files`
+
+    @property
+    def owner(self) -> str:
+        """Who speaks of it in an error."""
+        return "checkpoint" if self.spread is None else self.spread.owner
+
+    def __str__(self) -> str:
+        return f"the checkpoint {self.directory}" if self.spread is None else self.spread.what
 
     @property
     def nbytes(self) -> int:
@@ -93,11 +105,11 @@ def show(shape: Iterable[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
-def describe(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Index:
+def describe(path: str | os.PathLike[str] | Index, mesh: Mesh | None = None) -> Index:
     """The contents of a checkpoint, from its index alone: no data is read.
 
     Args:
-        path: one step's directory, or the root of several: then its latest.
+        path: one step's directory, or the root of several: then its latest; or such contents, which are returned.
         mesh: whose ranks call this together, to read one checkpoint: the latest is what the first of them finds.
 
     Communication: on a mesh of several processes two exchanges of a small object, else none.
@@ -148,11 +160,14 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
     return found[0]
 
 
-def _read_index(directory: Path) -> Index:
-    file = directory / INDEX
+def _read_index(directory: Place) -> Index:
+    storage = storage_of(directory)
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(storage.read(directory / INDEX))
     except FileNotFoundError:
+        if not storage.is_directory(directory):
+            fix = "read another one, e.g. the latest of its root; keep= of fz.checkpoint.save deletes older ones"
+            raise _error(directory, ["it is not there"], fix) from None
         fix = (
             "a step directory without an index is incomplete: restore another step, or copy it again with all its files"
         )
@@ -172,7 +187,7 @@ def _read_index(directory: Path) -> Index:
         else [f"{INDEX}: corrupt, its contents do not match its own sha256"]
     )
     try:
-        index = _parse(directory, content)
+        index = parse(directory, content)
         problems += _inconsistent(index)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         index = None
@@ -180,6 +195,17 @@ def _read_index(directory: Path) -> Index:
     if problems or index is None:
         raise _error(directory, problems)
     return index
+
+
+def is_gone(index: Index) -> bool:
+    """Whether a checkpoint was deleted, or replaced by another of its step, since its index was read. One without a
+    digest never lay in a file (elastic/vault.py)."""
+    if not index.sha256:
+        return False
+    try:
+        return _read_index(index.directory).sha256 != index.sha256
+    except CheckpointError:
+        return not storage_of(index.directory).has(index.directory / INDEX)
 
 
 def structure(path: str | os.PathLike[str] | Index) -> Any:
@@ -216,14 +242,13 @@ def structure(path: str | os.PathLike[str] | Index) -> Any:
 
 def differences(index: Index, expected: Expected, *, cast: bool = False, subset: bool = False) -> list[str]:
     """Every way in which the leaves of a checkpoint are not those expected, a line each."""
+    where = "the checkpoint" if index.spread is None else "the state"
     out = [
-        f"{name}: missing in the checkpoint, expected {show(*expected[name])}"
-        for name in expected
-        if name not in index.leaves
+        f"{name}: missing in {where}, expected {show(*expected[name])}" for name in expected if name not in index.leaves
     ]
     if not subset:
         out += [
-            f"{name}: unexpected, the checkpoint has {show(*leaf)}"
+            f"{name}: unexpected, {where} has {show(*leaf)}"
             for name, leaf in index.leaves.items()
             if name not in expected
         ]
@@ -237,7 +262,7 @@ def differences(index: Index, expected: Expected, *, cast: bool = False, subset:
                 if tuple(shape) != stored[0]
                 else "dtype"
             )
-            out.append(f"{name}: another {what}, the checkpoint has {show(*stored)}, expected {show(shape, dtype)}")
+            out.append(f"{name}: another {what}, {where} has {show(*stored)}, expected {show(shape, dtype)}")
     return out
 
 
@@ -269,12 +294,18 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
 
 def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
     fix = "build the model and optimizer that the checkpoint was saved from, or restore another checkpoint"
+    if index.spread is not None:
+        fix = "compile a step of the same model and optimizer"
+    num = len(problems)
+    if num > _SHOWN:
+        more = len(problems) - _SHOWN
+        problems = [*problems[: _SHOWN // 2], f"... and {more} more, among them", *problems[-_SHOWN // 2 :]]
     if all(": another dtype," in p for p in problems):
         fix = "give the state the stored dtypes, or pass cast=True to convert"
     return CheckpointError(
         message(
-            "checkpoint",
-            f"the checkpoint {index.directory} does not fit: {len(problems)} of {total} leaves differ",
+            index.owner,
+            f"{index} does not fit: {num} of {total} leaves differ",
             problems,
             fix,
         )
@@ -337,7 +368,12 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _parse(directory: Path, content: Mapping[str, Any]) -> Index:
+def parse(directory: Place, content: Mapping[str, Any]) -> Index:
+    """The index that a JSON object says, unchecked but for its form.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is of another form.
+    """
     stored = content["leaves"]
     shapes = {name: (tuple(map(_count, leaf["shape"])), _DTYPES[leaf["dtype"]]) for name, leaf in stored.items()}
     parts = {name: tuple(_part(p, shapes[name][0]) for p in leaf["parts"]) for name, leaf in stored.items()}
@@ -373,14 +409,13 @@ def _part(p: Mapping[str, Any], shape: tuple[int, ...]) -> Part:
 def _inconsistent(index: Index) -> list[str]:
     """Everything an index could say that would make a reader read what is not there, or not its own."""
     out = []
-    home = os.path.realpath(index.directory)
     for name, file in index.files.items():
         if not _FILE.fullmatch(name):
             out.append(f"{INDEX}: names the file {name!r}, which is not a plain name in its directory")
-        elif os.path.dirname(real := os.path.realpath(os.path.join(home, name))) != home:
+        elif (real := storage_of(index.directory).link(index.directory, name)) is not None:
             out.append(f"{name}: a link out of its directory, to {real}")
-        if len(file.crc32) != 8 * -(-file.bytes // CHUNK):
-            out.append(f"{INDEX}: {len(file.crc32) // 8} checksums for the {file.bytes} bytes of {name}")
+        if (num := len(file.crc32 or "")) != 8 * -(-file.bytes // CHUNK):
+            out.append(f"{INDEX}: {num // 8} checksums for the {file.bytes} bytes of {name}")
     for name, parts in index.parts.items():
         shape, dtype = index.leaves[name]
         along = parts[0].boxes.along if parts else ()
@@ -402,7 +437,7 @@ def _inconsistent(index: Index) -> list[str]:
 
 
 def _error(
-    directory: Path,
+    directory: Place,
     problems: list[str],
     fix: str = "restore another step, or copy this one again from where it was saved",
 ) -> CheckpointError:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from fzero import agree
 from fzero.checkpoint.format import Entry, FormatError, Run
 from fzero.checkpoint.importing import entries_of
 from fzero.checkpoint.index import show
+from fzero.checkpoint.storage import Place, Reader, as_path, storage_of
 from fzero.comm.collectives import gather
 from fzero.errors import CheckpointError, message
 from fzero.layout import Leaf
@@ -44,8 +44,8 @@ Sources = Mapping[str, Sequence[Run]]
 class Weights:
     """The tensors of a directory of safetensors files: their file, place, shape and dtype, by their stored names."""
 
-    path: Path
-    entries: Mapping[str, tuple[Path, Entry]]
+    path: Place
+    entries: Mapping[str, tuple[Place, Entry]]
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def whole(self, key: str) -> tuple[Run, ...]:
@@ -63,7 +63,7 @@ def open_weights(path: str | os.PathLike[str], mesh: Mesh) -> Weights:
         CheckpointError: files that are missing, truncated or malformed, all of them at once.
     """
     entries, tied = agree.everywhere(mesh, "load", lambda: entries_of(path, "load"))
-    found = Weights(Path(path), entries, tied)
+    found = Weights(as_path(path), entries, tied)
     seen = {name: (file.name, *vars(entry).values()) for name, (file, entry) in entries.items()}
     agree.same(
         mesh,
@@ -151,7 +151,7 @@ class _Piece(NamedTuple):
     """Bytes of a file, in a stream from `begin` on."""
 
     begin: int
-    file: Path
+    file: Place
     offset: int
     nbytes: int
 
@@ -192,9 +192,9 @@ class _Stream:
         self._share = -(-min(WINDOW, max(at, 1)) // (count * _ALIGNED)) * _ALIGNED  # bytes that a rank reads
         self._window, self._total = self._share * count, at
         self._begins = [p.begin for p in self._pieces]
-        self._current, self._loaded = torch.empty(0, dtype=torch.uint8), -1
+        self._current, self._loaded = torch.empty(0, dtype=torch.uint8, device="cpu"), -1
         self._problems = problems
-        self._fds: dict[Path, int] = {}
+        self._readers: dict[Place, Reader] = {}
         self._pending: Any = None
 
     def __enter__(self) -> _Stream:
@@ -203,14 +203,13 @@ class _Stream:
             self._ahead = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="fzero-load-ahead"))
             for file in dict.fromkeys(p.file for p in self._pieces):
                 try:
-                    self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-                    stack.callback(os.close, self._fds[file])
+                    self._readers[file] = stack.enter_context(storage_of(file).reader(file))
                 except OSError as error:
                     self._problems.append(f"{file.name}: {error}")
             # made once: new ones would leave holes between the leaves that are made meanwhile
             sizes = itertools.accumulate((self._mesh.axes[a] for a in reversed(self._axes)), operator.mul)
             self._gathered = [torch.empty(self._share * n, dtype=torch.uint8, device=self._mesh.device) for n in sizes]
-            self._buffers = [torch.empty(self._share, dtype=torch.uint8) for _ in range(2)]
+            self._buffers = [torch.empty(self._share, dtype=torch.uint8, device="cpu") for _ in range(2)]
             self._pending = self._ahead.submit(self._read, 0) if self._total else None
             self._stack = stack.pop_all()
         return self
@@ -237,7 +236,7 @@ class _Stream:
                 at, filled = at + num, filled + part.numel()
         rest, size = leaf.shard_numel(self._mesh) - filled, _PART // leaf.dtype.itemsize
         for start in range(0, rest, size):
-            yield torch.zeros(min(size, rest - start), dtype=leaf.dtype)
+            yield torch.zeros(min(size, rest - start), dtype=leaf.dtype, device="cpu")
 
     def _load(self) -> None:
         """Makes the next window the current one, and begins to read the one behind it."""
@@ -266,15 +265,15 @@ class _Stream:
         return out
 
     def _fill(self, out: memoryview, piece: _Piece, first: int) -> str | None:
-        if (fd := self._fds.get(piece.file)) is None:
+        if (reader := self._readers.get(piece.file)) is None:
             return None  # said before
         got, offset = 0, piece.offset + first - piece.begin
         try:
             while got < len(out):
-                n = os.preadv(fd, [out[got:]], offset + got)
+                n = reader.read_into(out[got:], offset + got)
                 if not n:
                     raise FormatError(f"ends at byte {offset + got}, inside a tensor")
                 got += n
-        except (OSError, FormatError) as error:
+        except (OSError, FormatError, CheckpointError) as error:
             return f"{piece.file.name}: {error}"
         return None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from fzero.errors import CheckpointError, left, message
+from fzero.errors import CheckpointError, DivergenceError, RankLost, StorageError, left, message
 from fzero.turns import latest
 
 T = TypeVar("T")
@@ -41,7 +41,8 @@ def together(
         undo: run on every rank before raising, if any rank failed.
 
     Raises:
-        CheckpointError: on every rank, if it failed on any; names each failing rank and its error.
+        CheckpointError: on every rank, if it failed on any; names each failing rank and its error. A StorageError if
+            the operating system, or a store, said no wherever it failed.
 
     Communication: one exchange of a small object.
     """
@@ -49,21 +50,31 @@ def together(
     result: Any = None
     try:
         result = act()
+    except RankLost:  # the others see it too
+        raise
     except BaseException as caught:  # Ctrl-C too: the other ranks wait for this one
         error = caught
-    everyone = ranks.exchange((result, None if error is None else _text(error)))
+    try:
+        everyone = ranks.exchange(
+            (result, None if error is None else (*_text(error), isinstance(error, (OSError, StorageError))))
+        )
+    except DivergenceError as apart:  # nobody to tell
+        if error is None:
+            raise
+        raise error from apart
     failures = [(rank, text) for rank, (_, text) in enumerate(everyone) if text is not None]
     if not failures:
         return [r for r, _ in everyone]
     undo()
     if error is not None and not isinstance(error, Exception):
         raise error
-    texts = {text for _, (text, _) in failures}
+    texts = {text for _, (text, *_) in failures}
     if len(texts) == 1 and len(failures) == ranks.size and isinstance(error, CheckpointError):
         raise error
-    lines = [f"rank {rank}: " + text.replace("\n", "\n    ") for rank, (text, _) in failures]
-    fixes = dict.fromkeys(fix for _, (_, fix) in failures if fix)
-    raise CheckpointError(message(where, what, lines, "; ".join(fixes) or None)) from error
+    lines = [f"rank {rank}: " + text.replace("\n", "\n    ") for rank, (text, *_) in failures]
+    fixes = dict.fromkeys(fix for _, (_, fix, _) in failures if fix)
+    kind = StorageError if all(is_storage for _, (*_, is_storage) in failures) else CheckpointError
+    raise kind(message(where, what, lines, "; ".join(fixes) or None)) from error
 
 
 def _exchange(mine: Any) -> list[Any]:
@@ -71,6 +82,7 @@ def _exchange(mine: Any) -> list[Any]:
     turns = latest()
     if turns is not None:
         turns.begin("checkpoint", "saves or restores a checkpoint")
+        turns.check("checkpoint")
         turns.meet("checkpoint")
     try:
         dist.all_gather_object(out, mine)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 
-from fzero import boxes
-from fzero.boxes import Boxes
+from fzero import agree, boxes
+from fzero.boxes import Boxes, claimed
 from fzero.checkpoint import format
-from fzero.checkpoint.index import Index, agreed, describe, differences, mismatch
+from fzero.checkpoint.index import Index, agreed, describe, differences, is_gone, mismatch
 from fzero.checkpoint.ranks import ALONE, Ranks, together, world
+from fzero.checkpoint.spread import Piece
+from fzero.checkpoint.storage import storage_of
 from fzero.comm import disk
 from fzero.errors import CheckpointError, message
 from fzero.layout import Leaf, place
@@ -26,14 +28,6 @@ _BATCH = 1 << 26  # bytes of one file that one thread reads
 _GROUP = 1 << 30  # bytes of leaves read at a time; bounds the copies that cast=True makes
 _WINDOW = 1 << 26  # bytes of a leaf on disk that are in memory at a time
 _REPAIR = "restore another step, or copy this one again from where it was saved"
-
-
-class _Piece(NamedTuple):
-    """Bytes of one file that go into `out`, uint8[n]."""
-
-    offset: int
-    out: torch.Tensor
-    leaf: str
 
 
 def read(
@@ -68,8 +62,8 @@ def read(
     Raises:
         CheckpointError: as for `describe`; leaves that are missing or of another shape or dtype; files that are
             missing, truncated or damaged in the bytes that were read, with the leaves these belong to. All of them at
-            once. Ranks that would read different checkpoints, with the directory and the step of each, before anything
-            is read.
+            once. A checkpoint that was deleted or replaced meanwhile. Ranks that would read different checkpoints, with
+            the directory and the step of each, before anything is read.
 
     Example:
         >>> import tempfile, typing
@@ -89,7 +83,7 @@ def read(
 def verify(path: str | os.PathLike[str]) -> Index:
     """Reads a whole checkpoint and compares every file with its sha256 and checksums; returns its index.
 
-    Runs in one process. Memory: 8 buffers of 1 MiB.
+    Runs in one process. Memory: 8 buffers of 1 MiB, of a store's objects of 32 MiB.
 
     Raises:
         CheckpointError: lists every file that is missing, truncated or damaged, and the leaves that are hit.
@@ -116,7 +110,7 @@ def missing(index: Index, files: Iterable[str]) -> list[str]:
     problems = []
     for name in files:
         try:
-            size = os.stat(index.directory / name).st_size
+            size = storage_of(index.directory).size(index.directory / name)
         except OSError as error:
             size = -1
             problems.append(
@@ -140,12 +134,12 @@ def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
     name = index.aliases.get(name, name)
     shape, dtype = index.leaves[name]
     leaf, size = boxes.whole(shape), format.BLOCK // dtype.itemsize
-    out = torch.empty(min(size, leaf.numel) * dtype.itemsize, dtype=torch.uint8)
+    out = torch.empty(min(size, leaf.numel) * dtype.itemsize, dtype=torch.uint8, device="cpu")
     with ThreadPoolExecutor(1, thread_name_prefix="fzero-checkpoint") as pool:
         reading = _Reading(index, pool)
         for at in range(0, leaf.numel, size):
             wanted = leaf.within(at, at + size)
-            block, jobs = out[: wanted.numel * dtype.itemsize], defaultdict[str, list[_Piece]](list)
+            block, jobs = out[: wanted.numel * dtype.itemsize], defaultdict[str, list[Piece]](list)
             _cut(index, name, wanted, block, jobs)
             reading.run(jobs)
             if problems := reading.faults(all_leaves=True):
@@ -165,8 +159,8 @@ def _read_as(
     index = agreed(ranks, path)
     together(
         ranks,
-        "checkpoint.read",
-        f"cannot read {index.directory}",
+        _reader(index),
+        f"cannot read {index if index.spread else index.directory}",
         lambda: out.update(_read(index, wanted, mesh, cast, into or {})),
     )
     return out
@@ -187,12 +181,12 @@ def _read(
         for name in wanted
         if stored[name] != stored[tied[name]]
     ]:
-        what = f"the checkpoint {index.directory} ties other leaves than this state"
-        raise CheckpointError(message("checkpoint.read", what, problems, "build the state without that tie"))
+        what = f"{index} ties other leaves than this state"
+        raise CheckpointError(message(_reader(index), what, problems, "build the state without that tie"))
     todo = [name for name in wanted if tied[name] == name]
     held = {name: wanted[name].boxes(mesh) for name in todo}
     touched = {p.file for name in todo for p in index.parts[stored[name]] if held[name].meets(p.boxes)}
-    if problems := missing(index, sorted(touched)):
+    if index.spread is None and (problems := missing(index, sorted(touched))):
         raise damaged(index, problems)
     on_disk = [name for name in todo if wanted[name].layout.tier == "disk"]
     if problems := [
@@ -209,7 +203,9 @@ def _read(
             )
         )
     out: dict[str, torch.Tensor] = {}
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
+    # whoever fails between transfers leaves the others in one
+    guard = contextlib.nullcontext() if index.spread is None else agree.unbroken(mesh)
+    with guard, ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
         reading = _Reading(index, pool)
         sizes = {
             name: wanted[name].shard_numel(mesh) * index.leaves[name][1].itemsize
@@ -217,7 +213,7 @@ def _read(
             if wanted[name].layout.tier != "disk"
         }
         for group in _groups(sizes):
-            jobs: dict[str, list[_Piece]] = defaultdict(list)
+            jobs: dict[str, list[Piece]] = defaultdict(list)
             for name in group:
                 leaf, dtype = wanted[name], index.leaves[name][1]
                 device = mesh.device if leaf.layout.tier == "device" else torch.device("cpu")
@@ -244,6 +240,10 @@ def _read(
     return {name: out[tied[name]] for name in wanted}
 
 
+def _reader(index: Index) -> str:
+    return "checkpoint.read" if index.spread is None else index.owner
+
+
 class _Reading:
     """Fills memory and disk from the files of a checkpoint, several pieces at a time, and remembers what is wrong with
     them."""
@@ -253,8 +253,13 @@ class _Reading:
         self._problems: list[str] = []
         self._bad: dict[tuple[str, int], dict[str, None]] = {}
 
-    def run(self, jobs: Mapping[str, list[_Piece]], nbytes: int = _BATCH) -> None:
-        """Reads the pieces of each file, at most `nbytes` by one thread at a time."""
+    def run(self, jobs: Mapping[str, list[Piece]], nbytes: int = _BATCH) -> None:
+        """Reads the pieces of each file, at most `nbytes` by one thread at a time; of an index that is spread over the
+        ranks all of them call it."""
+        if (spread := self._index.spread) is not None:
+            here = self._index.files
+            self._problems += spread.fetch({file: pieces for file, pieces in jobs.items() if file not in here})
+            jobs = {file: pieces for file, pieces in jobs.items() if file in here}
         batches = [(file, batch) for file, pieces in jobs.items() for batch in _batches(pieces, nbytes)]
         for (file, _), (chunks, problem) in zip(
             batches, self._pool.map(lambda job: _fill(self._index, *job), batches), strict=True
@@ -268,13 +273,13 @@ class _Reading:
         dtype = self._index.leaves[name][1]
         size = _WINDOW // max(dtype.itemsize, out.dtype.itemsize)
         with disk.write_pieces(out) as write:
-            for start in range(0, held.numel, size):
-                wanted, jobs = held.within(start, start + size), defaultdict[str, list[_Piece]](list)
-                part = torch.empty(wanted.numel, dtype=dtype)
+            for start in range(0, out.numel(), size):  # with padding: as often on every rank
+                wanted, jobs = held.within(start, start + size), defaultdict[str, list[Piece]](list)
+                part = torch.empty(wanted.numel, dtype=dtype, device="cpu")
                 _cut(self._index, name, wanted, format.as_bytes(part), jobs)
                 self.run(jobs, _WINDOW // _THREADS)
                 write(part.to(out.dtype))
-            write(torch.zeros(out.numel() - held.numel, dtype=out.dtype))
+            write(torch.zeros(out.numel() - held.numel, dtype=out.dtype, device="cpu"))
 
     def faults(self, all_leaves: bool = False) -> list[str]:
         """A line for each chunk, with the leaves that were read there, or all that are."""
@@ -284,16 +289,28 @@ class _Reading:
         ]
 
 
-def _cut(index: Index, name: str, wanted: Boxes, out: torch.Tensor, jobs: dict[str, list[_Piece]]) -> None:
-    """Adds the pieces that make up these elements of a leaf, `out` being their bytes."""
-    itemsize = index.leaves[name][1].itemsize
+def _cut(index: Index, name: str, wanted: Boxes, out: torch.Tensor, jobs: dict[str, list[Piece]]) -> None:
+    """Adds the pieces that make up these elements of a leaf, `out` being their bytes; of those that lie in several
+    parts from the first.
+
+    Raises:
+        CheckpointError: some of them are nowhere, as on a host whose memory has but its own ranks' part.
+    """
+    itemsize, left = index.leaves[name][1].itemsize, [(0, wanted.numel)] if wanted.numel else []
     for part in index.parts[name]:
-        for here, there, numel in wanted.runs(part.boxes):
+        if not left:
+            return
+        runs, left = claimed(left, wanted.runs(part.boxes))
+        for here, there, numel in runs:
             piece = out[here * itemsize : (here + numel) * itemsize]
-            jobs[part.file].append(_Piece(part.offset + there * itemsize, piece, name))
+            jobs[part.file].append(Piece(part.offset + there * itemsize, piece, name))
+    if lacking := sum(stop - start for start, stop in left):
+        what = f"{index.directory} lacks elements that this rank needs"
+        problems = [f"{name}: {lacking} of {wanted.numel}"]
+        raise CheckpointError(message("checkpoint", what, problems, "start from the last checkpoint on disk"))
 
 
-def _batches(pieces: list[_Piece], nbytes: int) -> Iterable[list[_Piece]]:
+def _batches(pieces: list[Piece], nbytes: int) -> Iterable[list[Piece]]:
     """Pieces of one file in its order, cut so that several threads can share a large file."""
     batch, total = [], 0
     for piece in sorted(pieces, key=lambda p: p.offset):
@@ -302,13 +319,13 @@ def _batches(pieces: list[_Piece], nbytes: int) -> Iterable[list[_Piece]]:
             if batch and total + cut.numel() > nbytes:
                 yield batch
                 batch, total = [], 0
-            batch.append(_Piece(piece.offset + at, cut, piece.leaf))
+            batch.append(Piece(piece.offset + at, cut, piece.leaf))
             total += cut.numel()
     if batch:
         yield batch
 
 
-def _fill(index: Index, file: str, pieces: list[_Piece]) -> tuple[list[tuple[int, str]], str | None]:
+def _fill(index: Index, file: str, pieces: list[Piece]) -> tuple[list[tuple[int, str]], str | None]:
     """Reads pieces of one file; returns the damaged chunks with the leaf that each hits, and what else went wrong."""
     try:
         with format.Ranges(index.directory / file, index.files[file].crc32) as ranges:
@@ -323,10 +340,11 @@ def _damage(index: Index, name: str) -> list[str]:
     if problems := missing(index, [name]):
         return problems
     file, digest, bad = index.files[name], hashlib.sha256(), list[int]()
+    span = storage_of(index.directory).span
     try:
         with format.Ranges(index.directory / name, file.crc32) as ranges:
-            for at in range(0, file.bytes, format.CHUNK):
-                for view in ranges.views(at, min(format.CHUNK, file.bytes - at)):
+            for start in range(0, file.bytes, span):
+                for view in ranges.views(start, min(span, file.bytes - start)):
                     digest.update(view)
             bad = sorted(ranges.bad)
     except (OSError, format.FormatError) as error:
@@ -375,4 +393,9 @@ def _groups(nbytes: Mapping[str, int]) -> Iterable[list[str]]:
 
 
 def damaged(index: Index, problems: list[str]) -> CheckpointError:
-    return CheckpointError(message("checkpoint", f"the checkpoint {index.directory} is damaged", problems, _REPAIR))
+    """The error of files that are not as the index says."""
+    if is_gone(index):
+        what = f"the checkpoint {index.directory} was deleted or replaced while it was read"
+        fix = "read again, from the root; let keep= of the run that saves keep more than what others read"
+        return CheckpointError(message("checkpoint", what, fix=fix))
+    return CheckpointError(message(index.owner, f"{index} is damaged", problems, _REPAIR))

@@ -1,9 +1,9 @@
-"""Writes a checkpoint: every rank its own file, then one rename that makes all of it valid at once.
+"""Writes a checkpoint: every rank its own file, then one act that makes all of it valid at once.
 
     every rank   plan: what is stored, and who writes which part         (pure; equal on all ranks, compared by digest)
-    rank 0       clears what killed saves left, makes the temporary directory
+    rank 0       clears what killed saves left, makes a draft            (storage.py)
     every rank   `write_rank_file`: its parts, with checksums
-    rank 0       `commit`: the index, the rename, `latest`, and the deletion of older checkpoints
+    rank 0       `commit`: the index, publishing it, and the deletion of older checkpoints
 
 After each of these the ranks exchange success or failure, so none waits for one that failed. Nothing is gathered.
 """
@@ -13,28 +13,33 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, overload
 
 import torch
 
 from fzero import tree
 from fzero.boxes import Boxes, part_shape
-from fzero.checkpoint import format, skeleton
-from fzero.checkpoint.directory import INDEX, LATEST, SET_ASIDE, TEMPORARY, as_path, complete_steps, step_name
+from fzero.checkpoint import behind, format, skeleton
+from fzero.checkpoint.behind import Saving
+from fzero.checkpoint.directory import complete_steps, step_name
 from fzero.checkpoint.index import File, Part, dump, show, to_json
 from fzero.checkpoint.ranks import Ranks, together, world
+from fzero.checkpoint.storage import INDEX, Draft, Place, as_path, storage_of
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
 from fzero.errors import CheckpointError, message
 from fzero.layout import Cut, extent_of, leaf_of
 from fzero.mesh import Mesh
 from fzero.step import lasting
+
+logger = logging.getLogger("fzero")
+
+_warned: set[str] = set()  # roots under which older checkpoints could not be deleted
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,28 @@ class Plan:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Job:
+    """A save that has begun: every rank has the same plan, and there is room for its files."""
+
+    ranks: Ranks
+    root: Place
+    draft: Draft
+    plan: Plan
+    keep: int | None
+    meta: Mapping[str, Any] | None
+    check_replicas: bool
+
+    @property
+    def what(self) -> str:
+        return f"cannot save step {self.plan.step} to {self.root}"
+
+    def undo(self) -> None:
+        """Leaves nothing of the new checkpoint."""
+        _undo(self.ranks, self.root, self.draft)
+
+
+@overload
 def save(
     path: str | os.PathLike[str],
     state: Any,
@@ -70,14 +97,45 @@ def save(
     keep: int | None = None,
     meta: Mapping[str, Any] | None = None,
     check_replicas: bool = True,
-) -> Path:
+    wait: Literal[True] = True,
+) -> Place: ...
+@overload
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    keep: int | None = None,
+    meta: Mapping[str, Any] | None = None,
+    check_replicas: bool = True,
+    wait: Literal[False],
+) -> Saving: ...
+@overload
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    keep: int | None = None,
+    meta: Mapping[str, Any] | None = None,
+    check_replicas: bool = True,
+    wait: bool,
+) -> Place | Saving: ...
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    keep: int | None = None,
+    meta: Mapping[str, Any] | None = None,
+    check_replicas: bool = True,
+    wait: bool = True,
+) -> Place | Saving:
     """Saves a state as `path/step-XXXXXXXX`, in place of an older checkpoint of the same step.
 
     Every rank calls it. It returns when the checkpoint is complete and on stable storage; until then the previous one
     is the latest, whatever is killed when. It can be restored on any mesh. A tied leaf is stored once.
 
     Args:
-        path: the root directory, on a filesystem that all ranks share; made if it is not there. One save at a time.
+        path: the root directory, on a filesystem that all ranks share; made if it is not there. Or a place in an object
+            store, such as s3://bucket/run, through fsspec (the extra `fsspec`). One save at a time.
         state: a State of a plain Step or of a CompiledStep: a pytree of tensors, numbers and strings with a field
             `step`. Tensors without a layout are taken to be whole and equal on all ranks.
         keep: delete, after success, all but this many checkpoints, counting this one and those of earlier steps.
@@ -86,16 +144,23 @@ def save(
         check_replicas: compare what several ranks hold, by digests: ranks that drifted apart are an error instead of a
             checkpoint that one of them wrote. It reads those leaves once, where they are, except for leaves on disk,
             which are not compared.
+        wait: False to go on while it is written: what this rank writes is copied to host memory, and a thread does the
+            rest. A `Saving` comes back, whose `wait()` returns the path; a save under way is waited for by the next
+            one. Not for states with leaves on disk, which such a copy would bring into memory.
 
-    Communication: a few bytes through the store; four exchanges of small objects; each rank writes the shards it holds,
-        one of the replicas of a shard and of a whole leaf, spread over the ranks by size.
+    Communication: a few bytes through the store; five exchanges of small objects; each rank writes the shards it holds,
+        one of the replicas of a shard and of a whole leaf, spread over the ranks by size. With `wait=False` two of the
+        exchanges before it returns, the others through the store.
 
-    Memory: one buffer of at most 16 MiB on the host, and two with leaves on disk.
+    Memory: one buffer of at most 16 MiB on the host, and two with leaves on disk; with an object store about
+        80 MiB, or five 9000ths of this rank's file if that is more. With `wait=False` also what this rank reads of its
+        state, kept for the next save until `close_mesh()`; in pinned memory if it comes from a GPU.
 
     Raises:
         CheckpointError: on every rank, if anything failed on any; names each failing rank. The previous checkpoint is
-            then still valid and the latest, and nothing is left of the new one (or, if only the deletion of older ones
-            failed, the new one is valid and the latest, and the error says so). Replicas that differ, by leaf and rank.
+            then still valid and the latest, and nothing is left of the new one. Replicas that differ, by leaf and rank.
+            Likewise what the save before it failed with, if a rank has not called `wait()` of it. That older ones
+            cannot be deleted is a warning.
         DivergenceError: ranks that did not call it within the mesh's timeout, by name.
 
     Example:
@@ -108,11 +173,19 @@ def save(
     mesh = next(
         (tag[1] for x in tree.leaves(state) if isinstance(x, torch.Tensor) and (tag := leaf_of(x)) is not None), None
     )
-    with contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save"):
-        return save_as(world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas)
+    alone = contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save")
+    with alone, behind.one_at_a_time:
+        job = begin(world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas, wait=wait)
+        if wait:
+            return carry_out(job)
+
+        def rest(ranks: Ranks, copies: dict[str, torch.Tensor]) -> Place:
+            return carry_out(replace(job, ranks=ranks, plan=replace(job.plan, tensors=copies)))
+
+        return behind.start(job.ranks, job.plan.step, _read(job), rest, job.what, job.undo)
 
 
-def save_as(
+def begin(
     ranks: Ranks,
     path: str | os.PathLike[str],
     state: Any,
@@ -120,32 +193,37 @@ def save_as(
     keep: int | None = None,
     meta: Mapping[str, Any] | None = None,
     check_replicas: bool = True,
-) -> Path:
-    """`save` as one of the given ranks."""
-    root = as_path(path)
+    wait: bool = True,
+) -> Job:
+    """Waits for the save under way, plans the next on all ranks, and makes room for its files.
+
+    Arguments and errors as for `save`. Called with `behind.one_at_a_time` held.
+    """
+    root: Place | None = None
     plan: Plan | None = None
-    temporary: Path | None = None
-    held: dict[str, tuple[str, tuple[str, ...]]] = {}
+    draft: Draft | None = None
 
-    def begin() -> str:
-        nonlocal plan, temporary, held
+    def act() -> tuple[str, Draft | None]:
+        nonlocal root, plan, draft
+        root = as_path(path)
+        behind.finish()  # it may raise on some ranks alone: those where nobody has asked
         plan = make_plan(state, ranks.rank, ranks.size)
-        _check_arguments(keep, meta)
-        temporary = root / (TEMPORARY + step_name(plan.step))
+        _check_arguments(keep, meta, wait, plan)
+        storage = storage_of(root)  # every rank has what it takes
         if ranks.rank == 0:
-            prepare(root, temporary)
-        if check_replicas and ranks.size > 1:
-            held = digested(replicas_of(plan.tensors))
-        return plan.digest()
+            if storage.has(root / INDEX):
+                fix = f"give the directory that it is in: {root.parent}"
+                raise CheckpointError(
+                    message("checkpoint.save", f"{root} is a checkpoint, not a place for some", fix=fix)
+                )
+            draft = storage.begin(root, step_name(plan.step))
+        return plan.digest(), draft
 
-    def undo() -> None:
-        if ranks.rank == 0 and temporary is not None and root.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-            (root / (TEMPORARY + LATEST)).unlink(missing_ok=True)
-
-    what = f"cannot save to {root}"
-    digests = together(ranks, "checkpoint.save", what, begin, undo)
-    assert plan is not None and temporary is not None
+    undo = lambda: _undo(ranks, root, draft)  # noqa: E731
+    what = f"cannot save to {path}"
+    begun = together(ranks, "checkpoint.save", what, act, undo)
+    digests, draft = [digest for digest, _ in begun], begun[0][1]
+    assert root is not None and plan is not None and draft is not None
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         undo()
         problems = [
@@ -154,29 +232,53 @@ def save_as(
         raise CheckpointError(
             message("checkpoint.save", what, problems, "save the same state, at the same step, on every rank")
         )
-    if check_replicas and ranks.size > 1 and (problems := differing(held, plan.axes, ranks.size, ranks.exchange)):
-        undo()
-        fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
-        raise CheckpointError(
-            message("checkpoint.save", f"{what}: the ranks hold different values of the same leaves", problems, fix)
-        )
-    job, target = plan, temporary
-    together(ranks, "checkpoint.save", what, lambda: write_rank_file(target, job, ranks.rank), undo)
+    return Job(ranks, root, draft, plan, keep, meta, check_replicas)
+
+
+def carry_out(job: Job) -> Place:
+    """Compares replicas, writes and commits what has begun."""
+    ranks, plan = job.ranks, job.plan
+    if job.check_replicas and ranks.size > 1:
+        held: dict[str, tuple[str, tuple[str, ...]]] = {}
+        together(ranks, "checkpoint.save", job.what, lambda: held.update(digested(replicas_of(plan.tensors))), job.undo)
+        if problems := differing(held, plan.axes, ranks.size, ranks.exchange):
+            job.undo()
+            fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
+            what = f"{job.what}: the ranks hold different values of the same leaves"
+            raise CheckpointError(message("checkpoint.save", what, problems, fix))
+    together(ranks, "checkpoint.save", job.what, lambda: write_rank_file(job.draft, plan, ranks.rank), job.undo)
     done = together(
         ranks,
         "checkpoint.save",
-        what,
-        lambda: str(commit(root, target, job, keep=keep, meta=meta)) if ranks.rank == 0 else "",
-        undo,
+        job.what,
+        lambda: str(commit(job.root, job.draft, plan, keep=job.keep, meta=job.meta)) if ranks.rank == 0 else "",
+        job.undo,
     )
-    return Path(done[0])
+    return as_path(done[0])
 
 
-def make_plan(state: Any, rank: int, size: int) -> Plan:
+def _undo(ranks: Ranks, root: Place | None, draft: Draft | None) -> None:
+    if ranks.rank == 0 and root is not None and draft is not None:
+        storage_of(root).undo(root, draft)
+
+
+def _read(job: Job) -> dict[str, torch.Tensor]:
+    """The tensors that a rank reads: those of which it writes parts, and those that are compared."""
+    plan, rank = job.plan, job.ranks.rank
+    names = {name for name, parts in plan.parts.items() if any(r == rank for r, _ in parts)}
+    if job.check_replicas and job.ranks.size > 1:
+        names.update(replicas_of(plan.tensors))
+    return {name: x for name, x in plan.tensors.items() if name in names}
+
+
+def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = None) -> Plan:
     """Who writes which elements of which leaf; the same on every rank.
 
     A shard that one rank holds is written by that rank. Whole leaves and shards with replicas go, largest first, to
     whichever of their holders has the fewest bytes yet (the lowest of these ranks).
+
+    Args:
+        among: the ranks that write; what none of them holds is not written. By default all.
 
     Raises:
         CheckpointError: a state that cannot be stored, listing every reason.
@@ -210,7 +312,8 @@ def make_plan(state: Any, rank: int, size: int) -> Plan:
         for index, ranks in enumerate(holders[axes]):
             boxes = cut.boxes(shape, index)
             nbytes = boxes.numel * tensor.dtype.itemsize
-            if not nbytes:
+            ranks = ranks if among is None else [r for r in ranks if r in among]
+            if not (nbytes and ranks):
                 continue
             if len(ranks) > 1:
                 shared.append((nbytes, name, boxes, ranks))
@@ -243,33 +346,14 @@ def file_name(rank: int, size: int) -> str:
     return f"rank-{rank:05d}-of-{size:05d}.safetensors"
 
 
-def prepare(root: Path, temporary: Path) -> None:
-    """Makes the temporary directory, after finishing or removing what saves that were killed left."""
-    if root.exists() and not root.is_dir():
-        raise CheckpointError(
-            message(
-                "checkpoint.save",
-                f"{root} is not a directory",
-                fix="give the directory in which checkpoints are to be made",
-            )
-        )
-    if not root.is_dir():
-        root.mkdir(parents=True)
-        format.sync(root.parent)
-    for entry in list(root.iterdir()):
-        if entry.name.startswith(TEMPORARY):
-            _remove(entry)
-        elif entry.name.startswith("step-") and entry.name.endswith(SET_ASIDE):
-            if entry.with_name(entry.name.removesuffix(SET_ASIDE)).exists():
-                _retire(root, entry)
-            else:
-                os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
-    temporary.mkdir()
+def written_by(plan: Plan, rank: int) -> dict[str, Boxes]:
+    """The parts that a rank writes, of each leaf at most one."""
+    return {name: boxes for name, parts in plan.parts.items() for r, boxes in parts if r == rank}
 
 
-def write_rank_file(temporary: Path, plan: Plan, rank: int) -> None:
+def write_rank_file(draft: Draft, plan: Plan, rank: int) -> None:
     """Writes this rank's parts, and a note of what was written for `commit`."""
-    mine = {name: boxes for name, parts in plan.parts.items() for r, boxes in parts if r == rank}
+    mine = written_by(plan, rank)
 
     def entry(name: str) -> format.Entry:
         boxes = mine[name]
@@ -284,53 +368,43 @@ def write_rank_file(temporary: Path, plan: Plan, rank: int) -> None:
             left -= data.numel()
             yield data
 
-    name = file_name(rank, plan.size)
-    written = format.write(temporary / name, [entry(n) for n in mine], blocks)
+    written = format.write(draft.directory / draft.name(file_name(rank, plan.size)), [entry(n) for n in mine], blocks)
     note = {"bytes": written.bytes, "sha256": written.sha256, "crc32": written.crc32, "offsets": dict(written.offsets)}
-    format.write_file(temporary / _note(rank), json.dumps(note).encode())
+    storage_of(draft.directory).write(draft.directory / draft.name(_note(rank)), json.dumps(note).encode())
 
 
 def commit(
-    root: Path, temporary: Path, plan: Plan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
-) -> Path:
+    root: Place, draft: Draft, plan: Plan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
+) -> Place:
     """Makes the files that all ranks have written the latest checkpoint."""
-    target = root / step_name(plan.step)
-    notes = [_read_note(temporary, rank, plan.size) for rank in range(plan.size)]
-    files = {file_name(rank, plan.size): File(n["bytes"], n["sha256"], n["crc32"]) for rank, n in enumerate(notes)}
+    storage, target = storage_of(root), root / step_name(plan.step)
+    notes = [_read_note(draft, rank, plan.size) for rank in range(plan.size)]
+    names = [draft.name(file_name(rank, plan.size)) for rank in range(plan.size)]
+    files = {name: File(n["bytes"], n["sha256"], n["crc32"]) for name, n in zip(names, notes, strict=True)}
     parts = {
-        name: [Part(file_name(r, plan.size), name, boxes, notes[r]["offsets"][name]) for r, boxes in ps]
+        name: [Part(names[r], name, boxes, notes[r]["offsets"][name]) for r, boxes in ps]
         for name, ps in plan.parts.items()
     }
-    format.write_file(
-        temporary / INDEX,
-        dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.skeleton, dict(meta or {}), files)),
-    )
-    for rank in range(plan.size):
-        os.unlink(temporary / _note(rank))
-    format.sync(temporary)
-    pointer = root / (TEMPORARY + LATEST)  # written before the rename: a full disk must not come between the two
-    pointer.unlink(missing_ok=True)
-    format.write_file(pointer, f"{target.name}\n".encode())
-    old = target.with_name(target.name + SET_ASIDE)
-    if target.exists():
-        os.rename(target, old)  # from here to the next rename, readers find this step under its other name
-    os.rename(temporary, target)
-    format.sync(root)
-    os.replace(pointer, root / LATEST)
-    format.sync(root)
-    retired = [old] if old.exists() else []
-    if keep is not None:
-        earlier = sorted((s, p) for s, p in complete_steps(root).items() if s < plan.step)
-        retired += [p for _, p in earlier[: max(0, len(earlier) - (keep - 1))]]
+    index = dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.skeleton, dict(meta or {}), files))
+    spare = [draft.name(_note(rank)) for rank in range(plan.size)]
+    retired = storage.publish(root, draft, target.name, index, spare, names)
     try:
+        if keep is not None:
+            earlier = sorted((s, p) for s, p in complete_steps(root).items() if s < plan.step)
+            retired += [p for _, p in earlier[: max(0, len(earlier) - (keep - 1))]]
         for directory in retired:
-            _retire(root, directory)
-    except OSError as error:
-        what = f"{target} is saved and is the latest, but an older checkpoint could not be deleted"
-        raise CheckpointError(
-            message("checkpoint.save", what, [str(error)], "delete it by hand, or make it writable")
-        ) from error
+            storage.retire(root, directory)
+    except (OSError, CheckpointError) as error:
+        _not_deleted(str(root), str(error))
     return target
+
+
+def _not_deleted(root: str, why: str) -> None:
+    """Warns once of each root: nothing is wrong with what was saved."""
+    if root not in _warned:
+        _warned.add(root)
+        text = "fzero.checkpoint.save: older checkpoints under %s could not be deleted: %s"
+        logger.warning(text, root, why)
 
 
 def _step(state: Any, problems: list[str]) -> int:
@@ -371,8 +445,16 @@ def _holders(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     return out
 
 
-def _check_arguments(keep: Any, meta: Any) -> None:
+def _check_arguments(keep: Any, meta: Any, wait: Any, plan: Plan) -> None:
     problems = []
+    if type(wait) is not bool:
+        problems.append(f"wait={wait!r}: True or False")
+    on_disk = [name for name, x in plan.tensors.items() if extent_of(x) is not None]
+    if wait is False and on_disk:
+        problems.append(
+            f"wait=False: {len(on_disk)} leaves rest on disk, and would be copied to memory ({on_disk[0]}, …): save "
+            "them with wait=True"
+        )
     if keep is not None and (type(keep) is not int or keep < 1):
         problems.append(f"keep={keep!r}: a whole number of at least 1, or None to keep all")
     try:
@@ -388,32 +470,16 @@ def _note(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def _read_note(temporary: Path, rank: int, size: int) -> dict[str, Any]:
+def _read_note(draft: Draft, rank: int, size: int) -> dict[str, Any]:
+    storage, file = storage_of(draft.directory), draft.directory / draft.name(file_name(rank, size))
     try:
-        note = json.loads((temporary / _note(rank)).read_bytes())
-        found = os.path.getsize(temporary / file_name(rank, size))
+        note = json.loads(storage.read(draft.directory / draft.name(_note(rank))))
+        found = storage.size(file)
     except FileNotFoundError:
         what, fix = f"what rank {rank} wrote is not to be seen from rank 0", "save to a filesystem that all ranks share"
-        raise CheckpointError(message("checkpoint.save", what, [str(temporary / file_name(rank, size))], fix)) from None
+        raise CheckpointError(message("checkpoint.save", what, [str(file)], fix)) from None
     if found != note["bytes"]:
         raise CheckpointError(
-            message(
-                "checkpoint.save",
-                f"{temporary / file_name(rank, size)} has {found} bytes, rank {rank} wrote {note['bytes']}",
-            )
+            message("checkpoint.save", f"{file} has {found} bytes, rank {rank} wrote {note['bytes']}")
         )
     return note
-
-
-def _retire(root: Path, directory: Path) -> None:
-    """Deletes a checkpoint; renamed first, so that one half deleted is never taken for a complete one."""
-    gone = root / f"{TEMPORARY}old-{directory.name}"
-    os.rename(directory, gone)
-    _remove(gone)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

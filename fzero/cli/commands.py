@@ -23,8 +23,8 @@ from fzero.cli import report
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, FzeroValueError, message
-from fzero.lowering.layouts import auto_of
-from fzero.lowering.lower import Lowered, lower
+from fzero.lowering.lower import lower
+from fzero.lowering.lowered import Lowered
 from fzero.measure.calibrate import calibrate
 from fzero.measure.probes import SCRATCH
 from fzero.mesh import AbstractMesh, close_mesh, make_mesh
@@ -84,11 +84,7 @@ class _OfTarget:
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
             print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
         step, params, batch = load(self.target)
-        searched = isinstance(step, Step) and auto_of(step) is not None  # says itself how far it is
-        with (
-            users_code(self.target),
-            contextlib.nullcontext() if searched else shown("fzero.plan", lambda: "tracing and planning"),
-        ):
+        with users_code(self.target), shown("fzero.plan", lambda: "tracing and planning"):
             return lower(
                 step,
                 mesh,

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
-from fzero.lowering.lower import Lowered
+from fzero.lowering.lowered import Lowered
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan
 from fzero.plan.render import Table, draw, plain, tables

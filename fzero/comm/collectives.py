@@ -3,11 +3,18 @@
 Everything happens in the buffers a program planned (see [Note: pool] in program/ir.py): a start copies what does not
 lie there already, the collective works from and to them, and a wait hands out views. On CUDA gathers have process
 groups of their own, for one NCCL communicator is one stream and would run them behind the reductions.
+
+[Note: abandoned] gloo cannot give up a collective, and who lets go of a process group last waits for what is under way
+in it: until another rank lets go of its end, or the timeout is over, and wherever that happens to be, in a garbage
+collection too. There the rank would hold up whoever waits for it on its next mesh. So a thread keeps the process groups
+of a run that ended in the middle until nothing of it is under way.
 """
 
 from __future__ import annotations
 
 import datetime
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +24,21 @@ import torch.distributed as dist
 
 from fzero import compat
 from fzero.comm.host import host_pool
-from fzero.mesh import Mesh
+from fzero.errors import DivergenceError, message
+from fzero.mesh import Mesh, group_along
 
+_LOOK = 0.5  # seconds between two looks whether what was abandoned is done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Moving:
-    """A transfer under way: what to wait for, and the flats it fills."""
+    """A transfer under way: what to wait for, the flats it fills, and whether it is gloo's, whose waits hold the
+    host."""
 
     works: Sequence[Any]
     filled: Sequence[torch.Tensor]
+    on_host: bool
 
 
 class ProcessGroups:
@@ -36,6 +47,9 @@ class ProcessGroups:
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._names: list[str] = []  # of the programs, in the order of their pools
+        self._under_way: set[Moving] = set()
+        self.slept: dict[int | None, float] = {None: 0.0}  # seconds that the host waited: it does not know for whom
+        self._sends: dict[str, Any] = {}  # by axis
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the
@@ -58,63 +72,133 @@ class ProcessGroups:
 
     def all_gather_start(self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]) -> Moving:
         group = self._mesh.group(axis, gathers=True)
-        with compat.coalesced(group, self._mesh.device) as works:
-            for shard, whole in zip(shards, into, strict=True):
-                works.append(compat.all_gather(whole, shard, group))
-        return Moving(works, into)
+        if self._mesh.device.type == "cuda":
+            return self._moving(compat.all_gather_together(into, shards, group), into)
+        works = [compat.all_gather(whole, shard, group) for shard, whole in zip(shards, into, strict=True)]
+        return self._moving(works, into)
 
     def reduce_scatter_start(
         self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
     ) -> Moving:
         group, flats, shards = self._mesh.group(axis), into[: len(wholes)], into[len(wholes) :]
         settle(wholes, flats)
-        with compat.coalesced(group, self._mesh.device) as works:
-            for flat, shard in zip(flats, shards, strict=True):
-                works.append(compat.reduce_scatter(shard, flat, _OPS[op], group))
-        return Moving(works, shards)
+        if self._mesh.device.type == "cuda":
+            return self._moving(compat.reduce_scatter_together(shards, flats, _OPS[op], group), shards)
+        works = [compat.reduce_scatter(shard, flat, _OPS[op], group) for flat, shard in zip(flats, shards, strict=True)]
+        return self._moving(works, shards)
 
     def all_reduce_start(
         self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
     ) -> Moving:
         group = self._mesh.group(axis)
         settle(values, into)
-        with compat.coalesced(group, self._mesh.device) as works:
-            for flat in merged(into):
-                works.append(dist.all_reduce(flat, _OPS[op], group, async_op=True))
-        return Moving(works, into)
+        if self._mesh.device.type == "cuda":
+            return self._moving(compat.all_reduce_together(merged(into), _OPS[op], group), into)
+        works = [dist.all_reduce(flat, _OPS[op], group, async_op=True) for flat in merged(into)]
+        return self._moving(works, into)
+
+    def connect(self, axis: str) -> None:
+        """Makes the process groups for what is sent along an axis, unless they are there: in another's queue it would
+        hold up what the step needs next. All ranks call it together.
+
+        Raises:
+            DivergenceError: the ranks do not reach each other.
+        """
+        if axis in self._sends:
+            return
+        try:
+            self._sends[axis] = group_along(self._mesh.axes, axis, self._mesh.timeout)
+        except (dist.DistError, RuntimeError) as error:
+            what = f"the ranks cannot make the process groups for what is sent over {axis!r}"
+            fix = "look at the other ranks' errors first"
+            raise DivergenceError(message("run", what, [str(error).strip().splitlines()[0]], fix)) from error
+
+    def send_start(
+        self,
+        values: Sequence[torch.Tensor],
+        axis: str,
+        shift: int,
+        into: Sequence[torch.Tensor],
+        through: Sequence[torch.Tensor] = (),
+    ) -> Moving:
+        """Values in host memory to the rank `shift` further along an axis, and what comes so `into` these places."""
+        self.connect(axis)
+        group, num, here = self._sends[axis], self._mesh.axes[axis], self._mesh.index(axis)
+        works = []
+        for value, place in zip(values, into, strict=True):
+            data, target = (x.detach().reshape(-1).view(torch.uint8) for x in (value, place))
+            if data.numel():
+                to, of = ([len(data) * (i == (here + by) % num) for i in range(num)] for by in (shift, -shift))
+                works.append(dist.all_to_all_single(target, data, of, to, group, async_op=True))
+        return self._moving(works, (), on_host=True)
 
     def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
         """The values of a transfer, once they are there; then nothing of it is being read anywhere, `together` or
         not."""
         for work in moving.works:
             if work is not None:
-                self._finish(work)
-        for flat, value in zip(moving.filled, into, strict=True):
-            if flat.data_ptr() != value.data_ptr():  # sums that do not lie where the summands did
-                value.copy_(flat.view(value.shape))
+                self._finish(work, moving.on_host)
+        # sums that do not lie where the summands did
+        apart = [(f, v) for f, v in zip(moving.filled, into, strict=True) if f.data_ptr() != v.data_ptr()]
+        compat.copy_all([value for _, value in apart], [flat.view(value.shape) for flat, value in apart])
+        self._under_way.discard(moving)
         return into
 
-    def _finish(self, work: Any) -> None:
-        """Waits for a collective: on the CPU, where that holds the host, with an eye on where the other ranks are."""
-        while self._mesh.device.type == "cpu":
-            try:
-                work.wait(datetime.timedelta(seconds=self._mesh.turns.pause))
-                return
-            except RuntimeError:
-                if work.is_completed():  # it failed, or was done this very moment
-                    break
-            self._mesh.turns.look("step")
-        work.wait()
+    def abandon(self) -> None:
+        """Called when a run ended in the middle: nobody waits for what is under way. See [Note: abandoned]."""
+        works = [work for moving in self._under_way if moving.on_host for work in moving.works if work is not None]
+        self._under_way.clear()
+        if not _done(works):
+            groups = list(self._sends.values())
+            if self._mesh.device.type == "cpu":
+                groups += [self._mesh.joined, *map(self._mesh.group, self._mesh.axes)]
+            threading.Thread(target=_outlast, args=(works, groups), name="fzero-abandoned", daemon=True).start()
+
+    def _moving(self, works: Sequence[Any], filled: Sequence[torch.Tensor], on_host: bool = False) -> Moving:
+        moving = Moving(works, filled, on_host or self._mesh.device.type == "cpu")
+        self._under_way.add(moving)
+        return moving
+
+    def _finish(self, work: Any, on_host: bool) -> None:
+        """Waits for a collective: where that holds the host, with an eye on where the other ranks are."""
+        if not on_host:
+            work.wait()
+            return
+        began = time.monotonic()
+        finish(self._mesh, work)
+        self.slept[None] += time.monotonic() - began
+
+
+def finish(mesh: Mesh, work: Any) -> None:
+    """Waits for a collective of gloo, which holds the host, with an eye on where the other ranks are."""
+    while True:
+        try:
+            work.wait(datetime.timedelta(seconds=mesh.turns.pause))
+            return
+        except RuntimeError:
+            if work.is_completed():  # it failed, or was done this very moment
+                break
+        mesh.turns.look("step")
+    work.wait()
+
+
+def _done(works: Sequence[Any]) -> bool:
+    return all(work.is_completed() for work in works)
+
+
+def _outlast(works: Sequence[Any], groups: Sequence[Any]) -> None:
+    """Holds process groups until these are done. It asks and does not wait: a thread that comes back from C++ when the
+    interpreter has ended takes the process with it."""
+    while not _done(works):
+        time.sleep(_LOOK)
 
 
 def settle(values: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
     """Puts values where they are reduced, those that were not made there, and zeros behind them."""
-    for value, flat in zip(values, flats, strict=True):
-        numel = value.numel()
-        if value.data_ptr() != flat.data_ptr():
-            flat[:numel].copy_(value.reshape(-1))
-        if flat.numel() > numel:
-            flat[numel:].zero_()
+    pairs = list(zip(values, flats, strict=True))
+    apart = [(value, flat) for value, flat in pairs if value.data_ptr() != flat.data_ptr()]
+    compat.copy_all([flat[: value.numel()] for value, flat in apart], [value.reshape(-1) for value, _ in apart])
+    compat.zero_all([flat[value.numel() :] for value, flat in pairs if flat.numel() > value.numel()])
 
 
 def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:

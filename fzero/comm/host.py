@@ -34,7 +34,8 @@ def host_tensors(specs: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh)
         mesh: whose device they are copied to and from.
 
     Memory: the tensors' bytes in whole pages, and 68 KiB for every 16 MiB of them. On a CPU a page takes none before it
-        is written. On CUDA all pages are locked at once, on the NUMA node of the device where the system names it.
+        is written. On CUDA all pages are locked at once, huge ones where the system has them, of which there are 512
+        times fewer, on the NUMA node of the device where the system names it.
 
     Raises:
         TierError: that much memory cannot be had, or not locked.
@@ -46,10 +47,14 @@ def host_tensors(specs: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh)
         (True, 0.0)
     """
     *offsets, end = apart([math.prod(shape) * dtype.itemsize for shape, dtype in specs])
-    memory, out = _allocated(end, mesh), []
+    memory, out = _allocated(end, mesh, mesh.device.type == "cuda"), []
     for (shape, dtype), offset in zip(specs, offsets, strict=True):
         num = math.prod(shape)
-        flat = torch.frombuffer(memory, dtype=dtype, count=num, offset=offset) if num else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(memory, dtype=dtype, count=num, offset=offset)
+            if num
+            else torch.empty(0, dtype=dtype, device="cpu")
+        )
         out.append(flat.view(tuple(shape)))
     return out
 

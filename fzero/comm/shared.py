@@ -32,9 +32,9 @@ import torch
 
 from fzero import units
 from fzero.comm.collectives import merged, settle
-from fzero.errors import DivergenceError, message
+from fzero.errors import DivergenceError, RankLost, message
 from fzero.mesh import Mesh
-from fzero.rendezvous import absent
+from fzero.rendezvous import absent, replaced
 
 logger = logging.getLogger("fzero")
 
@@ -49,7 +49,7 @@ _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 @dataclass(frozen=True)
 class Moving:
     """A transfer under way: its kind, and for each rank along the axis how many notices from it mean that its part is
-    there."""
+    there; of what is sent to one rank, how much further that is."""
 
     kind: str
     axis: str
@@ -57,6 +57,7 @@ class Moving:
     due: dict[int, int]
     flats: Sequence[torch.Tensor]
     filled: Sequence[torch.Tensor]
+    shift: int = 0
 
 
 @dataclass(eq=False)
@@ -79,6 +80,7 @@ class SharedMemory:
         self._pool: _Pool | None = None
         self._names: list[str] = []  # of the programs, by the number of their pool
         self._runs = 0
+        self.slept: dict[int, float] = dict.fromkeys(peers, 0.0)  # seconds, by the rank that was waited for
         weakref.finalize(
             self,
             _close,
@@ -86,7 +88,7 @@ class SharedMemory:
             [p.connection for p in peers.values()],
         )
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
-        self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8) for _ in range(3)]
+        self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8, device="cpu") for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
         # where each rank says which program it runs: of this run and of the one before
         self._board = self._shared(2 * _NUMBER)
@@ -169,6 +171,25 @@ class SharedMemory:
         settle(values, into)
         return Moving("reduce", axis, op, self._announce(axis), into, into)
 
+    def connect(self, axis: str) -> None:
+        """For what is sent along an axis: the ranks are connected."""
+
+    def send_start(
+        self,
+        values: Sequence[torch.Tensor],
+        axis: str,
+        shift: int,
+        into: Sequence[torch.Tensor],
+        through: Sequence[torch.Tensor],
+    ) -> Moving:
+        """Values to the rank `shift` further along an axis, which reads them in the pool, and what comes so `into`
+        these places."""
+        settle(values, through)
+        along, index = self._along[axis], self._mesh.index(axis)
+        reader, source = (along[(index + by) % len(along)] for by in (shift, -shift))
+        self._tell([self._peers[rank] for rank in {reader, source}])  # each counts what it has told, and so is told
+        return Moving("send", axis, "", {source: self._peers[source].told}, through, into, shift)
+
     def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
         """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this
         rank's as well."""
@@ -177,6 +198,12 @@ class SharedMemory:
         if moving.kind == "gather":
             for whole in moving.flats:
                 self._gather(whole, along)
+        elif moving.kind == "send":
+            rank = along[(index - moving.shift) % len(along)]
+            for flat, place in zip(moving.flats, moving.filled, strict=True):
+                if flat.numel():
+                    data = place.detach().reshape(-1).view(torch.uint8).numpy().data
+                    self._read(rank, self._offset(flat), flat.nbytes, data, 0)
         elif moving.kind == "scatter":
             for whole, shard in zip(moving.flats, moving.filled, strict=True):
                 self._combine(whole, index * shard.numel(), shard, along, moving.op)
@@ -195,6 +222,9 @@ class SharedMemory:
         if together:
             self._hear(self._announce(moving.axis))
         return into
+
+    def abandon(self) -> None:
+        """Called when a run ended in the middle. Nothing is under way that somebody else carries out."""
 
     # --- reading ---
 
@@ -270,12 +300,14 @@ class SharedMemory:
         poll = select.poll()
         poll.register(peer.theirs, select.POLLIN)
         poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
-        deadline = time.monotonic() + self._mesh.timeout
+        began = time.monotonic()
+        deadline = began + self._mesh.timeout
         while (
             not (ready := dict(poll.poll(1000 * min(self._mesh.turns.pause, self._mesh.timeout))))
             and time.monotonic() < deadline
         ):
             self._mesh.turns.look("step")
+        self.slept[peer.rank] += time.monotonic() - began
         if peer.theirs in ready:
             return
         self._mesh.turns.look("step")
@@ -283,7 +315,7 @@ class SharedMemory:
             f"rank {peer.rank} timed out after {self._mesh.timeout:g} s" if not ready else f"rank {peer.rank} has left"
         )
         fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
-        raise DivergenceError(
+        raise (RankLost if ready else DivergenceError)(
             message(
                 "step",
                 "a transfer failed: another rank has left, or runs another program",
@@ -320,7 +352,7 @@ def connect(mesh: Mesh) -> SharedMemory | None:
     failure = ""
 
     def hopeless() -> bool:
-        return store.check([f"{prefix}/failed"])
+        return store.check([f"{prefix}/failed"]) or bool(replaced(store))
 
     try:
         with socket.socket(socket.AF_UNIX) as server:

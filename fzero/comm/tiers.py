@@ -133,7 +133,7 @@ class Tiers:
         failed, self._failed = self._failed, None
         failures = [_said(failed)] if failed else []
         if self._mesh.size > 1:
-            count = torch.tensor(len(failures))
+            count = torch.tensor(len(failures), device="cpu")
             dist.all_reduce(count)
             if count.item():
                 everyone: list[list[str]] = [[]] * self._mesh.size

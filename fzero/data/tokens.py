@@ -15,7 +15,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.tree import describe
 
 DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
-"""What tokens can be stored as."""
+"""Dtypes that tokens can be stored in."""
 
 
 class TokenDataset(Steps):

@@ -29,11 +29,11 @@ from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, 
 
 _ZERO = "zero_optimization"
 _OFFLOADS = {f"{_ZERO}.offload_optimizer": ("opt_state", 1), f"{_ZERO}.offload_param": ("params", 3)}
-"""What each section sends off, and the first stage at which DeepSpeed does."""
+"""The state that each section sends off, and the first stage at which DeepSpeed does."""
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OMITTED = {"gradient_clipping": 1.0, "fp16.enabled": False, "bf16.enabled": False}
-"""What keys come to that are omitted."""
+"""Values of keys that are omitted."""
 
 _SCALE = {
     "initial": "initial_scale_power",
@@ -155,6 +155,7 @@ def load_config(
     auto: Mapping[str, Any] | None = None,
     world: int | None = None,
     optimizer: optimizers.Given = None,
+    schedule: Schedule | None = None,
 ) -> Config:
     """A configuration of DeepSpeed's, key by key, as what it means here.
 
@@ -170,6 +171,7 @@ def load_config(
         world: ranks that divide the batch, by default the processes that torchrun started.
         optimizer: in place of the section `optimizer`; or a function that is called with the schedule, None if there is
             none, and returns one.
+        schedule: the learning rate by the number of the update, where there is no section `scheduler`.
 
     Raises:
         FzeroValueError: listing all keys that are unknown, with the nearest names, all values of another kind, each
@@ -195,7 +197,7 @@ def load_config(
     _agree(found, auto or {}, dict(zip(_BATCH, (total, micro, num), strict=True)))
     transforms = [*_precision(found), *_stage(found), *_offload(found), *_activations(found)]
     transforms += [accumulate(num_micro_batches=num)] if num > 1 else []
-    made = optimizers.make(found, optimizer, _clipping(found), _skips(found))
+    made = optimizers.make(found, optimizer, schedule, _clipping(found), _skips(found))
     found.check(source)
     assert made is not None, "or there was a problem"
     return Config(

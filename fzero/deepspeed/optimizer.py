@@ -52,15 +52,20 @@ class Made(NamedTuple):
     text: str
 
 
-def make(settings: Settings, given: Given, clip: float, skip: bool) -> Made | None:
+def make(settings: Settings, given: Given, own: Schedule | None, clip: float, skip: bool) -> Made | None:
     """The optimizer of a configuration, or the `given` one in its place, behind clipping; None if there is none.
 
     Args:
+        own: the caller's schedule.
         clip: the largest global norm; 0: none.
         skip: whether an update whose gradients are not finite changes nothing.
     """
     lr = float(settings.get("optimizer.params.lr", 1e-3))
     schedule, says = _schedule(settings, lr)
+    if own is not None and schedule is not None:
+        settings.refuse("scheduler.type", "the caller gives a schedule, too: load_config(schedule=)")
+    elif own is not None:
+        schedule, says = own, "the caller's"
     try:
         made = (
             _given(settings, given, schedule)

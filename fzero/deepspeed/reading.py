@@ -251,7 +251,7 @@ DTYPES = {
     for text, long in {"fp32": "float32 float", "bf16": "bfloat16", "fp16": "float16 half"}.items()
     for name in (text, *long.split(), f"torch.{long.split()[0]}")
 }
-"""What DeepSpeed calls a dtype, and what fzero does."""
+"""Names of dtypes: DeepSpeed's, and fzero's of each."""
 
 _KINDS: dict[str, tuple[str, Any]] = {
     "flag": ("true or false", lambda x: isinstance(x, bool)),

@@ -1,19 +1,30 @@
-"""Joins the library `transformers`: its models, their directories, and generation from a sharded state.
+"""Joins the library `transformers`: its models, their directories, its Trainer, and generation from a sharded state.
 
 from_pretrained, from_config   a model of the library as functions of its tensors
 save_pretrained                a directory that the library's own `from_pretrained` reads
 module                         a model of the library with the weights of a state, for `generate()` and evaluation
+Trainer, TrainingArguments     the library's Trainer around one compiled step
 """
 
-from typing import NoReturn
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from fzero.errors import no_attribute
 from fzero.hf.models import Pretrained, from_config, from_pretrained
 from fzero.hf.running import module
 from fzero.hf.saving import save_pretrained
 
-__all__ = ["Pretrained", "from_config", "from_pretrained", "module", "save_pretrained"]
+if TYPE_CHECKING:
+    from fzero.hf.options import TrainingArguments
+    from fzero.hf.trainer import Trainer
+
+__all__ = ["Pretrained", "Trainer", "TrainingArguments", "from_config", "from_pretrained", "module", "save_pretrained"]
+
+_HOME = {"Trainer": "trainer", "TrainingArguments": "options"}
+"""The modules that import the library, when they are asked for."""
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise no_attribute(__name__, name, __all__)
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise no_attribute(__name__, name, __all__)
+    return getattr(importlib.import_module(f"fzero.hf.{_HOME[name]}"), name)

@@ -13,8 +13,9 @@ import torch
 
 from fzero import random, tree
 from fzero.checkpoint.loading import Sources, Weights
+from fzero.checkpoint.storage import Place, local, storage_of
 from fzero.errors import CheckpointError, message
-from fzero.hf import conversions
+from fzero.hf import adapters, conversions
 from fzero.modules.functionalize import Functional
 
 
@@ -22,8 +23,8 @@ class Pretrained(Functional):
     """A model of the library as functions of its tensors. Made by `from_pretrained` and `from_config`.
 
     Attributes:
-        module: the library's model, on the meta device if it was made from a directory. Its configuration is
-            `module.config`.
+        module: the library's model, on the meta device if it was made from a directory; with adapters `peft`'s model of
+            it. Its configuration is `module.config`.
         directory: where it came from; None without one.
 
     Example:
@@ -33,19 +34,33 @@ class Pretrained(Functional):
         functionalize(GPT2LMHeadModel, 28 tensors, 2 blocks)
     """
 
-    def __init__(self, module: Any, directory: Path | None, **settings: Any):
+    def __init__(self, module: Any, directory: Path | None, adapter: Any = None, **settings: Any):
+        self._base, self._base_names = module, None
+        if adapter is not None:
+            module = adapters.put_on(module, adapter)
+            self._base_names = adapters.stored_names(module, self._base.state_dict())
         super().__init__(module, settings.pop("blocks", None), settings.pop("mutable", ()))
         self.module, self.directory = module, directory
 
+    @property
+    def unstored(self) -> set[str]:
+        """The names of tensors that the model's directory does not have: buffers that are not persistent, adapters."""
+        mine = {*self._names} - self._base_names.keys() if self._base_names is not None else set()
+        return super().unstored | mine
+
     def sources(self, weights: Weights) -> Sources:
         """The runs of stored tensors that make up each leaf, as the library would convert them."""
-        config = _json(weights.path, "config.json") if weights.path.is_dir() else {}
-        theirs, ours = config.get("model_type"), self.module.config.model_type
+        config = _json(weights.path, "config.json")
+        theirs, ours = config.get("model_type"), self._base.config.model_type
         if theirs not in (None, ours):
             what = f"{weights.path} is a directory of {theirs!r}, this model is of {ours!r}"
             raise CheckpointError(message("load", what, fix="give the directory that the model was made from"))
         _check_unquantized(weights.path, config)
-        return conversions.sources(self.module, weights)
+        found = conversions.sources(self._base, weights)
+        if self._base_names is None:
+            return found
+        adapted = {name: found[plain] for name, plain in self._base_names.items() if plain in found}
+        return {n: runs for n, runs in found.items() if n not in self._base_names.values()} | adapted
 
     def initial(self, names: Sequence[str], key: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """The values with which the library begins: weights that no file has, buffers that are computed.
@@ -56,8 +71,7 @@ class Pretrained(Functional):
         out, problems = {}, []
         for number, name in enumerate(names):
             seed = int(random.fold_in(key.cpu(), number)[0]) % 2**31
-            owner, _, attribute = name.rpartition(".")
-            first, again = (self._begun(owner, attribute, seed, fill) for fill in (0, 1))
+            first, again = (self._begun(name, seed, fill) for fill in (0, 1))
             if torch.equal(first, again):
                 out[name] = first
             else:
@@ -67,8 +81,13 @@ class Pretrained(Functional):
             raise CheckpointError(message("load", what, problems, "give values: train.load(path, params)"))
         return out
 
-    def _begun(self, owner: str, attribute: str, seed: int, fill: int) -> torch.Tensor:
-        """A tensor of a submodule as the library initialises it, over memory that held this number."""
+    def _begun(self, name: str, seed: int, fill: int) -> torch.Tensor:
+        """A tensor as the library initialises it, over memory that held this number."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if self._base_names is not None and (found := adapters.begun(self.module, name, fill)) is not None:
+                return found
+        owner, _, attribute = name.rpartition(".")
         part = self.module.get_submodule(owner)
         one = copy.copy(part)
         one._parameters, one._buffers = dict(part._parameters), dict(part._buffers)
@@ -84,7 +103,12 @@ class Pretrained(Functional):
 
 
 def from_pretrained(
-    cls: Any, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32, **settings: Any
+    cls: Any,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    adapter: Any = None,
+    **settings: Any,
 ) -> Pretrained:
     """A model of a directory that the library wrote, without its weights: they come with `train.load(path)`.
 
@@ -92,11 +116,14 @@ def from_pretrained(
         cls: a class of the library: `AutoModelForCausalLM`, `ViTForImageClassification`.
         path: a local directory.
         dtype: of the parameters; by default fp32, whatever the files have.
+        adapter: a configuration of the library peft, `LoraConfig(r=8)`: the model gets its adapters, which begin anew,
+            and nothing else is trained. `save_pretrained` then writes a directory of adapters.
         settings: `blocks` and `mutable` of `fz.functionalize`; others are the model's configuration
             (`attn_implementation="eager"`, `num_labels=3`).
 
     Raises:
         CheckpointError: a directory that is missing, has no configuration, is of another architecture, or quantised.
+        FzeroTypeError, FzeroValueError: an adapter that does not fit, or begins with what is computed from weights.
 
     Example:
         >>> import tempfile, torch, transformers, fzero as fz
@@ -112,7 +139,7 @@ def from_pretrained(
     """
     from transformers import AutoConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
-    path = Path(path)
+    path = local(path, "hf.from_pretrained", "models are made of a local directory")
     found = _json(path, "config.json")
     if not found:
         what = f"{path} has no config.json" if path.is_dir() else f"{path} is not a directory"
@@ -141,7 +168,7 @@ def from_pretrained(
         from transformers import GenerationConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
         module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    return Pretrained(module, path, **own)
+    return Pretrained(module, path, adapter, **own)
 
 
 def from_config(
@@ -176,10 +203,10 @@ def _made(cls: Any, config: Any, dtype: torch.dtype, **settings: Any) -> Any:
     return module.train()
 
 
-def _json(path: Path, name: str) -> dict[str, Any]:
+def _json(path: Place, name: str) -> dict[str, Any]:
     try:
-        found = json.loads((path / name).read_text())
-    except FileNotFoundError:
+        found = json.loads(storage_of(path).read(path / name))
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -190,7 +217,7 @@ def _json(path: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _check_unquantized(path: Path, config: Mapping[str, Any]) -> None:
+def _check_unquantized(path: Place, config: Mapping[str, Any]) -> None:
     if quantized := config.get("quantization_config"):
         how = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
         fix = "write it dequantised by the library first"

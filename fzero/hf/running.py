@@ -14,6 +14,7 @@ from fzero.errors import FzeroTypeError, message
 from fzero.hf.models import Pretrained
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
+from fzero.modules.skeleton import Slot
 from fzero.state import gather
 
 Gathered = Callable[[Sequence[str]], dict[str, torch.Tensor]]
@@ -57,10 +58,10 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
     mesh = next((at[1] for x in flat.values() if (at := leaf_of(x)) is not None), None)
 
     def gathered(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: _whole(flat[name], mesh) for name in names}
+        return {name: whole(flat[name], mesh) for name in names}
 
     made = copy.deepcopy(model.module).to("meta").eval()
-    slots = _slots(made, flat)
+    slots = model.slots(made)
     layers = {name: made.get_submodule(name) for name in model.blocks} if stream else {}
     inside = {path: name for path in slots for name in layers if path.startswith(f"{name}.")}
     _fill(slots, gathered, [path for path in slots if path not in inside])
@@ -71,41 +72,28 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
     return made
 
 
-def _whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
+def whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
+    """A leaf of a state, whole, on the mesh's device. Every rank calls it."""
     if mesh is None:
         return tensor.detach()
     with mesh.alone("gather"), agree.unbroken(mesh):
         return gather.whole(tensor, mesh).to(mesh.device)
 
 
-def _slots(made: Any, flat: dict[str, torch.Tensor]) -> dict[str, tuple[Any, str, str]]:
-    """By path each place of a model that holds a tensor: its module, its attribute and the leaf that it is."""
-    tied = dict(getattr(made, "all_tied_weights_keys", None) or {})
-    out = {}
-    for prefix, part in made.named_modules():
-        for attribute in [*part._parameters, *part._buffers]:
-            path = f"{prefix}.{attribute}".removeprefix(".")
-            if getattr(part, attribute) is not None:
-                out[path] = part, attribute, path if path in flat else tied.get(path, path)
-    return out
-
-
-def _fill(slots: dict[str, tuple[Any, str, str]], gathered: Gathered, paths: Sequence[str]) -> None:
+def _fill(slots: dict[str, Slot], gathered: Gathered, paths: Sequence[str]) -> None:
     values: dict[str, torch.Tensor] = {}
     for path in paths:
-        part, attribute, leaf = slots[path]
-        if leaf not in values:
-            values |= gathered([leaf])
-        if attribute in part._parameters:
-            part._parameters[attribute] = torch.nn.Parameter(values[leaf], requires_grad=False)
-        else:
-            part._buffers[attribute] = values[leaf]
+        slot = slots[path]
+        if slot.name not in values:
+            values |= gathered([slot.name])
+        _put(slot, values[slot.name])
 
 
-def _empty(slots: dict[str, tuple[Any, str, str]], paths: Sequence[str]) -> None:
+def _empty(slots: dict[str, Slot], paths: Sequence[str]) -> None:
     for path in paths:
-        part, attribute, _ = slots[path]
-        held = part._parameters if attribute in part._parameters else part._buffers
-        meta = torch.empty_like(held[attribute], device="meta")
-        held[attribute] = torch.nn.Parameter(meta, requires_grad=False) if held is part._parameters else meta
+        _put(slots[path], torch.empty_like(slots[path].get(), device="meta"))
     return_freed_memory()  # what lies between freed layers would keep them all
+
+
+def _put(slot: Slot, value: torch.Tensor) -> None:
+    slot.put(torch.nn.Parameter(value, requires_grad=False) if slot.of == "_parameters" else value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +14,14 @@ import torch
 from fzero import tree
 from fzero.checkpoint import saving
 from fzero.checkpoint.exporting import export_tensors
-from fzero.checkpoint.ranks import together, world
+from fzero.checkpoint.ranks import Ranks, together, world
+from fzero.checkpoint.storage import local
 from fzero.errors import CheckpointError, FzeroTypeError, message
-from fzero.hf import conversions
+from fzero.hf import adapters, conversions
 from fzero.hf.models import Pretrained
+from fzero.hf.running import whole
+from fzero.layout import leaf_of
+from fzero.modules.functionalize import Functional
 
 logger = logging.getLogger("fzero")
 
@@ -28,6 +33,8 @@ TOKENIZER = (
 )  # fmt: skip
 """Files beside the weights that say how a model's inputs are made."""
 
+_LOCAL = "models are written to a local directory"
+
 
 class _Parameters(NamedTuple):
     step: int
@@ -36,7 +43,7 @@ class _Parameters(NamedTuple):
 
 def save_pretrained(
     path: str | os.PathLike[str],
-    model: Pretrained,
+    model: Pretrained | Functional,
     state: Any,
     *,
     tokenizer: Any = None,
@@ -44,13 +51,14 @@ def save_pretrained(
     max_shard_bytes: int = 5_000_000_000,
 ) -> list[Path]:
     """Writes a directory that the library's `from_pretrained` reads: the weights under the names, and in the forms, in
-    which the library itself writes them, the configuration, that of generation, and the files of the tokenizer.
+    which the library itself writes them, the configuration, that of generation, and the files of the tokenizer. Of a
+    model with adapters (`peft`) the adapters alone, for `PeftModel.from_pretrained`.
 
     Every rank calls it; it returns when the directory is complete, with the files of weights.
 
     Args:
         path: a directory on a filesystem that all ranks share; made if it is not there.
-        model: of `fz.hf.from_pretrained` or `from_config`.
+        model: of `fz.hf.from_pretrained` or `from_config`; or `fz.functionalize(peft_model)`.
         state: a state of its training step, or its parameters, on any tier.
         tokenizer: one of the library's, or a processor; or a directory whose files are copied. By default those of the
             directory that the model came from, if there are any.
@@ -58,8 +66,8 @@ def save_pretrained(
         max_shard_bytes: a file holds at most this many bytes of tensors, or one larger tensor.
 
     Memory: buffers of about 200 MiB, whatever the size of the model. The disk holds the weights twice for a while:
-        every rank writes its shards, and the first makes the files of them.
-    Communication: that of `fz.checkpoint.save`.
+        every rank writes its shards, and the first makes the files of them. Adapters are whole on every rank.
+    Communication: that of `fz.checkpoint.save`; of adapters one all_gather a sharded leaf.
 
     Raises:
         FzeroTypeError: another kind of model, or a tree that is not the model's.
@@ -75,16 +83,16 @@ def save_pretrained(
         >>> [file.name for file in save_pretrained(tempfile.mkdtemp(), model, state)]
         ['model.safetensors']
     """
-    if not isinstance(model, Pretrained):
+    module: Any = model._module if isinstance(model, Functional) else None
+    if not isinstance(model, Pretrained) and not adapters.is_adapted(module):
         fix = "fz.hf.from_pretrained(...); of other modules fz.checkpoint.export writes the weights"
         raise FzeroTypeError(
             message("hf.save_pretrained", f"takes a model of fz.hf, not {type(model).__name__}", fix=fix)
         )
-    params, out, ranks = getattr(state, "params", state), Path(path), world()
+    params, out, ranks = getattr(state, "params", state), local(path, "hf.save_pretrained", _LOCAL), world()
     if tree.names(params) != tree.names(model.params):
         fix = "give the state of this model's training step"
         raise FzeroTypeError(message("hf.save_pretrained", "this is not a state of the model", fix=fix))
-    tensors = conversions.stored(model.module)
     temporary = out / ".tmp-parameters"
 
     def prepare() -> None:
@@ -97,22 +105,24 @@ def save_pretrained(
             what, fix = f"{out} holds a model already: {held[0]}", "give another directory, or remove it"
             raise CheckpointError(message("hf.save_pretrained", what, fix=fix))
 
+    what = f"cannot save to {out}"
+    if adapters.is_adapted(module):
+        return _save_adapters(model, module, params, out, tokenizer, dtype, ranks, prepare)
+    tensors = conversions.stored(module)
     files: list[Path] = []
 
     def write() -> list[Path]:
         if ranks.rank == 0:
             files.extend(export_tensors(temporary, out, tensors, "params.", max_shard_bytes, dtype))
-            module = model.module
             floats = (x.dtype for x in tree.leaves(params) if x.is_floating_point())
             module.config.architectures = [type(module).__name__]
             module.config.dtype = str(dtype or next(floats, torch.float32)).removeprefix("torch.")
             module.config.save_pretrained(out)
             if module.can_generate():
                 module.generation_config.save_pretrained(out)
-            _save_tokenizer(tokenizer, model.directory, out)
+            _save_tokenizer(tokenizer, getattr(model, "directory", None), out)
         return files
 
-    what = f"cannot save to {out}"
     together(ranks, "hf.save_pretrained", what, prepare)
     try:
         saving.save(temporary, _Parameters(0, params))
@@ -120,6 +130,63 @@ def save_pretrained(
     finally:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def replace_pretrained(path: str, model: Pretrained, state: Any, tokenizer: Any) -> None:
+    """As `save_pretrained`, but in the place of a model that is there: written beside it, and then renamed."""
+    out, ranks = local(path, "hf.save_pretrained", _LOCAL), world()
+    fresh, what = out / ".tmp-model", f"cannot save to {out}"
+
+    def clear() -> None:
+        if ranks.rank == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+    def move() -> None:
+        if ranks.rank:
+            return
+        names = sorted((p.name for p in fresh.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
+        for name in names:
+            if (out / name).is_dir():
+                shutil.rmtree(out / name)
+            os.replace(fresh / name, out / name)
+        if any(name.startswith("model") for name in names):  # else adapters, beside which there may be a model
+            for old in out.glob("model*.safetensors*"):
+                if old.name not in names:
+                    old.unlink()
+        fresh.rmdir()
+
+    together(ranks, "hf.save_pretrained", what, clear)
+    save_pretrained(fresh, model, state, tokenizer=tokenizer)
+    together(ranks, "hf.save_pretrained", what, move)
+
+
+def _save_adapters(
+    model: Functional,
+    module: Any,
+    params: Any,
+    out: Path,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+    ranks: Ranks,
+    prepare: Callable[[], None],
+) -> list[Path]:
+    values, wanted = adapters.saved_leaves(module, {name: slot.name for name, slot in model.slots(module).items()})
+    what = f"cannot save to {out}"
+    together(ranks, "hf.save_pretrained", what, prepare)
+    flat = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    for name, leaf in wanted.items():
+        at = leaf_of(flat[leaf])
+        found = whole(flat[leaf], at[1] if at else None).cpu()
+        values[name] = found.to(dtype) if dtype is not None and found.is_floating_point() else found
+
+    def write() -> list[Path]:
+        if ranks.rank:
+            return []
+        files = adapters.write(module, values, out)
+        _save_tokenizer(tokenizer, getattr(model, "directory", None), out)
+        return files
+
+    return together(ranks, "hf.save_pretrained", what, write)[0]
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

@@ -23,11 +23,10 @@ from fzero.lowering.bounds import Least, Rests, sizes_of
 from fzero.lowering.budget import ENDS, FEW, GAIN, WITH_BATCH, Budget, filling, filling_host, share_of
 from fzero.lowering.variants import Variants
 from fzero.passes.choice import Choice
+from fzero.passes.off_device import GRADS
 from fzero.passes.speculate import TIERS, num_guessable
-from fzero.passes.tiers import GRADS
 from fzero.plan.plan import Decision, Plan, peak_bytes, plan, step_seconds
 from fzero.program.ir import Program
-from fzero.progress import Progress
 from fzero.transforms.base import find
 from fzero.transforms.offload import ROLES, Offload
 from fzero.transforms.precision import MixedPrecision
@@ -95,7 +94,7 @@ Shares = tuple[_Share, ...]
 
 
 def choose_tiers(
-    build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None = None
+    build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Callable[[str], object]
 ) -> tuple[Records, Decision]:
     """The records that take the place of an `offload("auto")`, and why.
 
@@ -105,7 +104,7 @@ def choose_tiers(
         auto: the record.
         budget: to fit.
         unified: whether host and device are one memory: then nothing is sent to the host.
-        progress: is told how far the search is.
+        progress: is told how far the search is, after each try.
 
     Raises:
         BudgetError: nothing fits, with what the least of each ladder takes of every tier.
@@ -139,7 +138,13 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
 
 class _Search:
     def __init__(
-        self, build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Progress | None
+        self,
+        build: Build,
+        least: Choice,
+        auto: Offload,
+        budget: Budget,
+        unified: bool,
+        progress: Callable[[str], object],
     ):
         self.build, self.least, self.auto, self.budget, self.unified, self.progress = (
             build,
@@ -319,12 +324,9 @@ class _Search:
             self.besides[way] = self.besides[_kind(shares, way)] = peaks[0] - bound.device, peaks[1] - bound.host
         if fits := not self.budget.over(peaks):
             self.found[shares] = min(self.found.get(shares, math.inf), step_seconds(program, device, backend))
-        if self.progress is not None:
-            best = min(self.found, key=lambda shares: self.found[shares], default=None)
-            self.progress(
-                f"{len(self.peaks)} tried, "
-                + (f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet")
-            )
+        best = min(self.found, key=lambda shares: self.found[shares], default=None)
+        told = f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"
+        self.progress(f"{len(self.peaks)} tried, {told}")
         return fits
 
     def _unmet(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> BudgetError:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.passes.tiers import saved_activations, waiting_on_host, waits_for_all
+from fzero.passes.off_device import saved_activations, waiting_on_host, waits_for_all
 from fzero.plan.cost import seconds
 from fzero.plan.devices import Device
 from fzero.plan.inductor.temporaries import temporaries

@@ -23,8 +23,8 @@ from typing import Any
 
 from fzero.errors import BudgetError, message
 from fzero.passes.choice import Choice
+from fzero.passes.off_device import blocks_updated_on_host
 from fzero.passes.overlap import coalescable, sharable
-from fzero.passes.tiers import blocks_updated_on_host
 from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device
 from fzero.plan.plan import Decision, Plan, peak_bytes, queue_seconds
@@ -378,7 +378,7 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] =
 
 
 WITH_BATCH = ("batch", "saved", "activations", "temporaries")
-"""What grows with the batch."""
+"""Roles of bytes that grow with the batch."""
 FEW = 0.05  # of the peak: what takes less is not worth advice
 
 

@@ -36,6 +36,7 @@ from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.redundant import Redundant
 
 
 def precision_of(step: Step | EvalStep) -> Precision:
@@ -200,6 +201,8 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     if blocks:
         what = "blocks of 256 elements do not stay together in leaves that are cut along a dim"
         raise FzeroValueError(message("optimizer", what, blocks, "keep their state in 32 bits, or the leaves uncut"))
+    if (sends := find(step.transforms, Redundant)) is not None:
+        sends.check([*(params.leaves[i] for i in params.distinct), *leaves], mesh)
     return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
 
 

@@ -14,13 +14,17 @@ from typing import Any
 from fzero.layout import TIERS as TIERS_OF_LEAVES
 from fzero.layout import Leaf
 from fzero.lowering.budget import ENDS
-from fzero.passes import tiers
+from fzero.passes import off_device
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import CLOSING, Pass, Sides, added, opening, sides
 from fzero.passes.speculate import TIERS, num_guessable
 from fzero.passes.zero import Zero
 from fzero.program.ir import Program, Value, resting
+from fzero.step import Step
 from fzero.trace.record import uncollected
+from fzero.transforms import remat
+from fzero.transforms.base import find
+from fzero.transforms.once_a_step import OnceAStep
 
 RECENT = 4
 """Programs whose programs on the way are kept: one of the last that a search looks at is the one it takes."""
@@ -62,7 +66,7 @@ class Variants:
         self._finished: dict[Any, Program] = {}
         self._recent: dict[Any, list[tuple[Pass, Program]]] = {}  # of what was finished last, every program on the way
         self._lists: dict[Choice, list[tuple[Pass, Program]]] = {}
-        self.open_side = tiers.leaves_side_open(base)
+        self.open_side = off_device.leaves_side_open(base)
 
     def like(self, base: Program, gradients: Mapping[str, Leaf]) -> Variants:
         """Those of another base program with the same blocks: what comes to the same is worked out once for all of
@@ -86,7 +90,7 @@ class Variants:
         """The gradients of a choice that may wait on the host, what comes to the same once: with the last they take
         least of the device's memory."""
         program, found = self.cut(least), dict[Any, str]()
-        for grads in tiers.GRADS:
+        for grads in off_device.GRADS:
             waiting = tuple(
                 sides(program, replace(least, host_share=share, grads=grads), self._on_disk(least)).waiting
                 for share in ENDS
@@ -134,7 +138,7 @@ class Variants:
         if id(cut.lines) not in self._waiting:
             assert whole.update is not None
             names = whole.update.attrs.grads
-            waiting = tiers.gradients_that_wait(cut)
+            waiting = off_device.gradients_that_wait(cut)
             self._waiting[id(cut.lines)] = {
                 names[param]: leaf.path for param, leaf in self._gradients.items() if names.get(param) in waiting
             }
@@ -198,3 +202,12 @@ def closed(program: Program, chosen: Sides | None = None) -> Iterator[tuple[Pass
     for passed in CLOSING:
         program = passed.rewrite(program, chosen or Sides())
         yield passed, program
+
+
+def least_memory(step: Step, limited: bool) -> tuple[Choice, bool]:
+    """The choice that takes least memory, and whether what blocks keep is open. `limited`: there is a budget of it."""
+    policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
+    auto = policy == "auto"
+    once = find(step.transforms, OnceAStep)
+    stay = 0.0 if once is None else once.least if limited else once.most
+    return Choice(0.0 if auto and limited else policy, stay=stay), auto

@@ -1,1 +1,2 @@
-"""Turns modules of `torch.nn` into functions of their tensors: a front end, which nothing else of the package knows."""
+"""Turns modules of `torch.nn` into functions of their tensors: a front end, which only the front ends `deepspeed/` and
+`hf/` know."""

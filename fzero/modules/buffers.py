@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from fzero import compat
 from fzero.errors import FzeroValueError, message
 from fzero.modules.skeleton import Slot
 
@@ -40,7 +41,7 @@ def overwritten(module: nn.Module, slots: Sequence[Slot], mutable: Sequence[str]
 
 
 def _writes(owner: nn.Module, name: str, written: Collection[str]) -> bool:
-    if isinstance(owner, nn.modules.batchnorm._NormBase):
+    if isinstance(owner, compat.NormBase):
         return owner.training and owner.track_running_stats
     return name in written
 

@@ -21,12 +21,14 @@ from fzero.arguments import Predicate, function
 from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten
-from fzero.modules.draws import ROWS, Dims, Draws, NeedsKey, Rehearsal, may_draw
+from fzero.modules.draws import ROWS, Dims, Draws, NeedsKey, Rehearsal, may_draw, undropped
+from fzero.modules.forward import Forward
 from fzero.modules.init import initialized
 from fzero.modules.layers import Blocks, Call, as_blocks, check_bound, chosen, find_layers, layers_of
 from fzero.modules.losses import Counting, own_loss
 from fzero.modules.skeleton import (
     Slot,
+    check_hooks,
     check_plain,
     holding,
     named,
@@ -38,6 +40,8 @@ from fzero.modules.skeleton import (
 )
 from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
+from fzero.trace import checks
+from fzero.trace.refusals import lines_through
 from fzero.trace.untouched import Untouched
 from fzero.transforms.remat import remat
 
@@ -93,6 +97,7 @@ class Functional:
     """
 
     def __init__(self, module: nn.Module, blocks: Blocks | None, mutable: Sequence[str]):
+        check_hooks(module)
         self._module, self._name = module, type(module).__name__
         self._still = prepared(skeleton_of(module))
         slots, own = slots_of(self._still), {name: slot.get() for name, slot in named(module)}
@@ -121,13 +126,32 @@ class Functional:
         return f"functionalize({self._name}, {len(self._names)} tensors, {len(self.blocks)} blocks)"
 
     @property
+    def named_params(self) -> dict[str, torch.Tensor]:
+        """`params` by their dotted names."""
+        return dict(zip(self._names, tree.leaves(self.params), strict=True))
+
+    @property
     def unstored(self) -> set[str]:
         """The names of tensors that `state_dict()` does not have: buffers that are not persistent."""
         return {*self._names} - self._still.state_dict().keys()
 
     @functools.cached_property
+    def aliases(self) -> dict[str, list[str]]:
+        """The other names that `state_dict()` has for tied tensors, by that of their leaf."""
+        own = {id(s.get()): s.name for s in slots_of(self._still)}
+        found: dict[str, list[str]] = {}
+        for name, slot in named(self._still):
+            if (leaf := own[id(slot.get())]) != name:
+                found.setdefault(leaf, []).append(name)
+        return found
+
+    @functools.cached_property
     def _eval(self) -> Mode:
         return Mode(copy.deepcopy(self._still).eval(), self.blocks, self._extra)
+
+    @functools.cached_property
+    def _undropped(self) -> Mode:
+        return Mode(undropped(copy.deepcopy(self._still).train()), self.blocks, self._extra)
 
     def apply(self, params: Any, *args: Any, key: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """The module's outputs for these tensors, in the mode that it was given in.
@@ -164,8 +188,7 @@ class Functional:
         Raises:
             TraceError: tensors that nothing in the module initialises.
         """
-        own = dict(zip(self._names, tree.leaves(self.params), strict=True))
-        made = initialized(self._still, own, key)
+        made = initialized(self._still, self.named_params, key)
         return tree.unflatten(self._structure, [made[name] for name in self._names])
 
     def loss(self, fn: Loss | None = None, **settings: Any) -> Callable[..., Any]:
@@ -194,7 +217,7 @@ class Functional:
             loss = fn(out, batch) if fn is not None else own_loss(out, counting, self._name)
             return loss if new is None else (loss, new)
 
-        return self._marked(loss_fn, "loss")
+        return self.marked(loss_fn, "loss")
 
     def train_step(self, optimizer: GradientTransformation, loss: Loss | None = None, **settings: Any) -> Step:
         """`fz.train_step(self.loss(loss), optimizer, trainable=self.trainable, mutable=self.mutable)`; with
@@ -216,7 +239,35 @@ class Functional:
             out, _ = self._call(mode, Given(self._flat(params), None, _rows(batch), args, kwargs))
             return out if fn is None else fn(out, batch)
 
-        return eval_step(self._marked(evaluate, "eval"))
+        return eval_step(self.marked(evaluate, "eval"))
+
+    def calling(self, fn: Callable[..., Any], *, train: bool, dropout: bool = True) -> Callable[..., Any]:
+        """A function `(params, batch, *, key)` for `fz.train_step`, or for `fz.eval_step` in evaluation mode, of what
+        `fn(forward, batch)` makes: `forward` is called as the module is, and has its attributes. Where the forward
+        overwrites buffers, `train` returns `(result, new values)`. `dropout`: whether training has any."""
+        mode = (self._train if dropout else self._undropped) if train else self._eval
+
+        def run(params: Any, batch: Any, *, key: torch.Tensor | None = None) -> Any:
+            flat = self._flat(params)
+
+            def forward(args: Any, kwargs: Any, key: torch.Tensor | None, counting: Counting) -> tuple[Any, Any]:
+                args, kwargs = (args, kwargs) if args else self._arguments(kwargs, {}, alone=True)
+                return self._call(mode, Given(flat, key, _rows((args, kwargs)), args, kwargs), counting)
+
+            called = Forward(self._module, forward, key)
+            traced = any(isinstance(x, compat.FakeTensor) for x in flat.values())
+            with called.outside if traced else nullcontext():  # where values are at hand none becomes a literal
+                result = fn(called, batch)
+            new = called.overwritten() if train else None
+            return result if new is None else (result, new)
+
+        return self.marked(run, "loss" if train else "eval")
+
+    def shapes(self, fn: Callable[..., Any], batch: Any) -> Any:
+        """The results of a function of `calling` for such a batch, without values: it is run on fake tensors."""
+        with compat.FakeTensorMode(), torch.no_grad():
+            like = lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x  # noqa: E731
+            return fn(tree.map(like, self.params), tree.map(like, batch))
 
     def write_back(self, params: Any) -> None:
         """Copies whole tensors into the module that was given; one on the meta device gets them as its own.
@@ -226,7 +277,7 @@ class Functional:
             FzeroValueError: listing leaves of another shape: shards.
         """
         given = self._flat(params)
-        slots = list(_own_slots(self._module, self._still))
+        slots = list(self.slots(self._module).values())
         wrong = [
             f"{s.name}: {tree.describe(given[s.name])}, not {list(s.get().shape)}"
             for s in slots
@@ -247,7 +298,13 @@ class Functional:
                 else:
                     s.put(made.setdefault(s.name, new.clone().to(old.dtype)))
 
-    def _marked(self, fn: Any, what: str) -> Any:
+    def slots(self, module: nn.Module) -> dict[str, Slot]:
+        """The places of tensors in a copy of the module, by the names of its `state_dict()`, each with its leaf's."""
+        leaves = {id(s.get()): s.name for s in slots_of(self._still)}
+        names = {name: leaves[id(slot.get())] for name, slot in named(self._still)}
+        return {name: slot._replace(name=names[name]) for name, slot in named(module)}
+
+    def marked(self, fn: Any, what: str) -> Any:
         """A step's function, with its name, the leaves that it gets in their own dtype, and what it is of, which
         `CompiledStep.load` asks for."""
         fn.__name__, fn.exact, fn.model = f"{_snake(self._name)}_{what}", self._exact, self
@@ -330,7 +387,7 @@ class Mode:
     def __init__(self, skeleton: nn.Module, blocks: Sequence[str], mutable: Sequence[str]):
         self._skeleton, self._slots = skeleton, slots_of(skeleton)
         self.overwritten = overwritten(skeleton, self._slots, mutable)
-        self._layers = layers_of(skeleton, blocks, self.overwritten)
+        self._layers = layers_of(skeleton, blocks, self.overwritten, _kept_in_fp32(skeleton).get("fp16"))
         self._draws = may_draw(skeleton)
         self._rehearsed: dict[Any, tuple[Dims, list[Dims]]] = {}  # by the shapes of arguments
 
@@ -350,7 +407,7 @@ class Mode:
     def _settled(self, given: Given, dims: tuple[Dims, list[Dims]], counting: Counting | None) -> Any:
         def run() -> Any:
             if counting is not None:
-                counting.counts.clear()
+                counting.clear()
             with counting or nullcontext():
                 return self._run(given, Call(Draws(given.key if self._draws else None, dims[0]), list(dims[1])))
 
@@ -363,6 +420,7 @@ class Mode:
             if not any(isinstance(x, compat.FakeTensor) for x in tensors.values()):  # else the trace sees it
                 stack.enter_context(Untouched("functionalize", params=dict(given.tensors)))
             stack.enter_context(as_blocks(self._layers, call))
+            stack.enter_context(compat.without_checkpoints())
             with holding(self._slots, tensors):
                 out = self._skeleton(*given.args, **given.kwargs)
                 check_bound(self._slots, tensors, changes, type(self._skeleton).__name__)
@@ -384,14 +442,16 @@ class Mode:
                 found, layers = Rehearsal(), []
                 call = Call(found, layers)
                 try:
-                    settled(self._skeleton, "", lambda: self._run(Given(tensors, None, None, args, kwargs), call))
+                    with checks.collected():
+                        settled(self._skeleton, "", lambda: self._run(Given(tensors, None, None, args, kwargs), call))
                 except Exception as error:
-                    text = "the batch is not known among the dims of what is drawn: it does not run on other rows"
-                    problems = [
-                        f"{type(self._skeleton).__name__} on {ROWS} rows: {next(iter(str(error).splitlines()), '')}"
-                    ]
+                    name, said = type(self._skeleton).__name__, next(iter(str(error).splitlines()), "")
+                    text = f"the batch is not known among the dims of what is drawn: {name} does not run on {ROWS} rows"
                     fix = "take sizes from the arguments (x.shape[0]); or turn dropout off"
-                    raise TraceError(message("functionalize", text, problems, fix)) from error
+                    if isinstance(error, compat.DATA_DEPENDENT):
+                        said = f"needs the value of a tensor ({said})"
+                        fix = "torch.where in place of Python's if; distributions: validate_args=False"
+                    raise TraceError(message("functionalize", text, [*lines_through(error), said], fix)) from error
             self._rehearsed[key] = tuple(found.dims), layers
         return self._rehearsed[key]
 
@@ -442,13 +502,6 @@ def _configs(config: Any) -> Iterator[Any]:
 
 def _has_experts(module: nn.Module) -> bool:
     return any("Experts" in type(m).__name__ for m in module.modules())
-
-
-def _own_slots(module: nn.Module, skeleton: nn.Module) -> Iterator[Slot]:
-    """The places of the module that was given, each with the name under which the tree has its tensor."""
-    leaves = {id(s.get()): s.name for s in slots_of(skeleton)}
-    names = {name: leaves[id(slot.get())] for name, slot in named(skeleton)}
-    return (slot._replace(name=names[name]) for name, slot in named(module))
 
 
 def _rows(values: Any) -> int | None:

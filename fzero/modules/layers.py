@@ -12,7 +12,7 @@ import enum
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,9 @@ from fzero.errors import FzeroValueError, TraceError, message
 from fzero.modules import capture
 from fzero.modules.draws import Dims, Draws, Rehearsal
 from fzero.modules.skeleton import Slot, holding, named, settled
-from fzero.trace.block import block
+from fzero.trace.block import attempt, block
+from fzero.trace.block_body import COMPUTES
+from fzero.trace.exact_types import asks_types
 
 Blocks = Sequence[str | type[nn.Module]]
 
@@ -132,9 +134,10 @@ class Layer:
         name: of the layer in the skeleton.
         module: the layer.
         mutable: names of the buffers that the forward overwrites.
+        kept: a part of the names of parameters that stay in float32.
     """
 
-    def __init__(self, name: str, module: nn.Module, mutable: frozenset[str]):
+    def __init__(self, name: str, module: nn.Module, mutable: frozenset[str], kept: re.Pattern[str] | None):
         self.name, self.module = name, module
         self.numbers: dict[tuple[nn.Module, str], _Number] = {}
         self._forward = vars(module).get("forward")
@@ -142,7 +145,10 @@ class Layer:
         places = {(id(s.owner), s.of, s.attribute): s for _, s in reversed(self._tensors)}
         self._slots = list(places.values())
         overwritten = tuple(sorted(s.name for s in self._slots if f"{name}.{s.name}" in mutable))
-        self._block = block(_body(module, self._slots, overwritten))
+        body = _body(module, self._slots, overwritten)
+        parameters = (s.name for s in self._slots if s.of == "_parameters")
+        vars(body)[COMPUTES] = tuple(n for n in parameters if kept is None or not kept.search(f"{name}.{n}"))
+        self._block = block(body)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = _call.get()
@@ -172,7 +178,7 @@ class Layer:
         """With numbers that stand for themselves; where the code cannot do with those, with plain ones."""
         standing = [number for number in self.numbers.values() if not number.asked]
         try:
-            with self._itself():
+            with self._itself(), attempt() if standing else nullcontext():
                 return run()
         except Exception:
             if not standing:
@@ -273,13 +279,16 @@ tree.register(Returned, lambda x: ((x.tensors, x.new), x.rest), lambda rest, par
 # --- numbers of layers ---
 
 
-def layers_of(skeleton: nn.Module, names: Sequence[str], mutable: frozenset[str]) -> list[Layer]:
-    """The layers of these names; those of a class in a list share the numbers that count them."""
-    layers = [Layer(name, skeleton.get_submodule(name), mutable) for name in names]
+def layers_of(
+    skeleton: nn.Module, names: Sequence[str], mutable: frozenset[str], kept: re.Pattern[str] | None
+) -> list[Layer]:
+    """The layers of these names; those of a class in a list share the numbers that count them, unless their code tells
+    types apart: what stands for a number is of a class of its own."""
+    layers = [Layer(name, skeleton.get_submodule(name), mutable, kept) for name in names]
     kinds: dict[tuple[type, str], list[Layer]] = {}
     for layer in layers:
         kinds.setdefault((type(layer.module), layer.name.rpartition(".")[0]), []).append(layer)
-    for alike in kinds.values():
+    for alike in (layers for layers in kinds.values() if not asks_types(layers[0].module)):
         shared: dict[tuple[str, str], _Number] = {}
         for layer in alike:
             for path, m in layer.module.named_modules():

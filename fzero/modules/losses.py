@@ -22,7 +22,13 @@ class Counting(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: list[torch.Tensor] = []
+        self.ignored: list[int] = []  # the labels that each leaves out
         self.in_blocks = False
+
+    def clear(self) -> None:
+        """Forgets them, before a call that is made again."""
+        self.counts.clear()
+        self.ignored.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -35,7 +41,8 @@ class Counting(TorchFunctionMode):
         if in_block():  # whose values are its own
             self.in_blocks = True
             return func(*args, **kwargs)
-        real, weight = target != given.get("ignore_index", -100), given.get("weight")
+        self.ignored.append(given.get("ignore_index", -100))
+        real, weight = target != self.ignored[-1], given.get("weight")
         counted = real if weight is None else weight.detach()[target.where(real, 0)] * real
         count = counted.sum().to(torch.float32)
         total = func(**{k: x for k, x in given.items() if k in _KEPT}, reduction="sum")

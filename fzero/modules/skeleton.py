@@ -76,6 +76,28 @@ def _elements(x: torch.Tensor) -> Any:
     return x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, isinstance(x, nn.Parameter), x.requires_grad
 
 
+def check_hooks(module: nn.Module) -> None:
+    """Raises if hooks of PyTorch's own set a parameter anew in each forward, from others."""
+    found = [
+        f"{name or type(module).__name__}: {type(hook).__module__} sets {_set_by(hook)}"
+        for name, m in module.named_modules()
+        for hook in m._forward_pre_hooks.values()
+        if type(hook).__module__ in _SETTERS
+    ]
+    if found:
+        fix = (
+            "torch.nn.utils.parametrizations has weight_norm and spectral_norm that compute it, and parametrize others"
+        )
+        raise FzeroTypeError(message("functionalize", "hooks set parameters anew in each forward", found, fix))
+
+
+def _set_by(hook: Any) -> str:
+    return getattr(hook, "name", None) or getattr(hook, "_tensor_name", "a parameter")
+
+
+_SETTERS = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm", "torch.nn.utils.prune")
+
+
 def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor], written: Collection[str]) -> None:
     """Raises if tensors of a module are more than their values: have hooks, or lie in the memory of others.
 
@@ -249,8 +271,8 @@ class Change(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether one plain value was put in place of another."""
-        return all(pair is not None and isinstance(pair[0], (*_PLAIN, type(None))) for pair in (self.old, self.new))
+        """Whether one plain value was put in place of another, or of none."""
+        return all(pair is None or isinstance(pair[0], (*_PLAIN, type(None))) for pair in (self.old, self.new))
 
     def __str__(self) -> str:
         return f"{self.path}: {_shown(self.old)} before, {_shown(self.new)} now"

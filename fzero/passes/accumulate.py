@@ -29,6 +29,11 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     return replace(program, inputs=inputs, lines=(*lines, update))
 
 
+def loop_totals(program: Program) -> set[str]:
+    """The totals that loops over micro-batches add up."""
+    return {v.name for line in program.lines for x in line.body if x.op == "accumulate" for v in x.out}
+
+
 def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[list[Line], dict[str, str]]:
     """The lines of loss and gradients in a loop over micro-batches, and for each sum and gradient the name of its
     total."""

@@ -13,7 +13,7 @@ class Choice:
     micro-batches add up whole and are reduced once a step, or not, `because`; `stay`: the share of blocks whose
     parameters stay gathered over the axis of `once_a_step`; `host_share`: how much of what rests off the device is
     updated on the host, by bytes, `share_because`; `grads`: which gradients wait in host memory (`waiting_on_host` of
-    passes/tiers.py); `guess`: the tiers whose leaves are updated on a guess (passes/speculate.py)."""
+    passes/off_device.py); `guess`: the tiers whose leaves are updated on a guess (passes/speculate.py)."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False

@@ -85,7 +85,8 @@ def sharable(program: Program) -> list[tuple[str, str]]:
 def _sources(program: Program) -> dict[str, str]:
     """The source of each gather of a leaf: a cast of a shard of it, or what a gather over another axis has brought."""
     started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
-    found = {x.out[0].name: x.args[0] for x, _ in program.walk() if x.op == "cast"}
+    casts = [x for x, _ in program.walk() if x.op == "cast"]
+    found = {v.name: a for x in casts for v, a in zip(x.out, x.args, strict=False)}  # scales come behind
     for line, _ in program.walk():
         if OPS[line.op].waits and line.args[0] in started:
             found.update(zip((v.name for v in line.out), started[line.args[0]].args, strict=True))

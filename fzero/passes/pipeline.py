@@ -1,7 +1,8 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
     recorded program -- fuse, copies --> base program -- remat, accumulate, shard, cut_update -->
-    lines in the base program's order -- speculate, hoist_updates, tiers, overlap, rename, pool --> finished program
+    lines in the base program's order -- speculate, hoist_updates, tiers, overlap, redundant, rename,
+    pool --> finished program
 
 A pass is a function of a program and of what was chosen (choice.py). What comes to the same is made once
 (fzero/lowering/variants.py). Of what is taken the program is verified after every pass; a violation names the pass.
@@ -14,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from fzero.errors import FzeroTypeError, VerifyError, message
 from fzero.layout import Leaf
-from fzero.passes import accumulate, fuse, pool, remat, shard, tiers
+from fzero.passes import accumulate, fuse, off_device, pool, redundant, remat, shard, tiers
+from fzero.passes.batch import batched
 from fzero.passes.choice import Choice
 from fzero.passes.copies import add_copies
 from fzero.passes.cut_update import cut_update
@@ -42,8 +44,10 @@ Name = Literal[
     "hoist_updates",
     "tiers",
     "overlap",
+    "redundant",
     "rename",
     "pool",
+    "batch",
 ]
 """The programs on the way, in order: what was recorded, then what each pass made of it. An evaluation has no update to
 cut, and some passes less."""
@@ -69,8 +73,8 @@ class Sides(NamedTuple):
 
 def sides(program: Program, choice: Choice, on_disk: Mapping[str, str]) -> Sides:
     """The consequences of a choice for a program whose update is cut, with these gradients on disk."""
-    on_device = tiers.updated_on_device(program, choice.host_share)
-    waiting = tiers.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
+    on_device = off_device.updated_on_device(program, choice.host_share)
+    waiting = off_device.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
     return Sides(choice.order, choice.guess, on_device, waiting, tuple(on_disk.items()))
 
 
@@ -173,8 +177,10 @@ CLOSING = (
         "tiers", lambda program, chosen: tiers.rewrite(program, chosen.on_device, chosen.waiting, dict(chosen.on_disk))
     ),
     Pass("overlap", lambda program, chosen: overlap(program, chosen.order)),
+    Pass("redundant", lambda program, _: redundant.rewrite(program)),
     Pass("rename", lambda program, _: apart(program)),
     Pass("pool", lambda program, _: pool.place(program), check=check),
+    Pass("batch", lambda program, _: batched(program), check=check),
 )
 """The passes behind the cut of the update."""
 

@@ -26,6 +26,7 @@ from fzero.program.liveness import Uses
 from fzero.program.ops import OPS, STARTS, stays
 
 SMALL_RESULT = 1 << 12  # bytes: a function's results below this are left to the allocator
+VECTOR = 16  # bytes: what a kernel reads at once on a GPU; it copies arguments that lie otherwise
 SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
 
 
@@ -64,6 +65,7 @@ class _Placer:
             "scatter": self._scatter,
             "reduce": self._reduce,
             "fetch": self._fetch,
+            "send": self._send,
             "leaves": self._leaves,
         }
         for i, line in self._with(*kinds).items():
@@ -207,7 +209,9 @@ class _Placer:
         results = slots
         if packed:  # what is small is summed beside its summands: no second message
             result = self._region()
-            results = [result.add(_numel(v.held(self.mesh)), v, v.dtype.itemsize) for v in outs]
+            # a GPU's kernels read them; ranks that share memory add up as one what lies without gaps
+            gaps = self.mesh.device_type != "cpu"
+            results = [result.add(_numel(v.held(self.mesh)), v, VECTOR if gaps else v.dtype.itemsize) for v in outs]
             result.times.append((number, max(self.uses.last(v.name) for v in outs)))
         last = wait if packed else max(self.uses.last(v.name) for v in outs)
         self.into[number], self.into[wait] = list(slots), list(results)
@@ -231,6 +235,15 @@ class _Placer:
                 source = self._region(self.values[name].tier)
                 self.into[maker] = [source.add(_numel(self.values[name].held(self.mesh)), self.values[name])]
                 source.times.append((maker, self.uses.last(name)))
+
+    def _send(self, number: int, line: Line) -> None:
+        """Live ranges of what another rank reads from memory that they share: copies, for a state lies elsewhere."""
+        if not self.mesh.shared_memory:
+            return
+        region, wait = self._region(), self.waits[line.out[0].name]
+        names = STARTS[line.op].sent(line)
+        self.into[number] = [region.add(_numel(self.values[a].held(self.mesh)), self.values[a]) for a in names]
+        self._take(region, number, wait, wait, line.axes)
 
     def _is_copy(self, number: int) -> bool:
         """Whether a line makes a value of its own without a function: it may be made where it is sent from."""

@@ -12,7 +12,7 @@ not, the old ones do, and the same updates run again with the scalars as they ar
 Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. Of
 a leaf on disk the old value stays where it is, in the one of two extents; of every other a copy is kept, for which
 there must be memory: so updates of leaves in host memory are guessed only where a host budget says that there is
-(fzero/lowering/lower.py).
+(fzero/lowering/budget.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def speculate(program: Program, tiers: Sequence[str]) -> Program:
     The program itself, if none does, or if what they wait for depends on more than gradients: then a guess would hardly
     ever be right.
 
-    Cost: gradients wait until the end of the step, as without (passes/tiers.py says where); of leaves that are updated
+    Cost: gradients wait until the end of the step, as without (off_device.py says where); of leaves that are updated
     on a guess and do not rest on disk a copy, made before the update. On disk twice the bytes at rest, and a wrong
     guess reads and writes them twice. No communication.
     """

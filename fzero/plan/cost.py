@@ -175,6 +175,9 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     per_host = ranks_per_host(mesh, line.axes, device.devices_per_host)
     num_hosts = -(-size // per_host)
     intra, inter = device.links["intra"], device.links["inter"]
+    if row.direct:
+        link = inter if num_hosts > 1 else intra
+        return link.latency + transfer_bytes(line, program.values_by_name, mesh) / link.bandwidth
     if row.tree:  # what is small goes up and down a tree
         inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
     else:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fzero.layout import padded
 from fzero.passes.speculate import guessed_leaves
 from fzero.program.aliases import Aliases
-from fzero.program.attrs import BufferAttrs
+from fzero.program.attrs import BufferAttrs, SendAttrs
 from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes
 from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns
 from fzero.program.show import last_reads
@@ -81,6 +81,12 @@ def disk_bytes(program: Program) -> int:
         program.leaves[n] for n in guessed_leaves(program)
     ]
     return sum(padded(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize) for leaf in on_disk)
+
+
+def ward_bytes(program: Program) -> int:
+    """Bytes of the two slots in which each host keeps what another rank sends it of its state."""
+    sent = (a for line, _ in program.walk() if isinstance(line.attrs, SendAttrs) for a in line.args)
+    return 2 * sum(local_bytes(program.values_by_name[a], program.mesh) for a in sent)
 
 
 def memory_of(program: Program, temporaries: Callable[[Function], int]) -> list[Sample]:
@@ -269,6 +275,7 @@ def roles(program: Program) -> dict[str, str]:
         if i >= backward and line.fn:
             late |= read
     for i, line in enumerate(lines):
+        cast = dict(zip(line.out, line.args, strict=False)) if line.op == "cast" else {}
         for value in line.out:
             source = copies.get(value.name)
             if source in leaves:
@@ -280,10 +287,10 @@ def roles(program: Program) -> dict[str, str]:
             elif (
                 value.name in gathered
                 or (OPS[line.op].waits and line.args[0] in gathered)
-                or (line.op == "cast" and known.get(line.args[0]) == "params")
+                or (value in cast and known.get(cast[value]) == "params")
             ):
                 role = "gathered"
-            elif line.op == "take_part" or (line.op == "cast" and known.get(line.args[0]) == "batch"):
+            elif line.op == "take_part" or (value in cast and known.get(cast[value]) == "batch"):
                 role = "batch"
             elif not value.shape:
                 role = "other"
@@ -305,6 +312,6 @@ def _copies(program: Program) -> dict[str, str]:
             out.update((v.name, out.get(a, a)) for v, a in zip(line.out, STARTS[start.op].sent(start), strict=False))
         elif isinstance(line.attrs, BufferAttrs):
             out.update((v.name, leaf) for v, leaf in zip(line.out, line.attrs.leaves, strict=True))
-        elif line.op == "cast" and line.args[0] in out:  # on the way
-            out[line.out[0].name] = out[line.args[0]]
+        elif line.op == "cast":  # on the way
+            out.update((v.name, out[a]) for v, a in zip(line.out, line.args, strict=False) if a in out)
     return out

@@ -29,7 +29,7 @@ from fzero.plan.cost import (
     temporaries,
 )
 from fzero.plan.devices import Device, get_device
-from fzero.plan.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes
+from fzero.plan.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes, ward_bytes
 from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate
 from fzero.program.ir import Program
 from fzero.program.ops import transfer_bytes
@@ -97,6 +97,8 @@ class Plan:
         host_peak_bytes, host_resting_bytes: likewise of the host's memory; 0 where that is the device's, which then
             counts it. `host_breakdown`: what that peak is for.
         disk_bytes: the scratch files: leaves on disk, each in whole sectors (`layout.padded`).
+        ward_bytes: the host memory in which `fz.run` keeps what another rank sends (`redundant`), two slots; part of no
+            peak.
         pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
         model_flops: products of one step of this rank's part of the batch, recomputation left out.
         mfu: model FLOPs utilisation (PaLM, Chowdhery et al. 2022): the share of the step that the device would need for
@@ -143,6 +145,7 @@ class Plan:
     events: tuple[Event, ...] = field(repr=False)
     lines: tuple[str, ...] = field(repr=False)
     decisions: tuple[Decision, ...] = ()
+    ward_bytes: int = 0
 
     def __str__(self) -> str:
         from fzero.plan.render import table
@@ -275,6 +278,7 @@ def plan(
         events=tuple(timeline.events),
         lines=tuple(line_of),
         decisions=tuple(decisions),
+        ward_bytes=ward_bytes(program),
     )
 
 

@@ -42,6 +42,7 @@ def tables(plan: Plan) -> list[Table]:
     totals = [
         ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
         ("at rest", size(plan.resting_bytes), "the state between steps"),
+        *([("wards", size(plan.ward_bytes), "host memory of fz.run: another rank's state")] if plan.ward_bytes else []),
         ("time", duration(plan.step_seconds), f"{duration(plan.compute_seconds)} compute"),
         ("exposed transfers", duration(plan.exposed_seconds), f"{share:.1%} of the step"),
         ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
@@ -191,6 +192,7 @@ def as_json(plan: Plan) -> str:
         "host_breakdown": dict(plan.host_breakdown),
         "host_resting_bytes": plan.host_resting_bytes,
         "disk_bytes": plan.disk_bytes,
+        "ward_bytes": plan.ward_bytes,
         "pool_bytes": plan.pool_bytes,
         "model_flops": plan.model_flops,
         "mfu": plan.mfu,

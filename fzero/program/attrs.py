@@ -213,6 +213,19 @@ class CopyAttrs(Repeated, Guessed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SendAttrs(Over):
+    """`shift`: to the rank so much further along its one axis; `every`: of so many steps in one; `once`: of what no
+    step writes, so that it need not be sent again; `leaves`: the paths of what it sends; `number`: its own among the
+    sends."""
+
+    shift: int
+    every: int = 1
+    once: bool = False
+    leaves: tuple[str, ...] = ()
+    number: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class WaitAttrs(Repeated, Guessed):
     """`together`: that every rank has read what went before when it returns (fzero/passes/pool.py)."""
 

@@ -2,7 +2,8 @@
 
 [Note: release] Ranks of one host read each other's buffers (comm/shared.py): a rank is done with its wait, but another
 may still be reading. It has read all it needs once a later transfer over the same axis, started after that wait, has
-arrived: every rank starts its transfers in the same order. Until then the region stays taken. It costs nothing but the
+arrived: every rank starts its transfers in the same order (but a send, which tells two ranks alone, and nobody in a
+step that sends nothing). Until then the region stays taken. It costs nothing but the
 distance to the next transfer, and needs no message of its own. But the last wait in a loop returns only when all ranks
 are done with it (`together`): the next turn writes the same buffers again. Ranks that share no memory have got
 copies: what they were sent is free with the wait.
@@ -17,7 +18,7 @@ from itertools import accumulate
 
 from fzero.program.aliases import Views
 from fzero.program.ir import Line, Program
-from fzero.program.ops import COLLECTIVES, OPS, Start
+from fzero.program.ops import COLLECTIVES, OPS, STARTS, Start
 
 Interval = tuple[int, int]
 """The first and the last line, both inclusive."""
@@ -53,7 +54,7 @@ class Uses:
         self.starts = [
             (i, self.waits[line.out[0].name], line.axes)
             for i, (line, _) in enumerate(self.lines)
-            if line.op in COLLECTIVES
+            if line.op in COLLECTIVES and STARTS[line.op].meets
         ]
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}

@@ -3,12 +3,13 @@
 Every name is assigned once and before it is read. Every start is waited for once, and what it makes is read by its wait
 alone. A function gets what it was traced for: shapes, dtypes, whole values; only an update gets shards. What reads a
 value of which each rank has its own is not whole. A gather takes shards, a reduction summands, and what arrives is
-placed accordingly. What is written is a leaf of the state (or its shard), once, and nothing reads the old value
-afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten. A line reads values
-of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is written is
-stored. What is written on a guess is written, from its old value, by the redo that follows, and by nothing else; what
-it waits for has arrived by then. Every leaf that the step assigns is written, and besides those only the copies that
-are computed with, and those in which gradients wait: these are read once they are written, and not before.
+placed accordingly. What is written is a leaf of the state (or its shard), once, while no transfer under way reads it,
+and nothing reads the old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor
+overwritten. A line reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy
+of a leaf that is written is stored. What is written on a guess is written, from its old value, by the redo that
+follows, and by nothing else; what it waits for has arrived by then. Every leaf that the step assigns is written, and
+besides those only the copies that are computed with, and those in which gradients wait: these are read once they are
+written, and not before.
 
 Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops does
 not list is a violation, and so is an axis that the mesh does not have. The row of an op has its rule.
@@ -24,7 +25,7 @@ from fzero.errors import VerifyError, message
 from fzero.layout import cut_over
 from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Program, Value
-from fzero.program.ops import COLLECTIVES, OPS, Copy, Op, compared, misformed
+from fzero.program.ops import COLLECTIVES, OPS, STARTS, Copy, Op, compared, misformed
 
 BUG = "this is a bug in fzero: please report it with the program"
 """The fix of a violation that a pass of this package made."""
@@ -103,6 +104,8 @@ class _Checker:
                     self.bad(line, f"writes {name}, which does not exist")
                 elif name in self.written:
                     self.bad(line, f"{name} is written twice")
+                for handle in self._read_by(line, name):
+                    self.bad(line, f"{name} is written while {handle} still reads it")
                 self.written.add(name)
                 if not self._gradient_waits(name):  # in which there is no old value
                     self.overwritten.add(self.root(name))
@@ -171,6 +174,25 @@ class _Checker:
 
     def _has_arrived(self, name: str) -> bool:
         return name in self.written and not any(name in start.writes for start in self.started.values())
+
+    def _read_by(self, line: Line, name: str) -> list[str]:
+        """The transfers under way, but for a line's own, that read where it writes."""
+        root, unified = self.root(name), self.program.mesh.unified_memory
+
+        def same(read: str) -> bool:
+            if read == name or read not in self.known or self.root(read) != root:
+                return read == name
+            # a part of a leaf lies in it, and so does a copy where all is one memory; two copies lie apart
+            return unified or (root in (name, read) and self.known[read].tier == self.known[name].tier)
+
+        return [
+            handle
+            for handle, start in self.started.items()
+            if start is not line
+            and start.op in STARTS
+            and STARTS[start.op].reads_until_wait
+            and any(map(same, STARTS[start.op].sent(start)))
+        ]
 
     def root(self, name: str) -> str:
         """The leaf whose buffer a value may share."""

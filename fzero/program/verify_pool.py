@@ -1,12 +1,13 @@
 """Verifies the pool of a finished program by going through it as it runs, two turns of a loop: not by how places were
 chosen.
 
-Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own. While a transfer
-is under way nobody writes what it reads or fills, and what other ranks read from shared memory stays as it is until
-they are known to have ([Note: release] in program/liveness.py). Where a copy to the device was taken from, the host
-writes by operations alone that wait for such copies themselves (`Op.settles`): the wait of the copy holds up the device
-alone. What is updated in place is written. No transfer is waited for before it is started, so with the same program on
-every rank (agree.py) there is no order in which ranks wait for each other.
+Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own, and one that
+does the same to several values writes none over another. While a transfer is under way nobody writes what it reads or
+fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in
+program/liveness.py). Where a copy to the device was taken from, the host writes by operations alone that wait for such
+copies themselves (`Op.settles`): the wait of the copy holds up the device alone. What is updated in place is written.
+No transfer is waited for before it is started, so with the same program on every rank (agree.py) there is no order in
+which ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class _Checker:
         self.staying: dict[str, tuple[str, ...]] = {}  # what copies hand out that move nothing
         # of copies to the device that were waited for: what they read on the host
         self.sent: dict[str, list[Span]] = {}
+        self.sent_leaves: dict[str, list[str]] = {}  # and those leaves at rest there
         self.same: dict[str, str] = {}  # such a copy, or a part, and what it is of
 
     def lines(self, lines: Sequence[Line]) -> None:
@@ -84,11 +86,18 @@ class _Checker:
             elif row.waits:
                 self._wait(line)
             else:
+                for name in line.writes if not row.settles else ():
+                    for moving in (m for m, leaves in self.sent_leaves.items() if name in leaves):
+                        self._add(line, f"{name} is written, which {moving} may still read on the host")
                 for name in (n for n in map(self._origin, line.writes) if n in self.places):
                     self._write(line, name, self.places[name])
+                read = [(a, self.places.get(a)) for a in map(self._origin, line.args)] if row.batched else []
                 for value, place in zip(line.out, line.into, strict=False):
-                    if place is not None:
-                        self._write(line, value.name, self._span(place))
+                    if place is None:
+                        continue
+                    if over := [a for a, at in read if at is not None and _meet(at, self._span(place))]:
+                        self._add(line, f"{value.name} is written over {', '.join(over)}, which it reads meanwhile")
+                    self._write(line, value.name, self._span(place))
             for _ in range(turns(line)):
                 self.lines(line.body)
 
@@ -105,7 +114,7 @@ class _Checker:
         if row.reads_until_wait:
             spans += [self.places[a] for a in map(self._origin, row.sent(line)) if a in self.places]
         self.guards[line.out[0].name] = _Guard(line, spans)
-        for guard in self.guards.values():
+        for guard in self.guards.values() if row.meets else ():
             if guard.waited and guard.line.axes == line.axes:
                 guard.after.add(line.out[0].name)
 
@@ -132,6 +141,7 @@ class _Checker:
             released.append(name)
         if row.holds_device_only:
             self.sent[name] = [s for s in guard.spans if s[0] >= self.program.pool_bytes]
+            self.sent_leaves[name] = [a for a in map(self._origin, guard.line.args) if a in self.program.leaves]
         read = guard.line.into[: len(guard.line.args)]
         guard.spans = [self._span(p) for p in read if p is not None]
         self.guards = {n: g for n, g in self.guards.items() if n not in released}

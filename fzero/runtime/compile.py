@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero.errors import FzeroTypeError, message
+from fzero.arguments import flag
+from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.lowering.layouts import zero_of
 from fzero.mesh import Mesh
 from fzero.runtime.evaluation import CompiledEval
+from fzero.runtime.graphs import graphs_of
 from fzero.runtime.training import CompiledStep
 from fzero.step import EvalStep, Step
 from fzero.transforms.base import find
@@ -25,6 +27,7 @@ def compile(
     disk_budget: int | str | None = None,
     batch: Any = None,
     backend: str = "inductor",
+    cuda_graphs: bool | None = None,
 ) -> Any:
     """A step on a mesh, ready to run.
 
@@ -57,12 +60,19 @@ def compile(
             batches may follow, if they fit.
         backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program
             operation by operation.
+        cuda_graphs: whether runs are captured as a CUDA graph and replayed, which saves the CPU nearly all of its work
+            in a step and keeps the memory of temporaries for the program (docs/gpu.md). With True a step that touches
+            the host or a disk, and a capture that fails, are errors; so is a mesh without CUDA. By default a training
+            step on a single CUDA device that touches the device alone is captured, after three ordinary runs, and if
+            that fails it goes on without, with a line in the log `fzero`; no other step is. Results are the same to the
+            bit.
 
     Returns: a `CompiledStep` or a `CompiledEval`.
 
     Raises:
         FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this
-            machine; `offload("auto")` without what it is resolved for: a memory budget and a batch.
+            machine; `offload("auto")` without what it is resolved for: a memory budget and a batch; `cuda_graphs=True`
+            on a mesh whose device has none.
         FzeroValueError: from a step, if a value that its functions read beside their arguments is another than when it
             was traced, or if it is called under a `TorchFunctionMode` or `saved_tensors_hooks` of the user's own; with
             "inductor", whose kernels it does not see into, a `TorchDispatchMode`.
@@ -94,6 +104,22 @@ def compile(
         if record is not None:
             record.check_device(mesh.device)
     limits = parse_budgets(memory_budget, host_budget, disk_budget)
+    graphs = _captured(step, mesh, cuda_graphs)
     if isinstance(step, EvalStep):
-        return CompiledEval(step, mesh, backend, limits)
-    return CompiledStep(step, mesh, backend, limits, batch)
+        return CompiledEval(step, mesh, backend, limits, graphs is True)
+    return CompiledStep(step, mesh, backend, limits, batch, graphs)
+
+
+def _captured(step: Step | EvalStep, mesh: Mesh, asked: bool | None) -> bool | None:
+    """Whether runs are to be captured; None: if a capture does not fail. By default on one device alone: there a
+    capture that fails leaves everything as it was; between ranks NCCL may wait for one that never comes. An
+    evaluation's results would be copied once more at each call."""
+    problems = [] if asked is None else flag("cuda_graphs", asked)
+    if not problems and asked and graphs_of(mesh) is None:
+        problems = [f"cuda_graphs=True: the mesh is of {mesh.device_type} devices"]
+    if problems:
+        fix = "leave it out: a step is captured where it can be; False never captures"
+        raise FzeroValueError(message("compile", "invalid arguments", problems, fix))
+    if graphs_of(mesh) is None:
+        return False
+    return (None if isinstance(step, Step) and mesh.size == 1 else False) if asked is None else asked

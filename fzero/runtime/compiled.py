@@ -23,7 +23,8 @@ from fzero.errors import FzeroValueError, message
 from fzero.layout import storage_of, ties
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import batch_inputs
-from fzero.lowering.lower import Lowered, lower_inputs
+from fzero.lowering.lower import lower_inputs
+from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Decision, Plan
@@ -32,6 +33,7 @@ from fzero.program.lines import Inputs
 from fzero.program.show import name_of
 from fzero.progress import shown
 from fzero.runtime.execute import executable
+from fzero.runtime.graphs import check
 from fzero.step import EvalStep
 from fzero.step.checks import check_bare
 from fzero.trace import strides
@@ -88,8 +90,16 @@ class Compiled:
 
     owner: str
 
-    def __init__(self, step: Any, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
+    def __init__(
+        self,
+        step: Any,
+        mesh: Mesh,
+        backend: str,
+        limits: tuple[int | None, int | None, int | None],
+        graphs: bool | None = False,
+    ):
         check_backend(backend, mesh.device)
+        self.graphs = graphs  # whether runs are captured
         self._step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._budget: Budget | None = None
         self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
@@ -155,14 +165,13 @@ class Compiled:
         """The program for a batch of such leaves, and what runs it. `before`: done if there is none yet."""
         self.mesh.check_open()
         # which see every operation of a program that is run as it is
-        unseen = [*function_modes(), *(dispatch_modes() if self.backend == "inductor" else [])]
+        unseen = [*function_modes(), *(dispatch_modes() if self.backend == "inductor" or self.graphs is True else [])]
         if around := [type(mode).__name__ for mode in unseen] + saved_tensor_hooks():
             fix = "enter it in the function that the step calls, around the operations that it is for"
-            fix += (
-                "; or use backend='eager', which runs every operation in sight of a TorchDispatchMode"
-                if self.backend == "inductor"
-                else ""
-            )
+            if self.backend == "inductor":
+                fix += "; or use backend='eager', which runs every operation in sight of a TorchDispatchMode"
+            elif dispatch_modes():
+                fix += "; or leave out cuda_graphs=True"
             raise FzeroValueError(
                 message(
                     self.owner,
@@ -343,13 +352,16 @@ class Compiled:
         ):
             # a run keeps its program alone
             lowered = replace(self._lower(params, batch), chosen=self._chosen, stages=dict)
+        if self.graphs is True:
+            check(lowered.program, self.owner)
 
         def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
             functions = build(
                 {n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh
             )
-            return functools.partial(executable, lowered.program, functions, self.mesh)
+            captured = {} if self.graphs is False else {"graphs": self.graphs}
+            return functools.partial(executable, lowered.program, functions, self.mesh, **captured)
 
         return lowered, built
 

@@ -11,7 +11,7 @@ from fzero import tree
 from fzero.build.cache import logger
 from fzero.errors import FzeroValueError, message
 from fzero.lowering.layouts import abstract_params, params_inputs
-from fzero.lowering.lower import Lowered
+from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
@@ -32,8 +32,15 @@ class CompiledEval(Compiled):
 
     owner = "eval_step"
 
-    def __init__(self, step: EvalStep, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None]):
-        super().__init__(step, mesh, backend, limits)
+    def __init__(
+        self,
+        step: EvalStep,
+        mesh: Mesh,
+        backend: str,
+        limits: tuple[int | None, int | None, int | None],
+        graphs: bool = False,
+    ):
+        super().__init__(step, mesh, backend, limits, graphs)
         self._last = Last()
 
     @alone("eval_step")

@@ -21,14 +21,16 @@ from fzero.layout import Layout, Leaf
 from fzero.measure.roofline import limits_of
 from fzero.mesh import Mesh
 from fzero.program.ir import Function, Line, Place, Program
-from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_to
+from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_to, sends_of
 from fzero.program.show import name_of, source
+from fzero.runtime.graphs import Replayed, graphs_of, obstacles
 
 
 def executable(
-    program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh
+    program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh, graphs: bool | None = False
 ) -> Callable[..., tuple[Any, ...]]:
-    """The program as a Python function of the trees it names. All ranks of the mesh make it together."""
+    """The program as a Python function of the trees it names. All ranks of the mesh make it together. `graphs`: whether
+    its runs are captured and replayed, where it can be; None: if a capture does not fail."""
     text = source(program)
     batch_axes = batch_axes_of(program)
     carrier = transport(mesh)
@@ -46,19 +48,26 @@ def executable(
         **{name: runs for name, row in OPS.items() if (runs := row.runs(running)) is not None},
         "pool": [_tensors(line, program, mesh, arenas) for line in program.pooled],
         "guess": tiers.guess,
+        "wards": sends_of(program),
     }
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
     limits = limits_of(program, mesh) if "train" in namespace else None
     if limits is not None:
         namespace.update(limits.around(namespace))
 
+    on = graphs_of(mesh) if graphs is not False and not obstacles(program) else None
+    replayed = None if on is None else Replayed(run, namespace, mesh, on, required=graphs is True)
+    called = run if replayed is None else replayed
+
     def whole_run(*trees: Any, guesses: bool = False) -> tuple[Any, ...]:
+        if replayed is not None:
+            replayed.prepare(*trees)
         if limits is not None:
             limits.begin()
         with agree.unbroken(mesh):
             carrier.begin(memory)
             tiers.begin(guesses)
-            outputs = run(*trees)
+            outputs = called(*trees)
             if limits is not None:
                 limits.end()
             failed = tiers.end()
@@ -69,6 +78,7 @@ def executable(
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # what measure/profile.py puts a clock around
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
+    whole_run.replayed = replayed  # type: ignore[attr-defined]  # a GPU's, if its runs can be captured
     whole_run.limits = limits  # type: ignore[attr-defined]  # what a training step adds to its metrics
     return whole_run
 
@@ -92,6 +102,25 @@ class _Running:
         layout = Layout(torch.float32, (axis,) if isinstance(axis, str) else axis, dims=dims)
         leaf = Leaf("", "", shape, layout)
         return leaf.boxes(self.mesh), leaf.shard_numel(self.mesh)
+
+    def send(
+        self,
+        values: Sequence[torch.Tensor],
+        *,
+        axis: str,
+        shift: int,
+        into: Sequence[str],
+        every: int = 1,
+        once: bool = False,
+        through: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """Leaves to another rank, `into` where that keeps leaves of these paths: nothing, if nobody keeps them, or
+        does not want them now."""
+        wards = self.mesh.context.wards
+        places = None if wards is None else wards.places(into, every, once)
+        if places is None:
+            return Arriving(lambda: None, ())
+        return self.carrier.send_start(values, axis, shift, places, through)
 
     def wait(self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False) -> Sequence[torch.Tensor]:
         """The results of a transfer of any kind."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fzero import agree
 from fzero.errors import message
 from fzero.lowering.layouts import leaves_made_anew, precision_of
-from fzero.lowering.lower import Lowered
+from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScale, LossScaleState
 from fzero.plan.plan import Decision

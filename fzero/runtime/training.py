@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -29,7 +29,8 @@ from fzero.lowering.layouts import (
     params_inputs,
     recorded,
 )
-from fzero.lowering.lower import Lowered, resolve
+from fzero.lowering.lowered import Lowered
+from fzero.lowering.resolve import resolve
 from fzero.lowering.slots import SLOTS, slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh
@@ -56,6 +57,9 @@ from fzero.trace.subgraph import signature
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
 
+if TYPE_CHECKING:
+    from fzero.checkpoint import Index
+
 
 class CompiledStep(Compiled):
     """A training step on a mesh. Made by `compile`. `step` is what it was made of and does not change; `resolved` is
@@ -75,9 +79,15 @@ class CompiledStep(Compiled):
     owner = "step"
 
     def __init__(
-        self, step: Step, mesh: Mesh, backend: str, limits: tuple[int | None, int | None, int | None], batch: Any = None
+        self,
+        step: Step,
+        mesh: Mesh,
+        backend: str,
+        limits: tuple[int | None, int | None, int | None],
+        batch: Any = None,
+        graphs: bool | None = False,
     ):
-        super().__init__(step, mesh, backend, limits)
+        super().__init__(step, mesh, backend, limits, graphs)
         if (auto := auto_of(step)) is not None:
             check_auto(auto, limits, batch is not None)
         self._resolved = step
@@ -89,6 +99,7 @@ class CompiledStep(Compiled):
             if precision and scaling
             else None
         )
+        self.calls = 0  # how many steps were taken
         self._agreement, self._safer, self._last = Agreement(), Safer(mesh), Last()
         # the last trees and a program, and what `_may_guess` found of them
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
@@ -103,6 +114,11 @@ class CompiledStep(Compiled):
         `fz.compose(*train.resolved.transforms)(fz.eval_step(fn))` is an evaluation of what was trained.
         """
         return self._resolved
+
+    @property
+    def knows_model(self) -> bool:
+        """Whether it has made or restored a state, so that one of another model is told from those."""
+        return self._last.inputs is not None
 
     @alone("init")
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
@@ -181,7 +197,7 @@ class CompiledStep(Compiled):
     @alone("load")
     def load(
         self,
-        path: str | Path,
+        path: str | os.PathLike[str],
         params: Any = None,
         key: torch.Tensor | None = None,
         *,
@@ -195,7 +211,7 @@ class CompiledStep(Compiled):
         what the files have besides.
 
         Args:
-            path: the directory, or a .safetensors file.
+            path: the directory, or a .safetensors file; or the URL of one.
             params: what the model looks like: a function of a key that returns a pytree of tensors; or such a pytree
                 with whole leaves, whose values are used for what is not in the files (without values, on the meta
                 device, all must be there). By default that of the step's model (`fz.functionalize`), else what was
@@ -293,11 +309,12 @@ class CompiledStep(Compiled):
         return storage.reserve(self.resolved, self.mesh, self.limits, params, opt_state, owner)
 
     @alone("restore")
-    def restore(self, path: str | Path, params: Any = None) -> State:
+    def restore(self, path: str | os.PathLike[str] | Index, params: Any = None) -> State:
         """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
 
         Args:
-            path: a checkpoint directory, or the directory of checkpoints (its latest).
+            path: a checkpoint directory, or the directory of checkpoints (its latest), or a URL of one, or what
+                `fz.checkpoint.describe` returned.
             params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By
                 default what `init` was called with, else what the checkpoint says.
 
@@ -384,8 +401,8 @@ class CompiledStep(Compiled):
         Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`,
             `aux`, over the whole mesh, as 0-dim tensors that have not been waited for; with a loss scale also
             `loss_scale`, `skipped` and `loss_scale_at_minimum`. A step with leaves or activations off the device also
-            says what binds it on this rank, in plain numbers: `speed_of_light`, `links`, `bound_by`
-            (docs/transforms/offload.md).
+            says what binds it on this rank: `speed_of_light`, a number, `links`, a dict of dicts of numbers, and
+            `bound_by`, a name. Which entries are scalars: docs/tutorial.md, "What metrics hold".
 
         Raises:
             FzeroTypeError: more arguments than a state and one batch.
@@ -414,6 +431,7 @@ class CompiledStep(Compiled):
                 batch,
                 guesses=self._may_guess(state),
             )
+        self.calls += 1
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         if self._at_minimum is not None:
             self._at_minimum(metrics["loss_scale_at_minimum"])

@@ -32,6 +32,8 @@ class Model(Protocol):
     """A tree of whole leaves; meta tensors will do."""
     unstored: Collection[str]
     """Names of leaves that no file has: they are initialised, and not spoken of."""
+    aliases: Mapping[str, Sequence[str]]
+    """The other names of tied leaves, under which a file may have them."""
 
     def sources(self, weights: Weights) -> Sources:
         """The runs of stored tensors that make up each leaf, as far as they are stored."""
@@ -73,11 +75,12 @@ def plan(
     """
     found, flat = tree.names(params), tree.leaves(params)
     _check_names(names, found, weights)
+    aliases: Mapping[str, Sequence[str]] = getattr(model, "aliases", {})
     if names is None and hasattr(model, "sources"):
         sources = dict(model.sources(weights))
         own = {n: n for n in found if n in sources}
     else:
-        stored = {n: (names or {}).get(n, n) for n in found}
+        stored = {n: names.get(n, n) if names else _stored(n, aliases, weights) for n in found}
         known = {n: weights.entries[key] for n, key in stored.items() if key in weights.entries}
         own = sources_of(found, flat, known, {} if names else weights.tied)
         sources = {n: weights.whole(stored.get(key, key)) for n, key in own.items() if key in known}
@@ -126,7 +129,9 @@ def plan(
             ", ".join(found[i] for i in absent),
         )
     if extra:
-        logger.warning("fzero.load: %d tensors of %s are not used: %s", len(extra), weights.path, ", ".join(extra))
+        tied = {alias: f"{alias} (tied to {name})" for name, others in aliases.items() for alias in others}
+        told = ", ".join(tied.get(n, n) for n in extra)
+        logger.warning("fzero.load: %d tensors of %s are not used: %s", len(extra), weights.path, told)
     return Plan(weights, found, runs, missing)
 
 
@@ -157,6 +162,11 @@ def structure(weights: Weights) -> Any:
     """The tree that the names of the files make, of meta tensors; tied names are one tensor."""
     metas = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, (_, e) in weights.entries.items()}
     return nested(metas | {later: metas[first] for later, first in weights.tied.items()}, weights.path)
+
+
+def _stored(name: str, aliases: Mapping[str, Sequence[str]], weights: Weights) -> str:
+    """The stored name of a leaf: its own, or, where the files have it under another that is tied to it, that."""
+    return next((n for n in (name, *aliases.get(name, ())) if n in weights.entries), name)
 
 
 def _check_names(names: Mapping[str, str] | None, found: list[str], weights: Weights) -> None:

@@ -94,15 +94,7 @@ class Step:
                 "trainable=lambda path, leaf: not leaf.is_complex()"
             )
             raise FzeroTypeError(message("train_step", "complex leaves are not trained", wrong, fix))
-        if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, "trainable"):
-            raise FzeroValueError(
-                message(
-                    "train_step",
-                    "tied leaves are trained by some of their paths alone",
-                    torn,
-                    "accept all their paths, or none",
-                )
-            )
+        _check_ties("trainable", "trained", params, paths, accepted)
         return accepted
 
     def mutates(self, params: Any) -> list[bool]:
@@ -139,15 +131,7 @@ class Step:
                     "give torch.view_as_real(leaf) in its place",
                 )
             )
-        if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, "mutable"):
-            raise FzeroValueError(
-                message(
-                    "train_step",
-                    "tied leaves are mutable by some of their paths alone",
-                    torn,
-                    "accept all their paths, or none",
-                )
-            )
+        _check_ties("mutable", "mutable", params, paths, accepted)
         return accepted
 
     def optimized(self, params: Any) -> Any:
@@ -337,3 +321,10 @@ def _meta_leaves(params: Any) -> list[torch.Tensor]:
     """The arguments of a predicate: the leaves, without values."""
     with compat.no_modes():  # in a trace they are not part of what is traced
         return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tree.leaves(params)]
+
+
+def _check_ties(kind: str, verb: str, params: Any, paths: list[str], accepted: list[bool]) -> None:
+    """Raises if a predicate, `trainable` or `mutable`, accepts some paths of a tied leaf alone."""
+    if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, kind):
+        problem = f"tied leaves are {verb} by some of their paths alone"
+        raise FzeroValueError(message("train_step", problem, torn, "accept all their paths, or none"))

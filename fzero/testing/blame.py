@@ -18,7 +18,8 @@ from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import FzeroError
 from fzero.loss import Weighted
-from fzero.lowering.lower import base_program, zero_of
+from fzero.lowering.layouts import zero_of
+from fzero.lowering.traced import base_program
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.ir import Program
 from fzero.runtime.compile import compile

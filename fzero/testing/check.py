@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from fzero import random as fzrandom
 from fzero import tree
-from fzero.agree import describe, difference
+from fzero.agree import describe, difference, everywhere
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
-from fzero.lowering.layouts import batch_inputs
-from fzero.lowering.lower import base_program, zero_of
+from fzero.lowering.layouts import batch_inputs, zero_of
+from fzero.lowering.traced import base_program
 from fzero.mesh import Mesh, make_mesh
 from fzero.program.ir import Program
 from fzero.runtime.compile import compile
@@ -230,7 +230,10 @@ def setting_of(
     step, params, batch = begun(step, mesh.device), _on(params, mesh), _on(batch, mesh)
     axes = zero_of(step, mesh).batch_axes
     record = find(step.transforms, Accumulate)
-    whole_batch = gathered(batch, mesh, axes, rows(batch, record))
+    has_rows = rows(batch, record)
+    if mesh.axis_size(axes) > 1:
+        everywhere(mesh, "check_equivalent", lambda: check_rows("check_equivalent", batch, has_rows, record))
+    whole_batch = gathered(batch, mesh, axes, has_rows)
     parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     with every_call_traced():
         base, again = (base_program(step, mesh, params, batch) for _ in range(2))
@@ -358,6 +361,16 @@ def rows(batch: Any, record: Accumulate | None) -> list[bool]:
     """For each leaf of a batch whether each part of the batch has its own rows of it; any other is the same in all of
     them."""
     return [(record or Accumulate()).cuts(leaf) for leaf in batch_inputs(batch).leaves]
+
+
+def check_rows(owner: str, batch: Any, has_rows: Sequence[bool], record: Accumulate | None) -> None:
+    """Raises if leaves of which each rank has rows of its own have different numbers of them."""
+    of = [leaf for leaf, cut in zip(batch_inputs(batch).leaves, has_rows, strict=True) if cut]
+    if len({leaf.shape[0] for leaf in of}) > 1:
+        num, odd = record.num_micro_batches if record else 1, min(of, key=lambda leaf: leaf.shape[0]).path
+        what = "the leaves of a batch have different numbers of rows: which of them are rows of the batch?"
+        fix = f"say which every rank has whole: fz.accumulate({num}, whole=lambda path, leaf: path == {odd!r})"
+        raise FzeroValueError(message(owner, what, [f"{leaf.path} {list(leaf.shape)}" for leaf in of], fix))
 
 
 def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[bool]) -> Any:

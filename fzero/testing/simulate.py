@@ -19,12 +19,13 @@ from fzero.arguments import count
 from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf, shard
 from fzero.lowering.layouts import zero_of
-from fzero.lowering.lower import Lowered, lower
+from fzero.lowering.lower import lower
+from fzero.lowering.lowered import Lowered
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.ir import Line, Program
 from fzero.step import State, Step
 from fzero.step.checks import check_batch
-from fzero.testing.check import leaves_of, rows
+from fzero.testing.check import check_rows, leaves_of, rows
 from fzero.testing.interpret import Interpreter
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
@@ -206,16 +207,13 @@ def _parts(step: Step, mesh: AbstractMesh, ranks: Sequence[Mesh], batch: Any) ->
     """Each rank's part of the global batch."""
     axes = zero_of(step, mesh).batch_axes
     num, flat, structure = mesh.axis_size(axes), *tree.flatten(batch)
-    cut = rows(batch, find(step.transforms, Accumulate))
+    record = find(step.transforms, Accumulate)
+    cut = rows(batch, record)
     paths = tree.paths(batch, "batch")
     if wrong := [f"{p} {list(x.shape)}" for p, x, c in zip(paths, flat, cut, strict=True) if c and x.shape[0] % num]:
         fix = f"give a global batch of a multiple of {num} rows"
         raise FzeroValueError(message("simulate", f"the batch does not divide among {num} ranks", wrong, fix))
-    if len({x.shape[0] for x, c in zip(flat, cut, strict=True) if c}) > 1:
-        found = [f"{p} {list(x.shape)}" for p, x, c in zip(paths, flat, cut, strict=True) if c]
-        raise FzeroValueError(
-            message("simulate", "the leaves of a batch have different numbers of rows", found, "give them one number")
-        )
+    check_rows("simulate", batch, cut, record)
     return [
         tree.unflatten(structure, [x.chunk(num)[m.index(axes)] if c else x for x, c in zip(flat, cut, strict=True)])
         for m in ranks

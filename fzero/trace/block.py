@@ -96,6 +96,19 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def attempt() -> Iterator[None]:
+    """A body whose refusal, if it leaves it, the trace around forgets: the caller has another way."""
+    blocks = tracer.get()
+    before = blocks.recorder.refused if blocks is not None else None
+    try:
+        yield
+    except Exception:
+        if blocks is not None:
+            blocks.recorder.refused = before
+        raise
+
+
+@contextmanager
 def every_call_traced() -> Iterator[None]:
     """A block's call that is taken for a repetition of an earlier one is traced as well inside, and is an error if it
     is none."""

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from fzero.trace.block_calls import Blocks
 
 
+COMPUTES = "_fzero_computes"
+"""An attribute of a block's function: the names of the parameters whose dtype it computes in, where it is not that of
+all (a module's buffers stay in their own)."""
+
+
 class Results(NamedTuple):
     """The results of a block's function: the tensors that it made, and how the tree that it returns is made of them."""
 
@@ -95,13 +100,13 @@ def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.where(largest.isnan(), math.inf, largest)
 
 
-def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _entering(fn: Any, params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments as a block computes with them."""
-    dtypes = (
-        {x.dtype for x in tree.leaves(params) if isinstance(x, torch.Tensor) and x.is_floating_point()}
-        if casting.get()
-        else ()
-    )
+    if not casting.get():
+        return args, kwargs
+    own = getattr(fn, COMPUTES, None)
+    leaves = tree.leaves(params) if own is None else [params[name] for name in own]
+    dtypes = {x.dtype for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()}
     if len(dtypes) != 1:
         return args, kwargs
     (dtype,) = dtypes
@@ -111,7 +116,7 @@ def _entering(params: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
     """`fn` of arguments whose containers were made for this call: what it changes of them is lost, and so an error."""
-    args, kwargs = _entering(params, args, kwargs)
+    args, kwargs = _entering(fn, params, args, kwargs)
 
     def contents() -> list[tuple[str, dict[str, Any], tree.TreeSpec]]:
         trees = arguments(fn, params, args, kwargs)

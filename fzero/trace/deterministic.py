@@ -13,6 +13,9 @@ import torch
 
 from fzero import compat
 
+WORKSPACES = (":4096:8", ":16:8")
+"""Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS is deterministic."""
+
 
 class Setting(NamedTuple):
     """The position of the switch. `fill`: whether memory that nobody has written yet is filled with NaN."""
@@ -39,3 +42,17 @@ def use(setting: Setting) -> None:
     """Takes over another process's setting."""
     torch.use_deterministic_algorithms(setting.enabled, warn_only=setting.warn_only)
     compat.fill_uninitialized_memory(setting.fill)
+
+
+def unsettled(device_type: str, setting: Setting, workspace: str | None) -> str | None:
+    """Why products on a device would refuse to run under a setting, if they would: cuBLAS gives the same sums each time
+    only with a workspace that is said before CUDA starts.
+
+    Args:
+        device_type: of the device.
+        setting: of the switch.
+        workspace: CUBLAS_WORKSPACE_CONFIG, as the environment has it.
+    """
+    if device_type != "cuda" or not setting.enabled or setting.warn_only or workspace in WORKSPACES:
+        return None
+    return "CUBLAS_WORKSPACE_CONFIG " + ("is not set" if workspace is None else f"is {workspace!r}")

@@ -1,11 +1,12 @@
-"""Rewrites comparisons of types in a function's text: a traced tensor is of a class of its own, which `type(x) is
-torch.Tensor` would tell from others."""
+"""Finds questions for the exact type of a value in a function's code: a traced tensor, and the number of a layer, are
+of classes of their own, which `type(x) is torch.Tensor` would tell from others."""
 
 from __future__ import annotations
 
 import ast
 import dis
 import functools
+import itertools
 import linecache
 from types import CodeType
 from typing import Any
@@ -18,14 +19,33 @@ from fzero.trace.user_lines import is_library, line
 def check_types(owner: str, fn: Any) -> None:
     """Raises if the code of a function, or of one that it may call, compares the type of something with that of
     tensors. Libraries are not looked into."""
-    codes = [
+    if asked := list(dict.fromkeys(place for code in _codes(fn) for place in _compared(code))):
+        what = "compares a type with that of tensors: while being traced, a tensor is of a class of its own"
+        raise TraceError(message(owner, what, [line(place) for place in asked], "isinstance(x, torch.Tensor)"))
+
+
+def asks_types(fn: Any) -> bool:
+    """Whether the code of a function, or of one that it may call, asks `type(x)` of anything but `self`."""
+    return any(map(_asks, _codes(fn)))
+
+
+def _codes(fn: Any) -> list[CodeType]:
+    return [
         fact
         for fact in settings(fn, strict=False).facts
         if isinstance(fact, CodeType) and not is_library(fact.co_filename)
     ]
-    if asked := list(dict.fromkeys(place for code in codes for place in _compared(code))):
-        what = "compares a type with that of tensors: while being traced, a tensor is of a class of its own"
-        raise TraceError(message(owner, what, [line(place) for place in asked], "isinstance(x, torch.Tensor)"))
+
+
+@functools.cache
+def _asks(code: CodeType) -> bool:
+    if any(_asks(inner) for inner in code.co_consts if isinstance(inner, CodeType)):
+        return True
+    found = [x for x in dis.get_instructions(code) if x.opname != "PUSH_NULL"]
+    return any(
+        x.opname in ("LOAD_GLOBAL", "LOAD_NAME") and x.argval == "type" and after.argval != "self"
+        for x, after in itertools.pairwise(found)
+    )
 
 
 @functools.cache

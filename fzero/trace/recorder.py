@@ -155,6 +155,13 @@ class Recorder(compat.TorchDispatchMode):
         if found is None:
             if within(self._outside, "_higher_order_ops"):
                 refuse_functions(self, "torch.cond, scan, while_loop or their like")
+            if within(self._outside, "utils/checkpoint.py"):
+                what = "recomputes, in the backward, with a tensor that is not one of its arguments"
+                fix = (
+                    "leave torch.utils.checkpoint out, and give the module by fz.functionalize, in which it is a call: "
+                    "fz.remat says what a backward recomputes"
+                )
+                raise TraceError(message(self.owner, what, self.here(described(tensor)), fix))
             kept = (
                 ", and if it is kept from an earlier call (a cache), compute it in each"
                 if isinstance(tensor, compat.FakeTensor)

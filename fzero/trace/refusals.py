@@ -92,7 +92,7 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
             if traced is not None and traced.failure is not None and traced.failure.error is error
             else None
         )
-        where = [failure.where] if failure is not None and failure.where else _lines(error, traced)
+        where = [failure.where] if failure is not None and failure.where else lines_through(error, traced)
         said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .")
         rule = next((rule for text, *rule in _REFUSED if text in str(error)), None)
         if rule is not None:
@@ -181,7 +181,7 @@ _REFUSED = [
 """Errors of torch: a pattern of its text, the meaning, and the fix."""
 
 
-def _lines(error: BaseException, traced: Traced | None) -> list[str]:
+def lines_through(error: BaseException, traced: Traced | None = None) -> list[str]:
     """The innermost of the user's lines that an error went through, or whose backward raised it: one or none."""
     found, trace = [], error.__traceback__
     while trace is not None:

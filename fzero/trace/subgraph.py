@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +161,18 @@ def _signature(
         index[node] = len(index)
         if node.op == "get_attr":
             value = constants[str(node.target)]
-            lines.append(("constant", str(value.dtype), str(value.tolist())))
+            lines.append(("constant", str(value.dtype), _told(value)))
         else:
             lines.append((str(node.target), plain(node.args), plain(node.kwargs)))
     return (*lines, ("output", (plain(outputs),), ()))
+
+
+def _told(value: torch.Tensor) -> str:
+    """The value of a literal: its numbers, or a digest of many."""
+    if value.numel() <= _SHOWN:
+        return str(value.tolist())
+    plain = value.detach().cpu().contiguous()
+    return f"{list(value.shape)} {hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()}"
+
+
+_SHOWN = 4096

@@ -38,8 +38,8 @@ def is_pytorchs(filename: str) -> bool:
 
 
 def within(outside: FrameType | None, folder: str) -> bool:
-    """Whether a function of this folder of PyTorch's runs, above the frame that traces."""
-    frame, prefix = sys._getframe(1), os.path.join(os.path.dirname(torch.__file__), folder, "")
+    """Whether a function of this folder or file of PyTorch's runs, above the frame that traces."""
+    frame, prefix = sys._getframe(1), os.path.join(os.path.dirname(torch.__file__), folder)
     while frame is not None and frame is not outside:
         if frame.f_code.co_filename.startswith(prefix):
             return True

@@ -184,28 +184,28 @@ def shard_params(step: Any = None, *, axis: str | tuple[str, ...] = "data", wher
     return applied(_checked(ShardParams(axis, where)), step)
 
 
-def _checked(record: Parallel) -> Parallel:
-    """The record, if its arguments are of the right kind. A tuple of one axis is that axis."""
-    if isinstance(record.axis, tuple) and len(record.axis) == 1 and isinstance(record.axis[0], str):
-        record = replace(record, axis=record.axis[0])
-    several = isinstance(record.axis, tuple) and bool(record.axis) and record.stage
-    of_names = all(isinstance(a, str) and a for a in (record.axis if several else (record.axis,)))
+def _checked(spec: Parallel) -> Parallel:
+    """The spec, if its arguments are of the right kind. A tuple of one axis is that axis."""
+    if isinstance(spec.axis, tuple) and len(spec.axis) == 1 and isinstance(spec.axis[0], str):
+        spec = replace(spec, axis=spec.axis[0])
+    several = isinstance(spec.axis, tuple) and bool(spec.axis) and spec.stage
+    of_names = all(isinstance(a, str) and a for a in (spec.axis if several else (spec.axis,)))
     what = (
         "the name of an axis, or a tuple of names, the first of which cuts first"
-        if record.stage
+        if spec.stage
         else "the name of one axis"
     )
-    problems = [] if of_names else [f"axis={record.axis!r}: {record.name} takes {what}"]
-    if of_names and several and len({*record.axis}) < len(record.axis):
-        problems.append(f"axis={record.axis!r}: an axis is named twice")
-    problems += predicate("where", record.where)
+    problems = [] if of_names else [f"axis={spec.axis!r}: {spec.name} takes {what}"]
+    if of_names and several and len({*spec.axis}) < len(spec.axis):
+        problems.append(f"axis={spec.axis!r}: an axis is named twice")
+    problems += predicate("where", spec.where)
     if problems:
         axis = ("data", "node") if several else "data"
-        if isinstance(record.axis, list) and record.stage and all(isinstance(a, str) for a in record.axis):
-            axis = tuple(record.axis)
+        if isinstance(spec.axis, list) and spec.stage and all(isinstance(a, str) for a in spec.axis):
+            axis = tuple(spec.axis)
         fix = f"e.g. axis={axis!r}, where=lambda path, leaf: leaf.numel() > 10_000"
-        raise FzeroTypeError(message(record.name, "invalid arguments", problems, fix))
-    return record
+        raise FzeroTypeError(message(spec.name, "invalid arguments", problems, fix))
+    return spec
 
 
 def _named(axes: tuple[str, ...]) -> str:

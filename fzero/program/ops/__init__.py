@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fzero.mesh import AbstractMesh
-from fzero.program.attrs import Attrs, ill_typed, required
+from fzero.program.attrs import Attrs, SendAttrs, ill_typed, required
 from fzero.program.ir import Line, Program, Value
 from fzero.program.ops import control, parts, transfers, values
 from fzero.program.ops.base import ANY, Op, Text, micro_of
@@ -75,6 +75,12 @@ def batch_axes_of(program: Program) -> tuple[str, ...]:
     return next((line.axes for line, _ in program.walk() if line.op == values.PartIndex.name), ())
 
 
+def sends_of(program: Program) -> list[tuple[str, ...]]:
+    """The paths of the leaves that each send of a program sends, in the order of their numbers."""
+    found = [line.attrs for line, _ in program.walk() if isinstance(line.attrs, SendAttrs)]
+    return [said.leaves for said in sorted(found, key=lambda said: said.number)]
+
+
 def transfer_bytes(line: Line, named: Mapping[str, Value], mesh: AbstractMesh) -> int:
     """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather
     or to reduce-scatter, twice that to all-reduce. A copy between tiers moves what the rank has of its values; between
@@ -106,6 +112,7 @@ __all__ = [
     "is_skipped",
     "micro_of",
     "misformed",
+    "sends_of",
     "stays",
     "transfer_bytes",
     "turns",

@@ -26,9 +26,10 @@ ANY = -1
 _WORDS = {
     "computes": {"device", "said", "there", ""},
     "between": {"ranks", "tiers", ""},
-    "pool": {"total", "sum", "gather", "scatter", "reduce", "fetch", "leaves", "results", ""},
+    "pool": {"total", "sum", "gather", "scatter", "reduce", "fetch", "send", "leaves", "results", ""},
 }
-_FLAGS = ("in_text", "body", "waits", "settles", "skipped", "in_place", "outlives", "makes_own", "overwrites")
+_FLAGS = ("in_text", "body", "waits", "settles", "skipped")
+_FLAGS += ("in_place", "outlives", "makes_own", "overwrites", "batched")
 
 A = TypeVar("A", bound=Attrs, default=Attrs)
 
@@ -74,6 +75,17 @@ class Running(Protocol):
     def wait(
         self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False
     ) -> Sequence[torch.Tensor]: ...
+    def send(
+        self,
+        values: Sequence[torch.Tensor],
+        *,
+        axis: str,
+        shift: int,
+        into: Sequence[str],
+        every: int = 1,
+        once: bool = False,
+        through: Sequence[torch.Tensor] = (),
+    ) -> Any: ...
 
 
 class Told(Protocol):
@@ -124,11 +136,12 @@ class Op(Generic[A]):
             the device alone waits, so these do before they write.
         skipped: whether, on a guess, it is not carried out at all if the step does not guess.
         pool: how its results lie in the pool (fzero/passes/pool.py): "total", "sum", "gather", "scatter", "reduce",
-            "fetch", "leaves", "results" or "".
+            "fetch", "send", "leaves", "results" or "".
         in_place: whether its results are its first arguments, written.
         outlives: whether its results are read after the loop that it is in, and grow with each turn.
         makes_own: whether its results share memory with nothing.
         overwrites: whether it writes its leaves without reading them.
+        batched: whether one line of it may do to several values what several lines do to one each.
     """
 
     name: ClassVar[str]
@@ -148,6 +161,7 @@ class Op(Generic[A]):
     outlives: ClassVar[bool] = False
     makes_own: ClassVar[bool] = False
     overwrites: ClassVar[bool] = False
+    batched: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """Raises FzeroTypeError, when the class is defined, if a field has a value that no row can have."""
@@ -240,6 +254,10 @@ class Start(Op[A]):
         reads_until_wait: whether it reads where its arguments lie; a reduction reads their copies in the pool.
         holds_device_only: whether its wait holds up the device alone: the host goes on while it still reads there.
         tree: whether its messages, where they are small, go up and down a tree instead of around a ring.
+        direct: whether they go straight to one rank.
+        meets: whether every rank along its axes takes part, each time: who has heard them knows that they are done with
+            what came before.
+        hands_out: whether its wait hands out what it has moved; what a rank keeps of another's is no value of a step.
         hoisted: where it starts (fzero/passes/overlap.py): "ahead" of what needs it, "at once" when what it moves is
             made, or, "", where it is.
     """
@@ -249,6 +267,9 @@ class Start(Op[A]):
     reads_until_wait: ClassVar[bool] = True
     holds_device_only: ClassVar[bool] = False
     tree: ClassVar[bool] = False
+    direct: ClassVar[bool] = False
+    meets: ClassVar[bool] = True
+    hands_out: ClassVar[bool] = True
     hoisted: ClassVar[str] = ""
 
     def channel(self, line: Line[A]) -> str:

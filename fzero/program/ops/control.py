@@ -8,15 +8,25 @@ from typing import Any
 
 import torch
 
+from fzero import compat
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import AddAttrs, AssignAttrs, JoinAttrs, TurnsAttrs, UpdateAttrs
 from fzero.program.ir import Line, Program, Value, local_bytes
 from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told, called, into, join_text
 
-JOINS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": lambda total, part: total.add_(part),
-    "max": lambda total, part: torch.maximum(total, part, out=total),
-}
+Tensors = Sequence[torch.Tensor]
+
+
+def _sums(totals: Tensors, parts: Tensors) -> Tensors:
+    compat.add_all(totals, parts)
+    return totals
+
+
+def _maxima(totals: Tensors, parts: Tensors) -> Tensors:
+    return [torch.maximum(total, part, out=total) for total, part in zip(totals, parts, strict=True)]
+
+
+JOINS: Mapping[str, Callable[[Tensors, Tensors], Tensors]] = {"sum": _sums, "max": _maxima}
 """How the values of two micro-batches become one, in the place of the first."""
 
 
@@ -98,46 +108,62 @@ def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
 
 
 class Accumulate(Op[JoinAttrs]):
-    """The sum over the turns of the loop that it is in, or the largest; read after the loop."""
+    """The sum over the turns of the loop that it is in, or the largest, of one value or of several; read after the
+    loop."""
 
     name = "accumulate"
-    args = 1
-    out = 1
     attrs = JoinAttrs
     computes = "there"
     settles = True
     pool = "total"
     outlives = True
+    batched = True
 
     def check(self, line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
         _joins(line, args, rules)
         if rules.turns == 1 or line.attrs.reduction not in JOINS:
             rules.bad(line, f"accumulates by {line.attrs.reduction!r} over {rules.turns} turns")
-        if replace(line.out[0], name=args[0].name) != args[0]:
-            rules.bad(line, f"{args[0]} accumulates to {line.out[0]}")
+        if not args or len(args) != len(line.out):
+            rules.bad(line, f"accumulates {len(args)} values to {len(line.out)}")
+        for part, total in zip(args, line.out, strict=False):
+            if replace(total, name=part.name) != part:
+                rules.bad(line, f"{part} accumulates to {total}")
 
     def touched(self, line: Line[JoinAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return 3 * local_bytes(line.out[0], mesh)
+        return sum(3 * local_bytes(v, mesh) for v in line.out)
 
     def text(self, line: Line[JoinAttrs], program: Program) -> Text:
-        return Text(
-            f"accumulate({', '.join([line.out[0].name, line.args[0], *join_text(line), *into(line, program)])})"
-        )
+        totals, parts = [v.name for v in line.out], line.args
+        first = [*totals, *parts] if len(totals) == 1 else [f"[{', '.join(totals)}]", f"[{', '.join(parts)}]"]
+        return Text(f"accumulate({', '.join([*first, *join_text(line), *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def accumulate(
-            total: torch.Tensor | None, part: torch.Tensor, into: Sequence[torch.Tensor], op: str = "sum"
-        ) -> torch.Tensor:
-            return into[0].copy_(part) if total is None else JOINS[op](total, part)
+            total: torch.Tensor | Sequence[torch.Tensor | None] | None,
+            part: torch.Tensor | Sequence[torch.Tensor],
+            into: Sequence[torch.Tensor],
+            op: str = "sum",
+        ) -> torch.Tensor | Sequence[torch.Tensor]:
+            if isinstance(part, torch.Tensor):
+                assert total is None or isinstance(total, torch.Tensor)
+                return into[0].copy_(part) if total is None else JOINS[op]([total], [part])[0]
+            assert isinstance(total, (list, tuple))
+            totals = [x for x in total if x is not None]
+            if totals:  # all of them, from the second turn on
+                return JOINS[op](totals, part)
+            compat.copy_all(into, part)
+            return into
 
         return on.tiers.settled(accumulate, lambda *args: args[-1])
 
     def means(self, line: Line[JoinAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [_joined(line, told.values[line.out[0].name], args[0]) if turn else args[0].clone()]
+        pairs = zip(line.out, args, strict=True)
+        return [_joined(line, told.values[v.name], x) if turn else x.clone() for v, x in pairs]
 
     def stands(self, line: Line[JoinAttrs], of: Standing, micro: int, turn: int) -> None:
         if line.attrs.reduction == "sum":
-            of.total(line.out[0].name, line.out[0].name if turn else None, line.args[0])
+            for value, part in zip(line.out, line.args, strict=True):
+                of.total(value.name, value.name if turn else None, part)
 
 
 class Add(Op[AddAttrs]):
@@ -174,7 +200,7 @@ class Add(Op[AddAttrs]):
         def add(
             totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], op: str = "sum"
         ) -> Sequence[torch.Tensor]:
-            return [JOINS[op](total, part) for total, part in zip(totals, parts, strict=True)]
+            return JOINS[op](totals, parts)
 
         return on.tiers.settled(add, lambda *args: args[0])
 
@@ -196,7 +222,7 @@ def _joins(line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
 
 
 def _joined(line: Line[JoinAttrs], total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    return JOINS[line.attrs.reduction](total.clone(), part)
+    return JOINS[line.attrs.reduction]([total.clone()], [part])[0]
 
 
 def _halves(line: Line[AddAttrs]) -> tuple[Sequence[str], Sequence[str]]:
@@ -233,8 +259,7 @@ class Assign(Op[AssignAttrs]):
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def assign(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-            for old, new in zip(targets, sources, strict=True):
-                old.copy_(new)
+            compat.copy_all(targets, sources)
 
         return on.tiers.settled(assign, lambda *args: args[0])
 

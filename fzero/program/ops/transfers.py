@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from fzero.mesh import AbstractMesh
-from fzero.program.attrs import CopyAttrs, GatherAttrs, ReduceAttrs, ScatterAttrs, WaitAttrs
+from fzero.program.attrs import CopyAttrs, GatherAttrs, ReduceAttrs, ScatterAttrs, SendAttrs, WaitAttrs
 from fzero.program.ir import MOVING, Line, Place, Placement, Program, Value, local_bytes
 from fzero.program.ops.base import Op, Rules, Running, Standing, Start, Text, Told, into, over
 from fzero.units import size
@@ -159,6 +159,68 @@ class AllReduce(Collective):
         """Bytes of what travels: of shards, on a mesh with a replica axis, only the shard."""
         n = mesh.axis_size(line.attrs.axes)
         return sum(values[a].nbytes // mesh.axis_size(values[a].placement.axes) for a in line.args) * 2 * (n - 1) // n
+
+
+class Send(Start[SendAttrs]):
+    """Leaves to the rank `shift` further along an axis, which keeps them (fzero/elastic/wards.py) in host memory. Where
+    nobody keeps them nothing is sent."""
+
+    name = "send_start"
+    attrs = SendAttrs
+    between = "ranks"
+    pool = "send"
+    direct = True
+    meets = False
+    hands_out = False
+
+    def check(self, line: Line[SendAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(line, rules)
+        said, mesh = line.attrs, rules.program.mesh
+        if not args or len(said.axes) != 1:
+            rules.bad(line, f"sends {len(args)} values over {len(said.axes)} axes")
+            return
+        if not 0 < said.shift < mesh.axis_size(said.axes) or said.every < 1 or said.number < 0:
+            rules.bad(line, f"sends to rank + {said.shift} of {mesh.axis_size(said.axes)}, every {said.every} steps")
+        if len(said.leaves) != len(args):
+            rules.bad(line, f"sends {len(args)} values as {len(said.leaves)} leaves")
+        for v, path in zip(args, said.leaves, strict=False):
+            leaf = rules.program.leaves.get(path)
+            if leaf is None or (leaf.shape, leaf.dtype) != (v.shape, v.dtype) or rules.root(v.name) != path:
+                rules.bad(line, f"{v.name} is sent as {path}")
+            if v.placement.kind != "shard" or said.axes[0] not in v.placement.axes or v.placement.partial:
+                rules.bad(line, f"{v.name} is {v.placement}")
+            if v.tier != "host" and not (mesh.unified_memory and v.tier == "device"):
+                rules.bad(line, f"{v.name} is sent from the {v.tier}")
+
+    def filled(self, line: Line[SendAttrs]) -> Sequence[Place | None]:
+        return ()
+
+    def channel(self, line: Line[SendAttrs]) -> str:
+        return f"send:{','.join(line.attrs.axes)}"
+
+    def moved_bytes(self, line: Line[SendAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        """Bytes of this rank's parts, of a step among those that do not send; none of what is sent once."""
+        if line.attrs.once:
+            return 0
+        return sum(local_bytes(values[a], mesh) for a in line.args) // line.attrs.every
+
+    def text(self, line: Line[SendAttrs], program: Program) -> Text:
+        said = line.attrs
+        whole = self.moved_bytes(line.saying(every=1, once=False), program.values_by_name, program.mesh)
+        how = [over(line), f"shift={said.shift}"]
+        how += [f"every={said.every}"] if said.every > 1 else []
+        how += ["once=True"] if said.once else []
+        how += [f"into=wards[{said.number}]", *(x.replace("into=", "through=") for x in into(line, program))]
+        when = ", once" if said.once else f", every {said.every} steps" if said.every > 1 else ""
+        remark = f">>> sends {size(whole)} over {', '.join(said.axes)}{when}"
+        return Text(f"send_start([{', '.join(line.args)}], {', '.join(how)})", remark)
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return on.send
+
+    def means(self, line: Line[SendAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        told.started[line.out[0].name] = line, []
+        return [args[0].new_empty(0)]
 
 
 class Copy(Start[CopyAttrs]):
@@ -317,7 +379,8 @@ class Wait(Op[WaitAttrs]):
         if start is None:
             rules.bad(line, f"{line.args[0]} was not started, or is waited for twice")
             return
-        sent = [rules.known[a] for a in start.args if a in rules.known and not start.writes]
+        moved = STARTS[start.op].hands_out and not start.writes
+        sent = [rules.known[a] for a in start.args if a in rules.known and moved]
         if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
             rules.bad(line, "hands back other shapes or dtypes than were sent")
             return
@@ -355,6 +418,7 @@ class Wait(Op[WaitAttrs]):
 
 
 STARTS: Mapping[str, Start[Any]] = {
-    row.name: row for row in (AllGather(), ReduceScatter(), AllReduce(), ToDevice(), ToHost(), DiskRead(), DiskWrite())
+    row.name: row
+    for row in (AllGather(), ReduceScatter(), AllReduce(), Send(), ToDevice(), ToHost(), DiskRead(), DiskWrite())
 }
 ROWS: Sequence[Op[Any]] = (*STARTS.values(), Wait())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fzero import compat
 from fzero.boxes import Dim
 from fzero.mesh import AbstractMesh
 from fzero.operators import scaled_matmul
@@ -113,37 +114,38 @@ class Call(Op[CallAttrs]):
 
 
 class Cast(Op[CastAttrs]):
-    """Another dtype, or a copy in the same. To 8 bits it reads a scale besides, and goes `through` a dtype
-    (fzero/operators/scaled_matmul.py)."""
+    """Another dtype, or a copy in the same, of one value or of several. To 8 bits it reads a scale besides its one
+    value, and goes `through` a dtype (fzero/operators/scaled_matmul.py)."""
 
     name = "cast"
-    out = 1
     attrs = CastAttrs
     computes = "there"
     settles = True
     skipped = True
     pool = "results"
     makes_own = True
+    batched = True
 
     def check(self, line: Line[CastAttrs], args: list[Value], rules: Rules) -> None:
-        scales = args[1:]
-        if len(scales) != (line.attrs.through is not None) or not args:
-            rules.bad(line, f"casts {len(args)} values")
+        num = len(line.out)
+        sources, scales = (args[:1], args[1:]) if line.attrs.through is not None else (args, [])
+        if not num or len(sources) != num or len(scales) != (line.attrs.through is not None):
+            rules.bad(line, f"casts {len(args)} values to {num}")
             return
-        here, there = args[0].placement, line.out[0].placement
-        summand = there.partial and here.kind != "shard" and not here.partial  # each rank's own, to be summed
-        if (
-            line.out[0].dtype != line.attrs.dtype
-            or line.out[0].shape != args[0].shape
-            or not (here == there or summand)
-        ):
-            rules.bad(line, f"{args[0]} becomes {line.out[0]}")
+        for source, out in zip(sources, line.out, strict=True):
+            here, there = source.placement, out.placement
+            summand = there.partial and here.kind != "shard" and not here.partial  # each rank's own, to be summed
+            if out.dtype != line.attrs.dtype or out.shape != source.shape or not (here == there or summand):
+                rules.bad(line, f"{source} becomes {out}")
+            if source.dtype != sources[0].dtype:
+                rules.bad(line, f"casts {sources[0]} and {source} at once")
         for scale in scales:
             if (scale.shape, scale.dtype, scale.placement) != ((), torch.float32, WHOLE):
                 rules.bad(line, f"casts by {scale}")
 
     def touched(self, line: Line[CastAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        return local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)
+        sources = line.args[: len(line.out)]
+        return sum(local_bytes(values[a], mesh) for a in sources) + sum(local_bytes(v, mesh) for v in line.out)
 
     def inside(self, line: Line[CastAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         through = line.attrs.through  # what is rounded to 8 bits, in the dtype that it goes through and in float32
@@ -152,35 +154,40 @@ class Cast(Op[CastAttrs]):
         return local_bytes(line.out[0], mesh) * (4 + (through != values[line.args[0]].dtype) * through.itemsize)
 
     def text(self, line: Line[CastAttrs], program: Program) -> Text:
+        through, dtype = line.attrs.through, repr(dtype_name(line.attrs.dtype))
+        if len(line.out) > 1:
+            sources = f"[{', '.join(line.args)}]"
+            return Text(f"{called(line)}({', '.join([sources, dtype, *into(line, program)])})")
         source, *scales = line.args
-        through = line.attrs.through
         scale = [*scales, f"through={dtype_name(through)!r}"] if through is not None else []
-        dtype = repr(dtype_name(line.attrs.dtype))
         return Text(f"{called(line)}({', '.join([source, dtype, *scale, *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.tiers.settled(_cast, lambda *args: args[-1])
 
     def means(self, line: Line[CastAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        return [
-            scaled_matmul.cast(args[0], args[1], line.attrs.through)
-            if line.attrs.through is not None
-            else args[0].to(line.attrs.dtype, copy=True)
-        ]
+        if line.attrs.through is not None:
+            return [scaled_matmul.cast(args[0], args[1], line.attrs.through)]
+        return [x.to(line.attrs.dtype, copy=True) for x in args]
 
     def stands(self, line: Line[CastAttrs], of: Standing, micro: int, turn: int) -> None:
-        of.made(line.out, micro, line.args[0] if len(line.args) == 1 else None)
+        for value, source in zip(line.out, line.args, strict=False):
+            of.made([value], micro, source if line.attrs.through is None else None)
 
 
 def _cast(
-    x: torch.Tensor,
+    x: torch.Tensor | Sequence[torch.Tensor],
     dtype: str,
     scale: torch.Tensor | None = None,
     through: str = "",
     into: Sequence[torch.Tensor] | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | Sequence[torch.Tensor]:
     """A copy in another dtype, or in its own: a result must not alias the state. With a scale to 8 bits, from the dtype
     that it is computed in otherwise."""
+    if not isinstance(x, torch.Tensor):
+        out = [torch.empty_like(one, dtype=getattr(torch, dtype)) for one in x] if into is None else into
+        compat.copy_all(out, x)
+        return out
     x = x if scale is None else scaled_matmul.cast(x, scale, getattr(torch, through))
     return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
 

@@ -1,0 +1,210 @@
+"""A checkpoint written behind the steps: what it takes from the thread that steps, beside none, beside a save that is
+waited for, and beside torch.distributed.checkpoint's.
+
+    python benchmarks/behind.py                     # 57 M parameters, ZeRO-3 on two ranks: about 15 minutes on 2 cores
+    python benchmarks/behind.py --layers 2 --width 128 --heads 2 --seq 32 --rounds 2 --backend eager    # small
+
+One state, in the same processes; rounds of `--every` steps, at the beginning of which it is saved, or not; the ways to
+save in an order of their own in each round. Torch's writes the same tensors, each rank its own, with the copies in
+memory that it keeps from save to save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import MODEL, Group, model_flags, passed_on, publish, rss_mib, script_flags, serve, settings, verdict
+
+LIMIT = 1.05  # CPU seconds a step of the thread that steps, with saves behind it over without
+WAYS = {
+    "none": "no save",
+    "behind": "save(wait=False)",
+    "blocking": "save",
+    "torch_async": "torch's async_save",
+    "torch_blocking": "torch's save",
+}
+MEASURES = ("held_s", "held_cpu_s", "thread_cpu_s", "cpu_s", "wall_s", "complete_s", "waited_s")
+
+
+def worker(args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from model import Config, make_batches, make_init, make_loss
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    import fzero as fz
+    from fzero import optim
+
+    torch.set_num_threads(1)
+    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    mesh = fz.make_mesh(device="cpu", shared_memory=False)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
+    train = fz.compile(fz.shard_params(fz.train_step(make_loss(config), optimizer)), mesh, backend=args.backend)
+    state = train.init(make_init(config), fz.random.key(0))
+    batches = [tuple(t.chunk(mesh.size)[mesh.rank].contiguous() for t in batch) for batch in make_batches(config, 16)]
+    group: Any = dist.new_group(backend="gloo")  # torch's save talks in a thread, beside the steps
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+
+    def steps(count: int) -> None:
+        nonlocal state
+        for _ in range(count):
+            state, metrics = train(state, batches[int(state.step) % len(batches)])
+            float(metrics["loss"])
+
+    def save(way: str, path: Path) -> Callable[[], Any]:
+        """Returns what waits for it."""
+        if way == "behind":
+            return fz.checkpoint.save(path, state, keep=1, wait=False).wait
+        if way == "blocking":
+            fz.checkpoint.save(path, state, keep=1)
+        if way.startswith("torch"):
+            named = zip(fz.tree.names(state), fz.tree.leaves(state), strict=True)
+            given: Any = {f"{mesh.rank}.{name}": x for name, x in named}
+            to = dcp.FileSystemWriter(path / f"step-{int(state.step)}")
+            if way == "torch_async":
+                saving: Any = dcp.async_save(given, storage_writer=to, process_group=group, async_stager=stager)
+                return saving.result
+            dcp.save(given, storage_writer=to, process_group=group)
+        return lambda: None
+
+    def turn(way: str, path: str) -> dict[str, float]:
+        """A save and the steps behind it: seconds a step but for those of the save itself."""
+        dist.barrier()
+        clocks = (time.perf_counter, time.thread_time, time.process_time)
+        begin, ends = [clock() for clock in clocks], list[float]()
+        wait = save(way, Path(path, way))
+        held = [clock() - since for clock, since in zip(clocks, begin, strict=True)]
+        watch = threading.Thread(target=lambda: (wait(), ends.append(time.perf_counter())))
+        watch.start()
+        steps(args.every)
+        after = time.perf_counter()
+        watch.join()  # as the next save does
+        wall, thread, process = (clock() - since for clock, since in zip(clocks, begin, strict=True))
+        waited = begin[0] + wall - after
+        clear(way, path)
+        complete = ends[0] - begin[0] if way in ("behind", "torch_async") else held[0]
+        each = (seconds / args.every for seconds in (thread, process, wall))
+        return dict(zip(MEASURES, (held[0], held[1], *each, complete, waited), strict=True))
+
+    def clear(way: str, path: str) -> None:
+        """What torch's saves do not do themselves, as keep=1 does."""
+        dist.barrier()
+        if way.startswith("torch") and mesh.rank == 0:
+            shutil.rmtree(Path(path, way))
+
+    def grown(way: str, path: str) -> float:
+        """MiB of resident memory that a first save leaves behind."""
+        before = rss_mib()
+        save(way, Path(path, way))()
+        clear(way, path)
+        return rss_mib() - before
+
+    def nbytes() -> int:
+        return sum(x.nbytes for x in fz.tree.leaves(state))
+
+    def verify(path: str) -> int:
+        return fz.checkpoint.verify(path).step
+
+    serve({"steps": steps, "turn": turn, "grown": grown, "nbytes": nbytes, "verify": verify})
+    fz.close_mesh()
+
+
+def main() -> None:
+    args = _arguments()
+    if args.worker:
+        worker(args)
+        return
+    order, rounds = random.Random(0), list[dict[str, dict[str, float]]]()
+    if args.path is not None:
+        Path(args.path).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="fzero-behind-", dir=args.path))
+    try:
+        with Group(
+            __file__, args.processes, passed_on(args, *MODEL, "backend", "every", "processes"), timeout=1200
+        ) as group:
+            group.ask("steps", count=args.warmup)
+            grown = {way: max(group.ask("grown", way=way, path=str(folder))) for way in args.only}
+            nbytes = group.ask("nbytes")
+            for number in range(args.rounds):
+                found: dict[str, dict[str, float]] = {}
+                for way in order.sample(args.only, len(args.only)):
+                    answers = group.ask("turn", way=way, path=str(folder))
+                    found[way] = {k: max(x[k] for x in answers) for k in MEASURES}
+                    print(f"round {number + 1}: {way}: {found[way]}", file=sys.stderr, flush=True)
+                rounds.append(found)
+            for way in {"behind", "blocking"} & {*args.only}:
+                group.ask("verify", path=str(folder / way))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report(args, rounds, grown, nbytes)
+
+
+def report(
+    args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]], grown: dict[str, float], nbytes: list[int]
+) -> None:
+    from model import Config
+
+    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    middle = {way: {k: statistics.median(r[way][k] for r in rounds) for k in MEASURES} for way in args.only}
+    columns = ("held_s", "held_cpu_s", "thread_cpu_s", "cpu_s", "wall_s", "complete_s")
+    rows = [(WAYS[way], *(f"{x[k]:.3f}" for k in columns), f"{grown[way]:.0f}") for way, x in middle.items()]
+    ratios: dict[str, Any] = {}
+    notes = [
+        f"{config.num_params / 1e6:.1f} M parameters ({args.layers} layers of width {args.width}, sequence {args.seq}, "
+        f"global batch {args.batch}), fp32, AdamW, clipping, ZeRO-3 over gloo, {args.processes} processes with one "
+        f"thread each; {max(nbytes) / 2**20:.0f} MiB of state a rank. A save before every {args.every} steps; medians "
+        f"of {args.rounds} interleaved rounds, of each the rank with more.",
+        "Held: from the call to its return, wall and CPU seconds of the thread that steps. A step: the round with its "
+        f"save, to the end of both, divided by {args.every}. Complete: from the call until it is on stable storage on "
+        "all ranks. MiB: resident memory that the first save leaves behind.",
+        "fzero's writes checksums and compares replicas, torch's neither.",
+    ]
+
+    def compare(name: str, each: list[float], limit: float | None = None) -> None:
+        value = statistics.median(each)
+        ratios[name] = {"median": value, "min": min(each), "max": max(each), "limit": limit}
+        wanted = "" if limit is None else f", at most {limit:g} wanted: {verdict(value, limit)}"
+        notes.append(f"{name}: {value:.3f} (rounds {min(each):.3f} to {max(each):.3f}){wanted}")
+
+    for way in args.only:
+        if way == "none" or "none" not in args.only:
+            continue
+        for key, text in (("thread_cpu_s", "CPU seconds of the thread that steps"), ("wall_s", "wall seconds")):
+            limit = LIMIT if (way, key) == ("behind", "thread_cpu_s") else None
+            compare(f"{WAYS[way]} / {WAYS['none']}, {text}", [r[way][key] / r["none"][key] for r in rounds], limit)
+        parts = [1 + r[way]["held_cpu_s"] / (args.every * r["none"]["thread_cpu_s"]) for r in rounds]
+        compare(
+            f"{WAYS[way]}: CPU seconds of the thread, those of {args.every} steps and of the call / of the steps", parts
+        )
+    data = {"settings": settings(args, "path"), "bytes": nbytes, "grown_mib": grown, "rounds": rounds, "ratios": ratios}
+    titles = ("", "held s", "held, CPU s", "a step: thread's CPU s", "process's CPU s", "wall s", "complete s", "MiB")
+    publish(args.name, "Checkpoints behind the steps", titles, rows, notes, data, args.out)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    model_flags(parser, layers=8, width=768, heads=12, seq=256, batch=8)
+    parser.add_argument("--path", type=Path, help="a folder on the disk to save to; default: one for temporary files")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--every", type=int, default=10, help="steps a save")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
+    script_flags(parser, "behind")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""The loss of a rank, in fzero's `fz.run` and in torchrun's restarts with checkpoints: FSDP2 with
+torch.distributed.checkpoint, also behind the steps, and DeepSpeed's ZeRO-3.
+
+    python benchmarks/elastic_peers.py              # two ranks, 57 M parameters: about 10 minutes on 2 cores
+    python benchmarks/elastic_peers.py --layers 2 --width 128 --heads 2 --seq 32 --only fzero dcp    # small
+
+The same model from the same values, the same batches and the same faults, each a SIGKILL to one rank right before a
+step; all save every `--every` steps. Each contestant runs once without a fault, whose losses the other run must have.
+torch 2.13 restarts with gloo fail about every second time, by addresses of the life before in the store that it keeps:
+the peers run with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, under which they join.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import MODEL, model_flags, passed_on, publish, script_flags, settings
+
+TITLES = {
+    "fzero": "fz.run: memory, and a checkpoint",
+    "dcp": "torchrun, FSDP2, DCP save",
+    "dcp_async": "torchrun, FSDP2, DCP async_save",
+    "deepspeed": "torchrun, DeepSpeed ZeRO-3",
+}
+LR, MAX_NORM, NUM_BATCHES = 3e-4, 1.0, 16
+
+Done = Callable[[int, Any], None]
+"""Writes down that a step has ended, and with which loss."""
+
+
+# --- one rank ---
+
+
+def worker(args: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist  # noqa: F401 - before the clock of what is ours
+
+    torch.set_num_threads(1)
+    rank, begin = int(os.environ["RANK"]), time.process_time()
+    from model import Config, make_batches
+
+    ours = 0.0 if args.contestant == "fzero" else time.process_time() - begin  # model.py imports fzero: not the peers'
+    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    batches = [
+        tuple(t.chunk(args.processes)[rank].contiguous() for t in batch) for batch in make_batches(config, NUM_BATCHES)
+    ]
+
+    def before(step: int) -> Any:
+        """The batch of a step, if this rank lives to see it."""
+        for number, at in enumerate(args.kill):
+            if step == at and rank == (number + 1) % args.processes:
+                try:
+                    with open(Path(args.out) / f"killed-{at}", "x") as f:
+                        f.write(str(time.monotonic()))
+                except FileExistsError:
+                    continue
+                os.kill(os.getpid(), signal.SIGKILL)
+        return batches[step % NUM_BATCHES]
+
+    def done(step: int, loss: Any) -> None:
+        note = {"step": step, "loss": float(loss), "at": time.monotonic(), "pid": os.getpid()}
+        note["cpu_s"] = time.process_time() - ours
+        with (Path(args.out) / f"notes-{rank}").open("a") as f:
+            f.write(json.dumps(note) + "\n")
+
+    {"fzero": _fzero, "dcp": _dcp, "dcp_async": _dcp, "deepspeed": _deepspeed}[args.contestant](
+        args, config, before, done
+    )
+
+
+def _fzero(args: argparse.Namespace, config: Any, before: Callable[[int], Any], done: Done) -> None:
+    from model import make_init, make_loss
+
+    import fzero as fz
+    from fzero import optim
+
+    optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR))
+    step = fz.shard_params(fz.train_step(make_loss(config), optimizer))
+
+    def main(run: Any) -> None:
+        train = fz.compile(step, run.mesh, backend=args.backend)
+        state = run.state(train, make_init(config), fz.random.key(0), path=Path(args.out) / "saved")
+        for index in run.steps(state, args.steps):
+            state, metrics = train(state, before(index))
+            run.keep(state)
+            if (index + 1) % args.every == 0:
+                run.save(state, keep=1)
+            done(index, metrics["loss"])
+
+    fz.run(main)
+
+
+def _dcp(args: argparse.Namespace, config: Any, before: Callable[[int], Any], done: Done) -> None:
+    import model as models
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = models.module(config)
+    for block in models.blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
+    root, group, saving = Path(args.out) / "saved", dist.new_group(backend="gloo"), None
+
+    def state() -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    complete = sorted(p.parent for p in root.glob("step-*/.metadata"))  # which is written last
+    start = 0
+    if complete:
+        given = state()
+        dcp.load(given, checkpoint_id=complete[-1])
+        set_state_dict(model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"])
+        start = int(complete[-1].name.removeprefix("step-"))
+    for index in range(start, args.steps):
+        loss = model(*before(index))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (index + 1) % args.every == 0:
+            to = root / f"step-{index + 1:08d}"
+            if args.contestant == "dcp_async":
+                if saving is not None:
+                    saving.result()
+                saving = dcp.async_save(state(), checkpoint_id=to, process_group=group)
+            else:
+                dcp.save(state(), checkpoint_id=to)
+        done(index, _mean(loss.detach()))
+    if saving is not None:
+        saving.result()
+    dist.destroy_process_group()
+
+
+def _deepspeed(args: argparse.Namespace, config: Any, before: Callable[[int], Any], done: Done) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import logging
+
+    import deepspeed
+    import model as models
+    import torch
+    from deepspeed.utils import logger
+
+    warnings.simplefilter("ignore")
+    logger.setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    config_ = {
+        "train_micro_batch_size_per_gpu": config.batch // args.processes,
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }
+    model: Any = models.module(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_)
+    root, start = Path(args.out) / "saved", 0
+    if (root / "latest").exists():
+        engine.load_checkpoint(str(root))
+        start = int((root / "latest").read_text().strip().removeprefix("step-"))
+    for index in range(start, args.steps):
+        loss = engine(*before(index))
+        engine.backward(loss)
+        engine.step()
+        if (index + 1) % args.every == 0:
+            engine.save_checkpoint(str(root), tag=f"step-{index + 1}")
+        done(index, _mean(loss.detach()))
+    torch.distributed.destroy_process_group()
+
+
+def _mean(loss: Any) -> Any:
+    """Over the ranks, as fzero's loss is."""
+    import torch.distributed as dist
+
+    dist.all_reduce(loss)
+    return loss / dist.get_world_size()
+
+
+# --- all of them ---
+
+
+def ran(args: argparse.Namespace, folder: Path, name: str, contestant: str, kill: list[int]) -> dict[str, Any]:
+    """The notes of each rank, in order, and when which step's rank was killed."""
+    out = folder / name
+    out.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "FZERO_CACHE": str(folder / "cache")}
+    env |= {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "FZERO_PROGRESS": "off"}
+    if contestant == "fzero":
+        command += ["-m", "fzero.run"]
+    else:
+        command += [f"--max-restarts={len(kill) + 2}"]
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    command += [__file__, "--worker", f"--out={out}", f"--contestant={contestant}", "--kill", *map(str, kill)]
+    command += passed_on(args, *MODEL, "backend", "every", "steps", "processes")
+    begin = time.monotonic()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, cwd=folder)
+    if done.returncode:
+        raise SystemExit(f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    notes = [
+        [json.loads(line) for line in (out / f"notes-{rank}").read_text().splitlines()]
+        for rank in range(args.processes)
+    ]
+    killed = {at: float((out / f"killed-{at}").read_text()) for at in kill}
+    shutil.rmtree(out / "saved", ignore_errors=True)
+    print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    return {"notes": notes, "killed": killed}
+
+
+def loss_of(run: dict[str, Any], at: int) -> dict[str, float]:
+    """What the loss of a rank before step `at` cost: steps, CPU seconds of all ranks, seconds."""
+    since, redone, cpu, ends = run["killed"][at], 0, 0.0, []
+    for mine in run["notes"]:
+        before = [x for x in mine if x["at"] < since]
+        after = [x for x in mine if x["at"] > since]
+        first = next(i for i, x in enumerate(after) if x["step"] >= at)
+        ends.append(after[first]["at"])
+        ended = {x["step"] for x in before}
+        redone = max(redone, sum(x["step"] in ended for x in after[:first]))
+        stayed = before[-1]["pid"] == after[first]["pid"]
+        cpu += after[first]["cpu_s"] - (before[-1]["cpu_s"] if stayed else 0.0)
+    return {"redone": redone, "cpu_s": cpu, "wall_s": max(ends) - since}
+
+
+def furthest(calm: dict[str, Any], struck: dict[str, Any]) -> float:
+    """The largest difference of a step's loss from that of the run without a fault, steps done again among them."""
+    expected = {x["step"]: x["loss"] for x in calm["notes"][0]}
+    assert {x["step"] for x in struck["notes"][0]} == expected.keys(), "a step is missing"
+    return max(abs(x["loss"] - expected[x["step"]]) for mine in struck["notes"] for x in mine)
+
+
+def step_seconds(calm: dict[str, Any]) -> float:
+    """CPU seconds of a step of all ranks, what is kept and saved among them, without the first two."""
+    return sum((x[-1]["cpu_s"] - x[1]["cpu_s"]) / (len(x) - 2) for x in calm["notes"])
+
+
+def main() -> None:
+    args = _arguments()
+    if args.worker:
+        worker(args)
+        return
+    if "deepspeed" in args.only and importlib.util.find_spec("deepspeed") is None:
+        print("no DeepSpeed here: it comes with the extra `bench`", file=sys.stderr)
+        args.only.remove("deepspeed")
+    found: dict[str, Any] = {}
+    rows, notes, versions = [], [], []
+    for contestant in args.only:
+        with tempfile.TemporaryDirectory(prefix="fzero-peers-", dir=args.path, ignore_cleanup_errors=True) as temporary:
+            calm = ran(args, Path(temporary), f"{contestant}-calm", contestant, [])
+            struck = ran(args, Path(temporary), f"{contestant}-struck", contestant, args.kill)
+        losses = [loss_of(struck, at) for at in args.kill]
+        found[contestant] = {"calm": calm, "struck": struck, "losses": losses}
+        middle = {key: statistics.mean(x[key] for x in losses) for key in losses[0]}
+        rows.append([
+            TITLES[contestant], " and ".join(str(x["redone"]) for x in losses), f"{middle['cpu_s']:.1f}",
+            f"{middle['wall_s']:.1f}", f"{furthest(calm, struck):.1e}", f"{step_seconds(calm):.2f}",
+        ])  # fmt: skip
+    from model import Config
+
+    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    notes += [
+        f"{config.num_params / 1e6:.1f} M parameters ({args.layers} layers of width {args.width}, sequence {args.seq}, "
+        f"global batch {args.batch}), fp32, AdamW, clipping, {args.processes} ranks of one thread each on one host, "
+        f"CPU; {args.steps} steps, saved every {args.every} to one disk, a rank killed before steps "
+        f"{' and '.join(map(str, args.kill))} (ranks 1 and 0 in turn). fzero: {args.backend}; the peers are eager.",
+        "Done again: steps that had ended and were done a second time. CPU seconds: of all ranks, imports among them, "
+        "until a step has ended that none had before; for ranks that stayed, from the end of their last step on. "
+        "Seconds: from the kill until that step has ended on all ranks. Means of the losses.",
+        "Largest difference: of any loss from the same step's of a run without a fault, steps done again among them. A "
+        "step: CPU seconds of all ranks without a fault, of keeping and saving its share.",
+        "The peers run with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it torch 2.13's restarts over gloo fail "
+        "about every second time. The CPU seconds in which they import fzero, for the model's text, are not counted.",
+    ]
+    if "deepspeed" in args.only:
+        from importlib.metadata import version
+
+        versions.append(f"DeepSpeed {version('deepspeed')}.")
+    columns = ["", "steps done again", "CPU s", "s", "largest difference", "a step, CPU s"]
+    data = {"settings": settings(args, "path", "contestant"), "found": found}
+    publish(args.name, "The loss of a rank", columns, rows, [*notes, *versions], data, args.out)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    model_flags(parser, layers=8, width=768, heads=12, seq=64, batch=4)
+    parser.add_argument("--path", type=Path, help="a folder on the disk to save to; default: one for temporary files")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--every", type=int, default=10, help="steps a save")
+    parser.add_argument("--kill", type=int, nargs="*", default=[15, 28], help="steps before which a rank is killed")
+    parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
+    parser.add_argument("--backend", choices=["inductor", "eager"], default="eager", help="fzero's")
+    parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
+    script_flags(parser, "elastic_peers")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Writes a checkpoint behind the training: from a copy in host memory, by a thread, while steps go on.
+
+A step writes its state in place, so what is saved is copied first; that is all that a caller waits for. The thread does
+what a save does, and the ranks tell each other of success or failure through the store, never by a collective: those
+belong to the steps. One save is under way at a time.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fzero import compat
+from fzero.checkpoint.ranks import Ranks, together
+from fzero.checkpoint.storage import Place
+from fzero.errors import CheckpointError, message
+from fzero.layout import leaf_of, place
+from fzero.turns import before_leaving, latest
+
+_ALIGNMENT = 64  # bytes
+_LOOK = 1.0  # seconds between two looks at whether the ranks that are waited for are still there
+_TIMEOUT = 600.0  # seconds that ranks wait for each other where no mesh says how long
+
+_log = logging.getLogger("fzero")
+one_at_a_time = threading.RLock()  # held from waiting for a save until the next one is under way
+_last: Saving | None = None
+_memory: torch.Tensor | None = None  # what copies lie in; kept from save to save, for its pages cost more than a copy
+
+
+class Saving:
+    """A save that goes on in a thread. Made by `save(..., wait=False)`.
+
+    A save that fails is logged at once, by the logger `fzero`; its error is raised by `wait`, and, if a rank has not
+    called that, by the next save on every rank. `close_mesh()`, the end of the process, and whoever looks for a
+    checkpoint or reads one wait for it. A process that was forked meanwhile cannot tell what came of it.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> saving = fz.checkpoint.save(tempfile.mkdtemp(), state, wait=False)
+        >>> saving.wait().name, saving.done
+        ('step-00000000', True)
+    """
+
+    def __init__(self, step: int, run: Callable[[], Place]):
+        self.step = step
+        self._result: Place | None = None
+        self._error: BaseException | None = None
+        self._heard = False
+        self._process = os.getpid()
+        self._ended = threading.Event()  # `Thread.join`, once interrupted, takes a thread for ended
+
+        def act() -> None:
+            try:
+                self._result = run()
+            except BaseException as error:
+                self._error = error
+                _log.error("the checkpoint of step %d was not saved: %s", step, error)
+            finally:
+                self._ended.set()
+
+        self._thread = threading.Thread(target=act, name=f"fzero-save-{step}")  # not a daemon: a process waits for it
+
+    def __repr__(self) -> str:
+        if self._process != os.getpid():
+            return f"Saving(step {self.step}, of process {self._process})"
+        how = "failed" if self._error is not None else str(self._result) if self.done else "under way"
+        return f"Saving(step {self.step}: {how})"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to its end on this rank, well or not.
+
+        Raises:
+            CheckpointError: in a process that was forked from the one that saves.
+        """
+        self._check_process()
+        return self._ended.is_set()
+
+    def wait(self) -> Place:
+        """The checkpoint, when it is complete and on stable storage.
+
+        Raises:
+            CheckpointError: on every rank, if anything failed on any; as for `save`. In a process that was forked from
+                the one that saves.
+        """
+        self._check_process()
+        self._ended.wait()
+        self._heard = True
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _begin(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            self._error = error
+            self._ended.set()
+            raise
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            what = f"process {self._process} saves step {self.step}, and this one was forked from it"
+            fix = "wait in the process that called save; fz.checkpoint.find(path) finds it when it is complete"
+            raise CheckpointError(message("checkpoint.Saving", what, fix=fix))
+
+
+def start(
+    ranks: Ranks,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    save: Callable[[Ranks, dict[str, torch.Tensor]], Place],
+    what: str,
+    undo: Callable[[], object],
+) -> Saving:
+    """Starts a save behind the training.
+
+    Args:
+        ranks: that save together, by collectives.
+        step: of the state.
+        tensors: what this rank reads for it, by name. They are copied before this returns.
+        save: the rest of a save, as one of the given ranks, from those copies.
+        what, undo: of its errors.
+
+    Communication: one exchange of a few bytes.
+    """
+    global _last
+    copies: dict[str, torch.Tensor] = {}
+
+    def copy() -> str:
+        copies.update(_copied(tensors))
+        return uuid.uuid4().hex
+
+    name = together(ranks, "checkpoint.save", what, copy, undo)[0]
+
+    among = _Notes(ranks, name) if ranks.size > 1 else contextlib.nullcontext(ranks)
+
+    def run() -> Place:
+        with among as ranks:
+            return save(ranks, copies)
+
+    saving = _last = Saving(step, run)
+    before_leaving(_finish_and_let_go)
+    saving._begin()
+    return saving
+
+
+def finish() -> None:
+    """Waits for the save under way.
+
+    Raises:
+        CheckpointError: it failed, and nobody has asked on this rank; maybe on others.
+    """
+    if _last is not None and not _last._heard:
+        _last.wait()
+
+
+def settle() -> None:
+    """Waits for the save under way, whatever comes of it: its `keep` deletes checkpoints, and what is looked for may be
+    its own."""
+    if (saving := _last) is not None:
+        saving._ended.wait()  # what failed has been logged
+
+
+def _finish_and_let_go() -> None:
+    global _last, _memory
+    settle()
+    _last = _memory = None
+
+
+def _forked() -> None:
+    """In a process just forked, which has none of the threads."""
+    global _last, one_at_a_time
+    _last, one_at_a_time = None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+@torch.no_grad()
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in host memory, placed as what they are of. Tied tensors are copied once."""
+    global _memory
+    distinct = {id(x): x for x in tensors.values()}
+    sizes = [-(-x.numel() * x.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for x in distinct.values()]
+    pinned = any(x.is_cuda for x in distinct.values())
+    if _memory is None or _memory.numel() < sum(sizes) or _memory.is_pinned() < pinned:
+        _memory = None  # gone before there is another
+        with torch.inference_mode(False):  # whoever saves next writes to it
+            _memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    copies: dict[int, torch.Tensor] = {}
+    for (key, x), begin in zip(distinct.items(), itertools.accumulate(sizes, initial=0), strict=False):
+        flat = _memory[begin : begin + x.numel() * x.dtype.itemsize]
+        copies[key] = flat.view(x.dtype).view(x.shape).copy_(x, non_blocking=pinned)
+        if (tag := leaf_of(x)) is not None:
+            place(copies[key], *tag)
+    if pinned:
+        torch.cuda.synchronize()
+    return {name: copies[id(x)] for name, x in tensors.items()}
+
+
+class _Notes:
+    """A context, in which ranks exchange objects through the store. `name`: of this save, of its own over all lives of
+    the store."""
+
+    def __init__(self, ranks: Ranks, name: str):
+        self._rank, self._size, self._name = ranks.rank, ranks.size, name
+        self._turns = latest()
+        kept = self._turns.store if self._turns is not None else None
+        self._store = compat.default_store() if kept is None else kept
+        self._number, self._failed = 0, False
+
+    def __enter__(self) -> Ranks:
+        return Ranks(self._rank, self._size, self._exchange)
+
+    def __exit__(self, *_: object) -> None:
+        """After the last exchange rank 0, whose process may keep the store, goes when all have read it."""
+        if self._failed:
+            return
+        with contextlib.suppress(CheckpointError), self._store_is_there():
+            self._store.set(self._key("read", self._rank), "")
+            if self._rank == 0:
+                self._await("read")
+                for what in (self._number - 1, "read"):
+                    for rank in range(self._size):
+                        self._store.delete_key(self._key(what, rank))
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        number = self._number
+        self._number += 1
+        with self._store_is_there():
+            self._store.set(self._key(number, self._rank), base64.b64encode(pickle.dumps(mine)).decode())
+            self._await(number)
+            if number:  # all have read what they exchanged before
+                self._store.delete_key(self._key(number - 1, self._rank))
+            texts = [self._store.get(self._key(number, r)) for r in range(self._size)]
+        return [pickle.loads(base64.b64decode(text)) for text in texts]
+
+    def _key(self, what: int | str, rank: int) -> str:
+        return f"fzero/save/{self._name}/{what}/{rank}"
+
+    @contextlib.contextmanager
+    def _store_is_there(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            self._failed = True
+            raise
+        except RuntimeError as error:  # a DistError too
+            self._failed = True
+            what = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
+            fix = "look at that process's errors; if none is newer, the checkpoint before this one is the latest"
+            raise CheckpointError(message("checkpoint.save", what, fix=fix)) from error
+
+    def _await(self, what: int | str) -> None:
+        """Returns when all ranks have written it.
+
+        Raises:
+            CheckpointError: a rank has left or died, or timed out, without writing.
+        """
+        keys = [self._key(what, r) for r in range(self._size)]
+        timeout = _TIMEOUT if self._turns is None else self._turns.timeout
+        began = looked = time.monotonic()
+        nap = 1e-3
+        while not self._store.check(keys):
+            now = time.monotonic()
+            if now - looked > _LOOK:
+                looked, gone = now, self._turns.gone() if self._turns is not None else set()
+                absent = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                lost = [f"rank {r} has left" for r in absent if r in gone]
+                lost = lost or [f"rank {r} timed out after {timeout:g} s" for r in absent if now - began > timeout]
+                if lost:
+                    fix = "look at that rank's errors first; the checkpoint before this one is still the latest"
+                    raise CheckpointError(message("checkpoint.save", "not every rank has written its part", lost, fix))
+            time.sleep(nap)
+            nap = min(2 * nap, 0.1)

@@ -1,0 +1,188 @@
+"""Looks after the ranks and batches of a run: ranks that are slower than the others, numbers that jump (`fz.Health`).
+
+It looks at numbers that are there anyway, and does nothing to a state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fzero.arguments import flag, number
+from fzero.mesh import Mesh
+
+SLOWER = 1.3  # times the median that a slow rank works
+_IN_A_ROW = 3  # windows
+_MEMORY = 64  # numbers that a median is of
+_LEAST = 16  # numbers before which none is a jump
+
+
+class Finding(NamedTuple):
+    """Something found wrong with a run.
+
+    Attributes:
+        kind: "straggler"; "slot": a kept state that changed in memory; "replay": a step that came to another result
+            when it was done again; "spike": a batch that was left out.
+        batch: how many batches the run had seen.
+        ranks: which it is about; none if that is not known, or it is about all of them.
+        text: what was logged.
+
+    Example:
+        >>> from fzero.elastic.health import Finding
+        >>> Finding("straggler", 300, (5,), "rank 5 (node-b) takes 1.42 times the median").ranks
+        (5,)
+    """
+
+    kind: str
+    batch: int
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Health:
+    """The care that a run takes of its health: `fz.run(main, health=fz.Health(...))`. What is found is logged, and in
+    `run.health`. docs/elastic.md says what each costs.
+
+    Args:
+        stragglers: of so many steps each rank tells the others how long it worked, its waits left out; one that works
+            1.3 times the median three times in a row is named. None: they do not.
+        replay: one of so many steps is done again by `run.step`, from the state kept before it, and must come to the
+            same bits. None: none is.
+        rotate: before that, once more with the batches of the ranks next to each other, whose gradients must be the
+            same: a rank that errs every time alike shows.
+        spikes: a loss or a gradient norm of so many times the median of the last 64, or that is not finite: `run.step`
+            does the step again, and if it comes to the same goes back and leaves the batch out. None: they are taken.
+        replicas: of so many steps `run.step` compares what ranks hold in common (`check_replicas`). None: never.
+
+    Example:
+        >>> import fzero as fz
+        >>> fz.Health(spikes=8).stragglers
+        50
+        >>> fz.run(lambda run: run.health, health=fz.Health(stragglers=None), device="cpu")
+        []
+    """
+
+    stragglers: int | None = 50
+    replay: int | None = None
+    rotate: bool = False
+    spikes: float | None = None
+    replicas: int | None = None
+
+    def problems(self) -> list[str]:
+        """A line for each argument that is invalid."""
+        found = [
+            f"health: {name}={value!r}: must be a whole number of at least 1, or None"
+            for name in ("stragglers", "replay", "replicas")
+            if (value := getattr(self, name)) is not None and (type(value) is not int or value < 1)
+        ]
+        if self.spikes is not None:
+            found += [f"health: {problem}" for problem in number("spikes", self.spikes, above=1, below=math.inf)]
+        found += [f"health: {problem}" for problem in flag("rotate", self.rotate)]
+        if self.rotate is True and self.replay is None:
+            found.append("health: rotate=True without replay: say of how many steps one is done again")
+        return found
+
+
+class Pace:
+    """Tells the ranks of a mesh how long each of them works, off the path of their steps: notes go through the store,
+    and are read a window later, when all have come.
+
+    Args:
+        mesh: of all ranks.
+        every: steps of a window.
+
+    Communication: of so many steps a note of about 100 bytes to the store, and those of all ranks from it.
+    """
+
+    def __init__(self, mesh: Mesh, every: int):
+        self._mesh, self._every = mesh, every
+        self._steps = self._window = 0
+        self._began, self._slept = 0.0, dict[int | None, float]()
+        self._in_a_row: dict[int, int] = {}
+
+    def step(self, batch: int) -> list[Finding]:
+        """Called before each step. The same on every rank."""
+        self._steps += 1
+        if self._steps == 2:  # the first one makes programs: it is in no window
+            self._begin()
+        elif self._steps > 2 and (self._steps - 2) % self._every == 0:
+            return self._turn(batch)
+        return []
+
+    def _begin(self) -> None:
+        self._began, self._slept = time.monotonic(), dict(slept(self._mesh))
+
+    def _turn(self, batch: int) -> list[Finding]:
+        """Says how this window was, and reads how the last but one was for all."""
+        store, rank, all_ranks = self._mesh.store, self._mesh.rank, range(self._mesh.size)
+        seconds = time.monotonic() - self._began
+        waited = {peer: s - self._slept.get(peer, 0.0) for peer, s in slept(self._mesh).items()}
+        note = {
+            "worked": seconds - sum(waited.values()),
+            "on": {peer: round(s, 4) for peer, s in waited.items() if peer is not None and s > 0},
+            "host": socket.gethostname(),
+        }
+        store.set(_key(self._window, rank), json.dumps(note))
+        if self._window > 1:
+            store.delete_key(_key(self._window - 2, rank))
+        self._window += 1
+        self._begin()
+        keys = [_key(self._window - 2, r) for r in all_ranks]
+        if self._window < 2 or not store.check(keys):  # ranks of a loop that takes no steps can be far apart
+            return []
+        return self._judge([json.loads(store.get(key)) for key in keys], batch)
+
+    def _judge(self, notes: list[dict[str, Any]], batch: int) -> list[Finding]:
+        median = statistics.median_low(note["worked"] for note in notes)
+        found = []
+        for rank, note in enumerate(notes):
+            times = note["worked"] / median if median > 0 else 1.0
+            self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if times > SLOWER else 0
+            if self._in_a_row[rank] == _IN_A_ROW:
+                others = sum(other["on"].get(str(rank), 0.0) for other in notes)
+                text = f"rank {rank} ({note['host']}) works {times:.2f} times as long as the median rank"
+                text += f", {note['worked'] / self._every:.3g} s a step; the others waited {others:.3g} s for it"
+                found.append(Finding("straggler", batch, (rank,), text))
+        return found
+
+
+def _key(window: int, rank: int) -> str:
+    return f"fzero/health/{window}/{rank}"
+
+
+def slept(mesh: Mesh) -> Mapping[int | None, float]:
+    """The seconds that this rank has waited on the host for others, by rank; None: it is not known for which."""
+    found: dict[int | None, float] = dict(getattr(mesh.context.transport, "slept", {}))
+    found[None] = found.get(None, 0.0) + mesh.turns.slept
+    return found
+
+
+class Jumps:
+    """Says of the numbers of a step whether one has jumped: the median is that of the last ones that have not."""
+
+    def __init__(self, times: float):
+        self._times = times
+        self._last: dict[str, deque[float]] = {}
+
+    def found(self, numbers: Mapping[str, float]) -> str:
+        """The numbers that have jumped, as text; "" if none has, and then they are remembered."""
+        odd = []
+        for name, x in numbers.items():
+            last = self._last.setdefault(name, deque(maxlen=_MEMORY))
+            median = statistics.median(last) if len(last) >= _LEAST else math.inf
+            if not math.isfinite(x):
+                odd.append(f"{name} {x}")
+            elif 0 < median and x > self._times * median:
+                odd.append(f"{name} {x:.4g}, {x / median:.3g} times the median")
+        if not odd:
+            for name, x in numbers.items():
+                self._last[name].append(x)
+        return ", ".join(odd)

@@ -1,0 +1,174 @@
+"""Finds the memory in which a host keeps the states of a run, and says there how far each rank is. Imports no PyTorch:
+the process that watches a rank stays small.
+
+What is kept belongs to the process that owns the run, torchrun or, without it, the keeper: it is the run's as long as
+that process lives, over restarts of all the others, and removed by the next run that finds its owner gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import re
+import shutil
+import signal
+import struct
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MEMORY, KEEPER, SPARE = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER", "FZERO_RUN_SPARE"
+"""Names in the environment of a process that a keeper started: where to keep states, that it is kept, and that it is
+no rank yet."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def memory(given: str | os.PathLike[str] | None = None) -> Path:
+    """The directory of this run on this host, readable by its user alone. Removes those whose owners are gone.
+
+    Args:
+        given: in place of `/dev/shm`, or of the directory for temporary files where there is none.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if given is None and (kept := os.environ.get(MEMORY)):
+        return Path(kept)
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    root = (base if given is None else Path(given)) / f"fzero-{os.getuid()}"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if root.lstat().st_uid != os.getuid() or root.lstat().st_mode & 0o077 or root.is_symlink():
+        raise PermissionError(f"{root} is another user's, or open to others")
+    owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    here = str(os.stat("/proc/self/ns/pid").st_ino)  # containers may share this memory, and not their processes
+    for other in root.iterdir():
+        names, _, process = other.name.partition("-")
+        pid, _, born = process.partition("-")
+        if names == here and pid.isdigit() and born != started(int(pid)):
+            shutil.rmtree(other, ignore_errors=True)
+    found = root / f"{here}-{owner}-{started(owner)}"
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
+def of_run(memory: Path, ended: int) -> Path:
+    """The place of the states of the run that follows so many others, which have ended, in one script."""
+    return memory / f"after-{ended}" if ended else memory
+
+
+def forget(memory: Path, ended: int) -> None:
+    """Removes the states of the runs that have ended."""
+    for number in range(ended):
+        for directory in of_run(memory, number).glob("of-*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def not_a_directory(given: str) -> list[str]:
+    """A line if a text cannot be where a host keeps states."""
+    if not given:
+        return ["memory='': names no directory"]
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", given):
+        return [f"memory={given!r}: must be a directory of this host, not a URL"]
+    return []
+
+
+def started(pid: int) -> str:
+    """When a process began, in ticks of its kernel; "" if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Has the kernel send this process a signal when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def own_group() -> int | None:
+    """The process group of what a keeper starts, as `Popen` takes it: a new one under torchrun, whose SIGTERM is for
+    the whole group of a rank. It would end the processes that load a script's data before the rank itself has stopped.
+    """
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def remove(directory: Path) -> None:
+    """Removes the memory of a run, and what held it if that was all."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        directory.parent.rmdir()
+
+
+class Seen(NamedTuple):
+    """A rank as its keeper sees it.
+
+    Attributes:
+        step: the one that has begun.
+        first: the first since all came together.
+        beats: a number that grows whenever the rank does something together with others.
+        waited: when it last waited for another rank, in seconds of the clock that all processes of a host have.
+        phase: of `COMING`, `JOINING`, `BUILDING`, `STEPPING` and `FINISHED`.
+    """
+
+    step: int
+    first: int
+    beats: int
+    waited: float
+    phase: int
+
+
+COMING, JOINING, BUILDING, STEPPING, FINISHED = range(5)
+"""The phases of a rank: until its first step on a mesh, in it while all have come and their mesh is made, and while a
+program is built; from a step on; and when all have returned from `main`."""
+
+
+class Progress:
+    """The progress of a rank, in memory that it shares with its keeper."""
+
+    _FORM = struct.Struct("<qqqdq")
+
+    def __init__(self, directory: Path, rank: int):
+        fd = os.open(directory / f"progress-{rank:05d}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, mmap.PAGESIZE)
+            self._map = mmap.mmap(fd, mmap.PAGESIZE)
+        finally:
+            os.close(fd)
+        self._seen = self.read()
+
+    def read(self) -> Seen:
+        return Seen(*self._FORM.unpack_from(self._map))
+
+    def say(self, phase: int, step: int | None = None) -> None:
+        """Tells the keeper which phase begins, and with `step` which step."""
+        step = self._seen.step if step is None else step
+        first = step if self._seen.phase in (COMING, JOINING) else self._seen.first
+        self._write(phase=phase, step=step, first=first, beats=self._seen.beats + 1)
+
+    def begin(self) -> None:
+        """A process begins that is this rank, and has taken no step yet."""
+        self._seen = self.read()
+        self.say(COMING)
+
+    def met(self) -> None:
+        """All ranks have come."""
+        self.say(JOINING)
+
+    def builds(self) -> None:
+        """A program is made, which may take long."""
+        self.say(BUILDING)
+
+    def beat(self) -> None:
+        self._write(beats=self._seen.beats + 1)
+
+    def wait(self) -> None:
+        """This rank waits for others."""
+        self._write(waited=time.monotonic())
+
+    def _write(self, **changes: Any) -> None:
+        self._seen = self._seen._replace(**changes)
+        self._FORM.pack_into(self._map, 0, *self._seen)

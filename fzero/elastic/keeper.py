@@ -1,0 +1,218 @@
+"""Watches one rank of a run and starts it again when it dies: `python -m fzero.run script.py`, between torchrun and the
+script.
+
+    torchrun --nproc-per-node 8 -m fzero.run train.py --its --flags
+
+The other ranks keep their processes, their memory and what they have compiled: torchrun, which would stop them all,
+sees this process alone. A script that ends by itself, with an error too, ends the run with its exit code. Imports no
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fzero.elastic import host
+from fzero.elastic.spares import Spares, Taken, take
+
+_LOOK = 0.05  # seconds between two looks at the process
+_STACKS = 1.0  # seconds for a process to print its stacks
+_MOST_SPARES = 64
+_VALUED = ("--hang", "--max-losses", "--spares", "--memory")
+_FRESH = 5.0  # seconds for which a rank that waited for others is taken to wait still
+
+
+class Keeper:
+    """A rank's process, and what is known of it.
+
+    Args:
+        command: what starts it.
+        hang: seconds without anything that fzero sees, from its second step on, after which it is killed.
+        max_losses: deaths in a row without a step between them that are taken.
+        memory: where the run keeps its states on this host.
+        spare: what starts a spare.
+        spares: of this host that wait, which the keeper of its first rank sees to.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        hang: float,
+        max_losses: int,
+        memory: Path,
+        spare: Sequence[str] = (),
+        spares: int = 0,
+    ):
+        self._command, self._hang, self._max_losses, self._memory = command, hang, max_losses, memory
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._progress = host.Progress(memory, self._rank)
+        self._parent, self._told = os.getppid(), False
+        self._process: subprocess.Popen[bytes] | Taken | None = None
+        first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
+        here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._spares = Spares(memory, spare, spares, here, self._say) if spares and self._rank == first else None
+
+    def run(self) -> int:
+        """The exit code of the rank."""
+        signal.signal(signal.SIGTERM, self._hear)
+        signal.signal(signal.SIGINT, self._hear)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            host.die_with_parent(signal.SIGTERM)
+            if os.getppid() != self._parent:
+                return 1
+        code = self._lives()
+        if self._spares is not None:
+            self._spares.close(whole=code in (0, 128 + signal.SIGTERM))
+        return code
+
+    def _lives(self) -> int:
+        """The exit code of the last process that is the rank."""
+        losses, last, taken = 0, -1, False
+        while True:
+            code = self._watch(taken)
+            step, finished = self._progress.read().step, self._progress.read().phase == host.FINISHED
+            if code == 0 and self._progress.read().phase != host.COMING and not finished:
+                self._say(f"ended in step {step}, before the run had: the others wait for it, and the run ends here")
+                return 1
+            if code >= 0 or self._told or finished:
+                return code if code >= 0 else 128 - code
+            losses = 1 if step > last else losses + 1
+            last, name = step, signal.Signals(-code).name
+            if losses >= self._max_losses:
+                self._say(f"died of {name} {losses} time{'s' * (losses > 1)} in step {step}: the run ends here")
+                return 128 - code
+            taken = self._take(f"died of {name} in step {step}")
+
+    def _take(self, why: str) -> bool:
+        """Whether a spare has taken the place."""
+        self._progress.begin()
+        self._process = take(self._memory, self._rank, self._environment())
+        self._say(f"{why}; {'a spare takes its place' if self._process else 'it is started again'}")
+        return self._process is not None
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, host.MEMORY: str(self._memory), host.KEEPER: str(os.getpid())}
+
+    def _watch(self, taken: bool) -> int:
+        """Starts the rank, unless a spare has `taken` its place, and returns its exit code; that of a signal is
+        negative."""
+        if not taken:
+            self._progress.begin()
+            self._process = subprocess.Popen(
+                self._command, env=self._environment(), preexec_fn=host.die_with_parent, process_group=host.own_group()
+            )
+        assert self._process is not None
+        if self._told:  # between two lives
+            self._process.send_signal(signal.SIGTERM)
+        beats, since = -1, time.monotonic()
+        while self._process.poll() is None:
+            time.sleep(_LOOK)
+            seen = self._progress.read()
+            if self._spares is not None:
+                self._spares.look(seen.phase == host.STEPPING and seen.first < seen.step)
+            if seen.beats != beats:
+                beats, since = seen.beats, time.monotonic()
+            waits = time.monotonic() - seen.waited < _FRESH and seen.phase == host.STEPPING
+            watched = seen.phase == host.JOINING or (seen.phase == host.STEPPING and seen.first < seen.step)
+            if watched and time.monotonic() - since > self._hang * (2 if waits else 1):
+                self._end(seen.step)
+        return self._process.wait()
+
+    def _end(self, step: int) -> None:
+        """Kills a process that hangs, which says where if it can."""
+        assert self._process is not None
+        self._say(f"has done nothing for {self._hang:g} s in step {step}; its stacks:")
+        self._process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACKS)
+        self._process.kill()
+        while self._process.poll() is None:
+            time.sleep(_LOOK)
+            if self._spares is not None:
+                self._spares.look(False)
+
+    def _hear(self, number: int, _: Any) -> None:
+        if os.getppid() != self._parent and "TORCHELASTIC_RUN_ID" in os.environ:  # nobody owns the run any more
+            if self._process is not None:
+                self._process.kill()
+            host.remove(self._memory)
+            os._exit(128 + number)
+        self._told = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _say(self, text: str) -> None:
+        print(f"fzero.run: rank {self._rank} {text}", file=sys.stderr, flush=True)
+
+
+def main(args: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m fzero.run", description="Starts a script, one rank of a run, and starts it again when it dies."
+    )
+    parser.add_argument(
+        "--hang",
+        type=float,
+        default=600.0,
+        help="seconds in which a rank does nothing that fzero sees, after which it is killed",
+    )
+    parser.add_argument("--max-losses", type=int, default=3, help="deaths in one step that end the run")
+    parser.add_argument(
+        "--spares", type=int, default=0, help="processes of each host that wait to take the place of a rank that dies"
+    )
+    parser.add_argument("--memory", help="where states are kept, in place of /dev/shm")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="of the script")
+    given = parser.parse_args(_apart(sys.argv[1:] if args is None else args))
+    if not 0 < given.hang < math.inf or given.max_losses < 1 or not 0 <= given.spares <= _MOST_SPARES:
+        parser.error(
+            "--hang must be greater than 0 and finite, --max-losses at least 1, and --spares at least 0 and at most "
+            f"{_MOST_SPARES}, each a process with all that the script imports"
+        )
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdecimal():
+            parser.error(f"{name}={os.environ[name]!r} in the environment must be a whole number, as torchrun sets it")
+    if given.memory is not None and (problems := host.not_a_directory(given.memory)):
+        parser.error(f"--{problems[0]}")
+    if not given.module and not os.path.isfile(given.script):
+        parser.error(f"there is no file {given.script}")
+    try:
+        memory = host.memory(given.memory and os.path.abspath(given.memory))
+    except OSError as error:
+        parser.error(f"--memory: {error}")
+    python, script = _python(), [*(["-m"] if given.module else []), given.script, *given.args]
+    spare = [*python, "-c", "from fzero.elastic.spares import main; main()", *script]
+    code = Keeper([*python, *script], given.hang, given.max_losses, memory, spare, given.spares).run()
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(
+        os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    )
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (code == 0 or not again):
+        host.remove(memory)
+    return code
+
+
+def _apart(args: list[str]) -> list[str]:
+    """Arguments with -mMODULE as -m MODULE, as Python itself takes it."""
+    for i, one in enumerate(args):
+        if i and args[i - 1] in _VALUED:
+            continue
+        if one.startswith("-m") and len(one) > 2:
+            return [*args[:i], "-m", one[2:], *args[i + 1 :]]
+        if not one.startswith("-"):
+            break
+    return args
+
+
+def _python() -> list[str]:
+    """The interpreter with the options that this one was started with: -u, -X dev, -W error."""
+    options = sys.orig_argv[1:]
+    here = next((i for i, option in enumerate(options) if option.startswith("-m")), 0)
+    return [sys.executable, *options[:here]]

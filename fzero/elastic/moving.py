@@ -1,0 +1,191 @@
+"""Finds the newest state that the memories of all hosts have together, and has each rank read its part of it: from its
+own host's memory what is there, from the others the rest.
+
+A memory is read by the ranks of its host alone. So the first rank of each says what its memory has, and all ranks come
+to the same choice: the newest state of which every element is somewhere. Each then knows which bytes it needs of which
+memory, and asks a rank of that host for them (checkpoint/spread.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fzero import turns
+from fzero.checkpoint import format
+from fzero.checkpoint.index import Index, Part
+from fzero.checkpoint.ranks import Ranks, together
+from fzero.checkpoint.spread import Spread
+from fzero.elastic import vault
+from fzero.elastic.vault import held, is_whole
+from fzero.mesh import Mesh
+
+logger = logging.getLogger("fzero")
+
+_RANKS = "ranks"  # among the meta of a state that memories have
+
+_WRONG = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, RecursionError)
+"""Raised by whoever reads a memory that is damaged."""
+
+
+class Held(NamedTuple):
+    """A memory's states by step and number of ranks, or why it is of no use; and the ranks that can read it."""
+
+    ranks: Sequence[int]
+    states: Mapping[tuple[int, int], Index]
+    problem: str | None
+
+
+def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> Index | None:
+    """The newest state that is whole in the memories of all hosts together, as this rank reads it; None if there is
+    none. A memory that is damaged is named in the log, and is as if it were lost.
+
+    Args:
+        memory: the run's, on this host.
+        mesh: whose ranks call this together.
+        ranks: of the mesh.
+
+    Communication: two exchanges: what each memory has, packed, some ten bytes a leaf and slot.
+    """
+    memories = found(memory, ranks)
+    for one in memories:
+        if one.problem is not None and ranks.rank == 0:
+            logger.warning("fzero.run: the memory of rank %d's host counts as lost: %s", one.ranks[0], one.problem)
+    mine = next(i for i, one in enumerate(memories) if ranks.rank in one.ranks)
+    states: dict[tuple[int, int, str], list[tuple[int, Index]]] = {}
+    for number in (*range(mine, len(memories)), *range(mine)):  # its own first, then not all of them the same
+        for (step, size), index in memories[number].states.items():
+            states.setdefault((step, size, _form(index)), []).append((number, index))
+    usable = [key for key, parts in states.items() if is_whole(replace(parts[0][1], parts=_joined(parts)))]
+    if not usable:
+        return None
+    best = max(usable, key=lambda key: (key[0], key[1] == mesh.size, key[1:]))
+    return replace(_read_by(mesh, memory, memories, mine, states[best]), meta={_RANKS: best[1]})
+
+
+def ranks_of(index: Index) -> int:
+    """The number of ranks that have saved, or kept, a state."""
+    return index.meta[_RANKS] if _RANKS in index.meta else len(index.files)
+
+
+def let_go_of_damaged(memory: Path, turn: int, num: int) -> list[vault.Damage]:
+    """Calls the vault's; a memory that is not even of its form is left to `found`, for which it counts as lost."""
+    try:
+        return vault.let_go_of_damaged(memory, turn, num)
+    except _WRONG:
+        return []
+
+
+def found(memory: Path, ranks: Ranks) -> list[Held]:
+    """The contents of all memories, each told of by the first rank that has it."""
+    names = together(ranks, "run", "cannot find the memory of a host", lambda: _name(memory))
+    readers = [[r for r, other in enumerate(names) if other == one] for one in dict.fromkeys(names)]
+
+    def look() -> bytes | None:
+        if not any(ranks.rank == those[0] for those in readers):
+            return None
+        try:
+            states, problem = held(memory), None
+            for index in states.values():
+                check(index)
+        except _WRONG as error:
+            states, problem = {}, f"{memory}: {type(error).__name__}: {error}"
+        return zlib.compress(pickle.dumps((states, problem)), 1)
+
+    told = together(ranks, "run", "cannot read the memory of a host", look)
+    return [Held(those, *pickle.loads(zlib.decompress(told[those[0]] or b""))) for those in readers]
+
+
+def _name(memory: Path) -> tuple[str, str, int, int]:
+    """The name of a memory that only those see who can read it."""
+    here = os.stat(memory)
+    return *turns._host(), here.st_dev, here.st_ino
+
+
+def check(index: Index) -> None:
+    """Raises if the headers of a memory's files are not as its index says.
+
+    Raises:
+        ValueError: it names the file.
+        OSError: it cannot be read.
+    """
+    of_file: dict[str, list[Part]] = {file: [] for file in index.files}
+    for parts in index.parts.values():
+        for part in parts:
+            of_file[part.file].append(part)
+    dtypes = {name: dtype for name, (_, dtype) in index.leaves.items()}
+    for file, parts in of_file.items():
+        with (Path(index.directory) / file).open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(length)) if 8 + length <= index.files[file].bytes else {}
+        for part in parts:
+            begin = part.offset - 8 - length
+            told, nbytes = header.get(part.key, {}), part.boxes.numel * dtypes[part.key].itemsize
+            at, end = told.get("data_offsets", (-1, -1))
+            if at != begin or end - at < nbytes or told.get("dtype") != format.CODES[dtypes[part.key]]:
+                raise ValueError(f"{file}: its header is damaged, {part.key} is not where it should be")
+
+
+def _form(index: Index) -> str:
+    """A digest of what a state is made of: those of another model are not put together."""
+    facts = list(index.leaves.items()), list(index.aliases.items()), index.skeleton
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _joined(
+    states: Sequence[tuple[int, Index]], named: Callable[[int, str], str] = lambda number, file: file
+) -> dict[str, tuple[Part, ...]]:
+    """The parts that several memories have of one state, in their order."""
+    names = states[0][1].parts
+    return {
+        name: tuple(replace(p, file=named(number, p.file)) for number, index in states for p in index.parts[name])
+        for name in names
+    }
+
+
+def _read_by(
+    mesh: Mesh, memory: Path, memories: Sequence[Held], mine: int, states: Sequence[tuple[int, Index]]
+) -> Index:
+    """A state as this rank reads it: `files` are those of its own host's memory; others have the number of theirs
+    before their names."""
+    by_number = dict(states)
+    own = by_number.get(mine)
+
+    def holder(file: str) -> int:
+        ranks = memories[int(file.partition(":")[0])].ranks
+        return ranks[mesh.rank % len(ranks)]
+
+    def take(file: str, offset: int, out: torch.Tensor) -> str | None:
+        assert own is not None
+        path = Path(own.directory) / file.partition(":")[2]
+        try:
+            with path.open("rb", buffering=0) as f:
+                f.seek(offset)
+                view = memoryview(out.numpy())  # type: ignore[arg-type]
+                while view:
+                    if not (n := f.readinto(view)):
+                        return f"{path.name}: ends inside {offset} to {offset + out.numel()}"
+                    view = view[n:]
+        except OSError as error:
+            return f"{path.name}: {error}"
+        return None
+
+    index = states[0][1] if own is None else own
+    what = f"what the hosts' memory has of step {index.step}"
+    return replace(
+        index,
+        directory=memory if own is None else own.directory,
+        files={} if own is None else own.files,
+        parts=_joined(states, lambda number, file: file if number == mine else f"{number}:{file}"),
+        spread=None if len(memories) == 1 else Spread(mesh, "run", what, holder, take),
+    )

@@ -1,0 +1,137 @@
+"""Lays a live state out anew, for another step on the same processes, without a file (`fz.reshard`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero import agree, tree
+from fzero.boxes import Boxes
+from fzero.checkpoint.format import as_bytes
+from fzero.checkpoint.index import Index, Part
+from fzero.checkpoint.saving import Plan, make_plan
+from fzero.checkpoint.spread import Spread
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.layout import extent_of, leaf_of, leave
+from fzero.mesh import Mesh
+from fzero.runtime.training import CompiledStep
+from fzero.step import State
+from fzero.step.checks import check_state
+from fzero.tree import describe
+
+_FIX = "reshard what train.init, train.restore or a step returned"
+
+
+def reshard(state: State, train: CompiledStep) -> State:
+    """A state laid out for another step of the same model and optimizer: another stage, other axes, another tier. Bit
+    for bit what saving it and `train.restore` give, without a file.
+
+    Args:
+        state: of a compiled step on a mesh of the same processes. It is donated: its tensors are let go as they are
+            moved; as it was, it cannot be used any more.
+        train: the step that goes on with it.
+
+    Communication: each rank takes what it holds itself, and asks another for each byte that it lacks, once, through
+        host memory; an exchange of a small object for each GiB of the new state.
+    Memory: the new state, of the old one what has not been moved yet, 1 GiB or one leaf at a time, and 32 MiB.
+
+    Raises:
+        FzeroTypeError: what is not a state.
+        FzeroValueError: leaves that no compiled step made, that rest on disk, or that are of other processes; states
+            that differ between the ranks. Before anything is moved, and the state is as it was.
+        CheckpointError: the state is of another model or optimizer, listing every difference; likewise.
+        DivergenceError: a rank was lost on the way. The state is lost.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.adamw(0.1))
+        >>> first, then = (fz.compile(s, fz.make_mesh(), backend="eager") for s in (step, fz.shard_params(step)))
+        >>> state = fz.reshard(first.init({"w": torch.ones(2)}), then)
+        >>> int(then(state, torch.ones(4, 2))[0].step)
+        1
+    """
+    if not isinstance(train, CompiledStep):
+        fix = "fz.reshard(state, fz.compile(step, mesh))"
+        raise FzeroTypeError(
+            message("reshard", f"the second argument is a compiled step, not {describe(train)}", fix=fix)
+        )
+    mesh = train.mesh
+    plan = _plan(state, mesh)
+    left = {id(x): x for x in tree.leaves(state)}
+
+    def let_go(names: Iterable[str]) -> None:
+        for name in names:
+            if name.partition(".")[0] in ("params", "opt_state"):  # of the rest some is read twice
+                leave(left.pop(id(plan.tensors[name])))
+
+    def take(file: str, offset: int, out: torch.Tensor) -> None:
+        value = plan.tensors[file.partition(":")[2]].detach().resolve_conj().resolve_neg().contiguous()
+        out.copy_(as_bytes(value)[offset : offset + out.numel()])
+
+    index = Index(
+        Path(),
+        plan.step,
+        plan.leaves,
+        plan.aliases,
+        plan.skeleton,
+        {},
+        {},
+        {name: tuple(Part(f"{r}:{name}", name, b, 0) for r, b in _parts(plan, name, mesh)) for name in plan.parts},
+        spread=Spread(
+            mesh, "reshard", f"the state of step {plan.step}", lambda file: int(file.split(":")[0]), take, let_go
+        ),
+    )
+    others = {id(at[1]): at[1] for x in left.values() if (at := leaf_of(x)) is not None and at[1] is not mesh}
+    with contextlib.ExitStack() as stack:
+        for other in others.values():
+            stack.enter_context(other.alone("reshard"))
+        new = train.restore(index, None if train.knows_model else _model(state))
+    for x in left.values():
+        leave(x)
+    return new
+
+
+def _parts(plan: Plan, name: str, mesh: Mesh) -> Iterator[tuple[int, Boxes]]:
+    """The ranks that have elements of a leaf, and which: this one first."""
+    leaf = leaf_of(plan.tensors[name])
+    assert leaf is not None
+    yield mesh.rank, leaf[0].boxes(leaf[1])
+    yield from plan.parts[name]
+
+
+def _model(state: State) -> Any:
+    """The parameters on the meta device, whole; what was one tensor is one."""
+    whole: dict[int, torch.Tensor] = {}
+    return tree.map(lambda x: whole.setdefault(id(x), leaf_of(x)[0].meta), state.params)  # type: ignore[index]
+
+
+def _plan(state: Any, mesh: Mesh) -> Plan:
+    """Who has what of a state; the same on all ranks, or an error on all of them."""
+
+    def act() -> Plan:
+        _check(state, mesh)
+        return make_plan(state, mesh.rank, mesh.size)
+
+    plan = agree.everywhere(mesh, "reshard", act)
+    held = {"the state's step, tree, shapes, dtypes or layouts": (plan.digest(), ())}
+    agree.same(mesh, "reshard", lambda: held, "give the same state on every rank")
+    return plan
+
+
+def _check(state: Any, mesh: Mesh) -> None:
+    check_state(state, _FIX, "reshard")
+    here, problems = (mesh.rank, mesh.size), []
+    for path, x in zip(tree.paths(state, "state"), tree.leaves(state), strict=True):
+        if not isinstance(x, torch.Tensor) or (known := leaf_of(x)) is None:
+            problems.append(f"{path}: {describe(x)} that no compiled step made")
+        elif (there := (known[1].rank, known[1].size)) != here:
+            problems.append(f"{path}: of rank {there[0]} of {there[1]}, and here is rank {here[0]} of {here[1]}")
+        elif extent_of(x) is not None:
+            problems.append(f"{path}: rests on disk")
+    if problems:
+        fix = f"{_FIX} on these processes, in memory (fz.move(state, 'cpu')); or save and restore it"
+        raise FzeroValueError(message("reshard", "cannot reshard this state", problems, fix))

@@ -1,0 +1,275 @@
+"""Keeps the newest states of a run in the memory of its hosts, in files that outlive the processes that write them.
+
+    of-00002/rank-00000.json             what rank 0 of 2 keeps, and where in its files it lies
+    of-00002/rank-00000.0.safetensors    two slots: the newest state and the one before it
+    of-00002/ward-00001.*                what rank 1, of another host, has sent (fzero/elastic/wards.py)
+
+A slot is made once, header and pages, and overwritten in place: keeping a state costs a copy of it. Its tensor `sealed`
+is one more than the number of batches that what it holds has seen (a step that is skipped is none, and has seen one), 0
+while it is written, so that a process that is killed leaves the other slot. The ranks of a host keep each element once
+that any of them holds: whoever is started again on that host finds there all that it had, and on another number of
+ranks whatever they had together.
+
+[Note: slots] Ranks are at most a step apart: one may have kept state S + 1 while another, still in step S, has state
+S - 1 of a third sealed as its ward. So where states are sent three slots hold the newest three; where they are sent
+less often than they are kept, four: the newest, the newest two that are sent, and the one that is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.boxes import claimed, whole
+from fzero.checkpoint import format
+from fzero.checkpoint.index import File, Index, parse, show
+from fzero.checkpoint.saving import make_plan, written_by
+from fzero.comm.replicas import word_sum
+from fzero.elastic.wards import SEALED, SUMS, Ward, Wards, write_note
+from fzero.errors import FzeroValueError, message
+from fzero.mesh import Mesh
+from fzero.step.state import lasting
+
+
+class _Kept(NamedTuple):
+    """A leaf's place among those of a state, how many elements this rank keeps of it, and where in each slot."""
+
+    index: int
+    numel: int
+    slots: Sequence[torch.Tensor]
+
+
+class Vault:
+    """The states that a rank keeps.
+
+    Args:
+        memory: the run's, on this host (elastic/host.py).
+        rank, size: of the mesh.
+        host: the ranks of this host.
+
+    Attributes:
+        wards: the slots for what another rank sends; None: none does.
+    """
+
+    def __init__(self, memory: Path, rank: int, size: int, host: Sequence[int]):
+        self._memory, self._rank, self._size, self._host = memory, rank, size, host
+        self._directory = memory / f"of-{size:05d}"
+        self._leaves: list[_Kept] = []
+        self._form: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._sealed: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+        self._sent: int | None = None
+        self._count = 0
+        self.wards: Wards | None = None
+
+    def open(self, state: Any, step: int, every: int = 1, mesh: Mesh | None = None, ward: Ward | None = None) -> None:
+        """Makes the slots for states like this one. Those that are there keep what they hold, but for what was later
+        than this step, from which the run goes on.
+
+        Args:
+            state: the run's.
+            step: its number.
+            every: of so many steps one is kept.
+            mesh, ward: of all ranks, and what comes from one of them.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        plan = make_plan(state, self._rank, self._size, among=self._host)
+        mine = written_by(plan, self._rank)
+        entries = [format.Entry(SEALED, torch.int64, (1,)), format.Entry(SUMS, torch.int64, (len(mine),))]
+        entries += [format.Entry(name, plan.leaves[name][1], (boxes.numel,)) for name, boxes in mine.items()]
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        num = 2 if ward is None else 3 if ward.spec.every == every else 4
+        slots = [format.reserve(self._directory / _file(self._rank, i), entries) for i in range(num)]
+        write_note(self._directory / f"rank-{self._rank:05d}.json", plan, mine, slots)
+        if ward is not None:
+            assert mesh is not None
+            self._sent, self.wards = ward.spec.every, Wards(self._directory, plan, mesh, ward, step)
+        order = {name: i for i, name in enumerate(plan.tensors)}
+        self._form = _form(state)
+        self._leaves = [_Kept(order[n], boxes.numel, [s.tensors[n] for s in slots]) for n, boxes in mine.items()]
+        self._sealed = [s.tensors[SEALED] for s in slots]
+        self._sums = [s.tensors[SUMS] for s in slots]
+        for sealed in self._sealed:
+            if int(sealed) > step + 1:
+                sealed.fill_(0)
+
+    def has(self, step: int) -> bool:
+        """Whether this rank keeps the state of a step."""
+        return any(int(sealed) == step + 1 for sealed in self._sealed)
+
+    def keep(self, state: Any, step: int) -> None:
+        """Copies this rank's part of a state into the slot that is needed least.
+
+        Raises:
+            FzeroValueError: it is of another form than the state of `open`.
+        """
+        if (form := _form(state)) != self._form:
+            odd = [f"{a[0]}: {show(*a[1:])}" for a in form if a not in self._form]
+            odd += [f"{b[0]}: {show(*b[1:])} is not there" for b in self._form if b not in form]
+            fix = "keep the state that run.state returned, as its steps return it"
+            raise FzeroValueError(message("run.keep", "this is not the run's state", odd[:8], fix))
+        flat = tree.leaves(lasting(state))
+        slot = self._spare(step)
+        self._sealed[slot].fill_(0)
+        sums = []
+        for leaf in self._leaves:
+            part = flat[leaf.index].detach().resolve_conj().resolve_neg().reshape(-1)[: leaf.numel]
+            sums.append(word_sum(part))
+            leaf.slots[slot].copy_(part)
+        if sums:
+            self._sums[slot].copy_(on_host(sums))
+        self._sealed[slot].fill_(step + 1)
+        self._count += 1
+        # every rank of this size has kept the one before, and what was sent of it has come
+        if self._count == len(self._sealed) and self._rank == self._host[0]:
+            for other in self._memory.glob("of-*"):
+                if other != self._directory:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def _spare(self, step: int) -> int:
+        """The slot for the state of a step: one that has a state of this step, which was skipped, else the oldest that
+        no rank may have to go back to. See [Note: slots]."""
+        held = [int(sealed) for sealed in self._sealed]
+        if step + 1 in held:
+            return held.index(step + 1)
+        needed = {max(held)}
+        if self._sent is not None:
+            needed.update(sorted(s for s in held if s and (s - 1) % self._sent == 0)[-2:])
+        free = [i for i, s in enumerate(held) if not s or s not in needed]
+        return min(free or range(len(held)), key=held.__getitem__)
+
+
+def on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Numbers, each where its tensor is, as one tensor on the host: int64[n]. One copy a device."""
+    out = torch.empty(len(sums), dtype=torch.int64, device="cpu")
+    for device in {x.device for x in sums}:
+        at = [i for i, x in enumerate(sums) if x.device == device]
+        out[at] = torch.stack([sums[i] for i in at]).cpu()
+    return out
+
+
+def _form(state: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
+    kept = lasting(state)
+    return [(n, x.shape, x.dtype) for n, x in zip(tree.names(kept), tree.leaves(kept), strict=True)]
+
+
+def held(memory: Path) -> dict[tuple[int, int], Index]:
+    """The states that the memory of this host has, by step and by the number of ranks that kept it: what its ranks
+    have, and what was sent to them of others."""
+    found: dict[tuple[int, int], Index] = {}
+    for directory in memory.glob("of-*"):
+        size = int(directory.name.removeprefix("of-"))
+        for note in (*sorted(directory.glob("rank-*.json")), *sorted(directory.glob("ward-*.json"))):
+            with contextlib.suppress(FileNotFoundError):  # which another rank lets go of
+                content = json.loads(note.read_text())
+                for slot in range(content["slots"]):
+                    file = f"{note.stem}.{slot}.safetensors"
+                    if step := _sealed(directory / file, content):
+                        one = _of_slot(parse(directory, content), step - 1, content["bytes"], file)
+                        key = step - 1, size
+                        found[key] = _joined(found[key], one) if key in found else one
+    return found
+
+
+class Damage(NamedTuple):
+    """A slot whose leaves are not what was kept: of which rank, the step of its state, which leaves, and whether it was
+    sent here."""
+
+    rank: int
+    step: int
+    leaves: list[str]
+    sent: bool = False
+
+
+def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]:
+    """Compares slots in the memory of this host with the sums that were kept with them, and unseals those that differ:
+    nobody goes on from these. While nothing is kept.
+
+    Args:
+        turn, num: this process takes every so manyeth file of so many.
+
+    Time: 10 GB/s a core.
+    """
+    found: list[Damage] = []
+    notes = sorted(n for kind in ("rank", "ward") for n in memory.glob(f"of-*/{kind}-*.json"))
+    for note in notes[turn::num]:
+        content = json.loads(note.read_text())
+        if "sums" not in content:
+            continue
+        index = parse(note.parent, content)
+        for slot in range(content["slots"]):
+            path = note.parent / f"{note.stem}.{slot}.safetensors"
+            if not (step := _sealed(path, content)):
+                continue
+            with path.open("r+b") as f:
+                held = torch.frombuffer(mmap.mmap(f.fileno(), 0), dtype=torch.uint8)
+            sums = held[content["sums"] :][: 8 * len(content["summed"])].view(torch.int64).tolist()
+            odd = []
+            for name, known in zip(content["summed"], sums, strict=True):
+                (part,) = index.parts[name] or (None,)
+                nbytes = 0 if part is None else part.boxes.numel * index.leaves[name][1].itemsize
+                if int(word_sum(held[part.offset if part else 0 :][:nbytes])) != known:
+                    odd.append(name)
+            if odd:
+                held[content["sealed"] :][:8].zero_()
+                kind, _, rank = note.stem.partition("-")
+                found.append(Damage(int(rank), step - 1, odd, kind == "ward"))
+    return found
+
+
+def serves(index: Index, size: int, mesh_size: int, host: Sequence[int]) -> bool:
+    """Whether the ranks of a host can go on from what its memory has of a state that `size` ranks kept: all of it, or
+    on as many ranks as before what each of them had."""
+    ranks = {name.partition(".")[0] for name in index.files}
+    return is_whole(index) or (size == mesh_size and ranks >= {_file(r, 0).partition(".")[0] for r in host})
+
+
+def is_whole(index: Index) -> bool:
+    """Whether every element of every leaf is there, however often."""
+    for name, parts in index.parts.items():
+        leaf = whole(index.leaves[name][0])
+        left = [(0, leaf.numel)] if leaf.numel else []
+        for part in parts:
+            _, left = claimed(left, leaf.runs(part.boxes))
+        if left:
+            return False
+    return True
+
+
+def _file(rank: int, slot: int) -> str:
+    return f"rank-{rank:05d}.{slot}.safetensors"
+
+
+def _sealed(path: Path, note: Mapping[str, Any]) -> int:
+    with path.open("rb") as f:
+        if (size := os.fstat(f.fileno()).st_size) != note["bytes"]:
+            raise ValueError(f"{path.name} has {size} bytes where {note['bytes']} were written")
+        f.seek(note["sealed"])
+        return int.from_bytes(f.read(8), "little")
+
+
+def _of_slot(index: Index, step: int, nbytes: int, file: str) -> Index:
+    parts = {name: tuple(replace(p, file=file) for p in parts) for name, parts in index.parts.items()}
+    return replace(index, step=step, files={file: File(nbytes, "", None)}, parts=parts)
+
+
+def _joined(one: Index, other: Index) -> Index:
+    """Two parts of a state as one; elements that both have are those of the first."""
+    order = lambda p: (p.boxes.place, p.boxes.start)  # noqa: E731
+    new = {
+        name: [p for p in other.parts[name] if all(p.boxes != q.boxes for q in one.parts[name])] for name in one.parts
+    }
+    parts = {name: tuple(sorted((*one.parts[name], *new[name]), key=order)) for name in one.parts}
+    return replace(one, files={**one.files, **other.files}, parts=parts)

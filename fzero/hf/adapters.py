@@ -1,0 +1,129 @@
+"""Joins the library `peft`: adapters on models that have no weights yet, and written from a sharded state.
+
+What an adapter is made of, and which of its tensors are saved, is asked of the library; only their places are known
+here.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError, message
+
+_PREFIX = "base_model.model."
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether a module is a model with adapters."""
+    library = sys.modules.get("peft")
+    return library is not None and isinstance(module, library.PeftModel)
+
+
+def put_on(module: Any, config: Any) -> Any:
+    """A copy of a model on the meta device with the adapters of a configuration; the rest of it is frozen.
+
+    Raises:
+        FzeroTypeError: what is not a configuration of the library, or one that does not fit the model.
+        FzeroValueError: adapters that begin with what is computed from the model's weights.
+    """
+    owner = "hf.from_pretrained"
+    if not type(config).__module__.startswith("peft."):
+        fix = "adapter=peft.LoraConfig(r=8, task_type='CAUSAL_LM')"
+        raise FzeroTypeError(
+            message(owner, f"adapter is a configuration of peft, not {type(config).__name__}", fix=fix)
+        )
+    begins = getattr(config, "init_lora_weights", None)
+    if begins not in (True, "gaussian") or getattr(config, "use_dora", False):
+        what = f"{type(config).__name__}'s adapters may begin with what is computed from the weights, which come later"
+        problems = [f"init_lora_weights={begins!r}, use_dora={getattr(config, 'use_dora', None)!r}"]
+        fix = "put them on a model with weights: fz.functionalize(peft.get_peft_model(model, config))"
+        raise FzeroValueError(message(owner, what, problems, fix))
+    from peft import get_peft_model  # pyright: ignore[reportMissingImports] - of no extra but `test`
+
+    try:
+        return get_peft_model(copy.deepcopy(module), copy.deepcopy(config))
+    except ValueError as error:  # no module of the names that it targets
+        raise FzeroTypeError(message(owner, "the adapter does not fit the model", [str(error)])) from error
+
+
+def stored_names(module: Any, base: Collection[str]) -> dict[str, str]:
+    """By its name in a model with adapters the name that a tensor has without them; for those that are in `base`."""
+    names = {name: _WRAPPERS.sub("", name.removeprefix(_PREFIX)) for name in module.state_dict()}
+    return {name: plain for name, plain in names.items() if plain in base}
+
+
+def begun(module: Any, name: str, fill: int) -> torch.Tensor | None:
+    """A tensor of an adapter as the library initialises it, over memory that held this number; None if it is of no
+    adapter."""
+    parents = name.split(".")
+    for depth in range(len(parents) - 1, 0, -1):
+        part = module.get_submodule(".".join(parents[:depth]))
+        if hasattr(part, "reset_lora_parameters"):
+            one = copy.deepcopy(part)
+            with torch.no_grad():
+                for kind in one.adapter_layer_names:
+                    for x in getattr(one, kind).to_empty(device="cpu").parameters():
+                        x.fill_(fill)
+                for adapter in one.r:
+                    one.reset_lora_parameters(adapter, module.peft_config[adapter].init_lora_weights)
+            found = one.get_parameter(".".join(parents[depth:])).detach()
+            return None if found.is_meta else found
+    return None
+
+
+def saved_leaves(module: Any, leaf_of: Mapping[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The state dict of a model with adapters, without values, and by its names the leaves of what is saved of it.
+
+    Args:
+        leaf_of: by the names of the state dict those of the leaves.
+
+    Raises:
+        CheckpointError: an adapter that is saved otherwise than as the tensors it has.
+    """
+    from peft import get_peft_model_state_dict  # pyright: ignore[reportMissingImports] - of no extra but `test`
+
+    state = {name: torch.empty_like(x, device="meta") for name, x in module.state_dict().items()}
+    names = {id(x): name for name, x in state.items()}
+    wanted: dict[str, str] = {}
+    problems = []
+    for adapter, config in module.peft_config.items():
+        found = get_peft_model_state_dict(module, state_dict=dict(state), adapter_name=adapter)
+        wanted |= {names[id(x)]: leaf_of[names[id(x)]] for x in found.values() if id(x) in names}
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        problems += [f"{name}: of an adapter of {kind}" for name, x in found.items() if id(x) not in names]
+    if problems:
+        what = "the library saves what it computes of the adapter's tensors"
+        fix = "model.write_back(train.gather(state).params), then peft_model.save_pretrained(path)"
+        raise CheckpointError(message("hf.save_pretrained", what, problems, fix))
+    return state, wanted
+
+
+def write(module: Any, values: Mapping[str, torch.Tensor], out: Path) -> list[Path]:
+    """Has the library write a model's adapters: the weights, the configuration, a card. Files appear whole, those of
+    weights first.
+
+    Args:
+        values: a state dict, with values of what is saved.
+    """
+    temporary = out / ".tmp-adapter"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        module.save_pretrained(temporary, state_dict=dict(values))
+        files = sorted((p for p in temporary.rglob("*") if p.is_file()), key=lambda p: (p.suffix != ".safetensors", p))
+        moved = [out / p.relative_to(temporary) for p in files]
+        for source, target in zip(files, moved, strict=True):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(source, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [p for p in moved if p.suffix == ".safetensors"]

@@ -1,0 +1,182 @@
+"""Translates torch's optimizers, by class and with their values, into fzero's, whose learning rates follow them.
+
+The torch optimizer goes on holding the numbers: the library's schedulers write learning rates into its groups, and
+before each step they are written to the state, a scalar a group. It never updates anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import optim, tree
+from fzero.errors import FzeroValueError, message
+from fzero.optim import GradientTransformation
+
+
+class RateState(NamedTuple):
+    """The learning rate of the next update, of a group of parameters. Its writer is the host."""
+
+    rate: torch.Tensor  # float32[]
+
+
+def _adamw(g: Mapping[str, Any]) -> GradientTransformation:
+    b1, b2 = g["betas"]
+    return optim.adamw(1.0, b1, b2, g["eps"], g["weight_decay"])
+
+
+def _adam(g: Mapping[str, Any]) -> GradientTransformation:
+    if g.get("decoupled_weight_decay"):
+        return _adamw(g)
+    b1, b2 = g["betas"]
+    made = optim.adam(1.0, b1, b2, g["eps"])
+    return optim.chain(optim.add_decayed_weights(g["weight_decay"]), made) if g["weight_decay"] else made
+
+
+def _sgd(g: Mapping[str, Any]) -> GradientTransformation:
+    return optim.sgd(1.0, g["momentum"], g["nesterov"], g["weight_decay"])
+
+
+CLASSES = {torch.optim.AdamW: _adamw, torch.optim.Adam: _adam, torch.optim.SGD: _sgd}
+"""The classes that are translated."""
+
+_NEUTRAL = {"amsgrad": False, "maximize": False, "dampening": 0, "differentiable": False}
+"""Settings that are not there, and the value with which they do nothing."""
+
+
+def problems(optimizer: Any, where: str) -> list[str]:
+    """Says what keeps an optimizer from being translated."""
+    if type(optimizer) not in CLASSES:
+        known = ", ".join(c.__name__ for c in CLASSES)
+        return [f"{where}: {type(optimizer).__name__} is not translated: torch.optim's {known} are"]
+    groups = enumerate(optimizer.param_groups)
+    odd = [(i, n, g[n]) for i, g in groups for n, off in _NEUTRAL.items() if g.get(n, off) != off]
+    return [f"{where}: {type(optimizer).__name__}({n}={x!r}) in group {i} is not there" for i, n, x in odd]
+
+
+class Translated(NamedTuple):
+    """An optimizer, and for each of its rates the number of the group that has it."""
+
+    optimizer: GradientTransformation
+    groups: tuple[int, ...]
+
+
+def translated(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.nn.Parameter], model: Any) -> Translated:
+    """An optimizer of fzero's equal to this one, but for its learning rates, which are written to its state.
+
+    Args:
+        names: the module's parameters by all their names.
+        model: what `functionalize` made of it.
+
+    Raises:
+        FzeroValueError: another class, a setting that is not there, a parameter that is trained and in no group.
+    """
+    make = CLASSES.get(type(optimizer))
+    wrong = problems(optimizer, "optimizer")
+    if not isinstance(optimizer.state, Elsewhere) and optimizer.state:
+        wrong.append("it has a state already, of steps that it has made")
+    own = {id(p) for p in names.values()}
+    for i, g in enumerate(optimizer.param_groups):
+        others = sum(p.requires_grad and id(p) not in own for p in g["params"])
+        wrong += [f"group {i}: {others} of its parameters are none of the model's"] if others else []
+    group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    labels: dict[str, int] = {}
+    for path, name in zip(tree.paths(model.params, "params"), tree.names(model.params), strict=True):
+        p = names.get(name)
+        if p is not None and p.requires_grad:
+            if id(p) not in group_of:
+                wrong.append(f"{name}: is trained, and in no group of the optimizer")
+            labels[path] = group_of.get(id(p), 0)
+    if wrong or make is None:
+        fix = (
+            "a new one, TrainingArguments(optim='adamw_torch'); freeze with requires_grad_(False) what is not "
+            "trained; make what a loss learns part of the model"
+        )
+        raise FzeroValueError(message("hf.Trainer", "this optimizer is not translated", wrong, fix))
+    trained = sorted({*labels.values()})  # of the others nothing is
+    kinds = {k: optim.chain(make(optimizer.param_groups[i]), by_rate()) for k, i in enumerate(trained)}
+    number = {i: k for k, i in enumerate(trained)}
+    whole = kinds[0] if len(kinds) == 1 else optim.partition(kinds, lambda path, leaf: number[labels[path]])
+    return Translated(whole, tuple(trained))
+
+
+def rates(opt_state: Any) -> list[torch.Tensor]:
+    """The rates in a state, in the order of `Translated.groups`."""
+
+    def found(x: Any) -> Iterator[torch.Tensor]:
+        if isinstance(x, RateState):
+            yield x.rate
+        elif isinstance(x, (tuple, dict)):
+            for y in x.values() if isinstance(x, dict) else x:
+                yield from found(y)
+
+    return list(found(opt_state))
+
+
+def write(into: Sequence[torch.Tensor], groups: Sequence[int], optimizer: torch.optim.Optimizer) -> None:
+    """Writes the learning rates of an optimizer's groups to a state, alike on every rank."""
+    for tensor, i in zip(into, groups, strict=True):
+        tensor.fill_(float(optimizer.param_groups[i]["lr"]))
+
+
+def values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The values of an optimizer's groups that a step is made with: all but the learning rates."""
+    return [
+        {k: [id(p) for p in x] if k == "params" else x for k, x in g.items() if k not in ("lr", "initial_lr")}
+        for g in optimizer.param_groups
+    ]
+
+
+_Dict: Any = dict
+
+
+class Elsewhere(_Dict):
+    """In place of a torch optimizer's state, which is sharded with the parameters: whoever asks for it is told so."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        what = "an optimizer's moments are not in torch's optimizer: they are sharded, in trainer.train_state.opt_state"
+        fix = "leave them to the checkpoints; trainer.optimizer = None before train() begins with new ones"
+        raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __contains__ = __reduce__ = _refuse
+    get = items = keys = values = clear = pop = popitem = update = setdefault = copy = _refuse
+
+
+def check(made_with: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Raises if values of an optimizer's groups are not those that the step was made with.
+
+    Raises:
+        FzeroValueError: naming each, as it was and as it is.
+    """
+    now = values(optimizer)
+    pairs = enumerate(zip(made_with, now, strict=False))
+    wrong = [
+        f"group {i}: " + (f"{k}={g.get(k)!r}, the step was made with {x!r}" if k != "params" else "other parameters")
+        for i, (old, g) in pairs
+        for k, x in old.items()
+        if g.get(k) != x
+    ]
+    if len(made_with) != len(now):
+        wrong.append(f"{len(now)} groups, the step was made with {len(made_with)}")
+    if wrong:
+        what = "the optimizer's groups were changed in training, where only their learning rates are read"
+        fix = (
+            "set them before train(), OneCycleLR and CyclicLR: cycle_momentum=False; or train() once more, which makes "
+            "its step anew"
+        )
+        raise FzeroValueError(message("hf.Trainer", what, wrong, fix))
+
+
+def by_rate() -> GradientTransformation:
+    """Updates are the rate in the state times the gradients."""
+
+    def init(params: Any) -> RateState:
+        flat = tree.leaves(params)
+        return RateState(torch.zeros((), device=flat[0].device if flat else None))
+
+    def update(grads: Any, state: RateState, params: Any = None) -> tuple[Any, RateState]:
+        return tree.map(lambda g: g * state.rate.to(g.dtype), grads), state
+
+    return GradientTransformation(init, update)

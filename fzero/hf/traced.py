@@ -1,0 +1,162 @@
+"""Traces what a Trainer computes: its loss of a micro-batch and its outputs in an evaluation, through the library's own
+`compute_loss` or the user's.
+
+`visible` is an argument of what is traced that no body reads: it is what a program's settings see of the Trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import compat, tree
+from fzero.hf.watched import Watched
+from fzero.loss import weighted
+from fzero.modules.functionalize import Functional
+
+Constants = Mapping[str, Any]
+"""The values of a batch besides its tensors, the same in each that a program is of."""
+
+
+def _computed(held: Watched, constants: Constants, forward: Any, batch: Any, **settings: Any) -> tuple[Any, Any]:
+    """The result of the trainer's `compute_loss`, and what counted the cross entropies in it."""
+    items = batch.get("num_items")
+    with held.tracing(forward) as counting:
+        inputs = {**batch["inputs"], **constants}
+        number = None if items is None else items[0]
+        return held.trainer.compute_loss(forward, inputs, num_items_in_batch=number, **settings), counting
+
+
+def loss(held: Watched, visible: Any, constants: Constants, forward: Any, batch: Any) -> Any:
+    """The loss of a micro-batch, for a step's mean over micro-batches and ranks."""
+    trainer, on = held.trainer, batch["on"][0]
+    found, counting = _computed(held, constants, forward, batch)
+    scaled = "num_items" in batch if trainer.loss_is_scaled_for_ga is None else trainer.loss_is_scaled_for_ga
+    if scaled:  # by all items of the step: parts add up
+        return found * on * trainer.args.gradient_accumulation_steps
+    weight = _weight(counting, found) * on
+    return weighted(found * weight, weight)
+
+
+class Kind(NamedTuple):
+    """One kind of evaluation.
+
+    Attributes:
+        losing: whether there is a loss.
+        loss_only: whether there is nothing else.
+        ignored: outputs that are left out.
+    """
+
+    losing: bool
+    loss_only: bool
+    ignored: tuple[str, ...]
+
+
+def outputs(held: Watched, visible: Any, constants: Constants, kind: Kind, forward: Any, batch: Any) -> Any:
+    """The loss of a batch, None without one, and the outputs but for those that are ignored."""
+    losing, loss_only, ignored = kind
+    if losing:
+        (found, out), _ = _computed(held, constants, forward, batch, return_outputs=True)
+        found = found.mean().reshape(1)
+    else:
+        held.prepare(forward)
+        found, out = None, forward(**batch["inputs"], **constants)
+    if loss_only:
+        return found, None
+    if isinstance(out, dict):
+        dropped = {*ignored, "loss"} if losing else {*ignored}
+        return found, tuple(x for n, x in out.items() if n not in dropped and x is not None)
+    return found, tuple(out[1:] if losing else out) if isinstance(out, (tuple, list)) else (out,)
+
+
+class Losses(NamedTuple):
+    """The facts of a loss that are known before it is computed.
+
+    Attributes:
+        reads: whether it depends on the number of items in a step.
+        ignores: whether it is said to leave out labels of `ignored`, and with them rows.
+        ignored: the label that its one cross entropy leaves out; without one the library's.
+    """
+
+    reads: bool = False
+    ignores: bool = True
+    ignored: int = -100
+
+
+def probe(
+    held: Watched, model: Functional, tensors: dict[str, torch.Tensor], constants: Constants, counted: bool
+) -> Losses:
+    """The facts of the loss of such a batch.
+
+    Args:
+        counted: whether the library counts these items.
+    """
+    trainer = held.trainer
+    found = SimpleNamespace(reads=False, ignored=[])
+
+    def fn(forward: Any, batch: Any) -> torch.Tensor:
+        items = {"num_items": torch.ones(1, requires_grad=True)} if counted else {}
+        with torch.enable_grad():
+            value, counting = _computed(held, constants, forward, {"inputs": batch, **items})
+        found.reads, found.ignored = value.requires_grad, counting.ignored
+        return value
+
+    try:
+        model.shapes(model.calling(fn, train=False), dict(tensors))
+    except compat.DATA_DEPENDENT:  # which the trace refuses, by the user's own line
+        return Losses()
+    labels = [tensors[n] for n in trainer.label_names if n in tensors]
+    whole = bool(labels) and not any(x.is_floating_point() for x in labels)
+    config = getattr(trainer.model, "config", None)
+    by_rows = model.mutable is None and not getattr(config, "output_router_logits", False)
+    one = len(found.ignored) == 1
+    ignores = whole and by_rows and (found.reads or one)
+    return Losses(found.reads, ignores, found.ignored[0] if one else -100)
+
+
+def differentiated(
+    held: Watched, model: Functional, constants: Constants, train: bool
+) -> Callable[[Any, Any], torch.Tensor]:
+    """A function of parameters and two batches, `one` and `two`: their losses, what these are a mean over, and for each
+    parameter the norm of the gradient of `by[0] * one + by[1] * two`, of which each is let go as soon as it is there.
+    Without dropout."""
+    fn = model.calling(functools.partial(_loss_and_weight, held, held.visible, constants), train=train, dropout=False)
+    overwrites = train and model.mutable is not None
+
+    def run(params: Any, batch: Any) -> torch.Tensor:
+        flat, structure = tree.flatten(params)
+        trained = [model.trainable(p, x) for p, x in zip(tree.paths(params, "params"), flat, strict=True)]
+        leaves = [x.detach().requires_grad_(t) for x, t in zip(flat, trained, strict=True)]
+        norms: list[torch.Tensor] = []
+
+        def norm(x: torch.Tensor) -> None:
+            assert x.grad is not None
+            norms.append(x.grad.to(torch.float32).norm())
+            x.grad = None
+
+        for x in leaves:
+            if x.requires_grad:
+                x.register_post_accumulate_grad_hook(norm)
+        with torch.enable_grad():
+            found = [fn(tree.unflatten(structure, leaves), batch[part]) for part in ("one", "two")]
+            (one, *more), (two, *others) = (x[0] if overwrites else x for x in found)
+            (one * batch["by"][0] + two * batch["by"][1]).backward()
+        made = [one.detach(), two.detach(), *more, *others, *norms]
+        return torch.stack([x.to(torch.float32) for x in made])
+
+    return model.marked(run, "loss")
+
+
+def _loss_and_weight(held: Watched, visible: Any, constants: Constants, forward: Any, batch: Any) -> Any:
+    found, counting = _computed(held, constants, forward, batch)
+    return found, _weight(counting, found)
+
+
+def _weight(counting: Any, found: torch.Tensor) -> torch.Tensor:
+    """The targets that a loss is a mean over; 1 where it is none."""
+    one = len(counting.counts) == 1 and not counting.in_blocks
+    return counting.counts[0] if one else torch.ones((), device=found.device)

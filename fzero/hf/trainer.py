@@ -1,0 +1,438 @@
+"""Replaces the inner step of the library's Trainer: forward, backward and update of all micro-batches are one compiled
+step.
+
+The loop, callbacks, logging, data, schedules and arguments are the library's own code. What is replaced: the step is
+made where the library prepares a model, run at the last micro-batch of an update, and evaluated where it predicts;
+states are saved and restored as fzero's checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
+from transformers.trainer import TRAINING_ARGS_NAME  # pyright: ignore[reportMissingImports]
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[reportMissingImports]
+
+from fzero import checkpoint, random, tree
+from fzero.errors import CheckpointError, FzeroValueError, TraceError, message
+from fzero.hf import optimizers, options, padding, proof, recipe, traced
+from fzero.hf.evaluating import Evaluation
+from fzero.hf.following import OWN, Following
+from fzero.hf.models import Pretrained
+from fzero.hf.running import whole
+from fzero.hf.saving import replace_pretrained
+from fzero.hf.watched import Watched
+from fzero.mesh import Mesh, make_mesh
+from fzero.modules.functionalize import Functional, functionalize
+from fzero.runtime.compile import compile
+from fzero.runtime.training import CompiledStep
+from fzero.state.overwrite import overwrite
+from fzero.step import State, train_step
+from fzero.trace.value_keys import exact
+from fzero.transforms.base import Transform
+from fzero.transforms.precision import mixed_precision
+
+logger = logging.getLogger("fzero")
+Base: Any = transformers.Trainer
+STATE = "fzero"
+"""The directory of the state within one of the library's checkpoints."""
+
+
+class Trainer(Base):
+    """In place of transformers' Trainer: the same arguments, callbacks, logging, evaluation and schedules around one
+    compiled step of all micro-batches.
+
+    Equal to the library's own with exact averages: a loss is the mean over all targets of a step, however they are
+    padded, cut into micro-batches and spread over ranks. Ragged batches are padded to at most four shapes, each a
+    program (`num_programs`), if that changes nothing: it is tried with two rows, eagerly, before the first are padded.
+    A model's loss is traced, an overridden `compute_loss` or a `compute_loss_func` too.
+
+    Args:
+        model: a module, or what `fz.hf.from_pretrained` returned, whose weights go straight into shards.
+        args: TrainingArguments of the library; with `deepspeed=` those of `fzero.hf`.
+        more, settings: all other arguments of the library's Trainer.
+        transforms: by default `[fz.shard_params()]`. Precision, accumulation and checkpointing of activations come of
+            the arguments.
+        mesh: by default of all processes, along `data`.
+        lengths: to which ragged batches are padded; by default powers of two, as they come.
+        backend, memory_budget, host_budget, disk_budget: of `fz.compile`.
+
+    Attributes:
+        compiled: the step, a `CompiledStep`, once training has begun.
+        train_state: its state. The module has the trained weights after `train()`, and where a callback looks at it.
+
+    Raises:
+        FzeroValueError: with all that cannot be kept: an overridden `training_step`, an optimizer of another class,
+            options such as `fsdp`. In training, leaves of batches that change their shape and cannot be padded.
+        CheckpointError: `train(resume_from_checkpoint=)` of a directory that has no state of fzero's.
+
+    Example:
+        >>> import tempfile, transformers
+        >>> from fzero.hf import Trainer
+        >>> config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        >>> args = transformers.TrainingArguments(tempfile.mkdtemp(), max_steps=2, use_cpu=True, report_to="none",
+        ...     disable_tqdm=True, save_strategy="no", logging_strategy="no")
+        >>> rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
+        >>> model = transformers.GPT2LMHeadModel(config)
+        >>> trainer = Trainer(model, args, train_dataset=rows, backend="eager")
+        >>> trainer.train().global_step, trainer.num_programs
+        {'train_runtime': ...}
+        (2, 1)
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
+        transforms: Sequence[Transform] | None = None,
+        mesh: Mesh | None = None,
+        lengths: Sequence[int] | None = None,
+        backend: str = "inductor",
+        memory_budget: int | str | None = None,
+        host_budget: int | str | None = None,
+        disk_budget: int | str | None = None,
+        **settings: Any,
+    ):
+        args = options.TrainingArguments("tmp_trainer") if args is None else args
+        optimizer = settings.get("optimizers", (None, None))[0]
+        options.check(self, model, args, optimizer, settings.get("optimizer_cls_and_kwargs"), transforms, Trainer)
+        self._transforms, self._given_mesh, self.lengths = transforms, mesh, lengths
+        budgets = {"memory_budget": memory_budget, "host_budget": host_budget, "disk_budget": disk_budget}
+        self._compiling = {"backend": backend, **budgets}
+        self._pretrained = model if isinstance(model, Pretrained) else None
+        self.functional: Functional | None = None
+        self.compiled: CompiledStep | None = None
+        self.train_state: State | None = None
+        self._tracing = False
+        self._optimizer_was: Any = None
+        self._evaluated: tuple[bool, Any] | None = None  # in an evaluation, what it is of
+        self._evaluations: dict[Any, Evaluation] = {}
+        self._padding = None
+        super().__init__(model.module if self._pretrained is not None else model, args, *more, **settings)
+        self._following = Following(self, Trainer)
+        self._call_event, self.callback_handler.call_event = self.callback_handler.call_event, self._seeing
+        for text in options.notes(args) if self.is_world_process_zero() else ():
+            logger.warning("fzero.hf.Trainer: %s", text)
+
+    @property
+    def num_programs(self) -> int:
+        """The programs of training: one for each shape that batches are padded to."""
+        return len(self._padding.shapes) if self._padding is not None else 0
+
+    # --- what the library would do to the module ---
+
+    def _build_accelerator_args(self, **settings: Any) -> dict[str, Any]:
+        found = super()._build_accelerator_args(**settings)
+        return {k: x for k, x in found.items() if k != "dynamo_plugin"} | {"mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """The module stays where it is: what computes are shards of its own."""
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if not self.accelerator._models:  # or it would prepare the module for an evaluation
+            self.accelerator._models.append(model)
+        return model
+
+    # --- the step ---
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self.train_state is not None and resume_from_checkpoint is None:
+            self._following.refresh()  # behind a training that was broken off
+        module = self.model.train()
+        carried = self.train_state if self.optimizer is not None and self.optimizer is self._optimizer_was else None
+        model = self.functional = self._functional()
+        found = recipe.of(self, model, max_steps, self._transforms)
+        if found.report and self.is_world_process_zero():
+            print(found.report, file=sys.stderr, flush=True)
+        self._held = Watched(self, Trainer)
+        self._constants: dict[str, Any] = {}
+        loss = partial(traced.loss, self._held, self._held.visible, self._constants)
+        step = train_step(
+            model.calling(loss, train=True), found.optimizer, trainable=model.trainable, mutable=model.mutable
+        )
+        self.compiled = compile(found.apply(step), self._mesh(), **self._compiling)
+        self._evaluations.clear()
+        self.train_state = self._first_state(resume_from_checkpoint, carried)
+        self._rates, self._optimizer_was = (optimizers.rates(self.train_state.opt_state), found.groups), self.optimizer
+        self._values = found.values
+        self._parts, self._reads = [], False
+        self._last_left: int | None = None  # the step at which an epoch left micro-batches over
+        self._padding: padding.Padding | None = None
+        self._proof: proof.Training | None = None
+        self._skips = SimpleNamespace(step_was_skipped=False)
+        self.accelerator._optimizers.append(self._skips)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self.model_wrapped = module
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        self._following.begin(fresh=resume_from_checkpoint is None)
+        return module, train_dataloader
+
+    def _functional(self) -> Functional:
+        return self._pretrained or functionalize(self.model)
+
+    def _mesh(self) -> Mesh:
+        self._given_mesh = self._given_mesh or make_mesh(device=self.args.device.type)
+        if self._given_mesh.size != self.args.world_size:
+            what = f"TrainingArguments sees {self.args.world_size} processes, the mesh has {self._given_mesh.size}"
+            fix = "without GPUs say TrainingArguments(use_cpu=True); start all with torchrun"
+            raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+        return self._given_mesh
+
+    def _first_state(self, resumed: Any, carried: State | None) -> State:
+        assert self.compiled is not None and self.functional is not None
+        key = random.key(self.args.seed)
+        if resumed is not None:
+            return self.compiled.restore(os.path.join(resumed, STATE), self.functional.params)
+        if carried is not None:  # the optimizer lives on, and its state with it
+            self._following.check_trained()
+            if not self._following.same():
+                overwrite(carried, self.functional.named_params, self._mesh())
+            return carried
+        if self._pretrained is None or self._pretrained.directory is None:
+            state = self.compiled.init(self.functional.params, key)
+        else:
+            state = self.compiled.load(self._pretrained.directory, key=key)
+        if self._pretrained is not None and self.train_state is not None:  # no module has what was trained
+            names, values = tree.names(self.train_state.params), tree.leaves(self.train_state.params)
+            for name, x in zip(names, values, strict=True):
+                overwrite(state, {name: whole(x, self._mesh())}, self._mesh())
+        return state
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        """The micro-batches of an update, of which those left over by an epoch of unknown length are none."""
+        if self._parts:
+            num, parts = len(self._parts), self.args.gradient_accumulation_steps
+            if self.state.global_step == self._last_left:
+                what = f"an epoch of {num} micro-batches makes no step of {parts}"
+                fix = "more rows, smaller batches, or fewer gradient_accumulation_steps"
+                raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+            if self._last_left is None:
+                text = "%d micro-batches at an epoch's end make no step of %d; transformers adds theirs to the next"
+                logger.warning("fzero.hf.Trainer: " + text, num, parts)
+            self._parts, self._last_left = [], self.state.global_step
+        return super().get_batch_samples(*args)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Keeps a micro-batch, and runs the step with the last one of an update."""
+        self._parts.append(self._prepare_inputs(inputs))
+        if not self.accelerator.gradient_state.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        parts, self._parts = self._parts, []
+        assert self.compiled is not None and self.train_state is not None
+        batch = self._batch(parts, num_items_in_batch)
+        self._following.stepping()
+        self._held.check()
+        self._held.look()
+        if self.optimizer is not self._optimizer_was:
+            what, fix = "self.optimizer is another than the step was made with", "give another before train()"
+            raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+        optimizers.check(self._values, self.optimizer)
+        optimizers.write(*self._rates, self.optimizer)
+        self.train_state, self._metrics = self.compiled(self.train_state, batch)
+        self._skips.step_was_skipped = bool(self._metrics.get("skipped", False))
+        return self._metrics["loss"].detach().to(self.args.device, torch.float32)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return self._metrics["grad_norm"]
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self._metrics["grad_norm"]
+
+    def _batch(self, parts: list[Any], items: Any) -> dict[str, Any]:
+        """The batch of a step: all micro-batches in one shape. Those that are missing are copies that count nothing."""
+        tensors, constants = zip(*map(padding.split, parts), strict=True)
+        if self._padding is None:
+            self._constants.update(constants[0])
+        padding.check_constants(self._constants, constants)
+        if self._padding is None:
+            assert self.functional is not None and self.compiled is not None
+            losses = traced.probe(self._held, self.functional, tensors[0], self._constants, items is not None)
+            self._reads, self._padding = losses.reads, padding.of(self, "training", losses, self._train_batch_size)
+            specs = self.compiled.resolved.transforms
+            self._proof = proof.Training(
+                self._held, self.functional, self._constants, specs, self._mesh(), losses.reads
+            )
+            padding.check_rows(self, self._padding, tensors, self._prove)
+        padded, shape = self._padding(tensors, self._prove)
+        missing = self.args.gradient_accumulation_steps - len(parts)
+        on = [1.0] * len(padded) + [0.0] * missing
+        padded += padded[:1] * missing
+        rows, device = shape[""], self.args.device
+        batch: dict[str, Any] = {"inputs": {n: torch.cat([part[n] for part in padded]) for n in padded[0]}}
+        batch["on"] = torch.tensor(on, device=device).repeat_interleave(rows)
+        if self._reads:
+            batch["num_items"] = torch.as_tensor(items, device=device).expand(rows * len(padded)).clone()
+        return batch
+
+    def _prove(self, rows: Any, padded: Any) -> str | None:
+        assert self._proof is not None and self.train_state is not None
+        return self._proof(self.train_state.params, rows, padded)
+
+    # --- what looks at the module ---
+
+    def _seeing(self, event: str, *args: Any, **settings: Any) -> Any:
+        """An event, before which the module gets the weights of the state where a callback looks at it."""
+        with self._following.event(event):
+            return self._call_event(event, *args, **settings)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **settings: Any) -> None:
+        with self._following.event(OWN) if self._comes() else nullcontext():
+            super()._maybe_log_save_evaluate(*args, **settings)
+
+    def _evaluate(self, *args: Any, **settings: Any) -> Any:
+        with self._following.event(OWN):
+            return super()._evaluate(*args, **settings)
+
+    def _comes(self) -> bool:
+        """Whether the library logs, evaluates or saves now."""
+        return self.control.should_log or self.control.should_evaluate or self.control.should_save
+
+    def log(self, *args: Any, **settings: Any) -> None:
+        if self._tracing:
+            what = "compute_loss logs: traced once, it would not in each step"
+            fix = "log in a callback; what is logged of a loss goes through compute_metrics"
+            raise TraceError(message("hf.Trainer", what, fix=fix))
+        super().log(*args, **settings)
+
+    # --- evaluation ---
+
+    def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
+        with self._following.event(OWN):
+            self._evaluated = self._weights()
+            try:
+                return super().evaluation_loop(*args, **settings)
+            finally:
+                self._evaluated = None
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """The loss, outputs and labels of a batch, from the sharded state."""
+        inputs = self._prepare_inputs(inputs)
+        config = getattr(self.model, "config", None)
+        if ignore_keys is None:
+            none = [] if config is None else ["past_key_values"]
+            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", none))
+        given = inputs.get("return_loss")
+        labelled = bool(self.label_names) and all(inputs.get(n) is not None for n in self.label_names)
+        losing = labelled or (not self.label_names and bool(self.can_return_loss if given is None else given))
+        labels = tuple(inputs.get(n) for n in self.label_names) if losing else None
+        labels = labels[0] if labels is not None and len(labels) == 1 else labels
+        items = self._get_num_items_in_batch([inputs], self.args.device) if losing else None
+        kind = traced.Kind(losing, prediction_loss_only, tuple(ignore_keys))
+        ours, params = self._evaluated or self._weights()
+        tensors, constants = padding.split(inputs)
+        loss, outputs = self._evaluation(kind, constants, ours)(params, tensors, items)
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, outputs[0] if len(outputs) == 1 else outputs, labels
+
+    def _evaluation(self, kind: traced.Kind, constants: dict[str, Any], ours: bool) -> Evaluation:
+        """The evaluation of a kind, of batches with these constants. `ours`: of the trained state."""
+        known = kind, ours, frozenset((n, exact(x)) for n, x in constants.items())
+        if known not in self._evaluations or self._evaluations[known].held.changed():
+            assert self.functional is not None
+            if ours:
+                assert self.compiled is not None
+                transforms = self.compiled.resolved.transforms
+            else:
+                transforms = [mixed_precision(compute=x) for x in ("bf16", "fp16") if getattr(self.args, x)]
+            held = Watched(self, Trainer)
+            self._evaluations[known] = Evaluation(
+                held, self.functional, kind, constants, transforms, self._mesh(), self._compiling
+            )
+        return self._evaluations[known]
+
+    def _weights(self) -> tuple[bool, Any]:
+        """The parameters that are evaluated, and whether they are those of the state."""
+        self._following.take()
+        if self._current():
+            assert self.train_state is not None
+            return True, self.train_state.params
+        if self.functional is None:
+            self.functional = self._functional()
+        if any(x.is_meta for x in tree.leaves(self.functional.params)):
+            what = "a model of fz.hf.from_pretrained has no weights before train() has read them"
+            fix = "eval_on_start=True evaluates before the first step; or give the module itself"
+            raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+        return False, tree.map(lambda x: x.to(self._mesh().device), self.functional.params)
+
+    # --- the module, and checkpoints ---
+
+    def _current(self) -> bool:
+        """Whether the state is of the module: it is trained, or has not been changed since it was."""
+        return self.train_state is not None and (self.is_in_train or self._following.same())
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes what `from_pretrained` reads; within training, the state in one of the library's checkpoints."""
+        output_dir = str(self.args.output_dir if output_dir is None else output_dir)
+        self._following.take()
+        inside = os.path.basename(output_dir).startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+        if _internal_call and inside and not self.args.save_only_model:
+            checkpoint.save(os.path.join(output_dir, STATE), self.train_state, keep=1)
+            if self.args.should_save and self.processing_class is not None:
+                self.processing_class.save_pretrained(output_dir)
+            return
+        if self._pretrained is not None and self.train_state is not None:
+            tokenizer = self.processing_class
+            tokenizer = getattr(self.data_collator, "tokenizer", None) if tokenizer is None else tokenizer
+            replace_pretrained(output_dir, self._pretrained, self.train_state, tokenizer)
+            if self.args.should_save:
+                torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            return
+        if self.is_in_train:
+            self._following.refresh()
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.should_save:  # the optimizer's state is with the parameters
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path = os.path.join(checkpoint, "scheduler.pt")
+        if os.path.isfile(path):
+            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """The loss scale is part of the state."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        path = os.path.join(resume_from_checkpoint, STATE)
+        if checkpoint.find(path) is None:
+            what = f"{resume_from_checkpoint} has no state of fzero's: {STATE}/ is not there"
+            fix = "begin with its weights instead: from_pretrained(dir)"
+            raise CheckpointError(message("hf.Trainer", what, fix=fix))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.args.save_only_model:
+            super()._load_best_model()
+            return
+        assert self.compiled is not None and self.functional is not None
+        self.train_state = self.compiled.restore(os.path.join(best, STATE), self.functional.params)
+        self._following.behind()
+        self._following.refresh()
+
+    def _finalize_training(self, *args: Any) -> Any:
+        self._following.refresh()
+        logger.info("fzero.hf.Trainer: %d programs of training", self.num_programs)
+        return super()._finalize_training(*args)

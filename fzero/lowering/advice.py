@@ -1,0 +1,138 @@
+"""Says what would make a step fit a budget that it is over: transforms that lower its peak, and what each comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fzero.errors import FzeroError
+from fzero.lowering.budget import FEW, WITH_BATCH, Budget, share_of
+from fzero.lowering.layouts import zero_of
+from fzero.mesh import AbstractMesh
+from fzero.plan.plan import Plan, peak_bytes
+from fzero.program.ir import Program
+from fzero.program.lines import Inputs
+from fzero.step import Step
+from fzero.transforms import accumulate, remat, shard
+from fzero.transforms.base import find
+from fzero.transforms.offload import offload
+from fzero.transforms.precision import mixed_precision
+from fzero.units import size
+
+LINES_FOR_ADVICE = 4_000
+"""Lines of lowered programs after which no further transform is tried: two or three programs of a 32-layer model, some
+seconds."""
+
+
+def advise(
+    step: Step, mesh: AbstractMesh, params: Inputs, budget: Budget, least: Plan, lowered: Callable[[Step], Program]
+) -> list[str]:
+    """The least peaks with one transform more, the lowest first, of those that lower it; if none is enough, with those
+    together. Of a large model few are tried: those that are about what takes the most.
+
+    Args:
+        step, mesh, params: what does not fit.
+        budget: that it is over.
+        least: the plan of the program that takes least memory.
+        lowered: the program of another step for the same batch, without a budget.
+    """
+    num_lines = 0
+    step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
+
+    def peak(more: Step) -> tuple[int, int] | None:
+        """Bytes on the device and on the host."""
+        nonlocal num_lines
+        try:
+            program = lowered(more)
+        except FzeroError:  # contradicts what is there, or cannot be had with this batch
+            return None
+        num_lines += sum(1 for _ in program.walk())
+        return peak_bytes(program, budget.device, budget.backend)[:2]
+
+    peaks: dict[Any, tuple[int, int]] = {}
+    for transform in _candidates(step, mesh, least):
+        if num_lines > LINES_FOR_ADVICE:
+            break
+        more = _with(step, transform)
+        if more is None or (
+            isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)
+        ):
+            continue
+        if (n := peak(more)) is not None and n[0] < least.peak_bytes:
+            peaks[transform] = n
+    best: dict[type, Any] = {}  # of each kind
+    for transform in sorted(peaks, key=lambda transform: peaks[transform]):
+        best.setdefault(shard.Parallel if isinstance(transform, shard.Parallel) else type(transform), transform)
+    ordered = list(best.values())
+    limit = budget.nbytes or 0
+
+    def fits(peak: tuple[int, int]) -> str:
+        device, host = peak
+        return (
+            size(device)
+            + (", which fits" if device <= limit else "")
+            + (f", and {size(host)} on the host" * (host > 0))
+        )
+
+    advice = [f"with fz.{transform}: {fits(peaks[transform])}" for transform in ordered]
+    if len(ordered) > 1 and peaks[ordered[0]][0] > limit:
+        together, all_ = [], step
+        for transform in ordered:
+            more = _with(all_, transform)
+            together, all_ = ([*together, transform], more) if more is not None else (together, all_)
+        if len(together) > 1 and (n := peak(all_)) is not None and n[0] < peaks[ordered[0]][0]:
+            names = ", ".join(f"fz.{transform}" for transform in together)
+            advice.append(f"with {names} together: {fits(n)}")
+    return advice
+
+
+def _with(step: Step, transform: Any) -> Step | None:
+    """The step with a transform more, in place of one of its kind that adds up micro-batches; None if it has it, or it
+    cannot be had."""
+    others = tuple(
+        t
+        for t in step.transforms
+        if not (isinstance(transform, accumulate.Accumulate) and isinstance(t, accumulate.Accumulate))
+    )
+    try:
+        more = transform(replace(step, transforms=others))
+    except FzeroError:
+        return None
+    return None if more == step else more
+
+
+def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple[str, ...], ...]]:
+    """For each parameter the axes that its state, its gradient and itself are sharded over."""
+    zero = zero_of(step, mesh)
+    return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
+
+
+def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
+    """Transforms that may lower the peak of a plan, those first that are about what takes the most of it."""
+    found = list[tuple[float, Any]]()
+
+    def about(roles: Sequence[str], *transforms: Any) -> None:
+        found.extend((share, transform) for transform in transforms if (share := share_of(least, roles)) > FEW)
+
+    state = ("opt_state", "params")
+    # over the axes that something is sharded over already, or the fastest; and over all of them
+    used = max((t.axes for t in step.transforms if isinstance(t, shard.Parallel) and t.stage), key=len, default=())
+    several = tuple(a for a, n in reversed(mesh.axes.items()) if n > 1)
+    every = (*used, *(a for a in several if a not in used))
+    stages = (shard.shard_params, shard.shard_opt_state, shard.shard_grads)
+    for axes in dict.fromkeys((used or several[:1], every)) if several else ():
+        about((*state, "gradients"), *(make(axis=axes) for make in stages))
+    about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
+    micro = find(step.transforms, accumulate.Accumulate)
+    about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))
+    if micro and not micro.vertical:
+        about(("gradients",), replace(micro, vertical=True))
+    if not mesh.unified_memory:
+        about(("saved",), offload("cpu", "activations"))
+    return [transform for _, transform in sorted(found, key=lambda pair: -pair[0])] + [mixed_precision("bf16")]
+
+
+def _tiers(mesh: AbstractMesh) -> list[tuple[str, dict[str, Any]]]:
+    """The tiers on which state may rest off the device."""
+    return [("nvme", {"path": "DIR"})] if mesh.unified_memory else [("cpu", {})]

@@ -1,0 +1,89 @@
+"""Holds what a step is lowered to: its programs, its plan, and the structures of what goes in and comes out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from fzero import tree
+from fzero.errors import FzeroValueError, message
+from fzero.lowering.budget import Budget, decided
+from fzero.passes.choice import Choice
+from fzero.plan.devices import Device
+from fzero.plan.plan import Decision, Plan, plan
+from fzero.precision.statistics import Watched
+from fzero.program.ir import Program
+from fzero.program.lines import Inputs
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step lowered for a mesh: its programs, and the structures of what goes in and comes out.
+
+    `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
+    There is one stage, of all ranks.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(fz.shard_params(step), fz.AbstractMesh(data=8), params, batch, device="h100")
+        >>> fz.fits(lowered.plan, "80GB"), len(lowered.program.lines) > 10
+        (True, True)
+    """
+
+    programs: tuple[Program, ...]
+    params: Inputs
+    opt_state: Inputs | None
+    batch: Inputs
+    structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
+    budget: Budget | None = None  # with nothing but rates where there is none
+    choice: Choice = field(default_factory=Choice)  # what the budget chose
+    device: Device | None = None  # that `plan` is for, and its backend
+    backend: str = "inductor"
+    chosen: tuple[Decision, ...] = ()  # before it was lowered
+    watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
+    # the programs on the way, by the pass that made each
+    stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+    @property
+    def program(self) -> Program:
+        """The program that this rank runs."""
+        (program,) = self.programs
+        return program
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks that `metrics["precision"]` is about, in its order."""
+        return () if self.watched is None else self.watched.names
+
+    def after(self, name: str) -> Program:
+        """The program that a pass made on the way: one of fzero/passes/pipeline.py, or a transform's own.
+
+        Raises:
+            FzeroValueError: no such pass, or none that a step of this kind goes through.
+        """
+        stages = self.stages()
+        if name not in stages:
+            raise FzeroValueError(message("lower", f"no pass {name!r}", fix=f"one of {', '.join(stages)}"))
+        return stages[name]
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The cost of a step on each rank: memory, bytes on every channel, time; on the device and for the backend that
+        it was lowered for."""
+        return self.plan_on(self.device, self.backend)
+
+    def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
+        """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or
+        of a calibration file."""
+        return plan(
+            self.program,
+            device,
+            backend=backend,
+            decisions=(*self.chosen, *decided(self.program, self.choice, self.budget)),
+        )

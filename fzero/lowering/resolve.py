@@ -1,0 +1,95 @@
+"""Puts transforms that say where leaves rest in the place of `offload("auto")`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from fzero.lowering.auto import check_auto, choose_tiers
+from fzero.lowering.budget import Budget
+from fzero.lowering.layouts import (
+    auto_of,
+    compute_leaves,
+    mirrors,
+    offloads,
+    params_inputs,
+    precision_of,
+    zero_of,
+)
+from fzero.lowering.traced import Traced, gradients_on_disk, trace_step
+from fzero.lowering.variants import Variants, least_memory
+from fzero.mesh import AbstractMesh
+from fzero.passes.pipeline import copying
+from fzero.plan.plan import Decision
+from fzero.program.ir import Program
+from fzero.program.lines import Inputs
+from fzero.progress import shown
+from fzero.step import Step
+from fzero.transforms.offload import Offload, tiers_of
+
+
+class Resolved(NamedTuple):
+    """A step that leaves open no more what rests where, why it is so, and, if it was decided here, what it was traced
+    to."""
+
+    step: Step
+    chosen: tuple[Decision, ...] = ()
+    traced: Traced | None = None
+
+
+def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget) -> Resolved:
+    """The step with what its `offload("auto")` comes to in its place, and why; the step itself if it has none.
+
+    Args:
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: that it is resolved for.
+        budget: to fit.
+    """
+    auto = auto_of(step)
+    if auto is None:
+        return Resolved(step)
+    check_auto(auto, budget.limits)
+    left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
+    inputs = params_inputs(left, mesh, params)
+    traced = trace_step(left, mesh, inputs, batch, precision_of(left))  # with whatever may rest elsewhere
+    mirrored = mirrors(traced.opt_state.leaves, inputs)
+    copied: dict[tuple[str, ...], Program] = {}  # by the paths of the masters that have copies
+    built: dict[tuple[Offload, ...], Traced] = {}
+
+    def build(records: tuple[Offload, ...]) -> Variants:
+        asked = _with_records(left, records)
+        rests = params_inputs(asked, mesh, params)
+        tiers = tiers_of(offloads(asked), rests.leaves, rests.ties, zero_of(asked, mesh).casts)
+        on = {leaf.path: leaf.layout.tier for leaf in rests.leaves}
+        on |= {
+            leaf.path: tiers[i].opt_state
+            for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True)
+            if i is not None
+        }
+        copies = {rests.leaves[i].path: leaf for i, leaf in compute_leaves(asked, mesh, rests).items()}
+        on |= {leaf.path: leaf.layout.tier for leaf in copies.values()}
+        if tuple(copies) not in copied:
+            copied[tuple(copies)] = copying(copies).made(traced.base)
+        program = copied[tuple(copies)]
+        rest = lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier))  # noqa: E731
+        laid_out = replace(
+            program, leaves={name: rest(leaf) for name, leaf in program.leaves.items()}, transforms=asked.transforms
+        )
+        variants = traced.variants.like(laid_out, gradients_on_disk(asked, mesh, rests))
+        opt_state = replace(traced.opt_state, leaves=tuple(map(rest, traced.opt_state.leaves)))
+        built[records] = replace(traced, variants=variants, opt_state=opt_state)
+        return variants
+
+    progress_texts = ["the first program"]
+    with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: progress_texts[-1]):
+        least = least_memory(left, budget.nbytes is not None)[0]
+        records, decision = choose_tiers(build, least, auto, budget, mesh.unified_memory, progress_texts.append)
+    return Resolved(_with_records(left, records), (decision,), built[records])
+
+
+def _with_records(step: Step, records: Sequence[Offload]) -> Step:
+    """The step with these transforms more, in the canonical order."""
+    return replace(step, transforms=tuple(sorted((*step.transforms, *records), key=lambda t: (t.order, str(t)))))

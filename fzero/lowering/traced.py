@@ -1,0 +1,145 @@
+"""Traces a training step to its base program, and to what that can become under the choices it leaves open."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.arguments import accepts_none
+from fzero.errors import FzeroValueError, message
+from fzero.layout import Leaf, torn_ties
+from fzero.lowering.base_program import lower_train
+from fzero.lowering.layouts import (
+    abstract_params,
+    batch_inputs,
+    compute_leaves,
+    extra_leaves,
+    gradient_leaves,
+    opt_state_inputs,
+    params_inputs,
+    precision_of,
+    zero_of,
+)
+from fzero.lowering.training import Precision, Training
+from fzero.lowering.variants import Variants
+from fzero.mesh import AbstractMesh, Mesh
+from fzero.passes.pipeline import FUSE, copying
+from fzero.precision.statistics import Watched
+from fzero.program.ir import Program
+from fzero.program.lines import Inputs
+from fzero.step import Step
+from fzero.step.checks import wants_key
+from fzero.trace.record import uncollected
+from fzero.transforms import accumulate
+from fzero.transforms.base import find
+from fzero.transforms.precision import begun
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace
+    told."""
+
+    recorded: Program
+    base: Program
+    variants: Variants
+    opt_state: Inputs
+    structure: tree.TreeSpec
+    loops: bool
+    watched: Watched | None
+
+    @property
+    def on_the_way(self) -> dict[str, Program]:
+        """The programs before those of the variants."""
+        return {"trace": self.recorded, "fuse": self.base, "copies": self.variants.base}
+
+
+def trace_step(
+    step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, precision: Precision | None = None
+) -> Traced:
+    """Traces a step, from leaf tables. `precision`: by default that of its transforms."""
+    zero = zero_of(step, mesh)
+    accumulation = find(step.transforms, accumulate.Accumulate)
+    if accumulation is not None:
+        _check_cut(accumulation, batch)
+    num_micro = accumulation.num_micro_batches if accumulation else 1
+    shapes = accumulation.micro_shapes(batch.leaves) if accumulation else [x.shape for x in batch.leaves]
+    micro = replace(batch, leaves=tuple(replace(x, shape=shape) for x, shape in zip(batch.leaves, shapes, strict=True)))
+    trains = step.trains(abstract_params(params))
+    if not any(trains):
+        raise FzeroValueError(
+            message(
+                "train_step", "no trainable parameters", fix="check `trainable`, and that parameters are floating point"
+            )
+        )
+    opt_state = opt_state_inputs(step, mesh, params)
+    on_disk = gradients_on_disk(step, mesh, params)
+    with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
+        program, structure, watched = lower_train(
+            Training(
+                name=step.name,
+                loss_fn=step.loss_fn,
+                optimizer=step.optimizer,
+                has_aux=step.has_aux,
+                wants_key=wants_key(step.loss_fn),
+                params=params,
+                trains=trains,
+                mutates=None if step.mutable is None else step.mutates(abstract_params(params)),
+                opt_state=opt_state,
+                batch=micro,
+                extras=extra_leaves(step, params),
+                mesh=mesh,
+                precision=precision or precision_of(step),
+                num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
+            )
+        )
+    base = FUSE.made(replace(program, transforms=step.transforms))
+    cut = {
+        x.path: x.shape
+        for x in (batch.leaves[i] for i in batch.distinct)
+        if num_micro > 1 and accumulation and accumulation.cuts(x)
+    }
+    loops = num_micro > 1 and not (accumulation and accumulation.vertical)
+    variants = Variants(with_copies(base, step, mesh, params), zero, num_micro, cut, on_disk)
+    return Traced(program, base, variants, opt_state, structure, loops, watched)
+
+
+def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:
+    """Raises FzeroValueError where `whole` accepts no leaf of the batch, or some paths of a tied one."""
+    if accumulation.whole is None:
+        return
+    paths, whole = [x.path for x in batch.leaves], [not accumulation.cuts(x) for x in batch.leaves]
+    if not any(whole) and (missed := accepts_none("whole", accumulation.whole, paths)):
+        what, fix = "all leaves of the batch are cut", "give a path as it stands here, or leave `whole` out"
+        raise FzeroValueError(message("accumulate", what, missed, fix))
+    if torn := torn_ties(paths, batch.ties, whole, "whole"):
+        what = "leaves of the batch are one tensor, and `whole` accepts some of its paths"
+        fix = "give x.clone() for those that are to be whole"
+        raise FzeroValueError(message("accumulate", what, torn, fix))
+
+
+def gradients_on_disk(step: Step, mesh: AbstractMesh, params: Inputs) -> dict[str, Leaf]:
+    """Leaves on disk in which gradients wait for their update, by the path of the parameter."""
+    return {params.leaves[i].path: leaf for i, leaf in gradient_leaves(step, mesh, params).items()}
+
+
+def with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
+    """The program with what is computed with beside the masters that rest off the device."""
+    copies = {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}
+    return copying(copies).made(base)
+
+
+def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any) -> Program:
+    """The base program of a step (see lowering/base_program.py): what every other is made from.
+
+    Args:
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: one rank's batch.
+    """
+    step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
+    return trace_step(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch)).base

@@ -1,0 +1,120 @@
+"""Makes of lines that do one small thing to one value each, casts and sums over micro-batches, lines that do it to
+several: on a GPU that is one launch.
+
+It comes when all has its place: two lines become one only if neither writes where the other reads, so the peak of the
+pool stays as it was planned. On a CPU, where a launch is a call, nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fzero.program.aliases import Views
+from fzero.program.ir import Line, Place, Program
+from fzero.program.ops import OPS
+
+
+def batched(program: Program, launches: bool | None = None) -> Program:
+    """The program with lines of batched ops (`Op.batched`) that follow each other, and say the same, as one.
+
+    Args:
+        launches: whether a line is a launch; by default on every device but a CPU.
+    """
+    launches = program.mesh.device_type != "cpu" if launches is None else launches
+    return _Batcher(program).run() if launches else program
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Lines that become one."""
+
+    key: object
+    lines: list[Line]
+
+
+class _Batcher:
+    def __init__(self, program: Program):
+        self.program, self.values, self.views = program, program.values_by_name, Views(program)
+        self.places = {
+            v.name: place
+            for line, _ in program.walk()
+            if not OPS[line.op].between  # of a start, these are its transfer's
+            for v, place in zip(line.out, line.into, strict=False)
+            if place is not None
+        }
+
+    def run(self) -> Program:
+        return replace(self.program, lines=tuple(self._lines(self.program.lines)))
+
+    def _lines(self, lines: Sequence[Line]) -> list[Line]:
+        out: list[Line] = []
+        groups: list[_Group] = []  # of the lines since the last that is none of these
+        for line in lines:
+            key = self._key(line)
+            if key is None:
+                out += map(_joined, groups)
+                groups = []
+                out.append(replace(line, body=tuple(self._lines(line.body))) if line.body else line)
+                continue
+            at = self._joins(groups, key, line)
+            if at is None:
+                groups.append(_Group(key, [line]))
+            else:
+                groups[at].lines.append(line)
+        return out + [*map(_joined, groups)]
+
+    def _key(self, line: Line) -> object:
+        """The same for lines that may be one; None for one that is none of these."""
+        if not OPS[line.op].batched or len(line.args) != len(line.out):
+            return None
+        source, out = self.values[line.args[0]], line.out[0]
+        if "host" in (source.tier, out.tier):
+            return None
+        return line.op, line.attrs, line.by, source.dtype, out.dtype, tuple(p is None for p in line.into[:1])
+
+    def _joins(self, groups: Sequence[_Group], key: object, line: Line) -> int | None:
+        """The last group that a line may join: it comes before all groups behind that one, then."""
+        for at in reversed(range(len(groups))):
+            if any(self._meet(other, line) for other in groups[at].lines):
+                return None
+            if groups[at].key == key:
+                return at
+        return None
+
+    def _meet(self, one: Line, other: Line) -> bool:
+        """Whether one of two lines reads or writes what the other writes."""
+        named = {v.name for v in one.out} & {*other.args} or {v.name for v in other.out} & {*one.args}
+        mine, its = self._written(one), self._written(other)
+        return bool(named) or _overlap(mine, its + self._read(other)) or _overlap(its, self._read(one))
+
+    def _written(self, line: Line) -> list[_Span]:
+        return [self._span(place) for place in line.into if place is not None]
+
+    def _read(self, line: Line) -> list[_Span]:
+        roots = {root for name in line.args for root in self.views.roots(name)}
+        return [self._span(self.places[root]) for root in roots if root in self.places]
+
+    def _span(self, place: Place) -> _Span:
+        size = self.program.mesh.axis_size(place.part) if place.part else 1
+        return place.arena, place.offset, place.offset + place.nbytes * size
+
+
+_Span = tuple[str, int, int]
+"""An arena, and the first byte and the end of a place in it."""
+
+
+def _overlap(some: Sequence[_Span], others: Sequence[_Span]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
+
+
+def _joined(group: _Group) -> Line:
+    first = group.lines[0]
+    if len(group.lines) == 1:
+        return first
+    return replace(
+        first,
+        args=tuple(a for line in group.lines for a in line.args),
+        out=tuple(v for line in group.lines for v in line.out),
+        into=tuple(p for line in group.lines for p in line.into),
+    )

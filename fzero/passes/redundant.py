@@ -1,0 +1,76 @@
+"""Adds what `redundant` sends of a state to another rank: each start where the step begins, its wait before the first
+line that writes what is sent.
+
+Leaves that are written together are sent together. Those in device memory of its own are copied to the host first, and
+leave when the first block has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from fzero.program.aliases import Views
+from fzero.program.attrs import SendAttrs
+from fzero.program.ir import MOVING, Line, Program, Value
+from fzero.program.names import Names, identifier
+from fzero.transforms.base import find
+from fzero.transforms.redundant import Redundant
+
+
+def rewrite(program: Program) -> Program:
+    """The program with its sends, whose transfers are all in their places."""
+    spec = find(program.transforms, Redundant)
+    trains = any(leaf.role == "step" for leaf in program.leaves.values())
+    if spec is None or not trains or program.mesh.size == 1:
+        return program
+    values, names = program.values(), Names(program.values())
+    groups: dict[tuple[int, bool], list[str]] = {}
+    writers, end = _writers(program), len(program.lines)
+    for name, leaf in program.leaves.items():
+        if spec.sends(leaf):
+            apart = values[name].tier == "device" and not program.mesh.unified_memory
+            groups.setdefault((writers.get(name, end), apart), []).append(name)
+    before: dict[int, list[Line]] = {}  # by the number of a line, those that come before it
+    later = next((i for i, line in enumerate(program.lines[1:], 1) if line.block or line.body), end)
+    on_the_way = f"{spec.name}, to the host"
+    for number, ((writer, apart), leaves) in enumerate(groups.items()):
+        sent, leaves_at = leaves, 0
+        if apart:
+            copied = Value(names(f"send_{number}_to_host"), (), torch.uint8, MOVING)
+            copies = tuple(replace(values[n], name=names(f"{identifier(n)}_sent"), tier="host") for n in leaves)
+            before.setdefault(0, []).append(Line("to_host_start", tuple(leaves), (copied,), by=on_the_way))
+            sent, leaves_at = [v.name for v in copies], min(writer, later)
+            before.setdefault(leaves_at, []).append(Line("wait", (copied.name,), copies, by=on_the_way))
+        handle = Value(names(f"send_{number}"), (), torch.uint8, MOVING)
+        attrs = SendAttrs(
+            axes=(spec.axis,),
+            shift=spec.shift(program.mesh),
+            every=spec.every,
+            once=writer == end,
+            leaves=tuple(leaves),
+            number=number,
+        )
+        start = Line("send_start", tuple(sent), (handle,), attrs=attrs, by=spec.name)
+        before.setdefault(leaves_at, []).append(start)
+        before.setdefault(writer, []).append(Line("wait", (handle.name,), by=spec.name))
+    lines = [x for i, line in enumerate(program.lines) for x in (*before.get(i, ()), line)]
+    return replace(program, lines=(*lines, *before.get(end, ())))
+
+
+def _writers(program: Program) -> dict[str, int]:
+    """By leaf the number of the first line that writes it, or what lies in its memory."""
+    views, found = Views(program), dict[str, int]()
+    for number, line in enumerate(program.lines):
+        for x in _with_body(line):
+            for name in (root for written in x.writes for root in views.roots(written)):
+                found.setdefault(name, number)
+    return found
+
+
+def _with_body(line: Line) -> Iterator[Line]:
+    yield line
+    for x in line.body:
+        yield from _with_body(x)

@@ -1,0 +1,18 @@
+"""Starts the keeper of a rank, `python -m fzero.run script.py`, without PyTorch (elastic/keeper.py).
+
+As an import this name is the function `fz.run`: `import fzero.run` binds it in the package, where the module would
+hide it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from fzero.elastic.keeper import main
+
+    sys.exit(main())
+else:
+    from fzero.elastic.running import run
+
+    sys.modules[__name__] = run  # type: ignore[assignment]

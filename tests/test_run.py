@@ -1,0 +1,615 @@
+"""Runs that lose ranks (fz.run): processes that are killed, stopped, told to stop or fail, and what memory keeps of a
+state."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import survivor
+import torch
+import torch.distributed as dist
+from scripts import ROOT, environment
+
+import fzero as fz
+from fzero.elastic import host, keeper
+from fzero.elastic.rehearsal import rehearse
+from fzero.elastic.vault import Vault, held, is_whole
+
+LIMIT = 150.0  # seconds for a run of several lives on a loaded machine
+
+
+@contextlib.contextmanager
+def keepers(
+    out: Path,
+    steps: int | str,
+    *faults: str,
+    flags: tuple[str, ...] = (),
+    ranks: int = 2,
+    hosts: int = 1,
+    env: Mapping[str, str] | None = None,
+    script: Path = ROOT / "tests" / "survivor.py",
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Keepers of some ranks as torchrun starts them, on one host or as if on several, a host's ranks one behind the
+    other; the store is this process's, as it is the agent's there."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
+    usual = {
+        "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "fzero.run", *flags, "--memory"]
+    arguments = [str(script), str(out), *([str(steps)] if steps != "" else []), *faults]
+    at = [rank * hosts // ranks for rank in range(ranks)]
+    started = [
+        subprocess.Popen(
+            [*command, str(out / f"memory-{at[rank]}"), *arguments],
+            env={
+                **environment(),
+                **usual,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank - at.index(at[rank])),
+                "LOCAL_WORLD_SIZE": str(at.count(at[rank])),
+                "PYTHONPATH": str(ROOT),
+                **({"SURVIVOR_HOST": str(at[rank])} if hosts > 1 else {}),
+                **(env or {}),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=out,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        yield started
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+            if one.stdout is not None:
+                one.stdout.close()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    text, _ = process.communicate(timeout=LIMIT)
+    return process.returncode, text
+
+
+def logged(out: Path) -> list[Any]:
+    return [json.loads(line) for line in (out / "log").read_text().splitlines()]
+
+
+def plainly(out: str, steps: int) -> int:
+    return fz.run(lambda run: survivor.train(run, Path(out), steps, {}))
+
+
+def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) -> None:
+    """Rank 1 is killed; then both; rank 0 is stopped, and found by its keeper; then rank 1 fails by itself, which ends
+    the run. Every step is there once, to the bit as without faults."""
+    faults = ["1.0.2:kill", "0.0.4.after:kill", "1.1.4.after:kill", "0.1.6:stop", "1.2.8:raise"]
+    out, calm = tmp_path / "struck", tmp_path / "calm"
+    out.mkdir()
+    calm.mkdir()
+    run_ranks(2, plainly, str(calm), 8)
+    with keepers(out, 9, *faults, flags=("--hang", "5")) as (zero, one):
+        code, text = ended(one)
+        assert code == 1 and "a user's own error" in text, text
+        zero.send_signal(signal.SIGTERM)  # as torchrun does then
+        code, other = ended(zero)
+        assert code == 128 + signal.SIGTERM, other
+    assert "fzero.run: rank 1 died of SIGKILL in step 2; it is started again" in text
+    assert "rank 0 has done nothing for 5 s in step 6; its stacks:" in other
+    assert "fzero.run: rank 1 has raised ValueError: a user's own error, which ends the run" in other
+    assert logged(out) == logged(calm)
+    assert (out / "sources-1").read_text().split("\n")[:-1] == ["init 0", "memory 2", "memory 4", "memory 6"]
+    assert [len((out / f"lives-{rank}").read_text()) for rank in range(2)] == [3, 3]
+
+
+def test_spares_take_the_places_of_ranks_that_die(tmp_path: Path) -> None:
+    """A spare is its host's, whose keepers share it: rank 1's takes it first, then rank 0's the next one."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import glob, os, sys, time\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "import survivor, torch, fzero as fz\n"
+        "out = Path(sys.argv[1])\n"
+        "def main(run):\n"
+        "    train = fz.compile(survivor.STEP, run.mesh, backend='eager')\n"
+        "    state = run.state(train, survivor.init, fz.random.key(0))\n"
+        "    for index in run.steps(state, 6):\n"
+        "        once = out / f'{index}-{run.mesh.rank}'\n"
+        "        if f'{index}-{run.mesh.rank}' in ('3-1', '4-0') and not run.rehearsing and not once.exists():\n"
+        "            while not glob.glob(os.environ['FZERO_RUN_MEMORY'] + '/spare-*.ready'): time.sleep(0.05)\n"
+        "            once.touch()\n"
+        "            os.kill(os.getpid(), 9)\n"
+        "        state, metrics = train(state, survivor.batch_at(index, **run.place))\n"
+        "        run.keep(state)\n"
+        "    print('rank', run.mesh.rank, os.environ['RANK'], sys.argv[2:])\n"
+        "fz.run(main, timeout=120)\n"
+    )
+    with keepers(tmp_path, "--its flag", flags=("--spares", "1"), script=script) as (zero, one):
+        (code, text), (other_code, other) = ended(one), ended(zero)
+    assert (code, other_code) == (0, 0), text + other
+    assert "rank 1 died of SIGKILL in step 3; a spare takes its place" in text
+    assert "rank 0 died of SIGKILL in step 4; a spare takes its place" in other
+    assert "rank 1 1 ['--its flag']" in text and "rank 0 0 ['--its flag']" in other, "each prints where its keeper does"
+    assert not [*tmp_path.glob("memory-*/*/*")]
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        ("os.environ['RANK']", True),
+        ("os.getenv('LOCAL_RANK')", True),
+        ("os.environ.get('RANK', '0')", True),
+        ("os.environ['WORLD_SIZE'], 'RANK' in os.environ, os.environ.copy(), [*os.environ.items()]", False),
+        ("__import__('fzero.processes').processes.Processes.of()", False),
+    ],
+)
+def test_a_spare_knows_whether_its_script_has_read_its_rank(line: str, read: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys\n{line}\nprint(os.environ.rank_was_read, __name__, sys.argv, sys.path[0])\n")
+    command = [sys.executable, "-c", "from fzero.elastic.spares import main; main()", str(script), "--a", "b c"]
+    env = {**environment(), "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{read} __main__ {[str(script), '--a', 'b c']} {tmp_path}\n", done.stderr
+
+
+def test_a_rehearsal_ends_where_the_first_step_would_run() -> None:
+    seen: list[Any] = []
+
+    def main(run: Any, before: Any = lambda state: None, backend: str = "eager") -> None:
+        train = fz.compile(survivor.STEP, run.mesh, backend=backend)
+        state = run.state(train, survivor.init, fz.random.key(0), path="nowhere")
+        before(state)
+        for index in run.steps(state, 3):
+            seen.append((run.rehearsing, run.mesh.size, index, state.params["w"].is_meta))
+            state, _ = train(state, survivor.batch_at(index, **run.place))
+        raise AssertionError("a step has run")
+
+    names = fz.run(dir, device="cpu")
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        assert "its step is built" in rehearse(main, 1.0, {})
+        assert seen == [(True, 2, 0, True)]
+        words = rehearse(lambda run: main(run, lambda state: state.params["w"].sum().item()), 1.0, {"data": 2})
+        assert "main raised before its first step: RuntimeError" in words
+        assert "without a step" in rehearse(lambda run: None, 1.0, {"device": "cpu"})
+        for name in (name for name in names if not name.startswith("__")):
+            words = rehearse(lambda run, name=name: getattr(run, name), 1.0, {})
+            assert "without a step" in words, (name, words)
+        for use in (lambda run: run.check(), lambda run: run.save(None), lambda run: run.keep(None)):
+            assert "its step is built" in rehearse(use, 1.0, {})
+
+
+TWICE = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, fzero as fz
+step = fz.data_parallel(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5)))
+def train(run, name, fault):
+    compiled = fz.compile(step, run.mesh, backend="eager")
+    state = run.state(compiled, {"w": torch.ones(4)}, path=f"{name}-saved")
+    print(name, run.source, int(state.step), flush=True)
+    for index in run.steps(state, 4):
+        once = Path(f"{name}-once")
+        if fault and index == 2 and run.mesh.rank == run.mesh.size - 1 and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        state, _ = compiled(state, torch.ones(4))
+        run.keep(state)
+    run.save(state)
+    if name == "second":
+        print("ended", state.params["w"].tolist(), [x.name for x in Path(os.environ["FZERO_RUN_MEMORY"]).glob("of-*")])
+fz.run(lambda run: train(run, "first", sys.argv[2] == "first"))
+fz.run(lambda run: train(run, "second", sys.argv[2] == "second"))
+"""
+
+
+@pytest.mark.parametrize("fault", ["first", "second", "alone"])
+def test_a_second_run_of_a_script_does_not_go_on_from_the_first(tmp_path: Path, fault: str) -> None:
+    """A rank that is lost in the second one begins with the first: alone it comes back, with others it is refused."""
+    (script := tmp_path / "script.py").write_text(TWICE)
+    ranks = 1 if fault == "alone" else 2
+    with keepers(tmp_path, "second" if fault == "alone" else fault, ranks=ranks, script=script) as started:
+        codes, texts = zip(*map(ended, started), strict=True)
+    assert "second init 0" in texts[0], texts
+    if fault == "second":
+        text = "".join(texts)  # one rank says it
+        assert codes == (1, 1) and "cannot come back to this run" in text, texts
+        assert "rank 0: in run 2 of its script" in text and "rank 1: in run 1 of its script" in text
+        return
+    assert codes == (0,) * ranks and "ended [-1.0, -1.0, -1.0, -1.0] []" in texts[0], texts
+    assert ("first memory 2" if fault == "first" else "first disk 4\nsecond memory 2") in texts[0], texts
+
+
+def test_told_to_stop_and_started_again(tmp_path: Path) -> None:
+    """On two hosts a rank goes on from its own host's memory. SIGTERM at one stops both after the same step, with what
+    the next start goes on from."""
+    with keepers(tmp_path, 100_000, "1.0.2:kill", hosts=2) as both:
+        deadline = time.monotonic() + LIMIT
+        while time.monotonic() < deadline and not ((tmp_path / "log").exists() and len(logged(tmp_path)) > 4):
+            time.sleep(0.05)
+        both[1].send_signal(signal.SIGTERM)
+        assert [ended(process)[0] for process in both] == [143, 143]
+    saved = fz.checkpoint.describe(tmp_path / "saved").step
+    assert 0 < saved == logged(tmp_path)[-1][0]
+    assert (tmp_path / "sources-1").read_text().split("\n")[:2] == ["init 0", "memory 2"]
+    assert not [*tmp_path.glob("memory-*/*/*")]
+    assert fz.run(lambda run: survivor.train(run, tmp_path, saved + 2, {})) == saved + 2
+    assert [step for step, _ in logged(tmp_path)] == [*range(1, saved + 3)]
+
+
+def test_a_script_that_ends_early_ends_the_run(tmp_path: Path) -> None:
+    """With code 0 too, for which torchrun would wait for the others."""
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import sys, fzero as fz, torch\n"
+        "step = fz.train_step(lambda p, x: (p['w'] * x).sum(), fz.optim.sgd(0.5))\n"
+        "def main(run):\n"
+        "    state = run.state(fz.compile(step, run.mesh, backend='eager'), {'w': torch.ones(2)})\n"
+        "    for index in run.steps(state, 3):\n"
+        "        sys.exit(0)\n"
+        "fz.run(main)\n"
+    )
+    command = [sys.executable, "-m", "fzero.run", "--memory", str(tmp_path), str(script)]
+    done = subprocess.run(command, env={**environment(), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 1 and "rank 0 ended in step 0, before the run had" in done.stderr, done.stderr
+
+
+def test_sigterm_to_all_processes_of_a_rank(tmp_path: Path) -> None:
+    """As torchrun sends it, and whoever the rank has started gets it too: the workers of a DataLoader do not end before
+    the rank has saved. While the first program is built there is nothing to save, and nothing is waited for."""
+    script = tmp_path / "loads.py"
+    script.write_text(
+        "import sys, time, torch, fzero as fz\n"
+        "def loss_fn(p, x):\n"
+        "    if sys.argv[1] == 'building': print('here', flush=True), time.sleep(100)\n"
+        "    return (p['w'] * x).mean()\n"
+        "def main(run):\n"
+        "    train = fz.compile(fz.train_step(loss_fn, fz.optim.sgd(0.5)), run.mesh, backend='eager')\n"
+        "    state = run.state(train, {'w': torch.ones(2)}, path=sys.argv[1])\n"
+        "    batches = iter(torch.utils.data.DataLoader(torch.ones(100000, 2), batch_size=2, num_workers=1))\n"
+        "    for index in run.steps(state, 40000):\n"
+        "        state, _ = train(state, next(batches))\n"
+        "        run.keep(state)\n"
+        "        if index == 5: print('here', flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    fz.run(main)\n"
+    )
+    command = [sys.executable, "-X", "dev", "-m", "fzero.run", "--memory", "memory", "-m", "loads"]
+    env = {**environment(), "TORCHELASTIC_RUN_ID": "test"}
+    both = {
+        at: subprocess.Popen([*command, at], env=env, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True)
+        for at in ("building", "loading")
+    }
+    for at, process in both.items():
+        assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 143
+        process.stdout.close()
+        assert (tmp_path / at).exists() == (at == "loading")
+    assert fz.checkpoint.describe(tmp_path / "loading").step >= 6
+
+
+def test_losses_in_a_row_end_a_run(tmp_path: Path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text("import os; os.kill(os.getpid(), 9)")
+    command = [sys.executable, "-m", "fzero.run", "--memory", str(tmp_path), "--max-losses", "2", str(script)]
+    done = subprocess.run(command, env={**environment(), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 0 died of SIGKILL 2 times in step 0: the run ends here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--hang", "0", "x.py"], "--hang must be greater than 0"),
+        (["--spares", "-1", "x.py"], "--spares at least 0"),
+        (["--spares", "100000", "x.py"], "at most 64"),
+        (["--hang", "nan", "x.py"], "--hang must be greater than 0 and finite"),
+        (["--memory", "s3://a/b", "x.py"], "must be a directory of this host, not a URL"),
+        (["--memory", "", "x.py"], "names no directory"),
+        (["nowhere.py"], "there is no file nowhere.py"),
+        ([], "the following arguments are required: script"),
+    ],
+)
+def test_wrong_commands(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        keeper.main(flags)
+    assert words in capsys.readouterr().err
+
+
+def test_a_module_is_named_as_python_takes_it() -> None:
+    assert keeper._apart(["--memory", "-mb", "--hang=3", "-mtrain", "-mx"])[3:] == ["-m", "train", "-mx"]
+    assert keeper._apart(["train.py", "-mx"]) == ["train.py", "-mx"]
+
+
+def test_importing_the_module_of_the_command_gives_the_function() -> None:
+    function = fz.run
+    assert importlib.import_module("fzero.run") is function is fz.run
+
+
+# --- what memory keeps ---
+
+
+def kept(memory: str, stage: str) -> list[Any]:
+    """Two states kept by each of two ranks, and what a third, lost half way, leaves."""
+    mesh = fz.make_mesh()
+    step = getattr(fz, stage)(fz.train_step(survivor.loss_fn, fz.optim.adamw(1e-2)))
+    train = fz.compile(step, mesh, backend="eager")
+    state = train.init(survivor.init, fz.random.key(0))
+    vault = Vault(Path(memory), mesh.rank, mesh.size, range(mesh.size))
+    vault.open(state, 0)
+    vault.keep(state, 0)
+    for index in range(2):
+        state, _ = train(state, survivor.batch_at(index, mesh.rank, mesh.size))
+        vault.keep(state, index + 1)
+    if mesh.rank == 1:  # killed while it keeps the next
+        vault._sealed[0].fill_(0)
+    whole = train.gather(state)
+    fz.close_mesh()
+    return [x.clone() for x in fz.tree.leaves(whole)]
+
+
+@pytest.mark.parametrize("stage", ["shard_params", "shard_opt_state", "data_parallel"])
+def test_states_kept_by_two_ranks_are_read_by_any_number(run_ranks: Any, tmp_path: Path, stage: str) -> None:
+    before = run_ranks(2, kept, str(tmp_path), stage)[0]
+    found = held(tmp_path)
+    steps = sorted(step for step, _ in found)
+    assert steps[0] in (1, 2) and all(size == 2 for _, size in found)
+    whole = {step: is_whole(index) for (step, _), index in found.items()}
+    assert sum(whole.values()) == 1, "the slot that rank 1 did not seal is of no use"
+    ((step, _),) = [key for key, index in found.items() if is_whole(index)]
+    train = fz.compile(fz.train_step(survivor.loss_fn, fz.optim.adamw(1e-2)), fz.make_mesh(), backend="eager")
+    state = train.restore(found[step, 2], survivor.init)
+    for index in range(step, 2):
+        state, _ = train(state, survivor.batch_at(index, 0, 1))
+    for x, y in zip(fz.tree.leaves(state), before, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_later_than_where_a_run_goes_on_is_let_go(tmp_path: Path) -> None:
+    step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    state = train.init({"w": torch.ones(3)})
+    vault = Vault(tmp_path, 0, 1, [0])
+    vault.open(state, 0)
+    for number in (4, 5):
+        vault.keep(state, number)
+    again = Vault(tmp_path, 0, 1, [0])
+    again.open(state, 4)
+    assert sorted(held(tmp_path)) == [(4, 1)]
+    again.keep(state, 5)
+    assert sorted(held(tmp_path)) == [(4, 1), (5, 1)]
+
+
+def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.adamw(0.5))
+    params = {"w": torch.ones(1 << 16)}
+    (tmp_path / "disk").mkdir()
+
+    def main(run: Any, transform: Any = lambda step: step) -> None:
+        run.keep(run.state(fz.compile(transform(step), run.mesh, backend="eager"), params))
+
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)run.keep: 2 leaves rest on disk.*run.save"):
+        fz.run(lambda run: main(run, fz.offload("nvme", "opt_state", path=tmp_path / "disk")), memory=tmp_path)
+
+    def train_state(params: Any) -> Any:
+        return fz.compile(step, fz.make_mesh(), backend="eager").init(params)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    whole = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)does not take the copies.*No space left.*shm-size"):
+        fz.run(main, memory=tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", whole)
+    monkeypatch.setenv(host.KEEPER, "1")
+    with pytest.raises(fz.errors.FzeroValueError, match=r"python -m fzero.run --memory DIR"):
+        fz.run(main, memory=tmp_path)
+    monkeypatch.delenv(host.KEEPER)
+    other = train_state({"w": torch.ones(3)})
+    wrongs: Any = (
+        (other, r"(?s)not the run's state.*params.w: float32\[3\].*params.w: float32\[65536\] is not there"),
+        (None, "NoneType is not a state"),
+    )
+    for wrong, words in wrongs:
+        with pytest.raises(fz.errors.FzeroValueError, match=words):
+            fz.run(lambda run, wrong=wrong: (main(run), run.keep(wrong)), memory=tmp_path / "roomy")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fz.errors.FzeroValueError, match=r"memory cannot be used\n.*file"):
+        fz.run(main, memory=tmp_path / "file")
+    with pytest.raises(fz.errors.FzeroValueError, match=r"every=0: must be a whole number"):
+        fz.run(main, every=0)
+    with pytest.raises(fz.errors.FzeroValueError, match=r"main=3: must be a function"):
+        fz.run(3)  # type: ignore[arg-type]
+
+
+def test_wrong_arguments() -> None:
+    async def later(run: Any) -> None: ...
+
+    start: Any = fz.run
+    care: Any = fz.Health
+    wrong: Any = [
+        *((lambda a=a: start(dir, stop_on=a), "stop_on=.*can be caught") for a in (15, None, "SIGTERM", (9,), (999,))),
+        *((lambda a=a: start(dir, memory=a), "memory=") for a in (3, "", "s3://a/b", "file:///tmp/x")),
+        *((lambda a=a: start(a), r"must be a function of \(run\)") for a in (lambda: 1, lambda a, b: 1)),
+        (lambda: start(later, every=0), r"(?s)every=0.*main=.*an async function"),
+        (lambda: start(lambda run: run.state(PLAIN, None, data=[1])), r"(?s)train=Step: must be.*data=\[1\]"),
+        *(
+            (lambda a=a: looped(lambda run, step, state: list(run.steps(state, a))), "stop=.*whole number")
+            for a in ("5", 5.0, True)
+        ),
+        (lambda: looped(lambda run, step, state: list(run.steps(None, 5))), "state=None: must be what run.state"),
+        (lambda: looped(lambda run, step, state: run.step(state, step, 1)), "with train of fz.compile"),
+        (
+            lambda: looped(lambda run, step, state: run.save(None, meta=[1]), path=Path("x")),
+            r"(?s)state=None.*meta=\[1",
+        ),
+        (lambda: looped(lambda run, step, state: run.save(state, meta={"fzero.run": 1}), path=Path("x")), "run's own"),
+        (
+            lambda: looped(lambda run, step, state: 1, health=care(rotate="no", spikes=math.inf)),
+            "(?s)finite.*'no'",
+        ),
+    ]
+    for call, words in wrong:
+        with pytest.raises(fz.errors.FzeroValueError, match=words):
+            call()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "a")
+        with pytest.raises(fz.errors.FzeroValueError, match="no whole numbers in\n  RANK='a'"):
+            fz.run(dir)
+        with pytest.raises(SystemExit):
+            keeper.main(["x.py"])
+
+
+PLAIN = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
+
+
+NUMBERS: Any = list(range(9))
+
+
+def looped(loop: Any, *, told: bool = False, path: Path | None = None, **on: Any) -> Any:
+    """The run after such a loop over (run, train, state), and the code that it ended with."""
+    seen: list[Any] = []
+
+    def main(run: Any) -> None:
+        train = fz.compile(PLAIN, run.mesh, backend="eager")
+        state = run.state(train, {"w": torch.ones(2)}, path=path)
+        seen.append(run)
+        loop(run, lambda: train(state, torch.ones(2)), state)
+
+    try:
+        fz.run(main, **on)
+    except SystemExit as error:
+        assert told
+        return seen[0], error.code
+    return seen[0], 0
+
+
+def test_loops_that_count_otherwise_than_the_run(tmp_path: Path) -> None:
+    """What ranks keep goes by batches: a state that moves on without them, or batches without it, are refused."""
+
+    def own(run: Any, step: Any, state: Any) -> None:
+        for _ in range(3):
+            step()
+            run.keep(state)
+
+    def twice(run: Any, step: Any, state: Any) -> None:
+        for _ in run.steps(state, 4):
+            step()
+            run.keep(state)
+            step()
+            run.keep(state)
+
+    def saved(run: Any, step: Any, state: Any) -> None:
+        step()
+        run.save(state)
+
+    def listed(run: Any, step: Any, state: Any) -> None:
+        for _ in list(run.steps(state, 4)):
+            step()
+            run.keep(state)
+
+    def short(run: Any, step: Any, state: Any) -> None:
+        for _ in list(run.steps(state, 2)):
+            step()
+            run.keep(state)
+
+    def loaded(run: Any, step: Any, state: Any) -> None:
+        data = torch.utils.data.DataLoader(NUMBERS, batch_size=None, sampler=run.steps(state, 8), num_workers=1)
+        for _ in data:
+            step()
+            run.keep(state)
+
+    def again(run: Any, step: Any, state: Any) -> None:
+        run.state(fz.compile(PLAIN, run.mesh, backend="eager"), {"w": torch.ones(2)})
+
+    counts, ahead = (
+        r"run\.(keep|save): the state has taken \d steps, and had",
+        r"(?s)run.steps: it is read ahead.*skip=",
+    )
+    words = {own: counts, twice: counts, saved: counts, short: ahead, listed: ahead, loaded: ahead, again: "one state"}
+    for loop, said in words.items():
+        with pytest.raises(fz.errors.FzeroValueError, match=said):
+            looped(loop, path=tmp_path / loop.__name__)
+        assert not (tmp_path / loop.__name__).exists()
+
+    def fine(run: Any, step: Any, state: Any) -> None:
+        for index in run.steps(state, 6):
+            if index == 2:  # a batch that is left out
+                continue
+            step()
+            if index % 2:
+                step()
+            run.keep(state)
+            run.keep(state)
+        run.save(state)
+        run.keep(state)
+        for _ in torch.utils.data.DataLoader(NUMBERS, batch_size=None, sampler=run.steps(state, 9)):
+            step()
+            run.save(state)
+
+    looped(fine, path=tmp_path / "fine")
+    assert fz.checkpoint.describe(tmp_path / "fine").meta["fzero.run"] == {"seen": 9}
+
+
+@pytest.mark.parametrize("leaves", ["break", "last", "after", "saved"])
+def test_a_signal_that_no_turn_of_the_loop_has_seen(tmp_path: Path, leaves: str) -> None:
+    def loop(run: Any, step: Any, state: Any) -> None:
+        for index in run.steps(state, 3):
+            step()
+            run.keep(state)
+            if leaves == "break" and index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                break
+            if leaves == "last" and index == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if leaves == "saved":
+            run.save(state, meta={"by": "me"})
+        if leaves in ("after", "saved"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run, code = looped(loop, told=True, path=tmp_path)
+    assert (code, run.stopping) == (143, True)
+    found = fz.checkpoint.describe(tmp_path)
+    assert found.step == (2 if leaves == "break" else 3) == found.meta["fzero.run"]["seen"]
+    assert ("by" in found.meta) == (leaves == "saved"), "what is on disk already is not saved again"
+
+
+def test_memory_is_the_users_alone_and_swept(tmp_path: Path) -> None:
+    found = host.memory(tmp_path)
+    assert found.stat().st_mode & 0o777 == 0o700 and found.parent.name == f"fzero-{os.getuid()}"
+    dead, other, strange = (found.parent / name for name in (found.name.partition("-")[0] + "-1-0", "7-1-0", "notes"))
+    for directory in (dead, other, strange):
+        directory.mkdir()
+    assert host.memory(tmp_path) == found and not dead.exists()
+    assert strange.exists() and other.exists(), "another container's processes are not known here"
+    found.parent.chmod(0o755)
+    with pytest.raises(PermissionError, match="open to others"):
+        host.memory(tmp_path)
+
+
+def test_a_store_that_is_gone_ends_the_run_by_name() -> None:
+    def main(run: Any) -> None:
+        raise torch.distributed.DistNetworkError("Failed to recv, got 0 bytes.")
+
+    with pytest.raises(fz.errors.DivergenceError, match=r"(?s)run: the store is gone.*Failed to recv.*rdzv-endpoint"):
+        fz.run(main)
