@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from objects import Gone, Objects
@@ -37,6 +38,8 @@ RUN = "objects://bucket/run"
 @pytest.fixture(autouse=True)
 def empty() -> Iterator[None]:
     Objects.reset()
+    memory = fsspec.filesystem("memory")  # of the process: the examples of the pages write there too
+    memory.store.clear(), memory.pseudo_dirs.clear()
     yield
     Objects.reset()
 

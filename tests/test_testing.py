@@ -132,8 +132,7 @@ def leaves_swapped(patch):
         half = len(a.writes)
         lines[assigns[0]] = dataclasses.replace(a, args=(*a.args[:half], *b.args[half:]))
         lines[assigns[1]] = dataclasses.replace(b, args=(*b.args[:half], *a.args[half:]))
-        last = lines.pop(assigns[0])
-        return [*lines, last]
+        return lines
 
     patch.setattr(shard._Rewrite, "_update", swapped)
 
