@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from fzero import checkpoint, data, deepspeed, errors, hf, optim, random, testing, tree
     from fzero.build.build import has_compiler
     from fzero.elastic.health import Health
+    from fzero.elastic.loop import Run
     from fzero.elastic.resharding import reshard
-    from fzero.elastic.running import Run, run
+    from fzero.elastic.running import run
     from fzero.loss import weighted
     from fzero.lowering.lower import lower
     from fzero.lowering.lowered import Lowered
@@ -49,7 +50,7 @@ _HOME = {
     "LossScale": "optim.loss_scale",
     "Lowered": "lowering.lowered",
     "Mesh": "mesh",
-    "Run": "elastic.running",
+    "Run": "elastic.loop",
     "State": "step",
     "Step": "step",
     "accumulate": "transforms.accumulate",

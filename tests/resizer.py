@@ -17,7 +17,7 @@ import torch
 
 import fzero as fz
 from fzero import turns
-from fzero.elastic.running import Run
+from fzero.elastic.loop import Run
 
 ROWS = 12
 

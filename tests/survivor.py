@@ -22,7 +22,7 @@ import torch
 import fzero as fz
 from fzero import turns
 from fzero.elastic import host
-from fzero.elastic.running import Run
+from fzero.elastic.loop import Run
 
 
 def loss_fn(p: Any, batch: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ from test_checkpoint import (
 import fzero as fz
 from fzero import checkpoint, optim
 from fzero.checkpoint import saving, storage
-from fzero.checkpoint.storage import Url, as_path
+from fzero.checkpoint.places import Url, as_path
 from fzero.errors import CheckpointError, StorageError
 from fzero.layout import Layout, Leaf
 

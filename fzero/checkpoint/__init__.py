@@ -14,9 +14,9 @@ from fzero.checkpoint.directory import find, latest
 from fzero.checkpoint.exporting import export
 from fzero.checkpoint.importing import import_
 from fzero.checkpoint.index import Index, check, describe, structure
+from fzero.checkpoint.places import Url
 from fzero.checkpoint.reading import read, verify
 from fzero.checkpoint.saving import save
-from fzero.checkpoint.storage import Url
 from fzero.errors import no_attribute
 
 __all__ = [

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from fzero import compat
+from fzero.checkpoint.places import Place
 from fzero.checkpoint.ranks import Ranks, together
-from fzero.checkpoint.storage import Place
 from fzero.errors import CheckpointError, message
 from fzero.layout import leaf_of, place
 from fzero.turns import before_leaving, latest

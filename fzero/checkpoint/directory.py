@@ -16,8 +16,9 @@ import os
 import re
 
 from fzero.checkpoint.behind import settle
+from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, Place, as_path
 from fzero.checkpoint.ranks import together, world
-from fzero.checkpoint.storage import GIVE, INDEX, LATEST, SET_ASIDE, STEP, Place, as_path, storage_of
+from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, message
 
 logger = logging.getLogger("fzero")

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 
 from fzero.checkpoint import format
+from fzero.checkpoint.files import sync
 from fzero.checkpoint.format import Run
 from fzero.checkpoint.index import Index, describe
+from fzero.checkpoint.places import local
 from fzero.checkpoint.reading import damaged, leaf_bytes, missing
-from fzero.checkpoint.storage import local, storage_of, sync
+from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, message
 
 WEIGHTS = "model.safetensors"

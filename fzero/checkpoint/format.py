@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint.storage import Place, storage_of
+from fzero.checkpoint.places import Place
+from fzero.checkpoint.storage import storage_of
 
 CHUNK = 1 << 20
 """Bytes under one crc32: what a restore that reads only a range must read and check around it."""

@@ -16,7 +16,8 @@ from fzero.arguments import path_like
 from fzero.checkpoint.exporting import WEIGHTS, WEIGHTS_INDEX
 from fzero.checkpoint.format import DTYPES, Entry
 from fzero.checkpoint.index import show
-from fzero.checkpoint.storage import Place, as_path, local, storage_of
+from fzero.checkpoint.places import Place, as_path, local
+from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, FzeroTypeError, message
 from fzero.layout import ties
 

@@ -22,9 +22,10 @@ from fzero.boxes import Along, Boxes, part_shape, uneven
 from fzero.checkpoint import skeleton as skeletons
 from fzero.checkpoint.directory import locate
 from fzero.checkpoint.format import CHUNK, CODES
+from fzero.checkpoint.places import GIVE, INDEX, Place
 from fzero.checkpoint.ranks import ALONE, Ranks, together, world
 from fzero.checkpoint.spread import Spread
-from fzero.checkpoint.storage import GIVE, INDEX, Place, storage_of
+from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, message
 from fzero.mesh import Mesh
 

@@ -24,7 +24,8 @@ from fzero import agree
 from fzero.checkpoint.format import Entry, FormatError, Run
 from fzero.checkpoint.importing import entries_of
 from fzero.checkpoint.index import show
-from fzero.checkpoint.storage import Place, Reader, as_path, storage_of
+from fzero.checkpoint.places import Place, as_path
+from fzero.checkpoint.storage import Reader, storage_of
 from fzero.comm.collectives import gather
 from fzero.errors import CheckpointError, message
 from fzero.layout import Leaf

@@ -28,8 +28,9 @@ from fzero.checkpoint import behind, format, skeleton
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.directory import complete_steps, step_name
 from fzero.checkpoint.index import File, Part, dump, show, to_json
+from fzero.checkpoint.places import INDEX, Place, as_path
 from fzero.checkpoint.ranks import Ranks, together, world
-from fzero.checkpoint.storage import INDEX, Draft, Place, as_path, storage_of
+from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
 from fzero.errors import CheckpointError, message

@@ -23,7 +23,8 @@ from fzero import random
 from fzero.build.build import build
 from fzero.elastic import host, spares
 from fzero.elastic.health import Health
-from fzero.elastic.running import Run, _Signals
+from fzero.elastic.joining import Signals
+from fzero.elastic.loop import Run
 from fzero.errors import FzeroValueError, message
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import abstract, extra_leaves, opt_state_inputs, params_inputs
@@ -93,7 +94,7 @@ class Rehearsal(Run):
     rehearsing = True
 
     def __init__(self, mesh: Mesh):
-        super().__init__(mesh, None, 1, _Signals(()), Health(stragglers=None))
+        super().__init__(mesh, None, 1, Signals(()), Health(stragglers=None))
         self.source = "init"
 
     def state(self, train: CompiledStep, params: Any, key: torch.Tensor | None = None, **_: Any) -> State:

@@ -13,7 +13,8 @@ import torch
 
 from fzero import random, tree
 from fzero.checkpoint.loading import Sources, Weights
-from fzero.checkpoint.storage import Place, local, storage_of
+from fzero.checkpoint.places import Place, local
+from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, message
 from fzero.hf import adapters, conversions
 from fzero.modules.functionalize import Functional

@@ -14,8 +14,8 @@ import torch
 from fzero import tree
 from fzero.checkpoint import saving
 from fzero.checkpoint.exporting import export_tensors
+from fzero.checkpoint.places import local
 from fzero.checkpoint.ranks import Ranks, together, world
-from fzero.checkpoint.storage import local
 from fzero.errors import CheckpointError, FzeroTypeError, message
 from fzero.hf import adapters, conversions
 from fzero.hf.models import Pretrained

@@ -1,0 +1,154 @@
+"""Stores checkpoints in directories of a filesystem: one has another name while it is written, and a rename publishes
+it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, TEMPORARY, Place
+from fzero.checkpoint.storage import Draft, Reader, Storage
+from fzero.errors import CheckpointError, message
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """`os.write` until everything is written."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def sync(directory: Path) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class _File(Reader):
+    def __init__(self, path: Path):
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        return os.preadv(self._fd, [out], offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Files(Storage):
+    """Directories and files, of which a rename publishes a directory."""
+
+    span = 1 << 20
+
+    def names(self, directory: Path) -> list[str]:
+        try:
+            return os.listdir(directory)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise CheckpointError(message("checkpoint", f"{directory} is not a directory", fix=GIVE)) from None
+
+    def size(self, file: Path) -> int:
+        return os.stat(file).st_size
+
+    def read(self, file: Path, nbytes: int | None = None) -> bytes:
+        with file.open("rb") as opened:
+            return opened.read(-1 if nbytes is None else nbytes)
+
+    def is_directory(self, place: Path) -> bool:
+        return place.is_dir()
+
+    def is_published(self, directory: Path) -> bool:
+        return True
+
+    def reader(self, file: Path) -> Reader:
+        return _File(file)
+
+    @contextlib.contextmanager
+    def writer(self, file: Path, nbytes: int) -> Iterator[Callable[[memoryview], object]]:
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            yield functools.partial(write_all, fd)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def write(self, file: Path, data: bytes) -> None:
+        with self.writer(file, len(data)) as write:
+            write(memoryview(data))
+
+    def link(self, directory: Path, name: str) -> str | None:
+        home = os.path.realpath(directory)
+        real = os.path.realpath(os.path.join(home, name))
+        return None if os.path.dirname(real) == home else real
+
+    @contextlib.contextmanager
+    def stand_in(self, file: Path, nbytes: int) -> Iterator[Path]:
+        yield file
+
+    def begin(self, root: Path, name: str) -> Draft:
+        if root.exists() and not root.is_dir():
+            fix = "give the directory in which checkpoints are to be made"
+            raise CheckpointError(message("checkpoint.save", f"{root} is not a directory", fix=fix))
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            sync(root.parent)
+        for entry in list(root.iterdir()):
+            if entry.name.startswith(TEMPORARY):
+                _remove(entry)
+            elif entry.name.startswith(STEP) and entry.name.endswith(SET_ASIDE):
+                if entry.with_name(entry.name.removesuffix(SET_ASIDE)).exists():
+                    self.retire(root, entry)
+                else:
+                    os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
+        draft = Draft(root / (TEMPORARY + name), "")
+        draft.directory.mkdir()  # type: ignore[union-attr]
+        return draft
+
+    def publish(
+        self, root: Path, draft: Draft, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
+    ) -> list[Place]:
+        temporary, target = draft.directory, root / name
+        assert isinstance(temporary, Path)
+        self.write(temporary / INDEX, index)
+        for one in spare:
+            os.unlink(temporary / one)
+        sync(temporary)
+        pointer = root / (TEMPORARY + LATEST)  # written before the rename: a full disk must not come between the two
+        pointer.unlink(missing_ok=True)
+        self.write(pointer, f"{name}\n".encode())
+        old = target.with_name(name + SET_ASIDE)
+        if target.exists():
+            os.rename(target, old)  # from here to the next rename, readers find this step under its other name
+        os.rename(temporary, target)
+        sync(root)
+        os.replace(pointer, root / LATEST)
+        sync(root)
+        return [old] if old.exists() else []
+
+    def undo(self, root: Path, draft: Draft) -> None:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(draft.directory, ignore_errors=True)
+            (root / (TEMPORARY + LATEST)).unlink(missing_ok=True)
+
+    def retire(self, root: Path, directory: Path) -> None:
+        gone = root / f"{TEMPORARY}old-{directory.name}"
+        os.rename(directory, gone)
+        _remove(gone)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+FILES = Files()

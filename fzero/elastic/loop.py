@@ -1,0 +1,479 @@
+"""Gives a training function its state, the numbers of its batches and a place for what it keeps: the run that `fz.run`
+calls `main` with (`fz.Run`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero import agree, checkpoint, tree, turns
+from fzero.arguments import count, shown
+from fzero.checkpoint.index import Index
+from fzero.checkpoint.places import Url
+from fzero.checkpoint.ranks import together, world
+from fzero.comm.transport import transport
+from fzero.data.steps import Steps
+from fzero.elastic import host, moving, replay
+from fzero.elastic.health import Finding, Health, Pace
+from fzero.elastic.joining import Signals
+from fzero.elastic.redo import Redo
+from fzero.elastic.vault import Vault
+from fzero.elastic.wards import Ward
+from fzero.errors import CheckpointError, FzeroValueError, StorageError, message
+from fzero.layout import extent_of
+from fzero.mesh import Mesh
+from fzero.processes import Processes
+from fzero.runtime.training import CompiledStep
+from fzero.step import State
+from fzero.transforms.base import find
+from fzero.transforms.redundant import Redundant
+
+logger = logging.getLogger("fzero")
+
+_STOP = "fzero/run/stop"
+_IDLE = 2  # turns of a loop in a row without a step: more than a batch that is left out
+_NOTE = "fzero.run"  # among a checkpoint's meta: how many batches its state has seen, and of which data
+
+
+class Run:
+    """A run on one mesh: from where all ranks have come together to the end, or to the loss of one of them.
+
+    Attributes:
+        mesh: of all ranks.
+        place: `rank` and `size` along the axes of the mesh, as the datasets of `fz.data` take them.
+        source: where `state` found the state: "memory", "disk" or "init".
+        stopping: whether a signal has asked the run to end; every rank sees the same between two steps.
+        health: what was found wrong since the ranks came together (`fz.Health`), the same on every rank.
+        rehearsing: whether this is a spare process that prepares itself, and no rank: `main` is called there up to its
+            first step (docs/elastic.md). What is to happen once a run does not belong there.
+
+    Example:
+        >>> import fzero as fz
+        >>> fz.run(lambda run: (run.mesh.size, run.place, run.stopping), device="cpu")
+        (1, {'rank': 0, 'size': 1}, False)
+    """
+
+    rehearsing = False
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        memory: Path | None,
+        every: int,
+        signals: Signals,
+        health: Health,
+        on_resize: str = "keep_batch",
+    ):
+        self.mesh, self.source, self.stopping = mesh, "", False
+        self._on_resize = on_resize
+        self.health: list[Finding] = []
+        alone = mesh.size == 1 or mesh.device_type == "cuda"  # there the host does not wait for others
+        self._care = health
+        self._kept: int | None = None  # how many batches what this run has kept last has seen
+        # what is asked for and only `step` does, until it is called
+        self._unasked = [n for n in ("replay", "spikes", "replicas") if getattr(health, n) is not None]
+        # of `step`: the batch, how many came before it, and the sums of its words
+        self._last: tuple[CompiledStep, Any, int, list[torch.Tensor]] | None = None
+        self._pace = None if alone or health.stragglers is None else Pace(mesh, health.stragglers)
+        self._memory, self._every, self._signals = memory, every, signals
+        here = Processes.of()
+        first = here.rank - here.local
+        self._host = range(first, first + here.num_local)
+        self._vault = None if memory is None else Vault(memory, mesh.rank, mesh.size, self._host)
+        self._redo = Redo(mesh, memory, self._host, health, self._note)
+        self._newest: State | None = None
+        self._train: CompiledStep | None = None
+        self._data: Steps | None = None
+        self._cursor: Mapping[str, Any] | None = None  # of the data, before its first batch
+        self._seen = 0  # batches before the one of this turn of the loop
+        self._calls: int | None = None  # of the step, before this turn of the loop
+        self._known = 0, 0  # batches seen and steps taken, as the state was that was looked at last
+        self._safe: tuple[int, int] | None = None  # of the state that is on disk
+        self._on_disk: list[str] = []
+        self._path: str | os.PathLike[str] | None = None
+        self._saved: dict[str, Any] = {}
+
+    @property
+    def place(self) -> dict[str, int]:
+        axes = tuple(name for name in self.mesh.axes if name in ("node", "replica", "data"))
+        return {"rank": self.mesh.index(axes), "size": self.mesh.axis_size(axes)}
+
+    def micro_batches(self, batch: int, rows: int) -> int:
+        """The number for `fz.accumulate` with which the global batch stays as it is on however many ranks there are:
+        the smallest that divides a rank's part of it into micro-batches of at most so many rows.
+
+        Args:
+            batch: rows of the global batch.
+            rows: the most that a rank takes at a time.
+
+        Raises:
+            FzeroValueError: numbers below 1; a batch that these ranks cannot share alike, with the numbers that can.
+
+        Example:
+            >>> import fzero as fz
+            >>> fz.run(lambda run: run.micro_batches(24, rows=5), device="cpu")
+            6
+        """
+        fix = "e.g. fz.accumulate(run.micro_batches(data.batch, rows=4))"
+        if problems := count("batch", batch) + count("rows", rows):
+            raise FzeroValueError(message("run.micro_batches", "invalid arguments", problems, fix))
+        size = self.place["size"]
+        if batch % size:
+            able = [n for n in range(1, batch + 1) if batch % n == 0]
+            near = [n for n in able if n < size][-4:] + [n for n in able if n > size][:2]
+            what = f"a batch of {batch} rows cannot be shared by {size} ranks alike"
+            fix = f"start the run on a number of ranks that divides it ({', '.join(map(str, near))})"
+            raise FzeroValueError(message("run.micro_batches", what, fix=fix))
+        share = batch // size
+        return next(n for n in range(-(-share // rows), share + 1) if share % n == 0)
+
+    def state(
+        self,
+        train: CompiledStep,
+        params: Any,
+        key: torch.Tensor | None = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        data: Steps | None = None,
+    ) -> State:
+        """The newest state that all ranks can have: of the hosts' memory, else of the checkpoints under `path`, else a
+        first one.
+
+        Args:
+            train: the compiled step.
+            params, key: of `train.init`.
+            path: the directory of the run's checkpoints, or a URL; where `save`, and a run that is told to stop, write.
+            data: the data set whose batches the run sees. Checkpoints say which it was, and are not gone on from with
+                another one.
+
+        Communication: a few bytes, and what `restore` or `init` take.
+
+        Raises:
+            CheckpointError, FzeroValueError: of these; or the hosts' memory does not take the state, with what is free;
+                or the checkpoint is of a run on other data, listing every difference; or another number of ranks has
+                trained it, with `on_resize="refuse"`.
+        """
+        problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
+        if data is not None and not isinstance(data, Steps):
+            problems.append(f"data={shown(data)}: must be a data set of fz.data")
+        if problems:
+            fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
+            raise FzeroValueError(message("run.state", "invalid arguments", problems, fix))
+        if self._newest is not None:
+            fix = "one step of one tree of parameters that holds both; or an fz.run for each"
+            raise FzeroValueError(message("run.state", "a run has one state, and this one has it already", fix=fix))
+        self._path, self._train, self._data = path, train, data
+        self._cursor = None if data is None else data.cursor(0)
+        kept = self._in_memory()
+        self._signals.free = kept is None
+        on_disk = None if path is None or checkpoint.find(path) is None else checkpoint.describe(path, self.mesh)
+        seen = None if on_disk is None else self._seen_by(on_disk)
+        state: State | None = None
+        self._resized(kept if kept is not None and (seen is None or kept.step >= seen) else on_disk)
+        if kept is not None and (seen is None or kept.step >= seen):
+            try:
+                self.source, state = "memory", train.restore(kept, params)
+            except CheckpointError as error:  # on every rank: of a step that is another one now
+                if on_disk is None:
+                    raise
+                logger.warning("fzero.run: what the hosts' memory has is not taken: %s", error)
+        if state is None and on_disk is not None:
+            self.source, state = "disk", train.restore(on_disk, params)
+        elif state is None:
+            self.source, state = "init", train.init(params, key)
+        self._seen = {"memory": kept.step if kept else 0, "disk": seen or 0, "init": 0}[self.source]
+        logger.info("fzero.run: step %d of %s, %d ranks", int(state.step), self.source, self.mesh.size)
+        self._on_disk = [n for n, x in zip(tree.names(state), tree.leaves(state), strict=True) if extent_of(x)]
+        if self._vault is not None and not self._on_disk:
+            vault, ward = self._vault, self._ward(train)
+
+            def reserve() -> None:
+                try:
+                    vault.open(state, self._seen, self._every, self.mesh, ward)
+                except OSError as error:
+                    assert self._memory is not None
+                    raise _no_room(self._memory, error) from error
+
+            agree.everywhere(self.mesh, "run", reserve)
+            if ward is not None:  # all are here; a step would wait for one that is lost meanwhile
+                transport(self.mesh).connect(ward.spec.axis)
+            self.mesh.context.wards = vault.wards
+            if self.source != "memory" or not vault.has(self._seen):  # another host's, or of another number of ranks
+                vault.keep(state, self._seen)
+        self._newest, self._signals.free = state, self.source != "memory" and not self._signals.came
+        self._known = self._seen, int(state.step)
+        self._safe = self._known if self.source == "disk" else None
+        return state
+
+    def steps(self, state: State, stop: int) -> Iterator[int]:
+        """The numbers of the batches from the first that this state has not seen to `stop`: of steps, but that one
+        which is skipped, as those that overflow in fp16 are, is none and has seen its batch. Ends early, on every rank
+        before the same step, when a signal has come to any of them: then the state as it is after the last step is
+        saved under the path of `state`.
+
+        Communication: one question to the store a step.
+
+        Raises:
+            FzeroValueError: numbers are asked for ahead, two and more before a step was taken: they would be
+                lost when the run goes on.
+        """
+        problems = [] if isinstance(state, State) else [f"state={shown(state)}: must be what run.state returned"]
+        if isinstance(stop, bool) or not hasattr(stop, "__index__"):
+            problems.append(f"stop={shown(stop)}: must be a whole number")
+        if problems:
+            raise FzeroValueError(message("run.steps", "invalid arguments", problems, "run.steps(state, 10_000)"))
+        # of a state that is not the run's: as many as its steps
+        self._seen, self._calls = self._batches() if state is self._newest else int(state.step), None
+        if state is not self._newest:
+            self._known = self._seen, self._seen
+        idle = 0  # turns in a row without a step
+        for batch in range(self._seen, stop):
+            if self._told_to_stop(batch):
+                self.stopping = True
+                if self.mesh.rank == 0:
+                    saved = "" if self._path is None else f"; its state is saved under {self._path}"
+                    logger.warning("fzero.run: told to stop: batch %d is the next%s", batch, saved)
+                break
+            if turns.watcher is not None:
+                turns.watcher.say(host.STEPPING, batch)
+            for finding in self._pace.step(batch) if self._pace else ():
+                self._note(finding)
+            self._seen, self._calls = batch, None if self._train is None else self._train.calls
+            if self._vault is not None and self._vault.wards is not None:
+                self._vault.wards.begin(batch)
+            yield batch
+            idle = 0 if self._batches() > batch or self._train is None else idle + 1
+            if idle == _IDLE:
+                asked = f"batches {batch + 1 - idle} to {batch} were asked for, and no step was taken"
+                fix = "take a step for each number before the next is asked for: for index in run.steps(state, stop), "
+                fix += "no list and no sampler made of it; to leave batches out, fz.data's skip=[(first, last + 1)]"
+                raise FzeroValueError(message("run.steps", "it is read ahead", [asked], fix))
+            self._seen, self._calls, self._signals.free = batch + 1, None, False
+        if not self.stopping and state is self._newest:
+            self._known = self._seen, int(state.step)
+        if self.stopping and self._path is not None and self._newest is not None:
+            self._save(self._newest, self._saved.get("keep"), self._saved.get("meta"))
+
+    def keep(self, state: State) -> None:
+        """Copies this rank's part of a state to its host's memory, from where the run goes on if a process is lost.
+
+        Memory: on each host twice what its ranks hold; with `redundant` three times that, and twice what is sent to
+        them. Communication: none.
+
+        Raises:
+            FzeroValueError: leaves rest on disk, which are not kept in memory; or it is not the run's state.
+        """
+        if not isinstance(state, State):
+            what = f"{type(state).__name__} is not a state"
+            raise FzeroValueError(
+                message("run.keep", what, fix="state, metrics = train(state, batch); run.keep(state)")
+            )
+        if self._unasked:
+            asked = " and ".join(f"{name}=" for name in self._unasked)
+            if self.mesh.rank == 0:
+                logger.warning("fzero.run: fz.Health's %s does nothing for train(...) and run.keep: run.step", asked)
+            self._unasked = []
+        kept = self._vault is not None and self._batches() % self._every == 0
+        if kept or not state.step.is_cuda:  # else the host would wait for the step
+            self._count(state, "keep")
+        self._newest = state
+        if self._vault is not None and self._on_disk:
+            what = f"{len(self._on_disk)} leaves rest on disk, and are not kept in memory"
+            fix = "leave run.keep out and call run.save(state), or let them rest elsewhere"
+            raise FzeroValueError(message("run.keep", what, self._on_disk[:5], fix))
+        seen = self._batches()
+        if self._vault is not None and self._vault.wards is not None and self._vault.has(seen - 1):
+            self._vault.wards.seal(seen)
+        if self._vault is not None and seen % self._every == 0:
+            self._vault.keep(state, seen)
+            self._kept = seen
+
+    def step(self, train: CompiledStep, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        """`train(state, batch)` and `run.keep(state)`, looked after as `fz.run(health=...)` says: done again now and
+        then, and when its numbers jump; a batch that spoils the state is left out, and `metrics["skipped"]` says so.
+
+        Args:
+            train, state, batch: as in a step.
+
+        Communication: with `replay` or `spikes` as much as the steps that are done again, and about a kilobyte; with
+            `spikes` a word of every rank through the store each step.
+        Memory: none besides that of a step; the batch is held until the next one. Time: the batch is read once more.
+
+        Raises:
+            FzeroValueError: leaves rest on disk, which are not kept; eight batches in a row were left out.
+            DivergenceError: with `replicas`, values that ranks hold in common and that differ, by leaf and rank.
+        """
+        if not isinstance(train, CompiledStep) or not isinstance(state, State):
+            what = f"run.step({shown(train)}, {shown(state)}, batch)"
+            fix = "state, metrics = run.step(train, state, batch), with train of fz.compile and a state of its own"
+            raise FzeroValueError(message("run.step", what, fix=fix))
+        self._unasked = []
+        seen, care, words = self._batches(), self._care, replay.words(batch)
+        due = care.replay is not None and (seen + 1) % care.replay == 0
+        if not due and not self._redo.watching:
+            state, metrics = train(state, batch)
+        else:
+            if self._kept != seen:  # of another number of ranks, or by nobody
+                self.keep(state)
+            metrics = self._redo.step(train, state, batch, seen, due)
+        if care.replicas is not None and (seen + 1) % care.replicas == 0:
+            train.check_replicas(state)
+        self._last = train, batch, seen, words
+        self.keep(state)
+        return state, metrics
+
+    def check(self) -> Finding | None:
+        """Does the last step of `step` again, and keeps what two runs of three come to; None if it came to the same.
+
+        Raises:
+            FzeroValueError: there was no step since `state`, or nothing has kept the state before it; or its batch has
+                changed since, as that of a loader that fills the same memory again.
+        """
+        if self._last is None or self._newest is None:
+            fix = "state, metrics = run.step(train, state, batch); run.check()"
+            raise FzeroValueError(message("run.check", "there is no step to be done again", fix=fix))
+        train, batch, seen, words = self._last
+
+        def unchanged() -> None:
+            if any(int(x) != int(y) for x, y in zip(words, replay.words(batch), strict=True)):
+                fix = "give run.step a copy of it, or check before the loader makes the next batch"
+                raise FzeroValueError(message("run.check", "the batch of the last step has changed since", fix=fix))
+
+        agree.everywhere(self.mesh, "run", unchanged)
+        _, finding = self._redo.again(train, self._newest, batch, seen, replay.Ran({}, []))
+        if finding is not None:
+            self.keep(self._newest)
+        return finding
+
+    def save(
+        self, state: State, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
+    ) -> Path | Url | None:
+        """`fz.checkpoint.save` under the path of `state`. Where the disk is full, or fails, the run goes on with a
+        warning: the checkpoint before is as it was, and the state is in memory. None then."""
+        try:
+            return self._save(state, keep, meta)
+        except StorageError as error:
+            if self.mesh.rank == 0:
+                logger.warning("fzero.run: the run goes on without this checkpoint: %s", error)
+            return None
+
+    def _save(self, state: State, keep: int | None, meta: Mapping[str, Any] | None) -> Path | Url:
+        if self._path is None:
+            fix = "run.state(train, params, key, path='runs/gpt')"
+            raise FzeroValueError(message("run.save", "the run has no directory for checkpoints", fix=fix))
+        problems = [] if isinstance(state, State) else [f"state={shown(state)}: must be the run's"]
+        if meta is not None and not isinstance(meta, Mapping):
+            problems.append(f"meta={shown(meta)}: must be a dict")
+        elif meta is not None and _NOTE in meta:
+            problems.append(f"meta[{_NOTE!r}]: the name is the run's own")
+        if problems:
+            raise FzeroValueError(
+                message("run.save", "invalid arguments", problems, "run.save(state, meta={'lr': 1e-3})")
+            )
+        self._count(state, "save")
+        self._saved = {"keep": keep, "meta": meta}
+        note: dict[str, Any] = {"seen": self._batches()}
+        if self._data is not None:
+            note["data"] = {**(self._cursor or {}), "next": self._data.data_step(note["seen"])}
+        saved = checkpoint.save(self._path, state, keep=keep, meta={**(meta or {}), _NOTE: note})
+        self._safe = self._known
+        return saved
+
+    def _end(self, came: bool) -> None:
+        """Once `main` has returned on all ranks: what a signal asks for that no turn of a loop has seen. `came`: to any
+        rank."""
+        if not came or self.stopping:
+            return
+        self.stopping = True
+        if self._newest is not None and self._path is not None:
+            self._count(self._newest, "save")
+            if self._known != self._safe:
+                self._save(self._newest, self._saved.get("keep"), self._saved.get("meta"))
+
+    def _count(self, state: State, owner: str) -> None:
+        """Refuses a state that has taken steps which no turn of the loop has counted: ranks would take states of
+        different steps for one, and batches would come twice."""
+        seen, step = self._batches(), int(state.step)
+        if seen == self._known[0] and step != self._known[1]:
+            what = f"the state has taken {step} steps, and had taken {self._known[1]}, after the same {seen} batches"
+            fix = "loop over run.steps(state, stop), with one step and one run.keep a turn; several: train on batches "
+            fix += "index * 2 and index * 2 + 1, and keep after the second"
+            raise FzeroValueError(message(f"run.{owner}", what, fix=fix))
+        self._known = seen, step
+
+    def _note(self, finding: Finding) -> None:
+        """Logs what was found, once for all ranks that know of it."""
+        self.health.append(finding)
+        if self.mesh.rank == 0:
+            logger.warning("fzero.run: %s", finding.text)
+
+    def _batches(self) -> int:
+        """The number of batches seen: those before this turn of the loop, and its own once the step was
+        called."""
+        called = self._train is not None and self._calls is not None and self._train.calls > self._calls
+        return self._seen + called
+
+    def _seen_by(self, saved: Index) -> int:
+        """The number of batches that the state of a checkpoint has seen."""
+        note = saved.meta.get(_NOTE, {})
+        if self._data is not None and "data" in note:
+            data = self._data
+            return agree.everywhere(self.mesh, "run", lambda: data.resume(note["data"]))
+        return note.get("seen", saved.step)
+
+    def _ward(self, train: CompiledStep) -> Ward | None:
+        """The source of what another rank sends in this step, if one does."""
+        spec = find(train.resolved.transforms, Redundant)
+        if spec is None or self.mesh.size == 1:
+            return None
+        if spec.every % self._every:
+            what = f"{spec} sends states that fz.run(every={self._every}) does not keep"
+            fix = f"send every {self._every} steps, or a multiple: fz.redundant(every={self._every})"
+            raise FzeroValueError(message("run", what, fix=fix))
+        return Ward(spec, spec.shift(self.mesh))
+
+    def _told_to_stop(self, step: int) -> bool:
+        """Whether the run ends before this step: a rank that was told tells the others before it begins one, and none
+        can end that without it."""
+        if self.mesh.size == 1:
+            return self._signals.came
+        if self._signals.came:
+            self.mesh.store.compare_set(_STOP, "", str(step + 1))
+        return self.mesh.store.check([_STOP]) and int(self.mesh.store.get(_STOP)) <= step
+
+    def _resized(self, found: Index | None) -> None:
+        """Says, or refuses, that another number of ranks has trained this state."""
+        if found is None or (before := moving.ranks_of(found)) == (now := self.mesh.size):
+            return
+        if self._on_resize == "refuse":
+            what = f"the state of step {found.step} was trained by {before} ranks, and here are {now}"
+            fix = f"start the run on {before} ranks, or allow another number: fz.run(main, on_resize='keep_batch')"
+            raise FzeroValueError(message("run", what, fix=fix))
+        logger.info("fzero.run: from %d ranks to %d", before, now)
+
+    def _in_memory(self) -> Index | None:
+        """The newest state that the memories of all hosts have together."""
+        if self._memory is None:
+            return None
+        memory, here = self._memory, Processes.of()
+        agree.everywhere(self.mesh, "run", lambda: None)  # nobody keeps anything meanwhile
+        what = "cannot check the memory of a host"
+        damaged = together(world(), "run", what, lambda: moving.let_go_of_damaged(memory, here.local, here.num_local))
+        for rank, seen, leaves, sent in (x for those in damaged for x in those):
+            how = "sent of its state" if sent else "kept"
+            text = f"what rank {rank} {how} after {seen} batches has changed in memory, and is not used: "
+            text += ", ".join(leaves[:5])
+            self._note(Finding("slot", seen, (rank,), text))
+        return moving.newest(memory, self.mesh, world())
+
+
+def _no_room(memory: Path, error: OSError) -> FzeroValueError:
+    space = os.statvfs(memory)
+    free = f"{memory}: {space.f_bavail * space.f_frsize / 1e6:.0f} MB are free; {error.strerror}"
+    fix = "a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or --memory DIR"
+    return FzeroValueError(message("run", "the host's memory does not take the copies of the state", [free], fix))
