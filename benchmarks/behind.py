@@ -1,7 +1,7 @@
 """A checkpoint written behind the steps: what it takes from the thread that steps, beside none, beside a save that is
 waited for, and beside torch.distributed.checkpoint's.
 
-    python benchmarks/behind.py                     # 57 M parameters, ZeRO-3 on two ranks: about 15 minutes on 2 cores
+    python benchmarks/behind.py                     # 57 M parameters, ZeRO-3 on two ranks: about 10 minutes on 2 cores
     python benchmarks/behind.py --layers 2 --width 128 --heads 2 --seq 32 --rounds 2 --backend eager    # small
 
 One state, in the same processes; rounds of `--every` steps, at the beginning of which it is saved, or not; the ways to
