@@ -1,6 +1,6 @@
 """What a run that survives costs (`fz.run`): keeping each step's state in memory, and the loss of a rank.
 
-    python benchmarks/elastic.py                    # two ranks: about 8 minutes on 2 cores
+    python benchmarks/elastic.py                    # two ranks: about 3 minutes on 2 cores
 
 Keeping: a GPT of 57 M parameters under ZeRO-3, each step followed by `run.keep`, whose CPU seconds are set beside the
 step's. A loss: rank 1 is killed before a step; the CPU seconds of the process that takes its place, from its start to
