@@ -15,7 +15,7 @@ import torch
 from test_run import ended, keepers, logged, plainly
 
 import fzero as fz
-from fzero.elastic import health, host, running
+from fzero.elastic import health, host, redo
 from fzero.elastic.health import Jumps
 from fzero.elastic.vault import Damage, Vault, held, let_go_of_damaged
 
@@ -213,7 +213,7 @@ def nursed(
             with pytest.MonkeyPatch.context() as patch:
                 if here and fault == "number":  # of this rank's copy alone, once
                     seen = iter((float("nan"), 1.0))
-                    patch.setattr(running, "_numbers", lambda _: {"loss": next(seen), "grad_norm": 1.0})  # noqa: B023
+                    patch.setattr(redo, "_numbers", lambda _: {"loss": next(seen), "grad_norm": 1.0})  # noqa: B023
                 state, metrics = run.step(train, state, batch)
             if here and fault == "after":
                 flip(max(fz.tree.leaves(state.opt_state), key=torch.Tensor.numel))

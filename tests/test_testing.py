@@ -124,15 +124,13 @@ def buffer_of_another(patch):
 
 def leaves_swapped(patch):
     update = shard._Rewrite._update
+    other = {f"layers_{i}_{x}_shard": f"layers_{1 - i}_{x}_shard" for i in (0, 1) for x in "bw"}
 
     def swapped(self, line):
-        lines = update(self, line)
-        assigns = [i for i, x in enumerate(lines) if x.op == "assign" and "layers" in x.args[0]]
-        a, b = (lines[i] for i in assigns[:2])
-        half = len(a.writes)
-        lines[assigns[0]] = dataclasses.replace(a, args=(*a.args[:half], *b.args[half:]))
-        lines[assigns[1]] = dataclasses.replace(b, args=(*b.args[:half], *a.args[half:]))
-        return lines
+        return [
+            dataclasses.replace(x, args=tuple(other.get(a, a) for a in x.args)) if x.op == "update" else x
+            for x in update(self, line)
+        ]
 
     patch.setattr(shard._Rewrite, "_update", swapped)
 
@@ -284,7 +282,7 @@ TOGETHER = [
     Fault(maximum_for_sum, (fz.data_parallel(), fz.remat("full")), "data_parallel", "wait(reduce_"),
     Fault(mean_for_sum, (fz.shard_grads(), fz.mixed_precision("bf16")), "shard_grads", "wait(scatter_"),
     Fault(gather_not_waited_for, (fz.shard_params(), fz.accumulate(2)), "shard_params", "wait(gather_"),
-    Fault(leaves_swapped, (fz.shard_opt_state(),), "shard_opt_state", "assign(", MEANT),
+    Fault(leaves_swapped, (fz.shard_opt_state(),), "shard_opt_state", "update(", MEANT),
     Fault(offset_off_by_one, (fz.shard_opt_state(),), "shard_opt_state", "take_shard("),
     Fault(update_not_assigned, (fz.shard_opt_state(), fz.accumulate(2)), "shard_opt_state", "assign("),
 ]
