@@ -4,7 +4,8 @@
 
 Faults: `kill` before the step or `after` it, `stop` (SIGSTOP), `raise`, `flip` (a bit of what this rank kept last, and
 then `kill`), `node` (its host is lost, with its memory). OUT/log gets a line a step. With SURVIVOR_SENDS in the
-environment the step sends to another host what it keeps.
+environment the step sends to another host what it keeps; with SURVIVOR_SAVES every second state is saved behind the
+steps, to a disk on which a rank's file takes half a second.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 
 import fzero as fz
 from fzero import turns
+from fzero.checkpoint import saving
 from fzero.elastic import host
 from fzero.elastic.loop import Run
 
@@ -81,13 +84,22 @@ def train(run: Run, out: Path, steps: int, faults: dict[str, str], life: int = 0
         if (fault := faults.get(f"{run.mesh.rank}.{life}.{step}.after")) is not None:
             strike(fault)
         run.keep(state)
+        if "SURVIVOR_SAVES" in os.environ and step % 2:
+            run.save(state, wait=False)
         if run.mesh.rank == 0:
             with (out / "log").open("a") as f:
                 f.write(json.dumps([int(state.step), float(metrics["loss"])]) + "\n")
     return int(state.step)
 
 
+def slow_disk() -> None:
+    write = saving.write_rank_file
+    saving.write_rank_file = lambda *args: (time.sleep(0.5), write(*args))[1]
+
+
 def main() -> None:
+    if "SURVIVOR_SAVES" in os.environ:
+        slow_disk()
     if (here := os.environ.get("SURVIVOR_HOST")) is not None:  # as if it knew no process of the other host
         turns._host = lambda: (here, "")
     out, steps, faults = Path(sys.argv[1]), int(sys.argv[2]), dict(text.split(":") for text in sys.argv[3:])

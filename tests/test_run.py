@@ -117,6 +117,22 @@ def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) 
     assert [len((out / f"lives-{rank}").read_text()) for rank in range(2)] == [3, 3]
 
 
+def test_a_rank_that_dies_while_a_checkpoint_is_written_behind_the_steps(run_ranks: Any, tmp_path: Path) -> None:
+    """The one under way is not made, or made whole; the next save follows, and the end of the run waits for the
+    last."""
+    out, calm = tmp_path / "struck", tmp_path / "calm"
+    out.mkdir()
+    calm.mkdir()
+    run_ranks(2, plainly, str(calm), 8)
+    with keepers(out, 8, "1.0.4:kill", "0.0.6:kill", env={"SURVIVOR_SAVES": ""}) as started:
+        for code, text in map(ended, started):
+            assert code == 0 and "returned 8" in text, text
+    assert logged(out) == logged(calm)
+    kept = sorted(x.name for x in (out / "saved").iterdir())
+    assert kept[0] == "latest" and kept[-1] == "step-00000008", kept
+    assert all(fz.checkpoint.verify(out / "saved" / name) for name in kept if name.startswith("step-")), kept
+
+
 def test_spares_take_the_places_of_ranks_that_die(tmp_path: Path) -> None:
     """A spare is its host's, whose keepers share it: rank 1's takes it first, then rank 0's the next one."""
     script = tmp_path / "script.py"
@@ -571,7 +587,7 @@ def test_loops_that_count_otherwise_than_the_run(tmp_path: Path) -> None:
     assert fz.checkpoint.describe(tmp_path / "fine").meta["fzero.run"] == {"seen": 9}
 
 
-@pytest.mark.parametrize("leaves", ["break", "last", "after", "saved"])
+@pytest.mark.parametrize("leaves", ["break", "last", "after", "saved", "behind"])
 def test_a_signal_that_no_turn_of_the_loop_has_seen(tmp_path: Path, leaves: str) -> None:
     def loop(run: Any, step: Any, state: Any) -> None:
         for index in run.steps(state, 3):
@@ -582,16 +598,16 @@ def test_a_signal_that_no_turn_of_the_loop_has_seen(tmp_path: Path, leaves: str)
                 break
             if leaves == "last" and index == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
-        if leaves == "saved":
-            run.save(state, meta={"by": "me"})
-        if leaves in ("after", "saved"):
+        if leaves in ("saved", "behind"):
+            run.save(state, meta={"by": "me"}, wait=leaves == "saved")
+        if leaves in ("after", "saved", "behind"):
             os.kill(os.getpid(), signal.SIGTERM)
 
     run, code = looped(loop, told=True, path=tmp_path)
     assert (code, run.stopping) == (143, True)
     found = fz.checkpoint.describe(tmp_path)
     assert found.step == (2 if leaves == "break" else 3) == found.meta["fzero.run"]["seen"]
-    assert ("by" in found.meta) == (leaves == "saved"), "what is on disk already is not saved again"
+    assert ("by" in found.meta) == (leaves in ("saved", "behind")), "what is on disk already is not saved again"
 
 
 def test_memory_is_the_users_alone_and_swept(tmp_path: Path) -> None:

@@ -269,6 +269,9 @@ def test_training_goes_on_from_a_url(tmp_path: Path) -> None:
             state, _ = train(state, fz.random.normal(fz.random.key(1), (6, 8)))
         Objects.refuse = lambda act, path: Gone("out of reach") if act == "part" else None
         assert run.save(state, keep=1) is None
+        behind = run.save(state, wait=False)
+        raises(behind.wait, "out of reach")
+        assert run.save(state, keep=1) is None, "this one failed too, and the run goes on after the one before it"
         Objects.refuse = None
         assert run.save(state, keep=1) == Url(f"{RUN}/step-{stop:08d}")
         return run.source, int(state.step)

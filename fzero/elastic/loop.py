@@ -13,6 +13,7 @@ import torch
 
 from fzero import agree, checkpoint, tree, turns
 from fzero.arguments import count, shown
+from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.index import Index
 from fzero.checkpoint.places import Url
 from fzero.checkpoint.ranks import together, world
@@ -94,6 +95,7 @@ class Run:
         self._calls: int | None = None  # of the step, before this turn of the loop
         self._known = 0, 0  # batches seen and steps taken, as the state was that was looked at last
         self._safe: tuple[int, int] | None = None  # of the state that is on disk
+        self._behind: tuple[Saving, tuple[int, int]] | None = None  # a save that goes on, and of which state
         self._on_disk: list[str] = []
         self._path: str | os.PathLike[str] | None = None
         self._saved: dict[str, Any] = {}
@@ -257,6 +259,7 @@ class Run:
         if not self.stopping and state is self._newest:
             self._known = self._seen, int(state.step)
         if self.stopping and self._path is not None and self._newest is not None:
+            self._settle()
             self._save(self._newest, self._saved.get("keep"), self._saved.get("meta"))
 
     def keep(self, state: State) -> None:
@@ -351,18 +354,31 @@ class Run:
         return finding
 
     def save(
-        self, state: State, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
-    ) -> Path | Url | None:
+        self, state: State, *, keep: int | None = None, meta: Mapping[str, Any] | None = None, wait: bool = True
+    ) -> Path | Url | Saving | None:
         """`fz.checkpoint.save` under the path of `state`. Where the disk is full, or fails, the run goes on with a
-        warning: the checkpoint before is as it was, and the state is in memory. None then."""
+        warning: the checkpoint before is as it was, and the state is in memory. None then.
+
+        Args:
+            state, keep, meta: as there.
+            wait: False to go on with steps while a copy of the state is written: a `Saving` comes back. Whether it came
+                to a checkpoint is looked at by the next `save` and at the end of the run, which wait for it.
+
+        Communication, memory: of `fz.checkpoint.save`.
+
+        Raises:
+            CheckpointError: of this save, or of the one behind the steps before it, but for a disk's.
+        """
         try:
-            return self._save(state, keep, meta)
+            self._settle()
+            return self._save(state, keep, meta, wait)
         except StorageError as error:
-            if self.mesh.rank == 0:
-                logger.warning("fzero.run: the run goes on without this checkpoint: %s", error)
+            self._without(error)
             return None
 
-    def _save(self, state: State, keep: int | None, meta: Mapping[str, Any] | None) -> Path | Url:
+    def _save(
+        self, state: State, keep: int | None, meta: Mapping[str, Any] | None, wait: bool = True
+    ) -> Path | Url | Saving:
         if self._path is None:
             fix = "run.state(train, params, key, path='runs/gpt')"
             raise FzeroValueError(message("run.save", "the run has no directory for checkpoints", fix=fix))
@@ -380,13 +396,31 @@ class Run:
         note: dict[str, Any] = {"seen": self._batches()}
         if self._data is not None:
             note["data"] = {**(self._cursor or {}), "next": self._data.data_step(note["seen"])}
-        saved = checkpoint.save(self._path, state, keep=keep, meta={**(meta or {}), _NOTE: note})
-        self._safe = self._known
+        saved = checkpoint.save(self._path, state, keep=keep, meta={**(meta or {}), _NOTE: note}, wait=wait)
+        if isinstance(saved, Saving):
+            self._behind = saved, self._known
+        else:
+            self._safe = self._known
         return saved
+
+    def _settle(self) -> None:
+        """Waits for the checkpoint that is written behind the steps, if one is."""
+        if self._behind is not None:
+            (saving, known), self._behind = self._behind, None
+            try:
+                saving.wait()
+                self._safe = known
+            except StorageError as error:
+                self._without(error)
+
+    def _without(self, error: StorageError) -> None:
+        if self.mesh.rank == 0:
+            logger.warning("fzero.run: the run goes on without this checkpoint: %s", error)
 
     def _end(self, came: bool) -> None:
         """Once `main` has returned on all ranks: what a signal asks for that no turn of a loop has seen. `came`: to any
         rank."""
+        self._settle()
         if not came or self.stopping:
             return
         self.stopping = True
