@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MEMORY, KEEPER, SPARE = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER", "FZERO_RUN_SPARE"
-"""Names in the environment of a process that a keeper started: where to keep states, that it is kept, and that it is
-no rank yet."""
+MEMORY, KEEPER, SPARE, SIZES = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER", "FZERO_RUN_SPARE", "FZERO_RUN_SIZES"
+"""Names in the environment of a process that a keeper started: where to keep states, that it is kept, that it is no
+rank yet, and the numbers of ranks for which it prepares programs instead of becoming one."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from fzero.elastic import host
+from fzero.elastic.ahead import Ahead, sizes_of
 from fzero.elastic.spares import Spares, Taken, take
 
 _LOOK = 0.05  # seconds between two looks at the process
 _STACKS = 1.0  # seconds for a process to print its stacks
 _MOST_SPARES = 64
-_VALUED = ("--hang", "--max-losses", "--spares", "--memory")
+_VALUED = ("--hang", "--max-losses", "--spares", "--sizes", "--memory")
 _FRESH = 5.0  # seconds for which a rank that waited for others is taken to wait still
 
 
@@ -41,6 +42,7 @@ class Keeper:
         memory: where the run keeps its states on this host.
         spare: what starts a spare.
         spares: of this host that wait, which the keeper of its first rank sees to.
+        sizes: numbers of ranks whose programs are prepared, by a process that it sees to as well.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Keeper:
         memory: Path,
         spare: Sequence[str] = (),
         spares: int = 0,
+        sizes: Sequence[int] = (),
     ):
         self._command, self._hang, self._max_losses, self._memory = command, hang, max_losses, memory
         self._rank = int(os.environ.get("RANK", "0"))
@@ -60,6 +63,7 @@ class Keeper:
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._spares = Spares(memory, spare, spares, here, self._say) if spares and self._rank == first else None
+        self._ahead = Ahead(spare, sizes, self._say) if sizes and self._rank == first else None
 
     def run(self) -> int:
         """The exit code of the rank."""
@@ -72,6 +76,8 @@ class Keeper:
         code = self._lives()
         if self._spares is not None:
             self._spares.close(whole=code in (0, 128 + signal.SIGTERM))
+        if self._ahead is not None:
+            self._ahead.close()
         return code
 
     def _lives(self) -> int:
@@ -117,8 +123,9 @@ class Keeper:
         while self._process.poll() is None:
             time.sleep(_LOOK)
             seen = self._progress.read()
-            if self._spares is not None:
-                self._spares.look(seen.phase == host.STEPPING and seen.first < seen.step)
+            for other in (self._spares, self._ahead):
+                if other is not None:
+                    other.look(seen.phase == host.STEPPING and seen.first < seen.step)
             if seen.beats != beats:
                 beats, since = seen.beats, time.monotonic()
             waits = time.monotonic() - seen.waited < _FRESH and seen.phase == host.STEPPING
@@ -167,6 +174,11 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument(
         "--spares", type=int, default=0, help="processes of each host that wait to take the place of a rank that dies"
     )
+    parser.add_argument(
+        "--sizes",
+        help="numbers of ranks whose programs are compiled ahead, for a start on these: 6,8; none; with --spares a "
+        "host fewer and a host more, of a run on one host a rank, unless told otherwise",
+    )
     parser.add_argument("--memory", help="where states are kept, in place of /dev/shm")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
@@ -180,6 +192,11 @@ def main(args: list[str] | None = None) -> int:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
             parser.error(f"{name}={os.environ[name]!r} in the environment must be a whole number, as torchrun sets it")
+    world, local = (int(os.environ.get(name) or "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    try:
+        sizes = sizes_of(given.sizes, world, local, given.spares)
+    except ValueError as error:
+        parser.error(str(error))
     if given.memory is not None and (problems := host.not_a_directory(given.memory)):
         parser.error(f"--{problems[0]}")
     if not given.module and not os.path.isfile(given.script):
@@ -190,7 +207,7 @@ def main(args: list[str] | None = None) -> int:
         parser.error(f"--memory: {error}")
     python, script = _python(), [*(["-m"] if given.module else []), given.script, *given.args]
     spare = [*python, "-c", "from fzero.elastic.spares import main; main()", *script]
-    code = Keeper([*python, *script], given.hang, given.max_losses, memory, spare, given.spares).run()
+    code = Keeper([*python, *script], given.hang, given.max_losses, memory, spare, given.spares, sizes).run()
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(
         os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     )
