@@ -737,7 +737,8 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
         return [f"{driver.leg}: {text}" for text in problems]
 
     problems = [text for one in drivers for text in ended(one)]
-    took, limit = sum(d.seconds for d in drivers), sum(calm.seconds for _, calm in runs) + IDLE * args.kills
+    ends = every + faults("resize")  # all ranks are ended twice for one
+    took, limit = sum(d.seconds for d in drivers), sum(calm.seconds for _, calm in runs) + IDLE * ends
     problems += [f"it took {took:.0f} s, more than {limit:.0f}"] if took > limit else []
     made = list[Condition]()
 
