@@ -26,6 +26,7 @@ from fzero import compat
 from fzero.comm.host import host_pool
 from fzero.errors import DivergenceError, message
 from fzero.mesh import Mesh, group_along
+from fzero.routes import Route
 
 _LOOK = 0.5  # seconds between two looks whether what was abandoned is done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -117,18 +118,20 @@ class ProcessGroups:
         self,
         values: Sequence[torch.Tensor],
         axis: str,
-        shift: int,
+        route: Route,
         into: Sequence[torch.Tensor],
         through: Sequence[torch.Tensor] = (),
     ) -> Moving:
-        """Values in host memory to the rank `shift` further along an axis, and what comes so `into` these places."""
+        """Values in host memory to other ranks along an axis, and what comes so `into` these places, in the order of
+        the ranks it comes from."""
         self.connect(axis)
-        group, num, here = self._sends[axis], self._mesh.axes[axis], self._mesh.index(axis)
+        group, here = self._sends[axis], self._mesh.index(axis)
         works = []
         for value, place in zip(values, into, strict=True):
             data, target = (x.detach().reshape(-1).view(torch.uint8) for x in (value, place))
             if data.numel():
-                to, of = ([len(data) * (i == (here + by) % num) for i in range(num)] for by in (shift, -shift))
+                to = [end - begin for begin, end in route.shares(here, len(data))]
+                of = [end - begin for begin, end in (route.shares(i, len(data))[here] for i in range(route.size))]
                 works.append(dist.all_to_all_single(target, data, of, to, group, async_op=True))
         return self._moving(works, (), on_host=True)
 

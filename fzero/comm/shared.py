@@ -35,6 +35,7 @@ from fzero.comm.collectives import merged, settle
 from fzero.errors import DivergenceError, RankLost, message
 from fzero.mesh import Mesh
 from fzero.rendezvous import absent, replaced
+from fzero.routes import Route
 
 logger = logging.getLogger("fzero")
 
@@ -49,7 +50,7 @@ _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 @dataclass(frozen=True)
 class Moving:
     """A transfer under way: its kind, and for each rank along the axis how many notices from it mean that its part is
-    there; of what is sent to one rank, how much further that is."""
+    there; of what is sent to some, its route."""
 
     kind: str
     axis: str
@@ -57,7 +58,7 @@ class Moving:
     due: dict[int, int]
     flats: Sequence[torch.Tensor]
     filled: Sequence[torch.Tensor]
-    shift: int = 0
+    route: Route | None = None
 
 
 @dataclass(eq=False)
@@ -178,17 +179,19 @@ class SharedMemory:
         self,
         values: Sequence[torch.Tensor],
         axis: str,
-        shift: int,
+        route: Route,
         into: Sequence[torch.Tensor],
         through: Sequence[torch.Tensor],
     ) -> Moving:
-        """Values to the rank `shift` further along an axis, which reads them in the pool, and what comes so `into`
-        these places."""
+        """Values to other ranks along an axis, which read them in the pool, and what comes so `into` these places, in
+        the order of the ranks it comes from."""
         settle(values, through)
         along, index = self._along[axis], self._mesh.index(axis)
-        reader, source = (along[(index + by) % len(along)] for by in (shift, -shift))
-        self._tell([self._peers[rank] for rank in {reader, source}])  # each counts what it has told, and so is told
-        return Moving("send", axis, "", {source: self._peers[source].told}, through, into, shift)
+        sources = [along[i] for i in range(route.size) if i != index and index in route.receivers(i)]
+        readers = [along[i] for i in route.receivers(index)]
+        self._tell([self._peers[rank] for rank in {*readers, *sources}])  # each counts what it has told, and so is told
+        due = {rank: self._peers[rank].told for rank in sources}
+        return Moving("send", axis, "", due, through, into, route)
 
     def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
         """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this
@@ -199,11 +202,14 @@ class SharedMemory:
             for whole in moving.flats:
                 self._gather(whole, along)
         elif moving.kind == "send":
-            rank = along[(index - moving.shift) % len(along)]
+            assert moving.route is not None
             for flat, place in zip(moving.flats, moving.filled, strict=True):
-                if flat.numel():
-                    data = place.detach().reshape(-1).view(torch.uint8).numpy().data
-                    self._read(rank, self._offset(flat), flat.nbytes, data, 0)
+                data, at = place.detach().reshape(-1).view(torch.uint8).numpy().data, 0
+                for i, rank in enumerate(along):
+                    begin, end = moving.route.shares(i, flat.nbytes)[index]
+                    if end > begin:
+                        self._read(rank, self._offset(flat) + begin, end - begin, data, at)
+                        at += end - begin
         elif moving.kind == "scatter":
             for whole, shard in zip(moving.flats, moving.filled, strict=True):
                 self._combine(whole, index * shard.numel(), shard, along, moving.op)

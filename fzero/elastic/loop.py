@@ -469,7 +469,7 @@ class Run:
             what = f"{spec} sends states that fz.run(every={self._every}) does not keep"
             fix = f"send every {self._every} steps, or a multiple: fz.redundant(every={self._every})"
             raise FzeroValueError(message("run", what, fix=fix))
-        return Ward(spec, spec.shift(self.mesh))
+        return Ward(spec, spec.route(self.mesh))
 
     def _told_to_stop(self, step: int) -> bool:
         """Whether the run ends before this step: a rank that was told tells the others before it begins one, and none

@@ -27,6 +27,7 @@ from fzero.checkpoint.index import Index, Part
 from fzero.checkpoint.ranks import Ranks, together
 from fzero.checkpoint.spread import Spread
 from fzero.elastic import vault
+from fzero.elastic.parity import Parity, lost, make_again, parities
 from fzero.elastic.vault import held, is_whole
 from fzero.mesh import Mesh
 
@@ -39,10 +40,12 @@ _WRONG = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError
 
 
 class Held(NamedTuple):
-    """A memory's states by step and number of ranks, or why it is of no use; and the ranks that can read it."""
+    """A memory's states by step and number of ranks, and its parities by the latter, or why it is of no use; and the
+    ranks that can read it."""
 
     ranks: Sequence[int]
     states: Mapping[tuple[int, int], Index]
+    parities: Mapping[int, Sequence[Parity]]
     problem: str | None
 
 
@@ -62,15 +65,55 @@ def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> Index | None:
         if one.problem is not None and ranks.rank == 0:
             logger.warning("fzero.run: the memory of rank %d's host counts as lost: %s", one.ranks[0], one.problem)
     mine = next(i for i, one in enumerate(memories) if ranks.rank in one.ranks)
+    states = _states(memories, mine)
+    better = lambda key: (key[0], key[1] == mesh.size, key[1:])  # noqa: E731
+    usable = [key for key, parts in states.items() if _is_whole(parts)]
+    for key in sorted(states.keys() - usable, key=better, reverse=True):
+        if usable and better(key) < max(map(better, usable)):
+            break
+        if _made_again(memory, mesh, ranks, memories, mine, key[1], states[key]):
+            memories = found(memory, ranks)
+            states, usable = _states(memories, mine), [key]
+            break
+    if not usable:
+        return None
+    best = max(usable, key=better)
+    return replace(_read_by(mesh, memory, memories, mine, states[best]), meta={_RANKS: best[1]})
+
+
+def _states(memories: Sequence[Held], mine: int) -> dict[tuple[int, int, str], list[tuple[int, Index]]]:
+    """The states of all memories by step, number of ranks and form, each with those that have parts of it."""
     states: dict[tuple[int, int, str], list[tuple[int, Index]]] = {}
     for number in (*range(mine, len(memories)), *range(mine)):  # its own first, then not all of them the same
         for (step, size), index in memories[number].states.items():
             states.setdefault((step, size, _form(index)), []).append((number, index))
-    usable = [key for key, parts in states.items() if is_whole(replace(parts[0][1], parts=_joined(parts)))]
-    if not usable:
-        return None
-    best = max(usable, key=lambda key: (key[0], key[1] == mesh.size, key[1:]))
-    return replace(_read_by(mesh, memory, memories, mine, states[best]), meta={_RANKS: best[1]})
+    return states
+
+
+def _is_whole(states: Sequence[tuple[int, Index]]) -> bool:
+    return is_whole(replace(states[0][1], parts=_joined(states)))
+
+
+def _made_again(
+    memory: Path,
+    mesh: Mesh,
+    ranks: Ranks,
+    memories: Sequence[Held],
+    mine: int,
+    size: int,
+    states: Sequence[tuple[int, Index]],
+) -> bool:
+    """Whether what is missing of a state has been made again from parity."""
+    states = sorted(states, key=lambda one: one[0])  # the same on every rank
+    index = states[0][1]
+    parts = _joined(states, lambda number, file: f"{number}:{file}")
+    held = [(number, p) for number, one in enumerate(memories) for p in one.parities.get(size, ())]
+    missing = lost(index, parts, held)
+    added = {n: [Part("", n, b, 0) for one in missing if (b := one.boxes(n)) is not None] for n in parts}
+    if not missing or not is_whole(replace(index, parts={n: (*parts[n], *added[n]) for n in parts})):
+        return False
+    spread = _spread(mesh, memory / f"of-{size:05d}", memories, f"what the hosts' memory has of step {index.step}")
+    return make_again(memory, size, mesh, ranks, index, parts, missing, spread)
 
 
 def ranks_of(index: Index) -> int:
@@ -95,12 +138,12 @@ def found(memory: Path, ranks: Ranks) -> list[Held]:
         if not any(ranks.rank == those[0] for those in readers):
             return None
         try:
-            states, problem = held(memory), None
+            states, there, problem = held(memory), parities(memory), None
             for index in states.values():
                 check(index)
         except _WRONG as error:
-            states, problem = {}, f"{memory}: {type(error).__name__}: {error}"
-        return zlib.compress(pickle.dumps((states, problem)), 1)
+            states, there, problem = {}, {}, f"{memory}: {type(error).__name__}: {error}"
+        return zlib.compress(pickle.dumps((states, there, problem)), 1)
 
     told = together(ranks, "run", "cannot read the memory of a host", look)
     return [Held(those, *pickle.loads(zlib.decompress(told[those[0]] or b""))) for those in readers]
@@ -160,14 +203,27 @@ def _read_by(
     before their names."""
     by_number = dict(states)
     own = by_number.get(mine)
+    index = states[0][1] if own is None else own
+    what = f"what the hosts' memory has of step {index.step}"
+    directory = memory if own is None else Path(own.directory)
+    return replace(
+        index,
+        directory=directory,
+        files={} if own is None else own.files,
+        parts=_joined(states, lambda number, file: file if number == mine else f"{number}:{file}"),
+        spread=None if len(memories) == 1 else _spread(mesh, directory, memories, what),
+    )
+
+
+def _spread(mesh: Mesh, directory: Path, memories: Sequence[Held], what: str) -> Spread:
+    """Reads files of all memories, each by its memory's number and its name; `directory` has those of this host."""
 
     def holder(file: str) -> int:
         ranks = memories[int(file.partition(":")[0])].ranks
         return ranks[mesh.rank % len(ranks)]
 
     def take(file: str, offset: int, out: torch.Tensor) -> str | None:
-        assert own is not None
-        path = Path(own.directory) / file.partition(":")[2]
+        path = directory / file.partition(":")[2]
         try:
             with path.open("rb", buffering=0) as f:
                 f.seek(offset)
@@ -180,12 +236,4 @@ def _read_by(
             return f"{path.name}: {error}"
         return None
 
-    index = states[0][1] if own is None else own
-    what = f"what the hosts' memory has of step {index.step}"
-    return replace(
-        index,
-        directory=memory if own is None else own.directory,
-        files={} if own is None else own.files,
-        parts=_joined(states, lambda number, file: file if number == mine else f"{number}:{file}"),
-        spread=None if len(memories) == 1 else Spread(mesh, "run", what, holder, take),
-    )
+    return Spread(mesh, "run", what, holder, take)

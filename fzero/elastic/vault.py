@@ -95,7 +95,7 @@ class Vault:
         write_note(self._directory / f"rank-{self._rank:05d}.json", plan, mine, slots)
         if ward is not None:
             assert mesh is not None
-            self._sent, self.wards = ward.spec.every, Wards(self._directory, plan, mesh, ward, step)
+            self._sent, self.wards = ward.spec.every, ward.made(self._directory, plan, mesh, step)
         order = {name: i for i, name in enumerate(plan.tensors)}
         self._form = _form(state)
         self._leaves = [_Kept(order[n], boxes.numel, [s.tensors[n] for s in slots]) for n, boxes in mine.items()]
@@ -203,12 +203,12 @@ def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]
     Time: 10 GB/s a core.
     """
     found: list[Damage] = []
-    notes = sorted(n for kind in ("rank", "ward") for n in memory.glob(f"of-*/{kind}-*.json"))
+    notes = sorted(n for kind in ("rank", "ward", "parity") for n in memory.glob(f"of-*/{kind}-*.json"))
     for note in notes[turn::num]:
         content = json.loads(note.read_text())
         if "sums" not in content:
             continue
-        index = parse(note.parent, content)
+        places = _summed(note, content)
         for slot in range(content["slots"]):
             path = note.parent / f"{note.stem}.{slot}.safetensors"
             if not (step := _sealed(path, content)):
@@ -218,15 +218,25 @@ def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]
             sums = held[content["sums"] :][: 8 * len(content["summed"])].view(torch.int64).tolist()
             odd = []
             for name, known in zip(content["summed"], sums, strict=True):
-                (part,) = index.parts[name] or (None,)
-                nbytes = 0 if part is None else part.boxes.numel * index.leaves[name][1].itemsize
-                if int(word_sum(held[part.offset if part else 0 :][:nbytes])) != known:
+                offset, nbytes = places[name]
+                if int(word_sum(held[offset:][:nbytes])) != known:
                     odd.append(name)
             if odd:
                 held[content["sealed"] :][:8].zero_()
                 kind, _, rank = note.stem.partition("-")
-                found.append(Damage(int(rank), step - 1, odd, kind == "ward"))
+                found.append(Damage(int(rank), step - 1, odd, kind != "rank"))
     return found
+
+
+def _summed(note: Path, content: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """By leaf where in a slot the bytes lie that a sum is of, and how many."""
+    if note.stem.startswith("parity"):
+        return {name: (content["offsets"][name], nbytes) for name, nbytes in content["summed"].items()}
+    index, places = parse(note.parent, content), {}
+    for name in content["summed"]:
+        (part,) = index.parts[name] or (None,)
+        places[name] = (0, 0) if part is None else (part.offset, part.boxes.numel * index.leaves[name][1].itemsize)
+    return places
 
 
 def serves(index: Index, size: int, mesh_size: int, host: Sequence[int]) -> bool:

@@ -23,6 +23,7 @@ from fzero.mesh import Mesh
 from fzero.program.ir import Function, Line, Place, Program
 from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_to, sends_of
 from fzero.program.show import name_of, source
+from fzero.routes import Route
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
 
 
@@ -110,17 +111,23 @@ class _Running:
         axis: str,
         shift: int,
         into: Sequence[str],
+        group: int = 0,
         every: int = 1,
         once: bool = False,
         through: Sequence[torch.Tensor] = (),
     ) -> Any:
-        """Leaves to another rank, `into` where that keeps leaves of these paths: nothing, if nobody keeps them, or
-        does not want them now."""
+        """Leaves to other ranks, `into` where those keep leaves of these paths: nothing, if nobody keeps them, or does
+        not want them now."""
         wards = self.mesh.context.wards
-        places = None if wards is None else wards.places(into, every, once)
-        if places is None:
+        if wards is None or (places := wards.places(into, every, once)) is None:
             return Arriving(lambda: None, ())
-        return self.carrier.send_start(values, axis, shift, places, through)
+        moving = self.carrier.send_start(values, axis, Route(self.mesh.axes[axis], shift, group), places, through)
+
+        def come() -> None:
+            self.carrier.wait(moving, ())
+            wards.come(into, places)
+
+        return Arriving(come, ())
 
     def wait(self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False) -> Sequence[torch.Tensor]:
         """The results of a transfer of any kind."""
