@@ -58,7 +58,7 @@ def found(root: str, hosts: Sequence[int], reading: str, window: int) -> dict[st
     for stage in STAGES:
         memory = Path(root) / stage / f"host-{hosts[mesh.rank]}"
         memory.mkdir(parents=True, exist_ok=True)
-        index = moving.newest(memory, mesh, world())
+        index, _ = moving.newest(memory, mesh, world())
         if index is None:
             out[stage] = (-1, [])
             continue
@@ -98,7 +98,7 @@ def test_states_of_three_hosts_on_any_ranks_and_hosts(run_ranks: Any, tmp_path: 
 def failing(root: str, how: str) -> tuple[str, str, bool]:
     """The error of a restore in which something fails on rank 1, and whether the mesh can be used afterwards."""
     mesh = fz.make_mesh(timeout=30)
-    index = moving.newest(Path(root) / STAGES[0] / f"host-{mesh.rank}", mesh, world())
+    index, _ = moving.newest(Path(root) / STAGES[0] / f"host-{mesh.rank}", mesh, world())
     assert index is not None and index.spread is not None
     if mesh.rank == 1 and how == "truncated":
         for file in index.files:
@@ -145,7 +145,7 @@ def test_a_damaged_memory_is_named_and_counts_as_lost(
         damage(memory / "of-00001")
         caplog.clear()
         with caplog.at_level(logging.WARNING, "fzero"):
-            assert (moving.newest(memory, mesh, world()) is None) == bool(caplog.messages)
+            assert (moving.newest(memory, mesh, world())[0] is None) == bool(caplog.messages)
         return "".join(caplog.messages)
 
     def flip(path: Path, at: int) -> None:

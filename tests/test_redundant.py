@@ -160,7 +160,7 @@ def parity_is_kept(memory: str, shared: bool) -> list[str]:
             shutil.rmtree(here / f"host-{lost}")
             (here / f"host-{lost}").mkdir()
         torch.distributed.barrier()
-        index = moving.newest(here / f"host-{mesh.rank}", mesh, world())
+        index, _ = moving.newest(here / f"host-{mesh.rank}", mesh, world())
         found = None if index is None else index.step
         bad += [] if found == 3 else [f"{name}: of state {found}"]
         made = held(here / "host-1").get((3, 3))
@@ -170,6 +170,13 @@ def parity_is_kept(memory: str, shared: bool) -> list[str]:
         odd = sorted(n for n in got if got[n] != want.get(n))
         bad += [] if same else [f"{name}: {len(odd)} of {len(got)} leaves are not what was lost: {odd[:3]}"]
         bad += [f"{name}: {n} is nowhere" for n in missing if index is not None and not index.parts[n]]
+        torch.distributed.barrier()
+        if mesh.rank:  # two of a group
+            shutil.rmtree(here / f"host-{mesh.rank}")
+            (here / f"host-{mesh.rank}").mkdir()
+        torch.distributed.barrier()
+        none, lost_now = moving.newest(here / f"host-{mesh.rank}", mesh, world())
+        bad += [] if none is None and "what ranks 1, 2 had" in lost_now else [f"{name}: {lost_now}"]
     fz.close_mesh()
     return bad
 
@@ -179,7 +186,6 @@ def test_parity_gives_back_what_a_rank_had(run_ranks: Any, tmp_path: Path, share
     """To the bit, padding or not; two of a group that are lost are not made again."""
     assert run_ranks(3, parity_is_kept, str(tmp_path), shared) == [[]] * 3
     here = tmp_path / "stage_3"
-    assert sorted(p.name for p in here.glob("host-*/of-*/parity-*.json")) == ["parity-00000.json", "parity-00002.json"]
     parity, own = (sum(p.stat().st_size for p in here.glob(f"host-0/of-*/{kind}-*.0.*")) for kind in ("parity", "rank"))
     assert parity < 0.75 * own, "half, and headers"
 
@@ -237,6 +243,13 @@ def test_a_host_is_lost_and_made_again_from_parity(tmp_path: Path) -> None:
     assert sorted({tuple(line) for line in steps}) == [tuple(line) for line in logged(calm)]
     assert len(steps) - 8 <= 2, [step for step, _ in steps]
     assert "disk" not in (out / "sources-2").read_text()
+
+
+def test_a_run_whose_state_is_lost_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
+    with keepers(tmp_path, 8, "1.0.3:node", hosts=2, env={"SURVIVOR_NOWHERE": ""}) as processes:
+        for code, text in map(ended, processes):
+            assert code == 1 and "run.state: the state of this run is lost" in text, text
+            assert "of the state after 3 batches no host's memory has what rank 1 had" in text
 
 
 def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:

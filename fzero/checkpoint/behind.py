@@ -97,12 +97,18 @@ class Saving:
                 the one that saves.
         """
         self._check_process()
-        self._ended.wait()
+        self._await()
         self._heard = True
         if self._error is not None:
             raise self._error
         assert self._result is not None
         return self._result
+
+    def _await(self) -> None:
+        """Waits for the end, and hears Ctrl-C: a signal that comes right before a lock is waited for interrupts the
+        next wait alone."""
+        while not self._ended.wait(_LOOK):
+            pass
 
     def _begin(self) -> None:
         try:
@@ -173,7 +179,7 @@ def settle() -> None:
     """Waits for the save under way, whatever comes of it: its `keep` deletes checkpoints, and what is looked for may be
     its own."""
     if (saving := _last) is not None:
-        saving._ended.wait()  # what failed has been logged
+        saving._await()  # what failed has been logged
 
 
 def _finish_and_let_go() -> None:

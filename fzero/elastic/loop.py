@@ -157,8 +157,8 @@ class Run:
 
         Raises:
             CheckpointError, FzeroValueError: of these; or the hosts' memory does not take the state, with what is free;
-                or the checkpoint is of a run on other data, listing every difference; or another number of ranks has
-                trained it, with `on_resize="refuse"`.
+                or what was kept is lost, and there is no `path`; or the checkpoint is of a run on other data, listing
+                every difference; or another number of ranks has trained it, with `on_resize="refuse"`.
         """
         problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
         if data is not None and not isinstance(data, Steps):
@@ -171,8 +171,10 @@ class Run:
             raise FzeroValueError(message("run.state", "a run has one state, and this one has it already", fix=fix))
         self._path, self._train, self._data = path, train, data
         self._cursor = None if data is None else data.cursor(0)
-        kept = self._in_memory()
+        kept, lost = self._in_memory()
         self._signals.free = kept is None
+        if lost:
+            self._lost(lost, path)
         on_disk = None if path is None or checkpoint.find(path) is None else checkpoint.describe(path, self.mesh)
         seen = None if on_disk is None else self._seen_by(on_disk)
         state: State | None = None
@@ -490,10 +492,25 @@ class Run:
             raise FzeroValueError(message("run", what, fix=fix))
         logger.info("fzero.run: from %d ranks to %d", before, now)
 
-    def _in_memory(self) -> Index | None:
-        """The newest state that the memories of all hosts have together."""
+    def _lost(self, what: str, path: str | os.PathLike[str] | None) -> None:
+        """Says that no kept state is whole; refuses to begin anew where no checkpoint could have another.
+
+        Raises:
+            FzeroValueError: the run has no path.
+        """
+        if path is None:
+            fix = (
+                "start the run again, from its first state; run.state(..., path=...) and run.save(state) outlive what "
+            )
+            fix += "fz.redundant does not"
+            raise FzeroValueError(message("run.state", "the state of this run is lost", [what], fix))
+        if self.mesh.rank == 0:
+            logger.warning("fzero.run: %s: it goes on from the last checkpoint under %s, if there is one", what, path)
+
+    def _in_memory(self) -> tuple[Index | None, str]:
+        """The newest state that the memories of all hosts have together, and what is lost if there is none."""
         if self._memory is None:
-            return None
+            return None, ""
         memory, here = self._memory, Processes.of()
         agree.everywhere(self.mesh, "run", lambda: None)  # nobody keeps anything meanwhile
         what = "cannot check the memory of a host"

@@ -49,9 +49,10 @@ class Held(NamedTuple):
     problem: str | None
 
 
-def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> Index | None:
+def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> tuple[Index | None, str]:
     """The newest state that is whole in the memories of all hosts together, as this rank reads it; None if there is
-    none. A memory that is damaged is named in the log, and is as if it were lost.
+    none, and what is lost then, "" if nothing was kept. A memory that is damaged is named in the log, and is as if it
+    were lost.
 
     Args:
         memory: the run's, on this host.
@@ -76,9 +77,17 @@ def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> Index | None:
             states, usable = _states(memories, mine), [key]
             break
     if not usable:
-        return None
+        return None, _lost(max(states, key=better), states) if states else ""
     best = max(usable, key=better)
-    return replace(_read_by(mesh, memory, memories, mine, states[best]), meta={_RANKS: best[1]})
+    return replace(_read_by(mesh, memory, memories, mine, states[best]), meta={_RANKS: best[1]}), ""
+
+
+def _lost(key: tuple[int, int, str], states: Mapping[tuple[int, int, str], Sequence[tuple[int, Index]]]) -> str:
+    """The ranks of whose part of a state nothing is left; of the first state nothing is lost that cannot be made."""
+    files = {file for _, index in states[key] for parts in index.parts.values() for file in (p.file for p in parts)}
+    gone = [r for r in range(key[1]) if not any(f"-{r:05d}." in file for file in files)]
+    who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}" if gone else "some ranks"
+    return f"of the state after {key[0]} batches no host's memory has what {who} had" if key[0] else ""
 
 
 def _states(memories: Sequence[Held], mine: int) -> dict[tuple[int, int, str], list[tuple[int, Index]]]:
