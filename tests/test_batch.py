@@ -15,6 +15,8 @@ from models import MODELS, OPTIMIZERS
 from offloads import OFFLOADS, same, trained
 
 import fzero as fz
+from fzero.lowering import lower
+from fzero.lowering.variants import few_launches, first_choice
 from fzero.passes import pipeline
 from fzero.passes.batch import batched
 from fzero.passes.overlap import sharable
@@ -30,14 +32,16 @@ CASES: dict[str, Any] = {
     "stage 3, accumulate": (8, (BF16, fz.shard_params(), fz.accumulate(3))),
     "vertical": (8, (BF16, fz.shard_params(), fz.accumulate(2, vertical=True))),
     "offload": (8, (BF16, fz.shard_params(), fz.offload("cpu", ("opt_state", "params", "activations")))),
+    "offload, accumulate": (8, (BF16, fz.shard_params(), fz.accumulate(2), fz.offload("cpu", ("opt_state", "params")))),
 }
 
 
-def lowered(name: str, device: str = "cuda", num_layers: int = 4) -> Program:
+def lowered(name: str, device: str = "cuda", num_layers: int = 4, **budget: str) -> Program:
     size, transforms = CASES[name]
     step = fz.compose(*transforms)(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()))
     mesh = fz.AbstractMesh(data=size, device_type=device)
-    return fz.lower(step, mesh, lambda key: models.gpt_init(key, num_layers), next(iter(models.batches(1)))).program
+    init = lambda key: models.gpt_init(key, num_layers)  # noqa: E731
+    return fz.lower(step, mesh, init, next(iter(models.batches(1))), **budget).program  # type: ignore[arg-type]
 
 
 def every(program: Program) -> Iterator[Line]:
@@ -52,6 +56,27 @@ def test_a_block_has_few_of_them(name: str) -> None:
     turns = 2 if name == "vertical" else 1
     assert (eight["cast"] - four["cast"]) / 4 <= 3 * turns
     assert (eight["accumulate"] - four["accumulate"]) / 4 <= 1
+
+
+def test_shards_are_cast_once_and_two_blocks_are_summed_as_one() -> None:
+    """Over micro-batches; within a budget, and on a CPU, as ever."""
+    name = "stage 3, accumulate"
+
+    def inside(program: Program) -> list[int]:
+        loop = next(line for line in program.lines if line.op == "loop")
+        leaves = [x for x in loop.body if x.op == "cast" and x.args[0] in program.leaves]
+        return [len(leaves), sum(x.op == "accumulate" and x.args[0].startswith("d_") for x in loop.body)]
+
+    few, fitted = lowered(name), lowered(name, memory_budget="1GB")
+    blocks = inside(fitted)[1]
+    assert inside(few) == [0, -(-blocks // 2)] and blocks == 6
+    assert inside(fitted)[0] >= blocks
+    once = [x for x in few.lines if x.op == "cast" and x.args[0] in few.leaves]
+    assert len(once) == 1 and len(once[0].out) == len({*once[0].args}) == sum(
+        x.role == "params" for x in few.leaves.values()
+    )
+    offloaded = [x for x in lowered("offload, accumulate").lines if x.op == "cast"]
+    assert not any(v.name.endswith("_shard") for x in offloaded for v in x.out)  # they would be there all along
 
 
 def test_a_budget_finds_the_gathers_that_may_serve_twice() -> None:
@@ -82,12 +107,16 @@ def test_what_is_done_is_the_same(name: str) -> None:
 
 
 def _runs(together: bool) -> list[Any]:
-    """What runs come to whose lines are batched, or not, under copies and collectives that are late."""
+    """What runs come to whose lines are batched, and as few as on a GPU, or not, under copies and collectives that are
+    late."""
     found = []
+    least = lambda *args: (lambda choice, auto: (few_launches(choice), auto))(*first_choice(*args))  # noqa: E731
     for name in ("stage 2", "stage 3, accumulate", "vertical", "offload"):
         mesh = fz.make_mesh(shared_memory=False, unified_memory=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "batched", partial(batched, launches=together))
+            if together:
+                patch.setattr(lower, "first_choice", least)
             copies = late(mesh, patch.setattr)
             (metrics, _), train, state = trained(mesh, CASES[name][1])
             assert not copies.races

@@ -21,7 +21,7 @@ from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, para
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.resolve import resolve
 from fzero.lowering.traced import Traced, trace_step
-from fzero.lowering.variants import closed, least_memory, verified
+from fzero.lowering.variants import closed, first_choice, verified
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import added, sharding
@@ -160,7 +160,7 @@ def lower_inputs(
             stages=stages,
         )
 
-    least, auto = least_memory(step, budget is not None and budget.nbytes is not None)
+    least, auto = first_choice(step, mesh, budget is not None and budget.nbytes is not None)
     if budget is None:
         return lowered(least)
     # copies there take room that must be given

@@ -19,7 +19,7 @@ from fzero.lowering.layouts import (
     zero_of,
 )
 from fzero.lowering.traced import Traced, gradients_on_disk, trace_step
-from fzero.lowering.variants import Variants, least_memory
+from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh
 from fzero.passes.pipeline import copying
 from fzero.plan.plan import Decision
@@ -85,7 +85,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
 
     progress_texts = ["the first program"]
     with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: progress_texts[-1]):
-        least = least_memory(left, budget.nbytes is not None)[0]
+        least = first_choice(left, mesh, budget.nbytes is not None)[0]
         records, decision = choose_tiers(build, least, auto, budget, mesh.unified_memory, progress_texts.append)
     return Resolved(_with_records(left, records), (decision,), built[records])
 

@@ -14,6 +14,7 @@ from typing import Any
 from fzero.layout import TIERS as TIERS_OF_LEAVES
 from fzero.layout import Leaf
 from fzero.lowering.budget import ENDS
+from fzero.mesh import AbstractMesh
 from fzero.passes import off_device
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import CLOSING, Pass, Sides, added, opening, sides
@@ -204,10 +205,18 @@ def closed(program: Program, chosen: Sides | None = None) -> Iterator[tuple[Pass
         yield passed, program
 
 
-def least_memory(step: Step, limited: bool) -> tuple[Choice, bool]:
-    """The choice that takes least memory, and whether what blocks keep is open. `limited`: there is a budget of it."""
+def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> tuple[Choice, bool]:
+    """The choice that takes least memory, and whether what blocks keep is open. `limited`: there is a budget of it;
+    without one, and where a line is a launch, a choice with few of them instead."""
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     auto = policy == "auto"
     once = find(step.transforms, OnceAStep)
     stay = 0.0 if once is None else once.least if limited else once.most
-    return Choice(0.0 if auto and limited else policy, stay=stay), auto
+    choice = Choice(0.0 if auto and limited else policy, stay=stay)
+    return (choice if limited or mesh.device_type == "cpu" else few_launches(choice)), auto
+
+
+def few_launches(choice: Choice) -> Choice:
+    """The choice with fewer launches over micro-batches, which takes the memory of shards in the dtype of compute, and
+    of one block's gradients."""
+    return replace(choice, cast_once=True, order=replace(choice.order, joined_sums=2))

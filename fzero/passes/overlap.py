@@ -27,6 +27,8 @@ class Order:
             whole at a time.
         late_sums: in a loop over micro-batches a reduction is added to those before it a block later, as it is used a
             block later elsewhere: it travels while that block computes.
+        joined_sums: in a loop over micro-batches the parts that reductions leave of so many blocks are added to those
+            before them together, and wait for the last of them.
         coalesced: gathers, or reductions, that follow each other travel as one if each sends fewer bytes than this, and
             all together no more than the largest of their kind.
     """
@@ -35,6 +37,7 @@ class Order:
     ahead: int = 1
     coalesced: int = 0
     late_sums: bool = False
+    joined_sums: int = 1
 
 
 _DEFAULT = Order()
@@ -55,7 +58,8 @@ def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
         for row in STARTS.values():
             if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
                 lines = _raise(lines, row, state, choice.ahead)
-        return tuple(_pair_updates(_sink_waits(lines, choice.late_sums)))
+        lines = _sink_waits(lines, choice.late_sums)
+        return tuple(_pair_updates(_join_sums(lines, choice.joined_sums, values)))
 
     return replace(program, lines=visit(program.lines))
 
@@ -321,6 +325,27 @@ def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
     """Whether all that a line reads are leaves of the state, or copies of some; but for the scale of a cast."""
     args = line.args[:1] if line.op == "cast" else line.args
     return all(a in state or (a in made and made[a].op in _CARRIED and _from_state(made[a], made, state)) for a in args)
+
+
+def _join_sums(lines: Sequence[Line], num: int, values: Mapping[str, Value]) -> list[Line]:
+    """The sums of parts of gradients where those of every so many blocks are all there."""
+    if num == 1:
+        return [*lines]
+    out: list[Line] = []
+    held: list[list[Line]] = []  # of each block
+    before: Line | None = None
+    for line in (*lines, None):
+        if line is not None and line.op == "accumulate" and values[line.args[0]].placement.is_cut:
+            if before is None or held == [] or held[-1][-1] is not before:
+                held.append([])
+            held[-1].append(line)
+        elif line is None or len(held) == num:
+            out += [x for block in held for x in block]
+            held = []
+        if line is not None and not (held and held[-1][-1] is line):
+            out.append(line)
+        before = line
+    return out
 
 
 def _sink_waits(lines: Sequence[Line], late_sums: bool) -> list[Line]:

@@ -147,8 +147,12 @@ def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) ->
         Pass("accumulate", lambda program, _: accumulate.rewrite(program, num_micro, batch)),
         Pass(
             "shard",
-            lambda program, choice: shard.rewrite(program, zero, choice.whole_grads, choice.stay),
-            lambda _, choice: (choice.whole_grads, choice.stay),
+            lambda program, choice: shard.rewrite(program, zero, choice.whole_grads, choice.stay, choice.cast_once),
+            lambda program, choice: (
+                choice.whole_grads,
+                choice.stay,
+                choice.cast_once and tuple(x.path for x in program.leaves.values() if x.layout.tier == "device"),
+            ),
         ),
         Pass("cut_update", _cut()),
     )

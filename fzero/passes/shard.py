@@ -41,7 +41,9 @@ from fzero.program.names import Names, identifier
 from fzero.program.ops import STARTS
 
 
-def rewrite(program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0) -> Program:
+def rewrite(
+    program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0, cast_once: bool = False
+) -> Program:
     """Spreads a base program over the mesh.
 
     Args:
@@ -49,13 +51,14 @@ def rewrite(program: Program, zero: Zero, whole_grads: bool = False, stay: float
         zero: what the parallel transforms ask for.
         whole_grads: whether over micro-batches gradients add up whole, whatever the stage, and are reduced once a step.
         stay: the share of blocks, from the last, whose parameters stay gathered over the axis of `once_a_step`.
+        cast_once: whether a loop over micro-batches gathers shards that were cast before it, of leaves on the device.
     """
-    return _Rewrite(program, zero, whole_grads, stay).run() if zero.batch_axes else program
+    return _Rewrite(program, zero, whole_grads, stay, cast_once).run() if zero.batch_axes else program
 
 
 class _Rewrite:
-    def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float):
-        self.program, self.zero, self.whole_grads = program, zero, whole_grads
+    def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float, cast_once: bool):
+        self.program, self.zero, self.whole_grads, self.cast_once = program, zero, whole_grads, cast_once
         blocks = sorted(
             {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
         )
@@ -121,7 +124,7 @@ class _Rewrite:
             elif line.op == "accumulate":
                 continue  # placed with the gradient or the sum it adds
             elif line.op == "loop":
-                out += self._keep(a for x in line.body for a in x.args)
+                out += self._keep((a for x in line.body for a in x.args), self.cast_once)
                 out.append(replace(line, body=tuple(self._lines(line.body))))
                 out += self._after_loop()
             elif line.op == "update":
@@ -192,12 +195,15 @@ class _Rewrite:
             names.update((part.name, v.name) for part, v in zip(parts, line.out, strict=True))
         return [*calls, *self._all_reduce(list(names), op="max", by="fp8", into=names)]
 
-    def _keep(self, args: Iterable[str]) -> list[Line]:
-        """Gathers, once a step, parameters as far as they stay gathered until its end."""
+    def _keep(self, args: Iterable[str], cast: bool = False) -> list[Line]:
+        """Gathers, once a step, parameters as far as they stay gathered until its end. `cast`: and casts those that do
+        not."""
         groups: dict[int, list[str]] = defaultdict(list)
         for a in (a for a in dict.fromkeys(args) if a in self.leaf_of and a not in self.kept):
-            if self.placement[self.leaf_of[a][0]].axes != self._stays(a):
-                groups[self._owner(self.leaf_of[a][0])].append(a)
+            path, by = self.leaf_of[a]
+            casts = cast and by is not None and self.program.leaves[path].layout.tier == "device"
+            if casts or self.placement[path].axes != self._stays(a):
+                groups[self._owner(path)].append(a)
         lines: list[Line] = []
         for group in groups.values():
             names, more = self._gather({a: a for a in group}, {a: self._stays(a) for a in group})
@@ -227,6 +233,7 @@ class _Rewrite:
             now[a] = Value(name, self.values[a].shape, self.values[a].dtype, self.placement[name])
             if cast is not None and source == a:
                 now[a] = replace(now[a], name=self.names(f"{identifier(path)}_shard"))
+                self.placement[now[a].name] = now[a].placement
                 lines.append(replace(cast, out=(now[a],)))
         gathered, more = self._hops(now, to or {}, lambda a: identifier(self.leaf_of[a][0]))
         return {a: v.name for a, v in gathered.items()}, lines + more
