@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _parent = os.getppid()
 _store: dist.Store | None = None
-_installed = False
+_installed: Any = None
 
 
 def _forked() -> None:
@@ -71,10 +71,13 @@ def install_excepthook() -> None:
     """Has an uncaught error of fzero's told by `tell`. A hook of the user's own is still called for everything, on
     every rank."""
     global _installed
-    if _installed:
+    previous = sys.excepthook
+    is_torchs = (getattr(previous, "__module__", None) or "").startswith("torch.")
+    if _installed is not None:
+        if is_torchs:  # around it since the process group before, as it will be around it again
+            sys.excepthook = _installed
         return
-    _installed, previous = True, sys.excepthook
-    plain = previous is sys.__excepthook__ or (getattr(previous, "__module__", None) or "").startswith("torch.")
+    plain = previous is sys.__excepthook__ or is_torchs
 
     def excepthook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if isinstance(error, FzeroError) and not isinstance(error, VerifyError):  # which is a bug, to be reported whole
@@ -82,7 +85,7 @@ def install_excepthook() -> None:
         else:
             previous(kind, error, frames)
 
-    sys.excepthook = excepthook
+    _installed = sys.excepthook = excepthook
 
 
 def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Callable[[], Any] | None = None) -> None:

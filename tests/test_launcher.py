@@ -226,7 +226,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def hook(error: BaseException, before: Any) -> None:
         monkeypatch.setattr(sys, "excepthook", before)
-        monkeypatch.setattr(launcher, "_installed", False)
+        monkeypatch.setattr(launcher, "_installed", None)
         monkeypatch.setattr(launcher, "_store", None)
         launcher.install_excepthook()
         launcher.install_excepthook()

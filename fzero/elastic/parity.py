@@ -67,7 +67,7 @@ def parities(memory: Path) -> dict[int, list[Parity]]:
 
 
 def lost(index: Index, parts: Mapping[str, Sequence[Part]], held: Sequence[tuple[int, Parity]]) -> list[Lost]:
-    """What of a state is in no memory and can be made again.
+    """The parts of a state that are in no memory and can be made again.
 
     Args:
         index: of the state.
@@ -140,7 +140,7 @@ def make_again(
 
 
 class _Slot:
-    """What one lost rank had, while it is made again."""
+    """The part of a state that one lost rank had, while it is made again."""
 
     def __init__(self, memory: Path, size: int, index: Index, lost: Lost):
         self._lost, self._index = lost, index
