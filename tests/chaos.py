@@ -83,6 +83,7 @@ LEGS = {
               "host", "ward"],
     "resized": ["resize"],
 }  # fmt: skip
+ENDS_ALL = ("all", "keeper", "torchrun", "term", "raise", "host", "resize")
 RARE = {"stop": 0.5, "torchrun": 0.5}  # each costs tens of seconds
 
 
@@ -545,6 +546,10 @@ class Driver:
         found = [(float((self.taken / name).read_text() or 0), name) for name in self._taken()]
         return sorted(x for x in found if not kinds or x[1].split("-")[1] in kinds)
 
+    def ended_all(self, begin: float, end: float) -> bool:
+        """Whether all ranks were ended at once between two moments: torchrun does so when it loses a keeper."""
+        return any(begin < at < end for at, _ in self.struck(*ENDS_ALL))
+
     def faults(self, *kinds: str) -> int:
         """How many faults of these kinds have struck."""
         return len({name.split("-")[0] for _, name in self.struck(*kinds)})
@@ -784,16 +789,19 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
         sum(d.faults() for d in bare),
         problems,
     )
+    # one that ended before, with all others, is no stopped rank any more
+    stopped = [
+        (d, at, name) for d in drivers for at, name in d.struck("stop") if not d.ended_all(at, at + args.hang + 10)
+    ]
     late = [
         f"{d.leg}: {name} was not named within {args.hang + 10:g} s"
-        for d in drivers
-        for at, name in d.struck("stop")
+        for d, at, name in stopped
         if not any(at < t < at + args.hang + 10 for t in d.named)
     ]
     condition(
         f"a stopped rank is named within --hang ({args.hang:g} s) and 10, and replaced",
         "the time from SIGSTOP to its keeper's line; the run went on",
-        faults("stop"),
+        len(stopped),
         late,
     )
     condition(
