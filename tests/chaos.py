@@ -789,14 +789,12 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
         sum(d.faults() for d in bare),
         problems,
     )
-    # one that ended before, with all others, is no stopped rank any more
-    stopped = [
-        (d, at, name) for d in drivers for at, name in d.struck("stop") if not d.ended_all(at, at + args.hang + 10)
-    ]
+    in_time = lambda d, at: any(at < t < at + args.hang + 10 for t in d.named)  # noqa: E731
+    stopped = [(d, at, name) for d in drivers for at, name in d.struck("stop")]
+    # one that has ended meanwhile, with all others, is no stopped rank any more
+    stopped = [(d, at, name) for d, at, name in stopped if in_time(d, at) or not d.ended_all(at, at + args.hang + 10)]
     late = [
-        f"{d.leg}: {name} was not named within {args.hang + 10:g} s"
-        for d, at, name in stopped
-        if not any(at < t < at + args.hang + 10 for t in d.named)
+        f"{d.leg}: {name} was not named within {args.hang + 10:g} s" for d, at, name in stopped if not in_time(d, at)
     ]
     condition(
         f"a stopped rank is named within --hang ({args.hang:g} s) and 10, and replaced",
