@@ -35,7 +35,7 @@ def advise(
         step, mesh, params: what does not fit.
         budget: that it is over.
         least: the plan of the program that takes least memory.
-        lowered: the program of another step for the same batch, without a budget.
+        lowered: the program of another step for the same batch that takes least memory.
     """
     num_lines = 0
     step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))

@@ -28,6 +28,7 @@ from fzero.passes.pipeline import added, sharding
 from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import plan
+from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.step import EvalStep, Step
 from fzero.step.checks import check_arguments, check_params
@@ -130,8 +131,10 @@ def lower_inputs(
     batch: Inputs,
     budget: Budget | None = None,
     traced: Traced | None = None,
+    limited: bool = False,
 ) -> Lowered:
-    """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already."""
+    """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already; `limited`: the choice that
+    takes least memory is asked for, without a budget."""
     if isinstance(step, EvalStep):
         check_arguments(step.fn, batch.structure.num_children)
         recorded, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
@@ -160,7 +163,8 @@ def lower_inputs(
             stages=stages,
         )
 
-    least, auto = first_choice(step, mesh, budget is not None and budget.nbytes is not None)
+    limited = limited or (budget is not None and budget.nbytes is not None)
+    least, auto = first_choice(step, mesh, limited)
     if budget is None:
         return lowered(least)
     # copies there take room that must be given
@@ -188,7 +192,11 @@ def lower_inputs(
     if choice is None:
         program = variants.verified(replace(least, grads=last))
         found = plan(program, budget.device, backend=budget.backend)
-        asked = lambda more: lower_inputs(more, mesh, params_inputs(more, mesh, abstract_params(params)), batch).program  # noqa: E731
+
+        def asked(more: Step) -> Program:
+            leaves = params_inputs(more, mesh, abstract_params(params))
+            return lower_inputs(more, mesh, leaves, batch, limited=True).program
+
         advice = advise(step, mesh, params, budget, found, asked) if found.peak_bytes > budget.nbytes else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
     return lowered(choice)
