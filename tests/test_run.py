@@ -325,6 +325,21 @@ def test_a_script_that_ends_early_ends_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1 and "rank 0 ended in step 0, before the run had" in done.stderr, done.stderr
 
 
+def test_a_rank_that_raises_later_what_another_has_left_with_ends_too(tmp_path: Path) -> None:
+    """With the same error, rather than wait for the other to come back."""
+    script = tmp_path / "raises.py"
+    script.write_text(
+        "import time, fzero as fz\n"
+        "def main(run):\n"
+        "    time.sleep(3 * run.mesh.rank)\n"
+        "    raise fz.errors.FzeroValueError('no such thing')\n"
+        "fz.run(main)\n"
+    )
+    with keepers(tmp_path, "", script=script) as started:
+        codes, texts = zip(*map(ended, started), strict=True)
+    assert codes == (1, 1) and "no such thing" in texts[0] and "joining" not in texts[1], texts
+
+
 def test_sigterm_to_all_processes_of_a_rank(tmp_path: Path) -> None:
     """As torchrun sends it, and whoever the rank has started gets it too: the workers of a DataLoader do not end before
     the rank has saved. While the first program is built there is nothing to save, and nothing is waited for."""

@@ -113,9 +113,8 @@ def leave() -> None:
 def say_why(mesh: Mesh, error: Exception) -> None:
     """Tells the other ranks, which see this one go, that it has raised and does not come back."""
     if mesh.size > 1:
-        text = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         with contextlib.suppress(RuntimeError):
-            mesh.store.compare_set(_RAISED, "", f"rank {mesh.rank} has raised {text}")
+            mesh.store.compare_set(_RAISED, "", f"rank {mesh.rank} has raised {_title(error)}")
 
 
 def said_why(mesh: Mesh) -> str:
@@ -123,6 +122,15 @@ def said_why(mesh: Mesh) -> str:
     with contextlib.suppress(RuntimeError):
         return mesh.store.get(_RAISED).decode() if mesh.store.check([_RAISED]) else ""
     return ""
+
+
+def alike(error: Exception, why: str) -> bool:
+    """Whether this rank has raised what `said_why` says of the rank that was the first to leave with it."""
+    return not isinstance(error, RankLost) and why.endswith(f" has raised {_title(error)}")
+
+
+def _title(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
 def brief(error: Exception) -> str:

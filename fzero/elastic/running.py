@@ -20,7 +20,7 @@ from fzero import agree, launcher, turns
 from fzero.arguments import function, number, path_like, shown
 from fzero.elastic import host
 from fzero.elastic.health import Health
-from fzero.elastic.joining import STOPPED, Signals, apart, brief, joined, leave, lost, said_why, say_why
+from fzero.elastic.joining import STOPPED, Signals, alike, apart, brief, joined, leave, lost, said_why, say_why
 from fzero.elastic.loop import Run
 from fzero.errors import DivergenceError, FzeroValueError, message
 from fzero.mesh import close_mesh
@@ -191,10 +191,11 @@ def _until_it_returns(
                 run._end(any(agree.everyones(mesh, "run", lambda: signals.came)))
                 return result, run.stopping
         except Exception as error:
-            if not (again and lost(mesh, error)):
+            why = ""
+            if not (again and lost(mesh, error)) or alike(error, why := said_why(mesh)):
                 say_why(mesh, error)
                 raise
-            if why := said_why(mesh):
+            if why:
                 logger.warning("fzero.run: %s, which ends the run", why)
             else:
                 logger.warning("fzero.run: a rank was lost (%s); joining again", brief(error))
