@@ -3,9 +3,10 @@
 What is told to be moved is not there until its wait, every bit of it set until then (a NaN in every floating point
 format), and is taken from its source as that is when it is moved at last. A copy *to the device* is later still, as on
 CUDA, where its wait holds up the device alone: it happens when a line first touches what it fills, or when the host
-settles before it writes what the copy reads. And the host runs ahead of its device: what it writes over the source of
-such a copy, before it settled or waited for something that the device did later, is one of `races`. Fast ones forgive
-all that.
+settles before it writes what the copy reads. One *to the host* that the device alone waits for is not there for the
+host until that settles, or has waited for a later one; for a copy back to the device it is. And the host runs ahead of
+its device: what it writes over the source of a copy to the device, or where one to the host is still to arrive, before
+it settled or waited for something that the device did later, is one of `races`. Fast ones forgive all that.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
 class _Job:
     moves: list[tuple[torch.Tensor, torch.Tensor]]
     before: list[torch.Tensor] = field(default_factory=list)  # what it reads, as it was when it was waited for
+    after: list[_Job] = field(default_factory=list)  # copies the other way that are done when this one is
 
     @property
     def sources(self) -> Tensors:
@@ -71,17 +73,26 @@ class LateCopies:
     def __init__(self) -> None:
         self._behind: list[_Job] = []  # copies to the device that were waited for and have not happened
         self._unsettled: list[_Job] = []  # those of which the host does not know that the device is done with them
+        self._arriving: list[_Job] = []  # copies to the host for which the device alone has waited, and not there yet
+        self.num_held = 0  # how many there have been
         self.num_settled = 0  # of them, how many the host waited for because it was to write what they read
-        self.races: list[str] = []  # lines that wrote what such a copy reads
+        self.races: list[str] = []  # lines that wrote what a copy reads or fills
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
-        job, known = self._started(sources, into), list(self._unsettled)
+        job = self._started(sources, into)
+        job.after = [*self._unsettled, *self._arriving]
 
         def wait() -> None:
             _move(job)
-            self._unsettled = [x for x in self._unsettled if x not in known]  # the device did this after those
+            self._arrive(lambda x: x in job.after)
+            self._unsettled = [x for x in self._unsettled if x not in job.after]  # the device did this after those
 
-        return Copy(into or (), sources, wait)
+        def hold() -> None:
+            job.before = [x.clone() for x in job.sources]
+            self._arriving.append(job)
+            self.num_held += 1
+
+        return Copy(into or (), sources, wait, hold=hold)
 
     def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         job = self._started(sources, into)
@@ -94,6 +105,8 @@ class LateCopies:
         return Copy(into or (), sources, wait)
 
     def settle(self, written: Tensors) -> None:
+        arrived = self._arrive(lambda job: meet(job.targets, written))
+        self._unsettled = [job for job in self._unsettled if not any(job in x.after for x in arrived)]
         settled = [job for job in self._unsettled if meet(job.sources, written)]
         self._catch_up(lambda job: job in settled)
         self._unsettled = [job for job in self._unsettled if job not in settled]
@@ -105,6 +118,7 @@ class LateCopies:
     def finish(self) -> None:
         """The device has done all that it was told."""
         self._catch_up(lambda job: True)
+        self._arrive(lambda job: True)
         self._unsettled = []
 
     def touched(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,6 +132,9 @@ class LateCopies:
             raced = [job for job in self._unsettled if not all(map(_same_bytes, job.sources, job.before))]
             self.races += [name] * len(raced)
             self._unsettled = [job for job in self._unsettled if job not in raced]
+            crossed = [job for job in self._arriving if not all(map(_is_poison, job.targets))]
+            self.races += [name] * len(crossed)
+            self._arriving = [job for job in self._arriving if job not in crossed]
             return result
 
         return call
@@ -125,12 +142,21 @@ class LateCopies:
     def _started(self, sources: Tensors, into: Tensors | None) -> _Job:
         assert into is not None, "two memories"
         self._catch_up(lambda job: meet(job.targets, (*sources, *into)) or meet(job.sources, into))
+        self._arrive(lambda job: meet(job.targets, (*sources, *into)))
         # the device carries out one after the other
         self._unsettled = [job for job in self._unsettled if not meet(job.sources, into)]
         job = _Job([(s, t) for s, t in zip(sources, into, strict=True) if s.data_ptr() != t.data_ptr() and s.numel()])
         for target in job.targets:
             _poison(target)
         return job
+
+    def _arrive(self, which: Callable[[_Job], bool]) -> list[_Job]:
+        now = [job for job in self._arriving if which(job)]
+        self._arriving = [job for job in self._arriving if job not in now]
+        for job in now:
+            for target, value in zip(job.targets, job.before, strict=True):
+                target.copy_(value)
+        return now
 
     def _catch_up(self, which: Callable[[_Job], bool]) -> None:
         now = [job for job in self._behind if which(job)]
@@ -183,6 +209,10 @@ class LateTransport:
 def _poison(x: torch.Tensor) -> None:
     if x.numel():
         x.view(-1).view(torch.uint8).fill_(255)
+
+
+def _is_poison(x: torch.Tensor) -> bool:
+    return bool((x.view(-1).view(torch.uint8) == 255).all())
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import threading
@@ -243,6 +244,73 @@ def test_the_thread_ends_with_its_carrier_and_holds_no_tensor():
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_what_the_device_alone_has_waited_for_is_not_there_for_the_host() -> None:
+    """It is for a copy back, and for the host when it has settled; it is not there where the host writes too early."""
+    carrier = LateCopies(60)
+    rest, place = torch.zeros(4), torch.zeros(4)
+
+    def held() -> None:
+        hold = carrier.to_host_start([torch.ones(4)], [rest]).hold
+        assert hold is not None
+        hold()
+        assert rest.isnan().all()
+
+    held()
+    assert same(carrier.to_device_start([rest], [place]).wait(), [torch.ones(4)])
+    held()
+    carrier.settle([place])
+    assert rest.isnan().all()
+    carrier.settle([rest[:1]])
+    assert same([rest], [torch.ones(4)])
+    held()
+    rest.fill_(2.0)
+    assert same(carrier.to_device_start([rest], [place]).wait(), [torch.ones(4)])
+
+
+class _Event:
+    """An event of CUDA, which notes who waits for it."""
+
+    def __init__(self, **_: Any):
+        self.waits: list[str] = []
+
+    def record(self, stream: Any) -> None: ...
+    def query(self) -> bool:
+        return "host" in self.waits
+
+    def synchronize(self) -> None:
+        self.waits.append("host")
+
+
+def test_a_copy_that_the_device_alone_waits_for_is_waited_for_where_the_host_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By two streams: the host goes on at the wait, and stops where it writes what the copy fills or reads."""
+    current = SimpleNamespace(wait_event=lambda event: event.waits.append("device"))
+    streams = {
+        "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+        "Event": _Event,
+        "current_stream": lambda device: current,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    for name, value in streams.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    carrier, other = Streams(torch.device("cpu")), torch.zeros(4)
+    for way, on_host in (("to_host_start", 1), ("to_device_start", 0)):
+        x, y = torch.ones(4), torch.zeros(4)
+        copy = getattr(carrier, way)([x], [y])
+        assert copy.span is not None
+        (copy.hold or copy.wait)()
+        carrier.settle([other])
+        carrier.settle([(y, x)[on_host]])
+        waits = copy.span[1].waits
+        assert waits == ["device"]
+        carrier.settle([(x, y)[on_host]])
+        assert waits == ["device", "host"]
+    copy = carrier.to_host_start([torch.ones(4)], [other])
+    copy.wait()
+    assert copy.span[1].waits == ["host"] and same([other], [torch.ones(4)])
 
 
 # --- on a GPU ---

@@ -11,7 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from late import late
+from late import LateCopies, late
 from models import MODELS
 from offloads import EXTRAS, OFFLOADS, same, trained
 
@@ -75,6 +75,63 @@ def test_an_evaluation_settles_before_it_casts_on_the_host(monkeypatch: pytest.M
     assert copies.num_settled > 0 and not copies.races
     monkeypatch.setattr(type(copies), "settle", lambda self, written: None)
     assert "cast" in _evaluations(monkeypatch, True)[1].races
+
+
+def _deep(mesh: fz.Mesh, *transforms: Any) -> Any:
+    """Losses and the state of some steps of six blocks, of which four keep what they need on the host."""
+    step = fz.compose(*transforms)(fz.train_step(MODELS["gpt"].loss, fz.optim.adamw(0.1)))
+    train = fz.compile(step, mesh, backend="eager")
+    state, losses = train.init(lambda key: models.gpt_init(key, 6), fz.random.key(1)), []
+    for batch in models.batches(3, size=48):
+        state, metrics = train(state, batch)
+        losses.append(metrics["loss"])
+    return losses, train.gather(state)
+
+
+MOVED: list[tuple[Any, ...]] = [
+    (fz.offload("cpu", "activations"),),
+    (fz.offload("cpu", "activations"), fz.accumulate(2)),
+    (fz.offload("cpu", ("opt_state", "params", "activations")), fz.accumulate(2)),
+]
+
+
+def test_the_host_waits_for_no_copy_that_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of activations, that is: the device alone does, and the host settles where it writes next. With the double that
+    users have, too."""
+    for moved in MOVED:
+        want = _deep(fz.make_mesh(data=1), *moved[1:])
+        with monkeypatch.context() as patch:
+            mesh, copies = _late_mesh(patch)
+            found = _deep(mesh, *moved)
+            assert not copies.races and copies.num_held >= 3 * 4, moved
+            copies.finish()
+            assert same(found, want), moved
+        assert same(_deep(fz.make_mesh(data=1, unified_memory=False), *moved), want), moved
+
+
+def test_a_copy_that_the_host_reads_and_the_device_alone_waits_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its numbers, of both doubles: gradients that the host updates with."""
+    want = trained(fz.make_mesh(data=1), ())[0]
+    tiers = importlib.import_module("fzero.comm.tiers")
+    wait = tiers.Arriving.wait
+    monkeypatch.setattr(tiers.Arriving, "wait", lambda moving, into, host=True: wait(moving, into, False))
+    for is_late in (True, False):
+        with monkeypatch.context() as patch:
+            mesh = _late_mesh(patch)[0] if is_late else fz.make_mesh(data=1, unified_memory=False)
+            assert not same(trained(mesh, OFFLOADS["cpu all"](""))[0][0], want[0]), is_late
+
+
+def test_a_host_that_writes_where_a_copy_is_still_to_arrive_is_found() -> None:
+    for settles in (True, False):
+        copies, rest = LateCopies(), torch.zeros(4)
+        hold = copies.to_host_start([torch.ones(4)], [rest]).hold
+        assert hold is not None
+        hold()
+        copies.touched("elsewhere", torch.Tensor.zero_)(torch.ones(4))
+        if settles:
+            copies.settle([rest])
+        copies.touched("update", torch.Tensor.zero_)(rest)
+        assert copies.races == ([] if settles else ["update"])
 
 
 STAGES: dict[str, Any] = {

@@ -125,6 +125,17 @@ def test_what_holds_the_thread_is_what_the_device_waits_for() -> None:
     assert found.exposed == {3: 2.5, 4: 4.0, 7: 2.0}
 
 
+def test_a_copy_that_the_device_alone_waits_for_holds_no_thread() -> None:
+    """What the host computes next begins at once; the device waits as it would have."""
+    out, arrived = move("to_host", "g", "g_host", "host")
+    for host in (True, False):
+        lines = [call("rates", "x", "h", "host"), call("backward", "x", "g"), out, arrived.saying(host=host)]
+        found = timed([*lines, call("update", "h", "p", "host"), call("last", "x", "q")], TIMES)
+        begins = 2.0 if host else 0.0
+        assert [e.start for e in found.events if e.name == "update"] == [begins]
+        assert found.step_seconds == begins + 4.0 + 1.0 and found.compute_seconds == 2.0
+
+
 def test_on_a_cpu_the_host_is_the_thread_that_computes() -> None:
     found = timed(update_on_host(), TIMES, asynchronous=False)
     assert (found.step_seconds, found.compute_seconds) == (13.0, 10.0) and "host" not in found.busy_seconds

@@ -391,7 +391,7 @@ def test_what_the_host_writes_where_the_device_copies_from_waits_for_it(monkeypa
     program = fz.lower(step, mesh, lambda key: models.gpt_init(key, 6), (next(iter(models.batches(1))),)).program
     check(program)
     monkeypatch.setattr(OPS["cast"], "settles", False)
-    rejects(program, "may still read on the host")
+    rejects(program, "may still read or fill on the host")
 
 
 def test_a_leaf_on_the_host_that_the_device_copies_from(monkeypatch: pytest.MonkeyPatch, tiered: Program) -> None:
@@ -399,6 +399,18 @@ def test_a_leaf_on_the_host_that_the_device_copies_from(monkeypatch: pytest.Monk
     check(tiered)
     monkeypatch.setattr(type(OPS["call"]), "settles", False)
     rejects(tiered, "may still read on the host")
+
+
+def test_what_writes_where_a_copy_to_the_host_still_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device alone waits for copies of activations: the next of them goes to the same bytes in the device's order,
+    and what did not keep that order would have to settle."""
+    step = fz.offload("cpu", "activations")(fz.train_step(MODELS["gpt"].loss, fz.optim.adamw(0.1)))
+    mesh = fz.AbstractMesh(data=1, unified_memory=False)
+    (batch,) = models.batches(1, size=48)
+    program = fz.lower(fz.accumulate(2)(step), mesh, lambda key: models.gpt_init(key, 6), batch).program
+    check(program)
+    monkeypatch.setattr(OPS["to_host_start"], "settles", False)
+    rejects(program, "is written over what to_host_")
 
 
 def test_a_value_in_the_bytes_of_another_tier_is_apart(tiered: Program) -> None:

@@ -460,3 +460,19 @@ def test_assigned_something_else(stage1: Program) -> None:
     other = replace(line, args=(*line.args[:num], "metric_loss", *line.args[num + 1 :]))
     rejects(changed(stage1, at, other), f"assign  -> : float32[] is assigned to {stage1.values()[line.args[0]]}")
     rejects(changed(stage1, at, replace(line, args=line.args[:-1])), f"assigns {num - 1} values to {num} leaves")
+
+
+def test_waited_for_by_the_device_alone(stage3: Program) -> None:
+    """What is no copy to the host; what the host reads; what is handed out."""
+    at = first(stage3, lambda line: line.op == "wait" and bool(line.out))
+    rejects(changed(stage3, at, stage3.lines[at].saying(host=False)), "which is no copy of values to the host")
+    step = fz.offload("cpu")(fz.train_step(loss_fn, optim.adamw(0.1)))
+    mesh = fz.AbstractMesh(data=1, unified_memory=False)
+    program = fz.lower(step, mesh, PARAMS, torch.ones(4, 4)).program
+    starts = {line.out[0].name for line in program.lines if line.op == "to_host_start" and not line.writes}
+    at = first(program, lambda line: line.op == "wait" and line.args[0] in starts)
+    line = program.lines[at].saying(host=False)
+    name = line.out[0].name
+    rejects(changed(program, at, line), f"{name} is read on the host, and the device alone has waited for it")
+    handed_out = replace(changed(program, at, line), outputs=(*program.outputs, name))
+    rejects(handed_out, f"output {name} is handed out, and the device alone has waited for it")

@@ -20,13 +20,14 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy under way: the tensors that it fills, those that it reads, what waits for it, and on CUDA the events at
-    its begin and end."""
+    """A copy under way: the tensors that it fills, those that it reads, what waits for it, on CUDA the events at its
+    begin and end, and of one to the host what has the device alone wait for it."""
 
     filled: Tensors
     sources: Tensors
     done: Callable[[], None]
     span: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    hold: Callable[[], None] | None = None
 
     def wait(self) -> Tensors:
         """The tensors, filled: for what the host or the device, whichever they are on, does next."""
@@ -45,8 +46,8 @@ class Copies(Protocol):
     def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy: ...
 
     def settle(self, written: Tensors) -> None:
-        """Returns once the host may write these: on CUDA the wait for a copy to the device holds up the device alone,
-        and the copy may still read them."""
+        """Returns once the host may write these: on CUDA the wait for a copy may hold up the device alone, and the copy
+        may still read or fill them."""
 
     def reached(self) -> Callable[[], object] | None:
         """A wait for the device to have done all that it was told before this call; None where it has."""
@@ -94,25 +95,25 @@ class Streams:
     def __init__(self, device: torch.device):
         self._device = device
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # of copies to the device that were waited for and may not be done: what they read
-        self._reading: list[tuple[torch.cuda.Event, Tensors]] = []
+        # of copies for which the device alone has waited, and that may not be done: what they use of the host's memory
+        self._using: list[tuple[torch.cuda.Event, Tensors]] = []
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         filled, begin, done = self._start(self._to_host, sources, into)
-        return Copy(filled, sources, done.synchronize, (begin, done))
+        return Copy(filled, sources, done.synchronize, (begin, done), lambda: self._hold(done, filled))
 
     def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
         filled, begin, done = self._start(self._to_device, sources, into)
+        return Copy(filled, sources, lambda: self._hold(done, sources), (begin, done))
 
-        def wait() -> None:
-            torch.cuda.current_stream(self._device).wait_event(done)
-            self._reading = [(e, read) for e, read in (*self._reading, (done, sources)) if not e.query()]
-
-        return Copy(filled, sources, wait, (begin, done))
+    def _hold(self, done: torch.cuda.Event, on_host: Tensors) -> None:
+        """Has the device wait for a copy that uses this memory of the host."""
+        torch.cuda.current_stream(self._device).wait_event(done)
+        self._using = [(e, used) for e, used in (*self._using, (done, on_host)) if not e.query()]
 
     def settle(self, written: Tensors) -> None:
-        for done, read in self._reading:
-            if meet(read, written):
+        for done, used in self._using:
+            if meet(used, written):
                 done.synchronize()
 
     def reached(self) -> Callable[[], object]:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 import torch
 
-from fzero.comm.copies import Copy, Tensors, moves
+from fzero.comm.copies import Copy, Tensors, meet, moves
 from fzero.errors import TierError, message
 
 
@@ -23,7 +23,9 @@ class LateCopies:
     """Copies on a CPU whose host and device are taken for two memories (`make_mesh(unified_memory=False)`).
 
     A thread copies one after the other, late: what is read before its wait is not there yet, and what is written before
-    it is copied as it then is. Until then `into` has every bit set, which is a NaN in every floating point format.
+    it is copied as it then is. Until then `into` has every bit set, which is a NaN in every floating point format; and
+    it has again for the host when the device alone has waited, until a copy back to the device
+    begins, or the host settles.
 
     Args:
         timeout: seconds that a wait waits.
@@ -33,23 +35,45 @@ class LateCopies:
     def __init__(self, timeout: float, pause: Callable[[], object] = lambda: time.sleep(1e-3)):
         self._timeout = timeout
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._hidden: list[tuple[Tensors, Tensors]] = []  # from the host, and what is there for the device
         thread = threading.Thread(target=_copy_all, args=(self._queue, pause), name="fzero-copies", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._queue, thread)
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+        self._show(into or ())
+        done = self._start(sources, into)
+        return Copy(into or (), sources, lambda: self._wait(done), hold=lambda: self._hold(done, into or ()))
+
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+        self._show(sources)
+        done = self._start(sources, into)
+        return Copy(into or (), sources, lambda: self._wait(done))
+
+    def _start(self, sources: Tensors, into: Tensors | None) -> Future[None]:
         assert into is not None, "two memories"
         pairs = moves(sources, into)
         for _, target in pairs:
-            target.view(-1).view(torch.uint8).fill_(255)
+            _hide(target)
         done: Future[None] = Future()
         self._queue.put((done, pairs))
-        return Copy(into, sources, lambda: self._wait(done))
+        return done
 
-    to_device_start = to_host_start
+    def _hold(self, done: Future[None], filled: Tensors) -> None:
+        self._wait(done)
+        self._hidden.append((filled, [x.clone() for x in filled]))
+        for x in filled:
+            _hide(x)
 
     def settle(self, written: Tensors) -> None:
-        pass
+        self._show(written)
+
+    def _show(self, memory: Tensors) -> None:
+        shown = [pair for pair in self._hidden if meet(pair[0], memory)]
+        self._hidden = [pair for pair in self._hidden if not meet(pair[0], memory)]
+        for there, held in shown:
+            for x, value in zip(there, held, strict=True):
+                x.copy_(value)
 
     def reached(self) -> None:
         pass
@@ -61,6 +85,10 @@ class LateCopies:
             what = f"it was not done in {self._timeout:g} s" if not done.done() else f"{type(error).__name__}: {error}"
             fix = "go on from the last checkpoint: the state is lost"
             raise TierError(message("step", "a copy between host and device failed", [what], fix)) from error
+
+
+def _hide(x: torch.Tensor) -> None:
+    x.view(-1).view(torch.uint8).fill_(255)
 
 
 _Job = tuple["Future[None]", Sequence[tuple[torch.Tensor, torch.Tensor]]]

@@ -26,15 +26,17 @@ from fzero.mesh import Mesh
 @dataclass(frozen=True)
 class Arriving:
     """A copy under way: what waits for it, the values it makes, if they are not told to lie elsewhere, its begin and
-    end, where they are events, and how many bytes it reads from disk or writes there."""
+    end, where they are events, how many bytes it reads from disk or writes there, and what has the device alone wait
+    for it."""
 
     done: Callable[[], object]
     values: Sequence[torch.Tensor]
     span: tuple[Any, Any] | None = None
     disk_bytes: int = 0
+    hold: Callable[[], object] | None = None
 
-    def wait(self, into: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        self.done()
+    def wait(self, into: Sequence[torch.Tensor], host: bool = True) -> Sequence[torch.Tensor]:
+        (self.done if host or self.hold is None else self.hold)()
         return into or self.values
 
 
@@ -55,7 +57,7 @@ class Tiers:
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
         copy = self._copies.to_host_start(sources, _shaped(into, sources))
-        return Arriving(copy.wait, sources, copy.span)
+        return Arriving(copy.wait, sources, copy.span, hold=copy.hold)
 
     def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
         copy = self._copies.to_device_start(sources, _shaped(into, sources))

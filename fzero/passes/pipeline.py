@@ -2,7 +2,7 @@
 
     recorded program -- fuse, copies --> base program -- remat, accumulate, shard, cut_update -->
     lines in the base program's order -- speculate, hoist_updates, tiers, overlap, redundant, rename,
-    pool --> finished program
+    pool, batch, device_waits --> finished program
 
 A pass is a function of a program and of what was chosen (choice.py). What comes to the same is made once
 (fzero/lowering/variants.py). Of what is taken the program is verified after every pass; a violation names the pass.
@@ -20,6 +20,7 @@ from fzero.passes.batch import batched
 from fzero.passes.choice import Choice
 from fzero.passes.copies import add_copies
 from fzero.passes.cut_update import cut_update
+from fzero.passes.device_waits import mark
 from fzero.passes.hoist_updates import hoist_updates
 from fzero.passes.overlap import Order, overlap
 from fzero.passes.rename import apart
@@ -48,6 +49,7 @@ Name = Literal[
     "rename",
     "pool",
     "batch",
+    "device_waits",
 ]
 """The programs on the way, in order: what was recorded, then what each pass made of it. An evaluation has no update to
 cut, and some passes less."""
@@ -185,6 +187,7 @@ CLOSING = (
     Pass("rename", lambda program, _: apart(program)),
     Pass("pool", lambda program, _: pool.place(program), check=check),
     Pass("batch", lambda program, _: batched(program), check=check),
+    Pass("device_waits", lambda program, _: mark(program), check=check),
 )
 """The passes behind the cut of the update."""
 

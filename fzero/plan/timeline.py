@@ -9,9 +9,9 @@ a device that is not, a transfer takes its time where it is waited for. Time tha
 
 [Note: the host's thread] On an asynchronous device one thread of the host tells the device what to do. It takes no time
 for that and is as far ahead as it may be, but for three things that hold it: a function that the host computes, for as
-long as that takes (the queue `host`), and the waits of `to_host` and of `disk`, until the transfer is done. Lines that
-come later begin no sooner than the thread is free again; what the device was told before goes on meanwhile. If the
-device runs out of work, that is exposed time of what holds the thread.
+long as that takes (the queue `host`), and the waits of `disk`, and of `to_host` unless the device alone waits, until
+the transfer is done. Lines that come later begin no sooner than the thread is free again; what the device was told
+before goes on meanwhile. If the device runs out of work, that is exposed time of what holds the thread.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fzero.plan.cost import DISK, HOST, channel, on_host
+from fzero.program.attrs import WaitAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.ops import OPS
 
@@ -109,7 +110,7 @@ class _Simulation:
         if queue is not None:
             self._start(line.out[0].name, queue, seconds, number, turn)
         elif OPS[line.op].waits:
-            self._wait(line.args[0], number, turn)
+            self._wait(line.args[0], number, turn, line.says(WaitAttrs).host)
         elif self.on_host[number]:
             if seconds:
                 self._count(HOST, seconds)
@@ -130,11 +131,11 @@ class _Simulation:
         self.moving[handle] = queue, begins + seconds
         self.found.events.append(Event(queue, handle, begins, seconds, number, turn))
 
-    def _wait(self, handle: str, number: int, turn: int) -> None:
+    def _wait(self, handle: str, number: int, turn: int, host: bool) -> None:
         queue, done = self.moving.pop(handle)
         self.found.waited[number] = queue
         self.found.exposed.setdefault(number, 0.0)
-        if self.asynchronous and queue in self.holds:
+        if self.asynchronous and queue in self.holds and host:
             self._hold(queue, handle, max(0.0, done - self.thread), number, turn)
             return
         self._catch_up(turn)

@@ -229,9 +229,11 @@ class SendAttrs(Over):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitAttrs(Repeated, Guessed):
-    """`together`: that every rank has read what went before when it returns (fzero/passes/pool.py)."""
+    """`together`: that every rank has read what went before when it returns (fzero/passes/pool.py); `host`: whether the
+    host waits too, not the device alone (fzero/passes/device_waits.py)."""
 
     together: bool = False
+    host: bool = True
 
 
 # --- whether they are well formed ---

@@ -25,7 +25,7 @@ from fzero.errors import VerifyError, message
 from fzero.layout import cut_over
 from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Program, Value
-from fzero.program.ops import COLLECTIVES, OPS, STARTS, Copy, Op, compared, misformed
+from fzero.program.ops import COLLECTIVES, OPS, STARTS, Copy, Op, Start, compared, misformed
 
 BUG = "this is a bug in fzero: please report it with the program"
 """The fix of a violation that a pass of this package made."""
@@ -64,6 +64,7 @@ class _Checker:
         self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
         self.guessed: set[str] = set()  # leaves that were written on a guess
         self.settled: set[str] = set()  # those of them that a redo writes again
+        self.device_only: set[str] = set()  # values in host memory for which the device alone has waited
         self.turns = 1  # of the loop that lines are in
         self.aliases: dict[str, str] = {}  # a shard that may be a view of its leaf, or a copy of it on another tier
 
@@ -76,6 +77,8 @@ class _Checker:
                     self.bad(line, f"{name} is read before it is made")
                 elif name in self.started and not _row(line).waits:
                     self.bad(line, f"{name} is still moving")
+                elif name in self.device_only and not _device_only(line):
+                    self.bad(line, f"{name} is read on the host, and the device alone has waited for it")
                 elif name not in line.writes and self._gradient_waits(name) and not self._has_arrived(name):
                     self.bad(line, f"{name} is read before it is written")
                 elif self.root(name) in self.overwritten and not _row(line).reads_new(line, name, self.aliases):
@@ -149,6 +152,8 @@ class _Checker:
                 self.problems.append(f"output {name} is never made")
             elif value.placement.partial or value.placement.is_cut or value.placement.kind == "moving":
                 self.problems.append(f"output {name} is {value.placement}")
+            elif name in self.device_only:
+                self.problems.append(f"output {name} is handed out, and the device alone has waited for it")
             elif self.root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
         state = {n for n, leaf in self.program.leaves.items() if leaf.role != "key"}
@@ -267,6 +272,12 @@ def _row(line: Line) -> Op:
 
 
 _NOTHING = Op()
+
+
+def _device_only(line: Line) -> bool:
+    """Whether a line reads in the device's order: a copy to it."""
+    row = _row(line)
+    return isinstance(row, Start) and row.holds_device_only
 
 
 def _name(line: Line) -> str:

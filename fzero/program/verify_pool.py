@@ -4,10 +4,10 @@ chosen.
 Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own, and one that
 does the same to several values writes none over another. While a transfer is under way nobody writes what it reads or
 fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in
-program/liveness.py). Where a copy to the device was taken from, the host writes by operations alone that wait for such
-copies themselves (`Op.settles`): the wait of the copy holds up the device alone. What is updated in place is written.
-No transfer is waited for before it is started, so with the same program on every rank (agree.py) there is no order in
-which ranks wait for each other.
+program/liveness.py). Where a copy to the device was taken from, or one from there was put that the device alone has
+waited for, the host writes by operations alone that wait for such copies themselves (`Op.settles`). What is updated in
+place is written. No transfer is waited for before it is started, so with the same program on every rank (agree.py)
+there is no order in which ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Checker:
         self.owners: list[tuple[Span, str]] = []
         self.guards: dict[str, _Guard] = {}
         self.staying: dict[str, tuple[str, ...]] = {}  # what copies hand out that move nothing
-        # of copies to the device that were waited for: what they read on the host
+        # of copies for which the device alone has waited: what they read or fill on the host
         self.sent: dict[str, list[Span]] = {}
         self.sent_leaves: dict[str, list[str]] = {}  # and those leaves at rest there
         self.same: dict[str, str] = {}  # such a copy, or a part, and what it is of
@@ -139,8 +139,9 @@ class _Checker:
             self._own(span, value.name)
         if not self.program.mesh.shared_memory or row.between != "ranks":
             released.append(name)
-        if row.holds_device_only:
+        if row.holds_device_only or not line.says(WaitAttrs).host:
             self.sent[name] = [s for s in guard.spans if s[0] >= self.program.pool_bytes]
+        if row.holds_device_only:
             self.sent_leaves[name] = [a for a in map(self._origin, guard.line.args) if a in self.program.leaves]
         read = guard.line.into[: len(guard.line.args)]
         guard.spans = [self._span(p) for p in read if p is not None]
@@ -168,7 +169,7 @@ class _Checker:
         if not OPS[line.op].settles:
             for moving, spans in self.sent.items():
                 if any(_meet(s, span) for s in spans):
-                    self._add(line, f"{name} is written over what {moving} may still read on the host")
+                    self._add(line, f"{name} is written over what {moving} may still read or fill on the host")
         self.places[name] = span
         self._own(span, name)
 

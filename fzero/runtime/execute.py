@@ -129,9 +129,11 @@ class _Running:
 
         return Arriving(come, ())
 
-    def wait(self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False) -> Sequence[torch.Tensor]:
+    def wait(
+        self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False, host: bool = True
+    ) -> Sequence[torch.Tensor]:
         """The results of a transfer of any kind."""
-        return moving.wait(into) if isinstance(moving, Arriving) else self.carrier.wait(moving, into, together)
+        return moving.wait(into, host) if isinstance(moving, Arriving) else self.carrier.wait(moving, into, together)
 
 
 def _tensors(line: Line, program: Program, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:

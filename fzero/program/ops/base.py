@@ -51,6 +51,7 @@ class Rules(Protocol):
     written: set[str]
     carried: set[str]
     overwritten: set[str]
+    device_only: set[str]
     turns: int
     aliases: dict[str, str]
 
@@ -73,7 +74,7 @@ class Running(Protocol):
         self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Dim, ...] = ()
     ) -> tuple[Boxes, int]: ...
     def wait(
-        self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False
+        self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False, host: bool = True
     ) -> Sequence[torch.Tensor]: ...
     def send(
         self,
@@ -254,6 +255,8 @@ class Start(Op[A]):
     Attributes:
         reads_until_wait: whether it reads where its arguments lie; a reduction reads their copies in the pool.
         holds_device_only: whether its wait holds up the device alone: the host goes on while it still reads there.
+        may_hold_device_only: whether its wait may do so, if it says (`WaitAttrs.host`): the host goes on while it still
+            fills there.
         tree: whether its messages, where they are small, go up and down a tree instead of around a ring.
         direct: whether they go straight to one rank.
         meets: whether every rank along its axes takes part, each time: who has heard them knows that they are done with
@@ -267,6 +270,7 @@ class Start(Op[A]):
     computes = ""
     reads_until_wait: ClassVar[bool] = True
     holds_device_only: ClassVar[bool] = False
+    may_hold_device_only: ClassVar[bool] = False
     tree: ClassVar[bool] = False
     direct: ClassVar[bool] = False
     meets: ClassVar[bool] = True

@@ -303,6 +303,7 @@ class ToHost(Copy):
 
     name = "to_host_start"
     settles = True  # the device carries it out after copies that read there
+    may_hold_device_only = True
     hoisted = "at once"
 
     def tiers(self, line: Line) -> tuple[str, str]:
@@ -389,6 +390,10 @@ class Wait(Op[WaitAttrs]):
             rules.bad(line, "hands back other shapes or dtypes than were sent")
             return
         row = STARTS[start.op]
+        if not line.attrs.host:
+            rules.device_only |= {v.name for v in line.out}
+            if not row.may_hold_device_only or start.writes:
+                rules.bad(line, f"the device alone waits for {line.args[0]}, which is no copy of values to the host")
         for v, source in zip(line.out, sent, strict=True):
             if isinstance(row, Copy):
                 rules.carried |= {v.name} if source.name in rules.written | rules.carried else set()
@@ -399,8 +404,9 @@ class Wait(Op[WaitAttrs]):
                 rules.bad(line, f"{v.name} is {v.placement}, not {arrived}")
 
     def text(self, line: Line[WaitAttrs], program: Program) -> Text:
-        together = ["together=True"] if line.attrs.together else []
-        keywords = [*into(line, program), *together] if line.out else []
+        how = ["together=True"] if line.attrs.together else []
+        how += [] if line.attrs.host else ["host=False"]
+        keywords = [*into(line, program), *how] if line.out else []
         return Text(f"wait({', '.join([*line.args, *keywords])})", "<<<" if len(line.out) <= 2 else "", listed=True)
 
     def runs(self, on: Running) -> Callable[..., Any]:
