@@ -299,18 +299,17 @@ def test_a_copy_that_the_device_alone_waits_for_is_waited_for_where_the_host_wri
     carrier, other = Streams(torch.device("cpu")), torch.zeros(4)
     for way, on_host in (("to_host_start", 1), ("to_device_start", 0)):
         x, y = torch.ones(4), torch.zeros(4)
-        copy = getattr(carrier, way)([x], [y])
-        assert copy.span is not None
+        copy: Any = getattr(carrier, way)([x], [y])
         (copy.hold or copy.wait)()
         carrier.settle([other])
         carrier.settle([(y, x)[on_host]])
-        waits = copy.span[1].waits
+        waits: list[str] = copy.span[1].waits
         assert waits == ["device"]
         carrier.settle([(x, y)[on_host]])
         assert waits == ["device", "host"]
-    copy = carrier.to_host_start([torch.ones(4)], [other])
-    copy.wait()
-    assert copy.span[1].waits == ["host"] and same([other], [torch.ones(4)])
+    last: Any = carrier.to_host_start([torch.ones(4)], [other])
+    last.wait()
+    assert last.span[1].waits == ["host"] and same([other], [torch.ones(4)])
 
 
 # --- on a GPU ---
