@@ -22,6 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import publish
 from gpu_checks import CHECKS, STEPS, Check, Skipped
 
@@ -170,7 +171,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_hour"))
     parser.add_argument("--check", choices=[*CHECKS], help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--ready", action="store_true", help=argparse.SUPPRESS)  # refuse what cannot be done, alone
     args = parser.parse_args()
+    if not (args.list or args.check or args.page):
+        if not args.steps or not {*args.steps} <= {*STEPS}:
+            parser.error("name a step, 1 to 6, or --page DIR, or --list")
+        if args.device == "cuda" and not torch.cuda.is_available():
+            parser.error("there is no CUDA device here; --device cpu --small runs the same code on a CPU, in seconds")
+        if args.ready:
+            return 0
     if args.list:
         for check in CHECKS.values():
             print(f"{check.step} {check.name} (about {check.seconds:.0f} s): {check.about}")
@@ -182,8 +191,6 @@ def main() -> int:
     if args.page:
         page(args.page)
         return 0
-    if not args.steps or not {*args.steps} <= {*STEPS}:
-        parser.error("name a step, 1 to 6, or --page DIR, or --list")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs apart ends too
     args.out.mkdir(parents=True, exist_ok=True)
     return 1 if sum(run_step(step, args) for step in args.steps) else 0

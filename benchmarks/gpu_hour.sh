@@ -10,8 +10,10 @@
 set -u
 out=${OUT:-gpu_hour}
 here=$(cd "$(dirname "$0")" && pwd)
+export PYTHONPATH=$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}
+case " $* " in *" -h "* | *" --help "* | *" --list "* | *" --page "*) exec python "$here/gpu_hour.py" "$@" ;; esac
+python "$here/gpu_hour.py" --ready "$@" || exit
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 FZERO_PROGRESS=off FZERO_CACHE=${FZERO_CACHE:-$(cd "$out" && pwd)/cache}
-export PYTHONPATH=$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}
 python "$here/gpu_hour.py" --out "$out" "$@" 2>&1 | tee -a "$out/log_${1:-}.txt"
 exit "${PIPESTATUS[0]}"

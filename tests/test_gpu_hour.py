@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 APART = {"beside_036b", "offload_7b"}
@@ -74,7 +75,7 @@ def test_targets() -> None:
 
 def _call(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OUT": str(out), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = [str(BENCHMARKS / "gpu_hour.sh"), *flags, "--device", "cpu", "--small"]
+    command = [str(BENCHMARKS / "gpu_hour.sh"), "--device", "cpu", "--small", *flags]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
@@ -92,5 +93,15 @@ def test_the_script_goes_on_where_it_was(hour: Any, tmp_path: Path) -> None:
     hangs = checks.Check(3, "beside_036b", 1.0, "", None)
     timed_out = script.apart(hangs, 0.2, _told(tmp_path))
     assert re.search("was not done after", timed_out["error"]) and not list(tmp_path.glob(".*"))
-    wrong = _call(tmp_path, "7")
-    assert wrong.returncode != 0 and "name a step, 1 to 6" in wrong.stdout
+
+
+def test_what_cannot_be_done_is_refused_before_anything_is_made(hour: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    wrong = _call(out, "7")
+    assert wrong.returncode == 2 and "name a step, 1 to 6" in wrong.stderr
+    told = _call(out, "--help")
+    assert told.returncode == 0 and "--device {cuda,cpu}" in told.stdout
+    if not torch.cuda.is_available():
+        refused = _call(out, "1", "--device", "cuda")
+        assert refused.returncode == 2 and "there is no CUDA device here; --device cpu --small runs" in refused.stderr
+    assert not out.exists()
