@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import models
@@ -24,6 +25,8 @@ from fzero.build.build import build
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.operators import scaled_matmul
 from fzero.operators.scaled_matmul import E4M3, E5M2, quantized, scale_of, scaled_mm
+from fzero.passes import pipeline
+from fzero.passes.batch import batched
 from fzero.plan.cost import cost_of, hardware_flops, model_flops
 from fzero.program.ir import Function
 from fzero.program.ops import transfer_bytes
@@ -481,13 +484,19 @@ SENT = [("all_gather_start", "shard_params"), ("all_reduce_start", "fp8")]
 
 def on_ranks_gathered(compute: str) -> list[Any]:
     """Trained with parameters that travel in 8 bits, and with all of them read by something else besides, so that none
-    does."""
+    does; and so that a block's are cast in one line, as on a GPU."""
     mesh, out = fz.make_mesh(data=-1), []
     for loss in (LOSS, read_besides):
         for backend in ("eager",):
             out.append(
                 trained(fz.shard_params(), fz.mixed_precision(compute), fz.fp8(), loss=loss, mesh=mesh, backend=backend)
             )
+    several, cast_all = [], scaled_matmul.cast_all
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "batched", partial(batched, launches=True))
+        patch.setattr(scaled_matmul, "cast_all", lambda xs, *args: (several.append(len(xs)), cast_all(xs, *args)))
+        out.append(trained(fz.shard_params(), fz.mixed_precision(compute), fz.fp8(), mesh=mesh))
+    assert several and max(several) > 1
     return out
 
 
@@ -499,8 +508,8 @@ def read_besides(params, batch):
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_the_bits_are_those_of_whole_parameters(run_ranks, compute):
     ranks = run_ranks(2, on_ranks_gathered, compute)
-    for travelled, whole in ranks:
-        assert same(travelled, whole) and same(travelled, ranks[0][0])
+    for travelled, whole, in_one_line in ranks:
+        assert same(travelled, whole) and same(travelled, ranks[0][0]) and same(travelled, in_one_line)
 
 
 # what it costs

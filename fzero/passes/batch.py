@@ -66,12 +66,13 @@ class _Batcher:
 
     def _key(self, line: Line) -> object:
         """The same for lines that may be one; None for one that is none of these."""
-        if not OPS[line.op].batched or len(line.args) != len(line.out):
+        if not OPS[line.op].batched or not line.out or len(line.args) % len(line.out):
             return None
         source, out = self.values[line.args[0]], line.out[0]
         if "host" in (source.tier, out.tier):
             return None
-        return line.op, line.attrs, line.by, source.dtype, out.dtype, tuple(p is None for p in line.into[:1])
+        num = len(line.args) // len(line.out)
+        return line.op, line.attrs, line.by, num, source.dtype, out.dtype, tuple(p is None for p in line.into[:1])
 
     def _joins(self, groups: Sequence[_Group], key: object, line: Line) -> int | None:
         """The last group that a line may join: it comes before all groups behind that one, then."""
@@ -114,7 +115,12 @@ def _joined(group: _Group) -> Line:
         return first
     return replace(
         first,
-        args=tuple(a for line in group.lines for a in line.args),
+        args=tuple(
+            a
+            for begin in range(len(first.args) // len(first.out))  # of each result, what is first, then what is second
+            for line in group.lines
+            for a in line.args[begin * len(line.out) :][: len(line.out)]
+        ),
         out=tuple(v for line in group.lines for v in line.out),
         into=tuple(p for line in group.lines for p in line.into),
     )

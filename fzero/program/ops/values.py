@@ -114,8 +114,8 @@ class Call(Op[CallAttrs]):
 
 
 class Cast(Op[CastAttrs]):
-    """Another dtype, or a copy in the same, of one value or of several. To 8 bits it reads a scale besides its one
-    value, and goes `through` a dtype (fzero/operators/scaled_matmul.py)."""
+    """Another dtype, or a copy in the same, of one value or of several. To 8 bits it reads a scale for each, behind all
+    of them, and goes `through` a dtype (fzero/operators/scaled_matmul.py)."""
 
     name = "cast"
     attrs = CastAttrs
@@ -128,8 +128,8 @@ class Cast(Op[CastAttrs]):
 
     def check(self, line: Line[CastAttrs], args: list[Value], rules: Rules) -> None:
         num = len(line.out)
-        sources, scales = (args[:1], args[1:]) if line.attrs.through is not None else (args, [])
-        if not num or len(sources) != num or len(scales) != (line.attrs.through is not None):
+        sources, scales = args[:num], args[num:]
+        if not num or len(sources) != num or len(scales) != num * (line.attrs.through is not None):
             rules.bad(line, f"casts {len(args)} values to {num}")
             return
         for source, out in zip(sources, line.out, strict=True):
@@ -151,15 +151,16 @@ class Cast(Op[CastAttrs]):
         through = line.attrs.through  # what is rounded to 8 bits, in the dtype that it goes through and in float32
         if through is None:
             return 0
-        return local_bytes(line.out[0], mesh) * (4 + (through != values[line.args[0]].dtype) * through.itemsize)
+        each = 4 + (through != values[line.args[0]].dtype) * through.itemsize
+        return sum(local_bytes(v, mesh) for v in line.out) * each
 
     def text(self, line: Line[CastAttrs], program: Program) -> Text:
         through, dtype = line.attrs.through, repr(dtype_name(line.attrs.dtype))
-        if len(line.out) > 1:
-            sources = f"[{', '.join(line.args)}]"
-            return Text(f"{called(line)}({', '.join([sources, dtype, *into(line, program)])})")
-        source, *scales = line.args
-        scale = [*scales, f"through={dtype_name(through)!r}"] if through is not None else []
+        num = len(line.out)
+        source, *scale = (
+            names[0] if num == 1 else f"[{', '.join(names)}]" for names in (line.args[:num], line.args[num:]) if names
+        )
+        scale += [f"through={dtype_name(through)!r}"] if through is not None else []
         return Text(f"{called(line)}({', '.join([source, dtype, *scale, *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
@@ -167,7 +168,8 @@ class Cast(Op[CastAttrs]):
 
     def means(self, line: Line[CastAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         if line.attrs.through is not None:
-            return [scaled_matmul.cast(args[0], args[1], line.attrs.through)]
+            num = len(line.out)
+            return [scaled_matmul.cast(x, s, line.attrs.through) for x, s in zip(args[:num], args[num:], strict=True)]
         return [x.to(line.attrs.dtype, copy=True) for x in args]
 
     def stands(self, line: Line[CastAttrs], of: Standing, micro: int, turn: int) -> None:
@@ -178,7 +180,7 @@ class Cast(Op[CastAttrs]):
 def _cast(
     x: torch.Tensor | Sequence[torch.Tensor],
     dtype: str,
-    scale: torch.Tensor | None = None,
+    scale: torch.Tensor | Sequence[torch.Tensor] | None = None,
     through: str = "",
     into: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor | Sequence[torch.Tensor]:
@@ -186,8 +188,12 @@ def _cast(
     that it is computed in otherwise."""
     if not isinstance(x, torch.Tensor):
         out = [torch.empty_like(one, dtype=getattr(torch, dtype)) for one in x] if into is None else into
-        compat.copy_all(out, x)
+        if isinstance(scale, Sequence):
+            scaled_matmul.cast_all(x, scale, getattr(torch, through), out)
+        else:
+            compat.copy_all(out, x)
         return out
+    assert not isinstance(scale, Sequence)
     x = x if scale is None else scaled_matmul.cast(x, scale, getattr(torch, through))
     return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
 
