@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -87,6 +88,15 @@ def pytest_unconfigure() -> None:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "FZERO_CACHE"):
             if os.environ.get(name, "").startswith(_inductor_cache.name):
                 del os.environ[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """What a file of tests leaves is not gone through again by each later garbage collection: transformers' Trainer
+    asks for one a run, of 2 s in a process that has imported and traced much."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

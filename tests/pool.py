@@ -20,6 +20,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import faulthandler
+import gc
 import importlib
 import io
 import os
@@ -358,6 +359,7 @@ def _fork(control: socket.socket) -> None:
     torch.set_num_threads(1)
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # what every worker shares
     while True:
         data, fds, *_ = socket.recv_fds(control, 1 << 20, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:  # the parent is gone
