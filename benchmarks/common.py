@@ -315,7 +315,7 @@ def publish(
     out.mkdir(parents=True, exist_ok=True)
     drawn = draw is not None and _picture(out / f"{name}.svg", draw)
     if drawn:
-        lines += ["", f"![{title}](results/{name}.svg)"]  # as seen from the page that includes the .md
+        lines += ["", f"![{title}]({name}.svg)"]
     (out / f"{name}.json").write_text(json.dumps({"name": name, "environment": where, **data}, indent=1) + "\n")
     (out / f"{name}.md").write_text("\n".join(lines) + "\n")
     console.print(f"  written: {out / name}.json, .md{', .svg' if drawn else ''}", highlight=False)

@@ -1,20 +1,25 @@
 """Makes the API reference: a page for each public name, from its docstring, and the index that leads to them.
 
 `mkdocs build` calls the hooks at the end of this file; the pages exist in the built site alone. The index, docs/api.md,
-is in the repository: `python tests/test_docs.py docs/api.md` writes it, and a test compares it.
+is in the repository, where its links lead to the source: `python tests/test_docs.py docs/api.md` writes it, and a test
+compares it. Links to results, a paragraph each, become the tables themselves in the site.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import posixpath
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOMS = {
     "fz": ("fzero", "Steps, transforms, meshes, programs and plans"),
@@ -29,6 +34,8 @@ ROOMS = {
     "fz.errors": ("fzero.errors", "Errors"),
 }
 """The modules with public names, as users write them."""
+
+ROOT = Path(__file__).resolve().parent.parent
 
 MARK = "<!-- names: python tests/test_docs.py docs/api.md -->\n"
 """What follows it in docs/api.md is written by `index`."""
@@ -45,6 +52,13 @@ class Name(NamedTuple):
     def page(self) -> str:
         """Its page, from the root of the site."""
         return f"api/{self.text}.md"
+
+    @property
+    def source(self) -> str:
+        """The file that defines it, from docs/."""
+        file = sys.modules[self.home.rpartition(".")[0]].__file__
+        assert file is not None
+        return f"../{Path(file).relative_to(ROOT).as_posix()}"
 
     @property
     def summary(self) -> str:
@@ -70,7 +84,7 @@ def index(before: str) -> str:
     """The text of docs/api.md; up to the mark as it was before."""
     out = [before.partition(MARK)[0] + MARK]
     for room, (_, title) in ROOMS.items():
-        rows = [f"| [`{n.text}`]({n.page}) | {n.summary.replace('|', chr(92) + '|')} |" for n in sorted(names(room))]
+        rows = [f"| [`{n.text}`]({n.source}) | {n.summary.replace('|', chr(92) + '|')} |" for n in sorted(names(room))]
         out.append("\n".join([f"## {title}", "", "| | |", "|---|---|", *rows]) + "\n")
     return "\n".join(out)
 
@@ -80,7 +94,26 @@ def page(name: Name) -> str:
     return f"# {name.text}\n\n::: {name.home}\n"
 
 
+def of_site(markdown: str) -> str:
+    """A page's text as the site has it: names lead to their pages, and a link to results that is a paragraph is what it
+    leads to."""
+    markdown = re.sub(
+        r"^\| \[`(fz\.[\w.]+)`\]\(\.\./[\w/]+\.py\)", r"| [`\1`](api/\1.md)", markdown, flags=re.MULTILINE
+    )
+
+    def table(found: re.Match[str]) -> str:
+        text = (ROOT / "docs" / found[1]).read_text().rstrip("\n")
+        return re.sub(r"(?<=\]\()[^)#:]+(?=[)#])", lambda x: posixpath.normpath(f"results/{x[0]}"), text)
+
+    return re.sub(r"^\[[^\]]+\]\((results/\w+\.md)\)$", table, markdown, flags=re.MULTILINE)
+
+
 # --- called by mkdocs ---
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leads a page to what the site has."""
+    return of_site(markdown)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

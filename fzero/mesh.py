@@ -15,9 +15,9 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -110,6 +110,14 @@ class AbstractMesh:
         return *self.axes.items(), self.device_type, self.shared_memory, self.unified_memory, self.gpu_direct
 
 
+class Keeps(Protocol):
+    """Keeps what comes of another rank's state, as elastic/wards.py does."""
+
+    def places(self, leaves: Sequence[str], every: int = ..., once: bool = ...) -> list[torch.Tensor] | None: ...
+
+    def come(self, leaves: Sequence[str], places: Sequence[torch.Tensor]) -> None: ...
+
+
 class Context:
     """The context of a mesh: all that runs on it, made on first use and kept as long as the mesh, which is frozen.
 
@@ -127,7 +135,7 @@ class Context:
         self.copies: Any = None
         self.graphs: Any = None
         self.turns: Turns | None = None
-        self.wards: Any = None
+        self.wards: Keeps | None = None
         self.exclusive = Exclusive()
 
 

@@ -85,4 +85,4 @@ def shown(what: str, text: Callable[[], str], stream: TextIO | None = None) -> I
 
 
 _INNERMOST: list[tuple[str, Callable[[], str]]] = []
-"""What is being shown, and what is going on within it: two lines on one terminal would write over each other."""
+"""The progress being shown, and what is going on within it: two lines on one terminal would write over each other."""

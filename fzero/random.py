@@ -496,4 +496,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., torch.Tensor]] = {
     DRAW_FROM: lambda key, start, shape, numel, kind: _draw_pointwise(key, shape, numel, start, kind),
     DERIVE: _derive_pointwise,
 }
-"""What the operators compute, as functions of pointwise operations."""
+"""The operators, as functions of pointwise operations."""

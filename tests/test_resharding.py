@@ -99,3 +99,19 @@ def test_what_was_one_tensor_is_one() -> None:
     assert state.params["a"] is state.params["b"]
     with pytest.raises(fz.errors.FzeroError, match="reshard"):
         fz.reshard(both[0].init({"a": w, "b": w.clone()}), both[1])
+
+
+def test_a_step_that_is_given_the_state_of_another_layout_says_so() -> None:
+    mesh = fz.make_mesh()
+    far = fz.make_mesh(unified_memory=False)
+    plain, apart = (fz.compile(step(*how), far, backend="eager") for how in ((), (fz.offload("cpu", "opt_state"),)))
+    other = fz.compile(fz.train_step(survivor.loss_fn, fz.optim.sgd(0.1)), mesh, backend="eager")
+    state = plain.init(survivor.init, fz.random.key(0))
+    with pytest.raises(fz.errors.FzeroValueError) as caught:
+        apart(state, survivor.batch_at(0, 0, 1))
+    assert "Fix: lay it out for this step: state = fz.reshard(state, train); or make it" in str(caught.value)
+    with pytest.raises(fz.errors.FzeroValueError) as caught:
+        other(state, survivor.batch_at(0, 0, 1))
+    assert "Fix: make it with this step's init or restore" in str(caught.value), "of another optimizer it could not be"
+    state, _ = apart(fz.reshard(state, apart), survivor.batch_at(0, 0, 1))
+    assert int(state.step) == 1

@@ -81,7 +81,8 @@ class Keeper:
         return code
 
     def _lives(self) -> int:
-        """The exit code of the last process that is the rank."""
+        """The exit code of the last process that is the rank. Steps are counted from 0, as by `run.steps`: in step 19
+        a rank has done 19 of them."""
         losses, last, taken = 0, -1, False
         while True:
             code = self._watch(taken)

@@ -191,7 +191,9 @@ class Run:
         elif state is None:
             self.source, state = "init", train.init(params, key)
         self._seen = {"memory": kept.step if kept else 0, "disk": seen or 0, "init": 0}[self.source]
-        logger.info("fzero.run: step %d of %s, %d ranks", int(state.step), self.source, self.mesh.size)
+        logger.info(
+            "fzero.run: the state after %d steps, from %s, on %d ranks", int(state.step), self.source, self.mesh.size
+        )
         self._on_disk = [n for n, x in zip(tree.names(state), tree.leaves(state), strict=True) if extent_of(x)]
         if self._vault is not None and not self._on_disk:
             vault, ward = self._vault, self._ward(train)

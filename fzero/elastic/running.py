@@ -82,7 +82,10 @@ def run(
     """
     health = health if health is not None else Health()
     if problems := _problems(main, memory, every, stop_on, timeout, health, on_resize):
-        raise FzeroValueError(message("run", "invalid arguments", problems, "e.g. fz.run(main, every=1)"))
+        main_is_wrong = any(p.startswith("main=") for p in problems)
+        fix = "define main(run), a function that trains and returns" if main_is_wrong else "follow each line"
+        left_out = "; an argument that is left out has a valid default"
+        raise FzeroValueError(message("run", "invalid arguments", problems, fix + left_out))
     here, keeper, torchrun = Processes.of(), host.KEEPER in os.environ, launcher.under_torchrun()
     if host.SPARE in os.environ:
         from fzero.elastic.rehearsal import stand_by

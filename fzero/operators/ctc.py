@@ -58,7 +58,7 @@ def _backward(
 
 
 CTC_LOSS = {torch.ctc_loss, torch.nn.functional.ctc_loss}
-"""What takes lengths as numbers too, and of these makes a tensor where no trace can see it."""
+"""The operations that take lengths as numbers too, and make a tensor of these where no trace can see it."""
 
 
 def with_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -69,4 +69,4 @@ IN_ORDER: dict[Any, Any] = {
     aten.index_add.default: _index_add,
     aten.embedding_dense_backward.default: _embedding_backward,
 }
-"""What a CPU runs instead of operations that add up in any order."""
+"""The operators that a CPU runs instead of operations that add up in any order."""

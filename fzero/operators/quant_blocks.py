@@ -79,4 +79,4 @@ BLOCK_EXPAND: Any = define(
     "block_expand", "(Tensor blocks, SymInt[] shape) -> Tensor", _expand, lambda blocks, shape: blocks.new_empty(shape)
 )
 DECOMPOSITIONS: dict[Any, Callable[..., torch.Tensor]] = {BLOCK_MAX: _max_fused, BLOCK_EXPAND: _expand}
-"""What the operators compute, as functions of ATen operations."""
+"""The operators, as functions of ATen operations."""

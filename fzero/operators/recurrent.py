@@ -73,7 +73,7 @@ LSTM: dict[Any, Any] = {
     aten.mkldnn_rnn_layer.default: _forward,
     aten.mkldnn_rnn_layer_backward.default: lambda *args: layer_backward(*args[:-1]),
 }
-"""What a CPU runs instead of layers of LSTMs."""
+"""The operators that a CPU runs instead of layers of LSTMs."""
 
 
 # --- on GPUs ---
@@ -171,4 +171,4 @@ def _rules(library: str) -> dict[Any, Callable[..., Any]]:
 
 
 RNN: dict[Any, Callable[..., Any]] = {op: rule for library in _LIBRARIES for op, rule in _rules(library).items()}
-"""What is recorded in place of the libraries' operators."""
+"""The operators that are recorded in place of the libraries' operators."""

@@ -29,7 +29,7 @@ from fzero.operators.base import define
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""That the dims of a product are multiples of: 16 bytes are what the hardware loads."""
+"""The number of which the dims of a product are multiples: 16 bytes are what the hardware loads."""
 LEAST = 2.0**-100
 """The largest magnitude of what is all zeros counts as this."""
 _EXPONENT, _ONE = 0x7F800000, 1 << 23  # of a float32: the bits of its exponent, and 1 there

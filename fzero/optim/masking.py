@@ -19,7 +19,7 @@ from fzero.optim.leaves import reject, structure_message
 from fzero.tree import Tree
 
 Mask = Tree | Callable[[str, torch.Tensor], bool]
-"""Which leaves: `mask(path, leaf)`, or a tree of bools of the structure of params or of a prefix of it."""
+"""A choice of leaves: `mask(path, leaf)`, or a tree of bools of the structure of params or of a prefix of it."""
 
 Labels = Tree | Callable[[str, torch.Tensor], Hashable]
 """The label of each leaf: `labels(path, leaf)`, or a tree of labels of the structure of params or of a prefix of it."""

@@ -11,7 +11,7 @@ from fzero.transforms.offload import Offload, spread_out
 
 SMALL = 1 << 14  # bytes: an activation of less stays on the device, as do the gradients of an update that are all less
 GRADS = ("device", "update", "host")
-"""Which gradients wait in host memory: see `waiting_on_host`."""
+"""The choices of which gradients wait in host memory, see `waiting_on_host`."""
 
 
 def leaves_side_open(program: Program) -> bool:

@@ -14,7 +14,7 @@ from fzero.trace.propagate import all_reduce, cut, draw_start, is_reduction, num
 aten = torch.ops.aten
 
 MARKERS = (all_reduce, cut, num_valid, draw_start)
-"""What propagation leaves for lowering to turn into lines (trace/propagate.py)."""
+"""The functions that propagation leaves in a graph, which lowering turns into lines (trace/propagate.py)."""
 
 
 def _numel(node: fx.Node) -> int:

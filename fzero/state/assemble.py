@@ -178,8 +178,20 @@ def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inpu
             leaf_of(x) is not None and home_of(x).tier != leaf_of(x)[0].layout.tier  # type: ignore[index]
             for x in tree.leaves((state.params, state.opt_state))
         )
-        fix = "bring it back: fz.move(state, 'home')" if away else "make it with this step's init or restore"
+        anew = "make it with this step's init or restore"
+        if away:
+            fix = "bring it back: fz.move(state, 'home')"
+        elif not bare and _same_model(found, expected) and _same_model(opt, opt_state_inputs(step, mesh, expected)):
+            fix = f"lay it out for this step: state = fz.reshard(state, train); or {anew}"
+        else:
+            fix = anew
         raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
+
+
+def _same_model(found: Inputs, expected: Inputs) -> bool:
+    """Whether leaves differ in nothing but how they rest in memory, so that `fz.reshard` lays them out anew."""
+    same = [(x.path, x.shape, x.dtype) for x in found.leaves] == [(x.path, x.shape, x.dtype) for x in expected.leaves]
+    return same and found.structure == expected.structure and all(x.layout.tier != "disk" for x in found.leaves)
 
 
 def unplaced(values: Any, role: str = "params") -> dict[str, str]:

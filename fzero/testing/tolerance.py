@@ -58,7 +58,7 @@ from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision
 
 LAMBDA = 4.0
-"""Of [Note: tolerance]: one rounding in 1500 is beyond it, and the sum of a chain all but never."""
+"""The factor of [Note: tolerance]: one rounding in 1500 is beyond it, and the sum of a chain all but never."""
 PRECISIONS = (MixedPrecision, Fp8)
 """The transforms that change what a step computes in."""
 WAYS = (1, -1)

@@ -56,8 +56,8 @@ def functional(graph: Recorded, owner: str) -> Recorded:
 
 
 AGAIN: Mapping[Any, Callable[..., Any]] = {aten.view.default: torch.reshape, aten._unsafe_view.default: torch.reshape}
-"""What a graph calls instead when it is run again: there a result may have other strides than the one that was traced,
-and no view be had of it."""
+"""The operations that a graph calls instead when it is run again: there a result may have other strides than the one
+that was traced, and no view be had of it."""
 
 
 class _Calls(fx.Interpreter):

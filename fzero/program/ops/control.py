@@ -27,7 +27,7 @@ def _maxima(totals: Tensors, parts: Tensors) -> Tensors:
 
 
 JOINS: Mapping[str, Callable[[Tensors, Tensors], Tensors]] = {"sum": _sums, "max": _maxima}
-"""How the values of two micro-batches become one, in the place of the first."""
+"""By name the functions that make the values of two micro-batches one, in the place of the first."""
 
 
 class Update(Op[UpdateAttrs]):

@@ -17,7 +17,7 @@ from fzero.units import size
 
 DISK = "disk"
 REDUCTIONS = {"sum", "max", "min"}
-"""How the values of ranks become one."""
+"""The operations by which a reduction makes the values of ranks one."""
 
 
 def _starts(line: Line, rules: Rules) -> None:
