@@ -572,6 +572,7 @@ def test_a_picture(tmp_path):
     text = (tmp_path / "memory.svg").read_text()
     assert "<svg" in text
     assert all(f"<!-- {queue} -->" in text for queue in ("compute", "gather:data", "reduce:data", "memory"))
+    assert "<!-- compute waits -->" in text and "<!-- peak -->" in text and "<!-- more turns" not in text, "its legend"
     found.save_picture(tmp_path / "both.svg", measured=found.events)
     text = (tmp_path / "both.svg").read_text()
     assert "<!-- predicted: " in text and "<!-- measured: " in text

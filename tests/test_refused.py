@@ -270,7 +270,7 @@ def test_a_predicate_of_paths_that_accepts_none():
 
     step = fz.train_step(traced, optim.sgd(0.1))
     cut = fz.accumulate(step, 2, whole=lambda path, leaf: "mask" in path)
-    refused = lambda batch, *words: raises(FzeroValueError, lambda: fz.lower(cut, MESH, PARAMS, batch), *words)  # noqa: E731
+    refused = lambda x, *words: raises(FzeroValueError, lambda: fz.lower(cut, MESH, PARAMS, x), *words)  # noqa: E731
     refused(X, "all leaves of the batch are cut", "none of 1 leaves")
     tied = "batch['mask'] and batch['rows'] are one tensor: `whole` accepts batch['mask'], not batch['rows']"
     refused({"mask": X, "rows": X}, "`whole` accepts some of its paths", tied, "give x.clone()")

@@ -77,6 +77,14 @@ def test_what_a_resize_is_refused_for(run_ranks: Any, tmp_path: Path) -> None:
     wrong: Any = "scale"
     with pytest.raises(fz.errors.FzeroValueError, match="on_resize='scale': must be 'keep_batch' or 'refuse'"):
         fz.run(main, on_resize=wrong)
+    with pytest.raises(
+        fz.errors.FzeroValueError, match="Fix: follow each line; an argument that is left out has a valid"
+    ):
+        fz.run(main, every=0)
+    with pytest.raises(
+        fz.errors.FzeroValueError, match=r"Fix: define main\(run\), a function that trains and returns;"
+    ):
+        fz.run(wrong)
 
 
 def test_micro_batches_keep_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:

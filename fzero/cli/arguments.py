@@ -54,5 +54,6 @@ def parse(args: Sequence[str]) -> Plan | Show | Check | Calibrate:
         )
 
     kinds = {"plan": Plan, "show": Show, "check": Check, "calibrate": Calibrate}
-    commands = Union[tuple(Annotated[kind, told(name, kind)] for name, kind in kinds.items())]  # noqa: UP007  # made of a list
+    each = tuple(Annotated[kind, told(name, kind)] for name, kind in kinds.items())
+    commands = Union[each]  # noqa: UP007  # made of a list
     return tyro.cli(commands, prog="fzero", description=_ABOUT, args=list(args), config=_STYLE)  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ def lower_inputs(
 
     def lowered(choice: Choice) -> Lowered:
         program = variants.verified(choice)
-        stages = lambda: traced.on_the_way | {passed.name: made for passed, made in variants.stages(choice)}  # noqa: E731
+        stages = lambda: traced.on_the_way | {p.name: made for p, made in variants.stages(choice)}  # noqa: E731
         return Lowered(
             (program,),
             params,

@@ -94,7 +94,7 @@ def record_update(
             x = g[i].to(dtype) if i in g else torch.zeros_like(p[i], dtype=dtype)
             mean[i] = x if scale is None or i not in g else x * scale
         # a leaf that is not trained is None to the optimizer, and so is every tie but the first
-        view = lambda values: tree.unflatten(params.structure, [values.get(i) for i in range(len(params.ties))])  # noqa: E731
+        view = lambda of: tree.unflatten(params.structure, [of.get(i) for i in range(len(params.ties))])  # noqa: E731
         norm = global_norm(view(mean))
         new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
         new_o = tree.leaves(new_opt)

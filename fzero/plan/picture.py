@@ -46,6 +46,7 @@ def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event
     for axes, rows, (title, events) in zip(lanes, queues, shown.items(), strict=True):
         _draw_queues(axes, rows, events, max(ends), scale)
         axes.set_title(title, loc="left", fontsize=9)
+    _add_legend(lanes[0], [e for events in shown.values() for e in events])
     _draw_memory(memory, plan, budget, scale)
     memory.set(xlim=(0, max(ends) / scale or 1), xlabel=unit)
     figure.suptitle(f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", fontsize=11)
@@ -75,6 +76,18 @@ def _draw_queues(axes: Any, queues: list[str], events: Sequence[Event], last: fl
     axes.tick_params(axis="y", length=0)
 
 
+def _add_legend(axes: Any, events: Sequence[Event]) -> None:
+    """Says what bars are, whose colors are those of their rows: of what is drawn."""
+    from matplotlib.patches import Patch  # pyright: ignore[reportMissingImports] - of the extra `plan`
+
+    looks = [Patch(facecolor="gray", label="at work, a color a row")]
+    if any(e.name.startswith("wait ") for e in events):
+        looks.append(Patch(facecolor="white", edgecolor="C3", hatch="////", label="compute waits"))
+    if any(e.name.endswith(_MORE) for e in events):
+        looks.append(Patch(facecolor="gray", alpha=0.5, label="more turns of a loop"))
+    axes.legend(handles=looks, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
 def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> None:
     """Stacked by role, with the peak and its line."""
     unit, name = _unit(max(plan.peak_bytes, plan.host_peak_bytes, budget or 0))
@@ -88,7 +101,7 @@ def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> Non
     axes.stackplot(times, [rows[i] for i in shown], labels=labels, colors=colors, step="post", linewidth=0)
     peak = max(range(len(points)), key=lambda i: points[i][1].total)
     top, left = plan.peak_bytes / unit, times[peak] < times[-1] / 2
-    axes.plot([times[peak]], [top], "k.", markersize=8)
+    axes.plot([times[peak]], [top], "k.", markersize=8, label="peak")
     axes.annotate(
         f"{top:.3g} {name} at line {plan.peak_line.index}\n{brief(plan.peak_line.text, 70)}",
         (times[peak], top),
