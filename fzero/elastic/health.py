@@ -28,8 +28,9 @@ class Finding(NamedTuple):
     """Something found wrong with a run.
 
     Attributes:
-        kind: "straggler"; "slot": a kept state that changed in memory; "replay": a step that came to another result
-            when it was done again; "spike": a batch that was left out.
+        kind: "straggler"; "slot": a kept state that changed in memory; "sent": one that came to another rank as another
+            than was kept; "replay": a step that came to another result when it was done again; "spike": a batch that
+            was left out.
         batch: how many batches the run had seen.
         ranks: which it is about; none if that is not known, or it is about all of them.
         text: what was logged.
@@ -61,6 +62,8 @@ class Health:
         spikes: a loss or a gradient norm of so many times the median of the last 64, or that is not finite: `run.step`
             does the step again, and if it comes to the same goes back and leaves the batch out. None: they are taken.
         replicas: of so many steps `run.step` compares what ranks hold in common (`check_replicas`). None: never.
+        sent: of so many states one that ranks sent each other (`fz.redundant`, but as parity) is compared with what
+            their owners kept. None: none is.
 
     Example:
         >>> import fzero as fz
@@ -75,12 +78,13 @@ class Health:
     rotate: bool = False
     spikes: float | None = None
     replicas: int | None = None
+    sent: int | None = 50
 
     def problems(self) -> list[str]:
         """A line for each argument that is invalid."""
         found = [
             f"health: {name}={value!r}: must be a whole number of at least 1, or None"
-            for name in ("stragglers", "replay", "replicas")
+            for name in ("stragglers", "replay", "replicas", "sent")
             if (value := getattr(self, name)) is not None and (type(value) is not int or value < 1)
         ]
         if self.spikes is not None:

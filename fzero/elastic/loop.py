@@ -23,6 +23,7 @@ from fzero.elastic import host, moving, replay
 from fzero.elastic.health import Finding, Health, Pace
 from fzero.elastic.joining import Signals
 from fzero.elastic.redo import Redo
+from fzero.elastic.sent import Sent
 from fzero.elastic.vault import Vault
 from fzero.elastic.wards import Ward
 from fzero.errors import CheckpointError, FzeroValueError, StorageError, message
@@ -86,6 +87,7 @@ class Run:
         first = here.rank - here.local
         self._host = range(first, first + here.num_local)
         self._vault = None if memory is None else Vault(memory, mesh.rank, mesh.size, self._host)
+        self._sent: Sent | None = None  # once there is a state
         self._redo = Redo(mesh, memory, self._host, health, self._note)
         self._newest: State | None = None
         self._train: CompiledStep | None = None
@@ -209,6 +211,8 @@ class Run:
             if ward is not None:  # all are here; a step would wait for one that is lost meanwhile
                 transport(self.mesh).connect(ward.spec.axis)
             self.mesh.context.wards = vault.wards
+            if ward is not None and not ward.route.group and self._care.sent is not None:
+                self._sent = Sent(self.mesh, vault, ward, self._care.sent)
             if self.source != "memory" or not vault.has(self._seen):  # another host's, or of another number of ranks
                 vault.keep(state, self._seen)
         self._newest, self._signals.free = state, self.source != "memory" and not self._signals.came
@@ -299,6 +303,8 @@ class Run:
         if self._vault is not None and seen % self._every == 0:
             self._vault.keep(state, seen)
             self._kept = seen
+        for finding in self._sent.kept(seen) if self._sent else ():
+            self._note(finding)
 
     def step(self, train: CompiledStep, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         """`train(state, batch)` and `run.keep(state)`, looked after as `fz.run(health=...)` says: done again now and

@@ -66,6 +66,7 @@ class Vault:
         self._directory = memory / f"of-{size:05d}"
         self._leaves: list[_Kept] = []
         self._form: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._names: list[str] = []
         self._sealed: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._sent: int | None = None
@@ -97,7 +98,7 @@ class Vault:
             assert mesh is not None
             self._sent, self.wards = ward.spec.every, ward.made(self._directory, plan, mesh, step)
         order = {name: i for i, name in enumerate(plan.tensors)}
-        self._form = _form(state)
+        self._form, self._names = _form(state), list(mine)
         self._leaves = [_Kept(order[n], boxes.numel, [s.tensors[n] for s in slots]) for n, boxes in mine.items()]
         self._sealed = [s.tensors[SEALED] for s in slots]
         self._sums = [s.tensors[SUMS] for s in slots]
@@ -108,6 +109,11 @@ class Vault:
     def has(self, step: int) -> bool:
         """Whether this rank keeps the state of a step."""
         return any(int(sealed) == step + 1 for sealed in self._sealed)
+
+    def sums(self, step: int) -> dict[str, int] | None:
+        """The sums of the words of each leaf that this rank keeps of a state; None: it does not keep that."""
+        slot = next((i for i, sealed in enumerate(self._sealed) if int(sealed) == step + 1), None)
+        return None if slot is None else dict(zip(self._names, self._sums[slot].tolist(), strict=True))
 
     def keep(self, state: Any, step: int) -> None:
         """Copies this rank's part of a state into the slot that is needed least.

@@ -51,6 +51,10 @@ class Ward(NamedTuple):
         at = (here[axis] - self.route.shift) % self.route.size if at is None else at
         return {**here, axis: at}
 
+    def rank_of_owner(self, mesh: Mesh) -> int:
+        """The rank that sends to this one."""
+        return _index(mesh, tuple(mesh.axes), self.owner(mesh))
+
     def made(self, directory: Path, plan: Plan, mesh: Mesh, seen: int) -> Wards:
         """The slots for what comes, as `Wards` has its arguments."""
         if not self.route.group:
@@ -74,6 +78,9 @@ class Wards:
         ward: what comes.
         seen: of the state that the run goes on from.
 
+    Attributes:
+        names: of the leaves that are sent.
+
     Raises:
         OSError: there is not enough memory.
     """
@@ -84,6 +91,7 @@ class Wards:
             for name, x in plan.tensors.items()
             if name not in plan.aliases and (tag := leaf_of(x)) is not None and ward.spec.sends(tag[0])
         }
+        self.names = list(leaves)
         stem, entries, note = self._form(leaves, plan, mesh, ward)
         entries += [format.Entry(SEALED, torch.int64, (1,)), format.Entry(SUMS, torch.int64, (len(leaves),))]
         slots = [format.reserve(directory / f"{stem}.{i}.safetensors", entries) for i in range(_SLOTS)]
@@ -166,6 +174,21 @@ class Wards:
         self._sealed[slot].fill_(seen)
         self._coming, self._last = None, slot
 
+    def sums(self, seen: int) -> dict[str, int] | None:
+        """The sums of the words of each leaf that its owner kept of the state after so many batches, as they have come;
+        None: they have not."""
+        slot = self._of(seen)
+        return None if slot is None else dict(zip(self.names, self._sums[slot].tolist(), strict=True))
+
+    def unseal(self, seen: int) -> None:
+        """Lets go of what has come of a state."""
+        if (slot := self._of(seen)) is not None:
+            self._sealed[slot].fill_(0)
+            self._last = None if slot == self._last else self._last
+
+    def _of(self, seen: int) -> int | None:
+        return next((i for i, sealed in enumerate(self._sealed) if int(sealed) == seen + 1), None)
+
 
 class Parity(Wards):
     """The slots for the parity of a group: of each leaf the exclusive or of what each of the others sends to this rank,
@@ -216,6 +239,9 @@ class Parity(Wards):
     def _room(self, leaves: Sequence[str]) -> list[torch.Tensor]:
         sizes = [sum(nbytes for nbytes, _ in self._comes[leaf]) for leaf in leaves]
         return [torch.empty(n, dtype=torch.uint8, device="cpu") for n in sizes]
+
+    def sums(self, seen: int) -> None:
+        """None: what has come is nobody's alone."""
 
     def come(self, leaves: Sequence[str], places: Sequence[torch.Tensor]) -> None:
         assert self._coming is not None
