@@ -35,27 +35,42 @@ class Sent:
     def kept(self, seen: int) -> list[Finding]:
         """Called when the state after so many batches is kept, and what was sent of the one before it has come. The
         same on every rank."""
-        store, rank, vault = self._mesh.store, self._mesh.rank, self._vault
-        wards, now, before, told = vault.wards, *(n if n > 0 and n % self._every == 0 else 0 for n in _last(seen))
-        if wards is None:
-            return []
-        if now and (sums := vault.sums(now)) is not None:
-            store.set(_key(now, rank), _digest({name: sums.get(name, 0) for name in wards.names}))
-        sums, key = wards.sums(before) if before else None, _key(before, self._owner)
-        if sums is not None and store.check([key]) and store.get(key).decode() != _digest(sums):
-            wards.unseal(before)
-            store.compare_set(_key(before), "", str(self._owner))
-        if told and store.check([_key(told, rank)]):
-            store.delete_key(_key(told, rank))
-        if not told or not store.check([_key(told)]):
-            return []
-        owner = int(store.get(_key(told)))
-        text = f"what rank {owner} sent of its state after {told} batches is not what it kept, and is not used"
-        return [Finding("sent", told, (owner,), text)]
+        if self._due(seen):
+            self._note(seen)
+        if self._due(seen - 1):
+            self._compare(seen - 1)
+        return self._told(seen - 2) if self._due(seen - 2) else []
 
+    def _due(self, seen: int) -> bool:
+        return seen > 0 and seen % self._every == 0
 
-def _last(seen: int) -> tuple[int, int, int]:
-    return seen, seen - 1, seen - 2
+    def _note(self, seen: int) -> None:
+        """Says what this rank keeps of what it is about to send."""
+        wards, sums = self._vault.wards, self._vault.sums(seen)
+        if wards is not None and sums is not None:
+            kept = {name: sums.get(name, 0) for name in wards.names}
+            self._mesh.store.set(_key(seen, self._mesh.rank), _digest(kept))
+
+    def _compare(self, seen: int) -> None:
+        """Compares what has come with what its owner keeps, and lets go of it if it is not that."""
+        store, wards, key = self._mesh.store, self._vault.wards, _key(seen, self._owner)
+        sums = None if wards is None else wards.sums(seen)
+        if wards is None or sums is None or not store.check([key]):
+            return
+        if store.get(key).decode() != _digest(sums):
+            wards.unseal(seen)
+            store.compare_set(_key(seen), "", str(self._owner))
+
+    def _told(self, seen: int) -> list[Finding]:
+        """What some rank has found: all have compared before any could end the step after that."""
+        store, mine = self._mesh.store, _key(seen, self._mesh.rank)
+        if store.check([mine]):
+            store.delete_key(mine)
+        if not store.check([_key(seen)]):
+            return []
+        owner = int(store.get(_key(seen)))
+        text = f"what rank {owner} sent of its state after {seen} batches is not what it kept, and is not used"
+        return [Finding("sent", seen, (owner,), text)]
 
 
 def _digest(sums: Mapping[str, int]) -> str:
