@@ -62,7 +62,7 @@ class Sent:
             store.compare_set(_key(seen), "", str(self._owner))
 
     def _told(self, seen: int) -> list[Finding]:
-        """What some rank has found: all have compared before any could end the step after that."""
+        """A difference that some rank has found: all have compared before any could end the step after that."""
         store, mine = self._mesh.store, _key(seen, self._mesh.rank)
         if store.check([mine]):
             store.delete_key(mine)
