@@ -485,6 +485,10 @@ def data_pointer_function() -> int:
     return torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
 
 
+COMPILER = "torch._dynamo"
+"""The module that PyTorch imports when it first compiles, for seconds."""
+
+
 def native_bf16(device: torch.device) -> bool:
     """Whether matrix products in bfloat16 run at full speed on the device, or crawl (../docs/design.md, bf16 on a
     CPU)."""
@@ -541,7 +545,8 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def all_gather_together(wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Any) -> list[Any]:
     """Starts gathers of flat shards as one collective, one launch of NCCL's. Returns what to wait for.
 
-    Of any dtypes: NCCL takes each tensor in its own, and so do `reduce_scatter_together`'s.
+    No coalesced call of these functions has tensors of different dtypes: NCCL refuses to reduce them, and of gathers
+    and reduce_scatters PyTorch documents nothing. Gathers of several dtypes move as bytes, so they are one call still.
     The process group's own method: the public way, `all_gather` for each, takes as many launches and about 20 us of CPU
     more for each. 2.13 renamed the method.
     """
@@ -549,26 +554,27 @@ def all_gather_together(wholes: Sequence[torch.Tensor], shards: Sequence[torch.T
     if start is None:
         return [all_gather(whole, shard, group) for whole, shard in zip(wholes, shards, strict=True)]
     options = _asynchronous(dist.distributed_c10d.AllgatherOptions())
-    return [start([_plain(x) for x in wholes], [_plain(x) for x in shards], options)]
+    is_mixed = len({x.dtype for x in shards}) > 1
+    flats, parts = ([x.view(torch.uint8) if is_mixed else _plain(x) for x in some] for some in (wholes, shards))
+    return [start(flats, parts, options)]
 
 
 def reduce_scatter_together(
     shards: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], op: Any, group: Any
 ) -> list[Any]:
-    """Starts reductions that leave each rank its flat shards, as `all_gather_together` does."""
+    """Starts reductions that leave each rank its flat shards, as `all_gather_together` does: one for each dtype."""
     start = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
     if start is None:
         return [reduce_scatter(shard, whole, op, group) for shard, whole in zip(shards, wholes, strict=True)]
     options = _asynchronous(dist.distributed_c10d.ReduceScatterOptions())
     options.reduceOp = op
-    return [start(list(shards), list(wholes), options)]
+    return [start(some, flats, options) for some, flats in _by_dtype(shards, wholes)]
 
 
 def all_reduce_together(flats: Sequence[torch.Tensor], op: Any, group: Any) -> list[Any]:
-    """Starts reductions in place, as `all_gather_together` does: one for each dtype, for NCCL takes one at a time."""
+    """Starts reductions in place, as `all_gather_together` does: one for each dtype."""
     start, works = _method(group, "allreduce_coalesced"), list[Any]()
-    for dtype in dict.fromkeys(x.dtype for x in flats):
-        alike = [x for x in flats if x.dtype == dtype]
+    for (alike,) in _by_dtype(flats):
         if start is None or len(alike) == 1:
             works += [dist.all_reduce(x, op, group, async_op=True) for x in alike]
             continue
@@ -576,6 +582,12 @@ def all_reduce_together(flats: Sequence[torch.Tensor], op: Any, group: Any) -> l
         options.reduceOp = op
         works.append(start(alike, options))
     return works
+
+
+def _by_dtype(*lists: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
+    """Lists of tensors split by the dtypes of the first's, in the order in which these come: all ranks', alike."""
+    for dtype in dict.fromkeys(x.dtype for x in lists[0]):
+        yield [[x for x, first in zip(some, lists[0], strict=True) if first.dtype == dtype] for some in lists]
 
 
 def _method(group: Any, *names: str) -> Callable[..., Any] | None:

@@ -6,6 +6,7 @@ import ast
 import operator
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -429,7 +430,59 @@ def run_collectives() -> list[torch.Tensor]:
             assert torch.equal(again, gathered) and torch.equal(flags_again, flags)
             assert torch.equal(sums[0], reduced) and torch.equal(sums[1], 2 * reduced)
             assert flats[0].eq(1).all() and flats[1].eq(1).all() and flats[2].item() == size - 0.5
+    check_mixed_dtypes(mesh)
     return [gathered, flags, reduced, halves]
+
+
+class OneDtype:
+    """A process group that refuses a coalesced call of tensors of several dtypes, as NCCL may, and counts the calls."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group, self.calls = group, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def start(*args: Any) -> Any:
+            dtypes = {x.dtype for some in args if isinstance(some, list) for x in some}
+            assert len(dtypes) == 1, f"{name} of {dtypes}"
+            self.calls.append(name)
+            return method(*args)
+
+        method = getattr(self._group, name)
+        return start if name.endswith("_coalesced") else method
+
+
+def check_mixed_dtypes(mesh: fz.Mesh) -> None:
+    """A block's parameters and gradients in several dtypes, one call of the transport each: to the bits of each alone,
+    by coalesced calls of one dtype, in the same order on every rank."""
+    real, rank, size = mesh.group("data"), mesh.rank, mesh.size
+    group: Any = OneDtype(real)
+    generator = torch.Generator().manual_seed(rank)
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.uint8, torch.float32]
+    shards = [(8 * torch.rand(3 + i, generator=generator)).to(dtype) for i, dtype in enumerate(dtypes)]
+    wholes, alone = ([torch.empty(size * len(x), dtype=x.dtype) for x in shards] for _ in range(2))
+    works = compat.all_gather_together(wholes, shards, group)
+    works += [compat.all_gather(whole, shard, real) for whole, shard in zip(alone, shards, strict=True)]
+    for work in works:
+        work.wait()
+    assert len(group.calls) == 1 and all(map(torch.equal, wholes, alone))
+    assert all(x.isfinite().all() and x.any() for x in wholes)
+
+    grads = [x for x in wholes if x.is_floating_point()]
+    scattered, alone = ([torch.empty(len(x) // size, dtype=x.dtype) for x in grads] for _ in range(2))
+    works = compat.reduce_scatter_together(scattered, grads, dist.ReduceOp.SUM, group)
+    assert len(works) == 2
+    works += [compat.reduce_scatter(one, x, dist.ReduceOp.SUM, real) for one, x in zip(alone, grads, strict=True)]
+    for work in works:
+        work.wait()
+    assert len(group.calls) == 3 and all(map(torch.equal, scattered, alone))
+
+    sums, alone = ([x.clone() for x in grads] for _ in range(2))
+    works = compat.all_reduce_together(sums, dist.ReduceOp.SUM, group)
+    assert len(works) == 2
+    works += [dist.all_reduce(x, group=real, async_op=True) for x in alone]
+    for work in works:
+        work.wait()
+    assert len(group.calls) == 5 and all(map(torch.equal, sums, alone))
 
 
 def test_operations_on_lists_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,6 +519,13 @@ def test_collectives_on_gloo(run_ranks, size):
         assert torch.equal(flags, torch.arange(size) == 0)
         assert torch.equal(reduced, (torch.arange(2.0 * size) * size + size * (size - 1) / 2).chunk(size)[rank])
         assert torch.equal(halves, torch.full((2,), float(size), dtype=torch.bfloat16))
+
+
+def test_the_compiler_is_a_module_that_importing_torch_leaves_out() -> None:
+    script = f"import sys, torch; found = {compat.COMPILER!r} in sys.modules; torch.compile; torch._dynamo.optimize; "
+    script += f"print(found, {compat.COMPILER!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_a_failing_fake_operation_is_quiet(caplog):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero import random
+from fzero import compat, random
 from fzero.build.build import build
 from fzero.elastic import host, spares
 from fzero.elastic.ahead import environment_of
@@ -41,7 +41,7 @@ from fzero.transforms.offload import Offload
 
 logger = logging.getLogger("fzero")
 
-_LATER = ("fzero.lowering.lower", "fzero.checkpoint", "torch._dynamo", "torch.distributed.device_mesh")
+_LATER = ("fzero.lowering.lower", "fzero.checkpoint", compat.COMPILER, "torch.distributed.device_mesh")
 """Modules that a rank imports on its way to its first step."""
 
 
