@@ -395,6 +395,8 @@ def test_losses_in_a_row_end_a_run(tmp_path: Path) -> None:
         (["--hang", "nan", "x.py"], "--hang must be greater than 0 and finite"),
         (["--memory", "s3://a/b", "x.py"], "must be a directory of this host, not a URL"),
         (["--memory", "", "x.py"], "names no directory"),
+        (["--max", "2", __file__], "unrecognized arguments: --max"),  # --max-losses is not guessed
+        (["--spare=1", __file__], "unrecognized arguments: --spare=1"),
         (["nowhere.py"], "there is no file nowhere.py"),
         ([], "the following arguments are required: script"),
     ],

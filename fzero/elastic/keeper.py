@@ -163,7 +163,9 @@ class Keeper:
 
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m fzero.run", description="Starts a script, one rank of a run, and starts it again when it dies."
+        prog="python -m fzero.run",
+        description="Starts a script, one rank of a run, and starts it again when it dies.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--hang",

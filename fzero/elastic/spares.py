@@ -237,7 +237,7 @@ def main() -> None:
     """`python -c "from fzero.elastic.spares import main; main()" [-m] script args`: the script, as `python` runs it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the ranks, and they the spares
     _, first, *rest = sys.argv
-    os.environ.__class__ = _Environment
+    os.environ.__class__ = _Environment  # in place: who holds it already, and os.environb, see what is set later
     if first == "-m":
         sys.argv = rest
         if not sys.flags.safe_path:

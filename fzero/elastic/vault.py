@@ -160,7 +160,7 @@ class Vault:
 def on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
     """Numbers, each where its tensor is, as one tensor on the host: int64[n]. One copy a device."""
     out = torch.empty(len(sums), dtype=torch.int64, device="cpu")
-    for device in {x.device for x in sums}:
+    for device in dict.fromkeys(x.device for x in sums):
         at = [i for i, x in enumerate(sums) if x.device == device]
         out[at] = torch.stack([sums[i] for i in at]).cpu()
     return out
