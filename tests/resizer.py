@@ -41,11 +41,11 @@ def train(run: Run, out: Path, steps: int) -> int:
             f.write(f"{run.source} {int(state.step)} {run.mesh.size}\n")
     for index in run.steps(state, steps):
         state, metrics = compiled(state, survivor.batch_at(index, **run.place))
-        run.keep(state)
         if run.mesh.rank == 0:
             (out / f"programs-{run.mesh.size}").write_text(str(compiled.program))
-            with (out / "log").open("a") as f:
+            with (out / "log").open("a") as f:  # before it is kept: what is killed in between does it again
                 f.write(json.dumps([int(state.step), float(metrics["loss"])]) + "\n")
+        run.keep(state)
     return int(state.step)
 
 
