@@ -256,16 +256,19 @@ def test_a_run_whose_state_is_lost_does_not_begin_anew_in_silence(tmp_path: Path
     assert not re.search(r"\[rank\d\]: \[rank", text), "ranks that joined twice say once who they are"
 
 
-def compared(memory: str, sends: int, odd: int | None) -> list[Any]:
+def compared(memory: str, sends: int, odd: int | None, nodes: int = 0) -> list[Any]:
     """What is found in ten steps of which every so manyeth sends a state, of which rank 1 gets one damaged, and whether
-    that is let go of; one in three is compared, or in four where every other is sent."""
-    mesh = fz.make_mesh(data=2)
-    step = fz.redundant(fz.shard_params(fz.train_step(loss_fn, adamw())), every=sends)
+    that is let go of; one in three is compared, or in four where every other is sent. `nodes`: hosts of two ranks that
+    have their shards in common: one of the two keeps each leaf, and both send it."""
+    mesh = fz.make_mesh(node=nodes, data=2) if nodes else fz.make_mesh(data=2)
+    step = fz.shard_params(fz.train_step(loss_fn, adamw()), axis="node" if nodes else "data")
+    step = fz.redundant(fz.data_parallel(step) if nodes else step, axis="node" if nodes else "data", every=sends)
     train = fz.compile(step, mesh, backend="eager")
     state = train.init(init, fz.random.key(0))
     here = Path(memory) / f"host-{mesh.rank}"
     here.mkdir()
-    vault, ward = Vault(here, mesh.rank, 2, [mesh.rank]), Ward(step.transforms[-1], Route(2, 1))
+    host = [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1] if nodes else [mesh.rank]
+    vault, ward = Vault(here, mesh.rank, mesh.size, host), Ward(step.transforms[-1], Route(2, 1))
     vault.open(state, 0, 1, mesh, ward)
     vault.keep(state, 0)
     mesh.context.wards = wards = vault.wards
@@ -302,6 +305,10 @@ def test_what_was_sent_is_compared_with_what_was_kept(
         assert (used, let_go) == (False, True) and there == here
         assert there[:3] == ("sent", odd, (0,))
         assert f"rank 0 sent of its state after {odd} batches is not what it kept" in there[3]
+
+
+def test_leaves_that_ranks_of_a_host_have_in_common_are_no_alarm(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(4, compared, str(tmp_path), 1, None, 2) == [[]] * 4
 
 
 def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:
