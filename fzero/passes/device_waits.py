@@ -21,6 +21,7 @@ def mark(program: Program) -> Program:
     on_host = {*program.outputs}
     for line, _ in program.walk():
         row = OPS[line.op]
+        on_host.update(line.writes)
         if not (isinstance(row, Start) and row.holds_device_only):
             on_host.update(line.args)
 

@@ -107,6 +107,8 @@ class _Checker:
                     self.bad(line, f"writes {name}, which does not exist")
                 elif name in self.written:
                     self.bad(line, f"{name} is written twice")
+                elif name in self.device_only:
+                    self.bad(line, f"{name} is written, and the device alone has waited for it")
                 for handle in self._read_by(line, name):
                     self.bad(line, f"{name} is written while {handle} still reads it")
                 self.written.add(name)
