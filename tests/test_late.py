@@ -92,6 +92,13 @@ MOVED: list[tuple[Any, ...]] = [
     (fz.offload("cpu", "activations"),),
     (fz.offload("cpu", "activations"), fz.accumulate(2)),
     (fz.offload("cpu", ("opt_state", "params", "activations")), fz.accumulate(2)),
+    # the host writes copies to compute with, where those of the block before are on their way
+    (
+        fz.offload("cpu", "activations"),
+        fz.offload("cpu", "opt_state", fraction=0.5),
+        fz.mixed_precision("bf16"),
+        fz.remat("none"),
+    ),
 ]
 
 

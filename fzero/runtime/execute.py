@@ -41,10 +41,12 @@ def executable(
         arenas["host"] = host_pool(program.host_pool_bytes, mesh)
     memory = arenas["device"]
     running = _Running(mesh, carrier, tiers, batch_axes)
+    # where a CPU stands for both, one function may be called on either side
+    same = mesh.device.type == "cpu" and mesh.unified_memory
+    on_host = set() if same else {line.fn for line, _ in program.walk() if line.on_host}
     namespace: dict[str, Any] = {
         **{
-            name: _on_host(f, program.functions[name], tiers) if program.functions[name].on == "host" else f
-            for name, f in functions.items()
+            name: _on_host(f, program.functions[name], tiers) if name in on_host else f for name, f in functions.items()
         },
         **{name: runs for name, row in OPS.items() if (runs := row.runs(running)) is not None},
         "pool": [_tensors(line, program, mesh, arenas) for line in program.pooled],
