@@ -1,6 +1,6 @@
 """Prepares the programs of other numbers of ranks while a run trains, so that a start on these finds them compiled.
 
-A process of the lowest priority runs the script as a spare does (elastic/spares.py) and calls `main` once for each
+A process of low priority runs the script as a spare does (elastic/spares.py) and calls `main` once for each
 number, up to its first step (elastic/rehearsal.py). What it builds is left in the compiler's cache of its host. Imports
 no PyTorch.
 """
@@ -84,5 +84,5 @@ def environment_of(size: int, local: int, world: int) -> dict[str, str]:
 
 
 def _quietly() -> None:
-    os.nice(19)
+    os.nice(10)
     host.die_with_parent()
