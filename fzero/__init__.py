@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fzero.transforms.remat import remat
     from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "AbstractMesh": "mesh",
