@@ -1,5 +1,4 @@
-"""What a script needs around its training loop: flags, a view of the progress, a clean stop. Nothing here is about
-fzero."""
+"""What a script needs around its training loop: flags and a clean stop."""
 
 from __future__ import annotations
 
@@ -7,19 +6,15 @@ import argparse
 import contextlib
 import hashlib
 import io
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import fzero as fz
 from fzero.launcher import tell
@@ -37,64 +32,6 @@ def say(line: str) -> None:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             INTERRUPT["signal"] = signal.SIGPIPE
-
-
-def described(r: dict[str, Any]) -> str:
-    """The record of a step in a line."""
-    largest = "  largest output {:.3g} of {}".format(*r["largest_output"]) if "largest_output" in r else ""
-    means = f"loss {r['loss']:.4f}  grad_norm {r['grad_norm']:.2f}  lr {r['lr']:.1e}"
-    return f"{means}  {r['tokens_per_s']:,.0f} tokens/s  {r['peak_bytes'] / 2**20:,.0f} MiB{largest}"
-
-
-@contextlib.contextmanager
-def progress(
-    args: argparse.Namespace,
-    start: int,
-    describe: Callable[[dict[str, Any]], str] = described,
-    below: Callable[[dict[str, Any]], RenderableType] | None = None,
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that takes the record of each step: to a live view on a terminal, with what is `below` it, to plain
-    lines elsewhere, and to `--json`."""
-    with contextlib.ExitStack() as stack:
-        live = file = bar = None
-        losses: list[float] = []
-        if RANK == 0 and args.json:
-            lines = (
-                Path(args.json).read_text().splitlines(keepends=True)
-                if args.resume and Path(args.json).exists()
-                else []
-            )
-            file = stack.enter_context(open(args.json, "w"))
-            # steps after the checkpoint come again
-            file.writelines(line for line in lines if json.loads(line)["step"] <= start)
-        if RANK == 0 and (console := Console()).is_terminal:
-            bar = Progress(
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(20),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-            )
-            task = bar.add_task("compiling ...", total=args.steps, completed=start)
-            live = stack.enter_context(Live(bar, console=console))
-
-        def report(r: dict[str, Any]) -> None:
-            losses.append(r["loss"])
-            if file:
-                print(json.dumps(r), file=file, flush=True)
-            if live and bar:
-                bar.update(task, completed=r["step"], description=f"{sparkline(losses)}  {describe(r)}")
-                live.update(Group(bar, below(r)) if below else bar)
-            elif r["step"] in (start + 1, args.steps) or r["step"] % max(1, args.steps // 20) == 0:
-                say(f"step {r['step']:>{len(str(args.steps))}}/{args.steps}  {describe(r)}")
-
-        yield report
-
-
-def sparkline(values: list[float], width: int = 24) -> str:
-    values = [v for v in values if abs(v) < float("inf")]  # neither infinite nor NaN
-    shown = [values[i * len(values) // width] for i in range(width)] if len(values) > width else values
-    low, high = min(shown, default=0), max(shown, default=0)
-    return "".join("▁▂▃▄▅▆▇█"[int(7 * (v - low) / (high - low))] if high > low else "▄" for v in shown)
 
 
 # --- The same bits every time ---

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from console import LARGE, RANK, WHOLE, WORLD, Help, below_one, exit_code, out_of_range, parsed, progress, say, stops
+from console import LARGE, RANK, WHOLE, WORLD, Help, below_one, exit_code, out_of_range, parsed, say, stops
 
 import fzero as fz
 from fzero.hf.saving import TOKENIZER
@@ -180,13 +180,13 @@ def run(args: argparse.Namespace) -> None:
         f"{f'resuming at step {start}' if start else f'training, held-out loss {held_out_loss():.4f}'}"
     )
     with (
-        progress(args, start, lambda r: f"loss {r['loss']:.4f}  grad_norm {r['grad_norm']:.2f}") as report,
+        fz.log(train, args.json, steps=args.steps, say=say) as report,
         fz.data.read_ahead(data, start, args.steps, **here, device=mesh.device) as ahead,
     ):
         for index, batch in ahead:
             state, metrics = train(state, batch)
             done = index + 1
-            report({"step": done, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])})
+            report(done, metrics)
             if (stop := stops(mesh)) or done == args.steps or done % args.save_every == 0:
                 fz.checkpoint.save(args.out, state, keep=2, meta={"data": data.cursor(done)})
             if stop and done < args.steps:

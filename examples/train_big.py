@@ -15,13 +15,12 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from console import LARGE, WHOLE, WORLD, Help, below_one, exit_code, out_of_range, parsed, progress, say, stops
+from console import LARGE, WHOLE, WORLD, Help, below_one, exit_code, out_of_range, parsed, say, stops
 from rich.table import Table
 from train_gpt import VOCAB, gpt, init_gpt
 
@@ -187,27 +186,21 @@ def run(args: argparse.Namespace) -> None:
     say(f"the state is in {args.path}: {f'resuming at step {start}' if start else 'training'}")
 
     with (
-        progress(args, start, described, below) as report,
+        fz.log(
+            train,
+            args.json,
+            steps=args.steps,
+            tokens=args.batch * args.seq,
+            describe=described,
+            below=below,
+            say=say,
+        ) as report,
         fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches,
     ):
         for index, batch in batches:
-            clock = time.perf_counter()
             state, metrics = train(state, batch)
-            done, loss = index + 1, float(metrics["loss"])  # float() waits for the step
-            seconds = time.perf_counter() - clock
-            rates = {
-                "tokens_per_s": args.batch * args.seq / seconds,
-                "step_s": seconds,
-                "resident_bytes": resident(mesh.device) - empty,
-            }
-            report(
-                {
-                    "step": done,
-                    "loss": loss,
-                    **rates,
-                    **{name: metrics[name] for name in ("speed_of_light", "links", "bound_by")},
-                }
-            )
+            done = index + 1
+            report(done, metrics, resident_bytes=resident(mesh.device) - empty)
             stop = stops(mesh)
             if args.out and (stop or done == args.steps):
                 fz.checkpoint.save(args.out, state, keep=1, meta=vars(args) | {"data": text.cursor(done)})

@@ -9,15 +9,13 @@ fzero plan examples/train_gpt.py:plan_target --mesh data=8             # what a 
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from console import digest, exit_code, parse_args, progress, say, stops, use_deterministic_algorithms
+from console import digest, exit_code, parse_args, say, stops, use_deterministic_algorithms
 
 import fzero as fz
 from fzero import optim
@@ -177,37 +175,21 @@ def run(args: argparse.Namespace) -> None:
         say(str(fz.lower(train.step, mesh, init, text.batch_at(0, **here)).program))
 
     with (
-        progress(args, start) as report,
+        fz.log(train, args.json, steps=args.steps, tokens=args.batch * args.seq, lr=schedule, say=say) as report,
         fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches,
     ):
-        clock = time.perf_counter()
         for index, batch in batches:
             state, metrics = train(state, batch)
-            # float() waits for the step
-            done, loss, grad_norm = (index + 1, float(metrics["loss"]), float(metrics["grad_norm"]))
-            seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            peak = (
-                torch.cuda.max_memory_allocated()
-                if mesh.device.type == "cuda"
-                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            )
-            rates = {
-                "lr": float(schedule(index)),
-                "tokens_per_s": args.batch * args.seq / seconds,
-                "step_s": seconds,
-                "peak_bytes": peak,
-            }
-            means = {name: float(x) for name, x in metrics["aux"].items()}
-            watched = {}
+            done, watched = index + 1, {}
             if "precision" in metrics:  # --dtype auto: which block's outputs come closest to overflowing
                 watched["largest_output"] = max(
                     zip(metrics["precision"]["output_max"].tolist(), train.blocks, strict=True)
                 )
-            report({"step": done, "loss": loss, "grad_norm": grad_norm, **means, **rates, **watched})
+            report(done, metrics, **watched)
             if args.stop_on_nan and not metrics["finite"] and not metrics.get("skipped"):
                 raise fz.errors.FzeroValueError(
-                    f"step {done}: loss {loss}, grad_norm {grad_norm}: stopped. Checkpoints are of earlier "
-                    f"steps.\nFix: a smaller --lr"
+                    f"step {done}: loss {metrics['loss']}, grad_norm {metrics['grad_norm']}: stopped. Checkpoints are "
+                    f"of earlier steps.\nFix: a smaller --lr"
                 )
             stop = stops(mesh)
             if stop or done == args.steps or done % args.save_every == 0:

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import torch
-from console import WHOLE, Help, below_one, exit_code, parsed, progress, say, stops
+from console import WHOLE, Help, below_one, exit_code, parsed, say, stops
 
 import fzero as fz
 
@@ -73,10 +73,6 @@ def correct(outputs: Any, batch: dict[str, torch.Tensor]) -> Any:
     return fz.weighted(right.float().sum(), right.numel())
 
 
-def described(r: dict[str, Any]) -> str:
-    return f"loss {r['loss']:.4f}"
-
-
 def run(args: argparse.Namespace) -> None:
     mesh = fz.make_mesh(timeout=args.timeout)
     model = fz.functionalize(make_model(args.seed))
@@ -96,12 +92,12 @@ def run(args: argparse.Namespace) -> None:
         f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: {len(model.blocks)} layers"
     )
     with (
-        progress(args, start, described) as report,
+        fz.log(train, args.json, steps=args.steps, say=say) as report,
         fz.data.read_ahead(data, start, args.steps, **here, device=mesh.device) as batches,
     ):
         for index, batch in batches:
             state, metrics = train(state, batch)
-            report({"step": index + 1, "loss": float(metrics["loss"])})
+            report(index + 1, metrics)
             if args.out and ((stop := stops(mesh)) or index + 1 == args.steps):
                 fz.checkpoint.save(args.out, state, keep=2, meta={"data": data.cursor(index + 1)})
                 if stop and index + 1 < args.steps:
@@ -115,14 +111,14 @@ def plain(args: argparse.Namespace) -> None:
     model, (data, held_out) = make_model(args.seed), digits(args)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
     schedule = fz.optim.warmup_cosine(args.lr, args.steps // 10, args.steps, init=0.0, end=0.0)
-    with progress(args, 0, described) as report:
+    with fz.log(path=args.json, steps=args.steps, say=say) as report:
         for index in range(args.steps):
             adamw.param_groups[0]["lr"] = float(schedule(index))
             loss = model(**data.batch_at(index)).loss
             loss.backward()
             adamw.step()
             adamw.zero_grad()
-            report({"step": index + 1, "loss": loss.item()})
+            report(index + 1, {"loss": loss})
     model.eval()
     with torch.no_grad():
         batches = [held_out.batch_at(i) for i in range(int(held_out.steps_per_epoch))]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fzero.lowering.lowered import Lowered
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
     from fzero.modules.functionalize import functionalize
+    from fzero.monitor import log
     from fzero.optim.loss_scale import LossScale
     from fzero.plan.plan import fits
     from fzero.program.show import show
@@ -64,6 +65,7 @@ _HOME = {
     "fp8": "transforms.fp8",
     "functionalize": "modules.functionalize",
     "has_compiler": "build.build",
+    "log": "monitor",
     "lower": "lowering.lower",
     "make_mesh": "mesh",
     "mixed_precision": "transforms.precision",
@@ -111,6 +113,7 @@ __all__ = [
     "functionalize",
     "has_compiler",
     "hf",
+    "log",
     "lower",
     "make_mesh",
     "mixed_precision",

@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TextIO
 
-FIRST, OFTEN, SELDOM = (1.0, 5.0), 0.2, 15.0
+from fzero.units import size
+
+FIRST, OFTEN, SELDOM = (1.0, 2.0), 0.2, 15.0
 """Seconds: until the first line on a terminal and elsewhere, and between lines there and there."""
 
 
@@ -83,6 +85,28 @@ def shown(what: str, text: Callable[[], str], stream: TextIO | None = None) -> I
     finally:
         _INNERMOST.remove((what, text))
 
+
+@contextmanager
+def moving(what: str, doing: str, rank: int) -> Iterator[None]:
+    """Shows on the first rank how many bytes `moved` has been told of since it began.
+
+    Args:
+        what: that is done.
+        doing: what becomes of the bytes: "made", "read".
+        rank: of this process.
+    """
+    before = _MOVED[0]
+    with nullcontext() if rank else shown(what, lambda: f"{size(_MOVED[0] - before)} {doing}"):
+        yield
+
+
+def moved(nbytes: int) -> None:
+    """Counts bytes of a state that were made or read."""
+    _MOVED[0] += nbytes
+
+
+_MOVED = [0]
+"""Bytes of states that this process has made and read."""
 
 _INNERMOST: list[tuple[str, Callable[[], str]]] = []
 """The progress being shown, and what is going on within it: two lines on one terminal would write over each other."""

@@ -38,7 +38,7 @@ TINY = (
     "fp32",
 )
 EXAMPLE = Script("train_gpt.py", TINY)
-KEYS = {"step", "loss", "grad_norm", "entropy", "accuracy", "lr", "tokens_per_s", "step_s", "peak_bytes"}
+KEYS = {"step", "loss", "grad_norm", "finite", "entropy", "accuracy", "lr", "tokens_per_s", "step_s", "peak_bytes"}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -60,5 +61,34 @@ def test_a_step_says_that_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
         return (x @ p["w"]).square().mean()
 
     train = fz.compile(fz.train_step(slow, fz.optim.sgd(0.1)), fz.make_mesh(), backend="eager")
-    train(train.init({"w": torch.eye(4)}), torch.ones(2, 4))
+    state = train.init({"w": torch.eye(4)})
+    terminal.written.clear()
+    train(state, torch.ones(2, 4))
     assert "fzero.compile: 0 s, tracing and planning slow" in terminal.getvalue()
+
+
+def test_bytes_of_a_state_are_counted_while_they_are_made(monkeypatch):
+    monkeypatch.setattr(progress, "FIRST", (0.0, 0.0))
+    monkeypatch.setattr(progress, "SELDOM", 0.0)
+    monkeypatch.delenv("FZERO_PROGRESS", raising=False)
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stderr", out)
+    with progress.moving("fzero.init", "made", 0):
+        progress.moved(3 << 20)
+        time.sleep(3 * progress.OFTEN)
+    with progress.moving("fzero.init", "made", 1):
+        time.sleep(2 * progress.OFTEN)
+    assert "3.0 MiB made" in out.getvalue() and set(out.getvalue().split(":")[0].splitlines()) == {"fzero.init"}
+
+
+def test_a_compiled_step_says_what_takes_long(monkeypatch):
+    """Of `init`, tracing and compiling, on the first rank."""
+    seen = []
+    real = progress.shown
+    monkeypatch.setattr(progress, "shown", lambda what, text: (seen.append((what, text())), real(what, text))[1])
+    monkeypatch.setattr("fzero.runtime.compiled.shown", progress.shown)
+    train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)), fz.make_mesh(data=1))
+    state = train.init({"w": torch.eye(3)})
+    train(state, torch.ones(2, 3))
+    assert [what for what, _ in seen] == ["fzero.init", "fzero.compile", "fzero.compile"]
+    assert "0 B made" in seen[0][1] and "tracing" in seen[1][1] and seen[2][1].startswith("compiling (")

@@ -77,7 +77,7 @@ def build(
         backend: "inductor" or "eager".
         mesh: whose device they run on.
         progress: called with the number of functions this rank has compiled, the number it compiles in all, and the
-            name of the last. By default a line in the log `fzero`, at level INFO.
+            name of the last. The log `fzero` has a line for each, at level INFO.
 
     Communication: a few hundred bytes through the store.
 

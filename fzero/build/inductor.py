@@ -51,10 +51,9 @@ def compiled(
         def done(name: str) -> None:
             nonlocal num_ready
             num_ready += 1
+            logger.info("compiled %d of %d: %s, %.1f s", num_ready, len(jobs), name, time.perf_counter() - start)
             if progress is not None:
                 progress(num_ready, len(jobs), name)
-            else:
-                logger.info("compiled %d of %d: %s, %.1f s", num_ready, len(jobs), name, time.perf_counter() - start)
 
         if jobs:
             num_compiled += len(jobs)

@@ -22,6 +22,7 @@ from fzero.comm import disk
 from fzero.errors import CheckpointError, message
 from fzero.layout import Leaf, place
 from fzero.mesh import Mesh
+from fzero.progress import moved
 
 _THREADS = 8
 _BATCH = 1 << 26  # bytes of one file that one thread reads
@@ -261,9 +262,10 @@ class _Reading:
             self._problems += spread.fetch({file: pieces for file, pieces in jobs.items() if file not in here})
             jobs = {file: pieces for file, pieces in jobs.items() if file in here}
         batches = [(file, batch) for file, pieces in jobs.items() for batch in _batches(pieces, nbytes)]
-        for (file, _), (chunks, problem) in zip(
+        for (file, pieces), (chunks, problem) in zip(
             batches, self._pool.map(lambda job: _fill(self._index, *job), batches), strict=True
         ):
+            moved(sum(len(piece.out) for piece in pieces))
             self._problems += [problem] if problem else []
             for chunk, leaf in chunks:
                 self._bad.setdefault((file, chunk), {})[leaf] = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -28,10 +28,10 @@ from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Decision, Plan
-from fzero.program.ir import Program
+from fzero.program.ir import Function, Program
 from fzero.program.lines import Inputs
 from fzero.program.show import name_of
-from fzero.progress import shown
+from fzero.progress import moving, shown
 from fzero.runtime.execute import executable
 from fzero.runtime.graphs import check
 from fzero.step import EvalStep
@@ -46,15 +46,17 @@ from fzero.transforms.offload import Offload
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def alone(owner: str) -> Callable[[Method], Method]:
-    """A method that has the mesh to itself while it runs (`Mesh.alone`)."""
+def alone(owner: str, doing: str | None = None) -> Callable[[Method], Method]:
+    """A method that has the mesh to itself while it runs (`Mesh.alone`). `doing`: what it does to bytes of a state, of
+    which it shows how many."""
 
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             # a state outlives the mode that it is made in
             ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-            with self.mesh.alone(owner), ordinary:
+            telling = moving(f"fzero.{owner}", doing, self.mesh.rank) if doing else nullcontext()
+            with self.mesh.alone(owner), ordinary, telling:
                 return method(self, *args, **kwargs)
 
         return run  # type: ignore[return-value]
@@ -342,6 +344,19 @@ class Compiled:
             )
         return again
 
+    def _compiled(self, functions: Mapping[str, Function]) -> dict[str, Callable[..., Any]]:
+        """Functions as lines call them, with how far they are."""
+        far = "compiling"
+
+        def progress(compiled: int, num: int, name: str) -> None:
+            nonlocal far
+            far = f"compiling, {compiled} of {num} functions, {name} the last"
+
+        if self.backend == "eager" or self.mesh.rank:
+            return build(functions, self.backend, self.mesh)
+        with shown("fzero.compile", lambda: f"{far} (kept for the next start; backend='eager' does not compile)"):
+            return build(functions, self.backend, self.mesh, progress)
+
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once
         all have built theirs."""
@@ -357,9 +372,7 @@ class Compiled:
 
         def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
-            functions = build(
-                {n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh
-            )
+            functions = self._compiled({n: f for n, f in lowered.program.functions.items() if n in used})
             captured = {} if self.graphs is False else {"graphs": self.graphs}
             return functools.partial(executable, lowered.program, functions, self.mesh, **captured)
 

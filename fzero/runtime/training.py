@@ -120,7 +120,7 @@ class CompiledStep(Compiled):
         """Whether it has made or restored a state, so that one of another model is told from those."""
         return self._last.inputs is not None
 
-    @alone("init")
+    @alone("init", "made")
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
         """The first state, sharded from birth.
 
@@ -194,7 +194,7 @@ class CompiledStep(Compiled):
             return_freed_memory()
         return state
 
-    @alone("load")
+    @alone("load", "read and made")
     def load(
         self,
         path: str | os.PathLike[str],
@@ -308,7 +308,7 @@ class CompiledStep(Compiled):
         self._guesses = (None, None, False)
         return storage.reserve(self.resolved, self.mesh, self.limits, params, opt_state, owner)
 
-    @alone("restore")
+    @alone("restore", "read")
     def restore(self, path: str | os.PathLike[str] | Index, params: Any = None) -> State:
         """The state a checkpoint holds, laid out as this step wants it: any mesh, any stage, bit for bit.
 

@@ -22,6 +22,7 @@ from fzero.layout import Extent, Leaf, extent_of, place, set_extent
 from fzero.lowering.layouts import leaves_made_anew, mirrors, offloads
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
+from fzero.progress import moved
 from fzero.step import Step
 from fzero.transforms.offload import paths_of
 from fzero.units import exact_size, size
@@ -168,6 +169,7 @@ def put(
         value: of the leaf as it rests; or its consecutive parts; or None for zeros.
         buffer: bytes of each of the two buffers through which parts go to disk.
     """
+    moved(resting_bytes(leaf, mesh))
     if leaf.layout.tier == "device":
         if not isinstance(value, torch.Tensor):
             parts, value = value, torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device)

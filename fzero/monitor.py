@@ -1,0 +1,410 @@
+"""Shows and records the progress of a training loop: a live line on a terminal, JSON lines, trackers (`fz.log`).
+
+It reads the metrics of steps. It must not change a step, nor wait for a device longer than the loop is ahead of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from fzero import tree
+from fzero.arguments import count, function, number, path_like, shown
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.runtime.compiled import Compiled
+from fzero.step import State
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Record = dict[str, Any]
+Tracker = Callable[[Record], None]
+
+SELDOM = 15.0
+"""Seconds between lines off a terminal, where the number of steps is not known."""
+
+LINES = 20
+"""Lines of a run off a terminal, where it is."""
+
+_SHOWN = 24
+"""Losses in the sparkline."""
+
+
+class Log:
+    """The log of one loop. Made by `fz.log`; also a context manager that closes itself.
+
+    Example:
+        >>> import fzero as fz
+        >>> with fz.log(path=None, steps=2) as report:
+        ...     for step in range(2):
+        ...         report(step + 1, {"loss": 1.0 / (step + 1)}, accuracy=0.5)
+        step 1/2  loss 1.0000  ... MiB  accuracy 0.5
+        step 2/2  loss 0.5000  ... MiB  accuracy 0.5
+    """
+
+    def __init__(
+        self,
+        train: Compiled | None,
+        path: Path | None,
+        steps: int | None,
+        tokens: int | None,
+        lr: Callable[[int], Any] | float | None,
+        to: tuple[Tracker, ...],
+        describe: Callable[[Record], str] | None,
+        below: Callable[[Record], RenderableType] | None,
+        say: Callable[[str], None],
+    ):
+        self._train, self._path, self._steps, self._tokens, self._lr = train, path, steps, tokens, lr
+        self._trackers, self._describe, self._below, self._say = to, describe, below, say
+        self._file: TextIO | None = None
+        self._losses: deque[float] = deque(maxlen=1024)
+        self._pending: tuple[_Later, Record, float] | None = None
+        self._stack = contextlib.ExitStack()
+        self._clock = self._told = time.perf_counter()
+        self._live: Any = None
+        self._first: int | None = None
+        self._writes = train is None or train.mesh.rank == 0
+        self._named: dict[str, None] = {}  # entries that calls have named, in order
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __call__(self, step: State | int, metrics: Mapping[str, Any], **more: Any) -> None:
+        """Logs a step that was taken.
+
+        Args:
+            step: the state that the step returned, or the step's number, from 1.
+            metrics: the step's. Scalars and `aux` are recorded, `links` and `bound_by` as they are.
+            more: further entries: numbers, 0-dim tensors, texts.
+        """
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        if not self._writes:
+            return
+        if not isinstance(step, (State, int)):
+            what = f"{shown(step)} is neither a state nor the number of a step"
+            raise FzeroTypeError(message("log", what, fix="report(state, metrics), as the step returned them"))
+        at = step.step if isinstance(step, State) else step
+        self._named |= dict.fromkeys(more)
+        given, rest = _entries({"step": at, **metrics, **more})
+        later = _Later(given)
+        if self._pending is not None:
+            self._tell(*self._pending)
+        self._pending = later, rest, seconds
+        if not later.on_device:
+            self._tell(*self._pending)
+            self._pending = None
+
+    def close(self) -> None:
+        """Logs what was held back, and ends the live line, the file and the trackers."""
+        try:
+            if self._pending is not None:
+                self._tell(*self._pending)
+                self._pending = None
+        finally:
+            self._stack.close()
+
+    def _tell(self, later: _Later, rest: Record, seconds: float) -> None:
+        values = later.read()
+        step = values["step"] = round(values["step"])
+        record = values | self._rates(step, seconds) | rest
+        if self._first is None:
+            self._first = step
+            self._open(step)
+        if (loss := record.get("loss")) is not None:
+            self._losses.append(loss)
+        if self._file is not None:
+            print(json.dumps(record), file=self._file, flush=True)
+        for tracker in self._trackers:
+            tracker(record)
+        if self._live is not None:
+            self._live(record)
+            return
+        now, every = time.perf_counter(), max(1, (self._steps or 0) // LINES)
+        due = step % every == 0 or step == self._steps if self._steps else now - self._told >= SELDOM
+        if step == self._first or due:
+            self._told = now
+            self._say(f"{_place(step, self._steps)}  {self.text(record)}")
+
+    def _rates(self, step: int, seconds: float) -> Record:
+        found: Record = {}
+        if self._lr is not None:
+            found["lr"] = float(self._lr(step - 1) if callable(self._lr) else self._lr)
+        if self._tokens is not None:
+            found["tokens_per_s"] = self._tokens / seconds
+        found |= {"step_s": seconds, "peak_bytes": _peak(self._train)}
+        if self._train is not None and self._train.mesh.device.type != "cpu":
+            plan = self._train.plan
+            if plan.mfu is not None:
+                found["mfu"] = plan.mfu * plan.step_seconds / seconds
+        return found
+
+    def _open(self, first: int) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            before = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
+            self._file = self._stack.enter_context(self._path.open("w"))
+            self._file.writelines(line for line in before if _before(line, first))  # later steps come again
+        from rich.console import Console
+
+        if (console := Console()).is_terminal:
+            self._live = self._stack.enter_context(_live(console, first, self._steps, self._losses, self))
+
+    def text(self, record: Record) -> str:
+        """A record as a line: by `describe`, else the entries of `FORMATS` and those that calls of the log named."""
+        if self._describe is not None:
+            return self._describe(record)
+        named = [f"{name} {record[name]:.4g}" for name in self._named if isinstance(record.get(name), int | float)]
+        return "  ".join([described(record), *named])
+
+    def below(self, record: Record) -> RenderableType | None:
+        """What a terminal shows below the line."""
+        return self._below(record) if self._below else None
+
+
+def log(
+    train: Compiled | None = None,
+    path: str | os.PathLike[str] | None = "log.jsonl",
+    *,
+    steps: int | None = None,
+    tokens: int | None = None,
+    lr: Callable[[int], Any] | float | None = None,
+    to: str | Tracker | Iterable[str | Tracker] = (),
+    describe: Callable[[Record], str] | None = None,
+    below: Callable[[Record], RenderableType] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Log:
+    """A function that logs each step of a training loop: `report(state, metrics)`.
+
+    On a terminal it is one live line, with a curve of the loss; elsewhere about twenty plain lines a run. Each step is
+    a JSON line of `path`. The first rank alone writes; the others may call it.
+
+    A record has `step`, the scalars of the metrics (`loss`, `grad_norm`, `finite`, ...), those of `aux` by their dotted
+    names, `step_s` (seconds since the record before), `peak_bytes` (of the device, on a CPU of the process),
+    `tokens_per_s` and `lr` if they were given, `mfu` on a device whose peak is known (model FLOPs utilisation, as
+    `Plan.mfu`), `links` and `bound_by` where something is off the device, and what else the call names.
+
+    Args:
+        train: the compiled step: its mesh says which rank writes, its plan how many FLOPs a step has. None: every
+            process that calls it writes.
+        path: of the JSON lines; None: none. A run that goes on takes the lines of the steps before its first one over.
+        steps: of the whole run, for the progress.
+        tokens: that a step takes, over all ranks.
+        lr: a schedule, called with the number of the step from 0, or a number.
+        to: trackers: "tensorboard", "wandb" or "mlflow", if they are installed, or functions of a record.
+        describe: the text of a record on the line.
+        below: what a terminal shows below the line, for `rich`.
+        say: prints a plain line; by default `print`, flushed.
+
+    Communication: none.
+    Memory: the scalars of one step. On a device other than the CPU a record is written one step later, so that the loop
+        does not wait for the step under way.
+
+    Raises:
+        FzeroValueError: for an unknown tracker, or one that is not installed.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))
+        >>> train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+        >>> state, records = train.init({"w": torch.eye(4)}), []
+        >>> with fz.log(train, path=None, steps=3, to=records.append, say=lambda line: None) as report:
+        ...     for _ in range(3):
+        ...         state, metrics = train(state, torch.ones(2, 4))
+        ...         report(state, metrics)
+        >>> [record["step"] for record in records], sorted(records[0])
+        ([1, 2, 3], ['finite', 'grad_norm', 'loss', 'peak_bytes', 'step', 'step_s'])
+    """
+    named = (to,) if isinstance(to, str) or callable(to) else tuple(to)
+    problems = [
+        *([] if train is None or isinstance(train, Compiled) else [f"train={shown(train)}: not a compiled step"]),
+        *([] if path is None else path_like("path", path)),
+        *([] if steps is None else count("steps", steps)),
+        *([] if tokens is None else count("tokens", tokens)),
+        *(function("lr", lr, "step") if callable(lr) else [] if lr is None else number("lr", lr)),
+        *(
+            f"to={shown(t)}: neither a function of a record nor one of {', '.join(map(repr, TRACKERS))}"
+            for t in named
+            if not callable(t) and t not in TRACKERS
+        ),
+    ]
+    if problems:
+        fix = "fz.log(train, 'runs/log.jsonl', steps=1000, to='tensorboard')"
+        raise FzeroValueError(message("log", "invalid arguments", problems, fix))
+    file = None if path is None else Path(path)
+    writes = train is None or train.mesh.rank == 0
+    found = tuple(t if callable(t) else TRACKERS[t](file) for t in named) if writes else ()
+    return Log(train, file, steps, tokens, lr, found, describe, below, say or _print)
+
+
+def described(record: Record) -> str:
+    """A record as a line: the entries of `FORMATS` that it has."""
+    parts = [text(record[name]) for name, text in FORMATS.items() if name in record]
+    return "  ".join(parts)
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "loss": lambda x: f"loss {x:.4f}",
+    "grad_norm": lambda x: f"grad_norm {x:.2f}",
+    "lr": lambda x: f"lr {x:.1e}",
+    "tokens_per_s": lambda x: f"{x:,.0f} tokens/s",
+    "mfu": lambda x: f"MFU {x:.1%}",
+    "peak_bytes": lambda x: f"{x / 2**20:,.0f} MiB",
+    "bound_by": lambda x: f"bound by {x}",
+}
+"""The entries of a record that a line shows, in order."""
+
+
+def sparkline(values: Iterable[float], width: int = _SHOWN) -> str:
+    """A curve of numbers in `width` characters; what is infinite or NaN is left out."""
+    values = [v for v in values if math.isfinite(v)]
+    seen = [values[i * len(values) // width] for i in range(width)] if len(values) > width else values
+    low, high = min(seen, default=0), max(seen, default=0)
+    return "".join("▁▂▃▄▅▆▇█"[int(7 * (v - low) / (high - low))] if high > low else "▄" for v in seen)
+
+
+class _Later:
+    """Numbers on their way from a device: copied behind the step that makes them, read when they are there."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+        self._numbers = {name: float(x) for name, x in values.items() if name not in tensors}
+        self._order, self._names = list(values), list(tensors)
+        self.on_device = any(x.device.type != "cpu" for x in tensors.values())
+        self._copy = torch.stack([x.detach().double() for x in tensors.values()]) if tensors else None
+        self._event = None
+        if self.on_device and self._copy is not None:
+            there = torch.empty(self._copy.shape, dtype=self._copy.dtype, pin_memory=True)
+            self._copy = there.copy_(self._copy, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Record:
+        if self._event is not None:
+            self._event.synchronize()
+        read = {} if self._copy is None else dict(zip(self._names, self._copy.tolist(), strict=True))
+        return {name: read.get(name, self._numbers.get(name)) for name in self._order}
+
+
+def _entries(given: Mapping[str, Any]) -> tuple[Record, Record]:
+    """The numbers of a record, those of `aux` by their names, and what else is recorded as it is."""
+    numbers, rest = {}, {}
+    for name, x in given.items():
+        if name == "aux":
+            pairs = zip(tree.names(x), tree.leaves(x), strict=True)
+            numbers |= {n: v for n, v in pairs if isinstance(v, torch.Tensor) and v.dim() == 0}
+        elif isinstance(x, torch.Tensor):
+            if x.dim() == 0:
+                numbers[name] = x
+        elif isinstance(x, int | float):
+            numbers[name] = x
+        elif name != "precision":
+            rest[name] = x
+    return numbers, rest
+
+
+def _peak(train: Compiled | None) -> int:
+    if train is not None and train.mesh.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(train.mesh.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+
+def _place(step: int, steps: int | None) -> str:
+    return f"step {step}" if steps is None else f"step {step:>{len(str(steps))}}/{steps}"
+
+
+def _before(line: str, first: int) -> bool:
+    try:
+        return json.loads(line)["step"] < first
+    except (ValueError, KeyError, TypeError):  # a line that a kill cut off
+        return False
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+@contextlib.contextmanager
+def _live(console: Any, first: int, steps: int | None, losses: deque[float], log: Log) -> Any:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    of = "/{task.total}" if steps else ""
+    bar = Progress(
+        TextColumn(f"step {{task.completed}}{of}"),
+        BarColumn(20),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    task = bar.add_task("", total=steps, completed=first - 1)
+    with Live(bar, console=console) as live:
+
+        def show(record: Record) -> None:
+            below = log.below(record)
+            bar.update(task, completed=record["step"], description=f"{sparkline(losses)}  {log.text(record)}")
+            live.update(bar if below is None else Group(bar, below))
+
+        yield show
+
+
+def _tensorboard(path: Path | None) -> Tracker:
+    with _installed("tensorboard", "tensorboard"):
+        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(None if path is None else str(path.parent / "tensorboard"))
+
+    def track(record: Record) -> None:
+        for name, value in _scalars(record).items():
+            writer.add_scalar(name, value, record["step"])
+
+    return track
+
+
+def _wandb(path: Path | None) -> Tracker:
+    with _installed("wandb", "wandb"):
+        import wandb  # pyright: ignore[reportMissingImports]
+    if wandb.run is None:
+        wandb.init()
+    return lambda record: wandb.log(_scalars(record), step=record["step"])
+
+
+def _mlflow(path: Path | None) -> Tracker:
+    with _installed("mlflow", "mlflow"):
+        import mlflow  # pyright: ignore[reportMissingImports]
+    return lambda record: mlflow.log_metrics(_scalars(record), step=record["step"])
+
+
+TRACKERS: dict[str, Callable[[Path | None], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+"""The trackers that have a name, and what makes one of the path of the log."""
+
+
+def _scalars(record: Record) -> dict[str, float]:
+    return {name: float(x) for name, x in record.items() if name != "step" and isinstance(x, int | float)}
+
+
+@contextlib.contextmanager
+def _installed(name: str, package: str) -> Any:
+    try:
+        yield
+    except ImportError as error:
+        raise FzeroValueError(
+            message("log", f"to: {name!r} is not installed ({error})", fix=f"pip install {package}")
+        ) from error

@@ -1,0 +1,111 @@
+"""What is logged of a loop: lines, JSON lines, trackers (`fz.log`)."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+
+import pytest
+import rich.console
+import torch
+
+import fzero as fz
+
+
+def trained():
+    step = fz.train_step(
+        lambda p, x: ((x @ p["w"]).square().mean(), {"half": {"of": x.mean() / 2}, "wide": x}),
+        fz.optim.sgd(0.1),
+        has_aux=True,
+    )
+    train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    return train, train.init({"w": torch.eye(4)})
+
+
+def take(train, state, report, steps: int, **more):
+    for _ in range(steps):
+        state, metrics = train(state, torch.ones(2, 4))
+        report(state, metrics, **more)
+    return state
+
+
+def records(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_json_lines_and_what_goes_on_from_them(tmp_path):
+    """Steps that come again take the place of those that a run before had written, a line cut off among them."""
+    path, said = tmp_path / "deep" / "log.jsonl", []
+    train, state = trained()
+    with fz.log(train, path, steps=40, tokens=8, lr=lambda step: 0.1 * (step + 1), say=said.append) as report:
+        take(train, state, report, 40)
+    first = records(path)
+    assert [r["step"] for r in first] == list(range(1, 41))
+    assert first[2]["lr"] == pytest.approx(0.3) and first[2]["half.of"] == 0.5 and "wide" not in first[2]
+    assert first[2]["tokens_per_s"] == pytest.approx(8 / first[2]["step_s"]) and first[2]["peak_bytes"] > 1 << 20
+    assert len(said) == 21 and said[0].startswith("step  1/40  loss 1.0000  grad_norm "), "the first, then every second"
+    assert said[-1].startswith("step 40/40  loss ")
+
+    with path.open("a") as file:
+        file.write('{"step": 41, "lo')
+    train, state = trained()
+    for _ in range(10):
+        state, _ = train(state, torch.ones(2, 4))
+    with fz.log(train, path, say=said.append) as report:
+        take(train, state, report, 2, rows=2)
+    again = records(path)
+    assert [r["step"] for r in again] == list(range(1, 13)) and again[:10] == first[:10] and again[-1]["rows"] == 2
+    assert said[-1].startswith("step 11  loss ") and said[-1].endswith("  rows 2"), "then seldom, by the clock"
+
+
+def test_a_terminal_has_one_live_line(monkeypatch):
+    out = io.StringIO()
+    terminal = rich.console.Console(file=out, force_terminal=True, width=150)
+    monkeypatch.setattr(rich.console, "Console", lambda: terminal)
+    train, state = trained()
+    with fz.log(train, None, steps=3, below=lambda r: f"below step {r['step']}") as report:
+        take(train, state, report, 3)
+    assert "step 3/3" in out.getvalue() and "▁" in out.getvalue() and "below step" in out.getvalue()
+
+
+def test_trackers(monkeypatch):
+    logged = []
+    wandb = types.SimpleNamespace(run=object(), log=lambda record, step: logged.append((step, record)))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    train, state = trained()
+    with fz.log(train, None, to=["wandb", logged.append], say=lambda line: None) as report:
+        take(train, state, report, 2, note="text")
+    (step, scalars), record = logged[:2]
+    assert step == record["step"] == 1 and scalars["loss"] == record["loss"] and record["note"] == "text"
+    assert "note" not in scalars and set(scalars) < set(record)
+
+
+def test_what_is_wrong_is_said_at_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(fz.errors.FzeroValueError, match=r"'mlflow' is not installed") as error:
+        fz.log(path=None, to="mlflow")
+    assert str(error.value).endswith("Fix: pip install mlflow")
+    with pytest.raises(fz.errors.FzeroValueError) as error:
+        fz.log(torch.nn.Linear(2, 2), 3, steps=0, to="tensorbord")
+    text = str(error.value)
+    assert all(part in text for part in ("not a compiled step", "path=3", "steps=0", "to='tensorbord'")), text
+    with fz.log(path=None) as report, pytest.raises(fz.errors.FzeroTypeError, match=r"report\(state, metrics\)"):
+        report({"loss": 1.0}, {})
+
+
+def other_rank(path: str) -> list[str]:
+    """Every rank calls the log, and the first alone writes."""
+    said: list[str] = []
+    step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1)))
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    state = train.init({"w": torch.eye(4)})
+    with fz.log(train, path, say=said.append) as report:
+        take(train, state, report, 2)
+    return said
+
+
+def test_the_first_rank_alone_writes(run_ranks, tmp_path):
+    first, second = run_ranks(2, other_rank, str(tmp_path / "log.jsonl"))
+    assert len(first) == 1 and second == [] and [r["step"] for r in records(tmp_path / "log.jsonl")] == [1, 2]
