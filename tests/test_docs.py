@@ -21,8 +21,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -180,14 +182,33 @@ def test_the_site_builds(tmp_path: Path) -> None:
     """Strictly: no page, link or name is missing. Where `pip install 'fzero[docs]'` was not run it is skipped."""
     pytest.importorskip("mkdocstrings")
     pytest.importorskip("material")
+    pytest.importorskip("mkdocs_jupyter")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in PUBLIC:
         html = (tmp_path / "api" / name.text / "index.html").read_text()
         assert 'class="doc doc-object' in html, name
         assert "&gt;&gt;&gt;" in html, name
         assert f'href="{name.text}/"' in (tmp_path / "api" / "index.html").read_text(), name
+    broken = sorted({f"{page.relative_to(tmp_path)}: {link}" for page, link in dead_links(tmp_path)})
+    assert not broken, "\n".join(broken)
+
+
+def dead_links(site: Path) -> Iterator[tuple[Path, str]]:
+    """Links of a built site, to itself, that lead to no file or to no anchor."""
+    pages = {page: page.read_text() for page in site.rglob("*.html") if page.name != "404.html"}
+    anchors = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+    for page, text in pages.items():
+        for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+            if re.match(r"[a-z]+:|//", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / unquote(path.partition("?")[0])).resolve() if path else page
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists() or (anchor and target in anchors and unquote(anchor) not in anchors[target]):
+                yield page, link
 
 
 def test_the_site_has_the_tables() -> None:
