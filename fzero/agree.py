@@ -16,8 +16,10 @@ from fzero import turns
 from fzero.comm.replicas import Held, differing, digested
 from fzero.errors import DivergenceError, FzeroError, FzeroValueError, RankLost, message
 from fzero.mesh import Mesh
+from fzero.notes import from_store
 from fzero.program.ir import Program
 from fzero.program.show import show
+from fzero.read_json import formed
 from fzero.trace import deterministic
 from fzero.trace.subgraph import signature
 
@@ -132,9 +134,9 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
         return
     talk = _Talk(mesh, owner)
 
-    def exchange(note: Any) -> list[Any]:
+    def exchange(note: Any, form: Any) -> list[Any]:
         notes = talk.everyone({owner: note})
-        return [notes[rank][owner] for rank in range(mesh.size)]
+        return [formed(notes[rank].get(owner), form) for rank in range(mesh.size)]
 
     if problems := differing(talk.reporting(lambda: digested(held())), mesh.axes, mesh.size, exchange):
         raise DivergenceError(
@@ -238,7 +240,9 @@ class _Talk:
         self._store.set(self._key(self._mesh.rank), json.dumps({"at": self._owner, **note}))
         missing = self._mesh.turns.absent([self._key(rank) for rank in range(self._mesh.size)], self._owner)
         notes = {
-            rank: json.loads(self._store.get(self._key(rank))) for rank in range(self._mesh.size) if rank not in missing
+            rank: from_store(self._store, self._key(rank), dict[str, Any])
+            for rank in range(self._mesh.size)
+            if rank not in missing
         }
         failed = [f"rank {rank}: {note['error']}" for rank, note in notes.items() if "error" in note]
         if failed or missing:

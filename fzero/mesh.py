@@ -25,9 +25,10 @@ import torch.distributed as dist
 from fzero import compat, launcher
 from fzero.allocator import keep_freed_memory
 from fzero.arguments import flag, number
-from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, message
+from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left, message
 from fzero.exclusive import Exclusive, Holding
 from fzero.local_device import choose_device, compare, crowded, one_visible, unsupported
+from fzero.notes import gathered
 from fzero.processes import LOCAL, Processes
 from fzero.rendezvous import meet
 from fzero.turns import Turns, leave_all
@@ -158,6 +159,7 @@ class Mesh(AbstractMesh):
     joined: Any = None  # the default process group it was made in
     context: Context = field(default_factory=Context)
     _store: Any = None
+    secret: bytes = field(default=b"", repr=False)  # that the ranks of a mesh have in common, and nobody else
 
     def __init__(
         self,
@@ -171,6 +173,7 @@ class Mesh(AbstractMesh):
         unified_memory: bool | None = None,
         gpu_direct: bool = False,
         store: dist.Store | None = None,
+        secret: bytes = b"",
     ):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device.type)
@@ -184,6 +187,7 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "gpu_direct", gpu_direct)
         object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
         object.__setattr__(self, "_store", store)
+        object.__setattr__(self, "secret", secret)
         object.__setattr__(self, "context", Context())
 
     @property
@@ -393,9 +397,8 @@ def _joined(mesh: Mesh) -> Mesh:
     if device == "cuda":  # kernels of two communicators run at once, and must start in one order on all ranks
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if dist.is_initialized():  # whose store may hold what an earlier start wrote
-        generation = [secrets.token_hex(8)]
-        dist.broadcast_object_list(generation)
-        store = dist.PrefixStore(f"fzero/generation/{generation[0]}", compat.default_store())
+        drawn = _drawn(rank, world)
+        store = dist.PrefixStore(f"fzero/generation/{drawn[:8].hex()}", compat.default_store())
         launcher.tell_through(store)
         compare(store, rank, world, where, sizes, timeout)
     else:
@@ -405,13 +408,22 @@ def _joined(mesh: Mesh) -> Mesh:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout)
         )
+        drawn = _drawn(rank, world)
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     gathers = groups_along(sizes, timeout, compat.nccl_ahead()) if device == "cuda" else None
-    return Mesh(
-        sizes, rank, where, grid, timeout, mesh.shared_memory, gathers, mesh.unified_memory, mesh.gpu_direct, store
-    )
+    settings = mesh.shared_memory, gathers, mesh.unified_memory, mesh.gpu_direct
+    return Mesh(sizes, rank, where, grid, timeout, *settings, store, drawn[8:])
+
+
+def _drawn(rank: int, world: int) -> bytes:
+    """40 bytes that rank 0 draws, on every rank; they come over the process group ([Note: the open store] in
+    notes.py)."""
+    try:
+        return gathered(secrets.token_bytes(40))[0]
+    except RuntimeError as error:  # what the process group says of a connection that is gone
+        raise left("make_mesh", rank, world) from error
 
 
 def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -> dict[str, Any]:

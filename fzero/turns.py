@@ -17,13 +17,14 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from fzero.errors import DivergenceError, RankLost, message
+from fzero.notes import from_store
 
 _ENDED = "fzero/turns/ended"
 _FIRST_LOOK = 0.02  # seconds: before a launcher that has seen a rank die ends those that could tell
@@ -32,6 +33,18 @@ _LONGEST_NAP = 0.1  # seconds between two questions to the store; shorter at fir
 
 watcher: Any = None
 """Hears of every turn, and of every look around while this rank waits (elastic/host.py's Progress)."""
+
+
+class _Note(NamedTuple):
+    """The place of a rank: its turn, of which kind and about what; whether it has left, or has died; and its process,
+    by its host and number."""
+
+    number: int
+    kind: str
+    about: str
+    left: bool
+    process: tuple[str, str, int]
+    died: bool = False
 
 
 class Turns:
@@ -78,10 +91,7 @@ class Turns:
                 self.store.delete_key(self._last_go)
         self._last_go = go
         if self.absent([go], owner):
-            places = {
-                r: json.loads(self.store.get(_place(r)))["number"] if self.store.check([_place(r)]) else 0
-                for r in range(self._size)
-            }
+            places = {r: _note(self.store, r).number if self.store.check([_place(r)]) else 0 for r in range(self._size)}
             came = [
                 f"rank {r} timed out after {self.timeout:g} s" for r, number in places.items() if number < self._number
             ]
@@ -132,7 +142,7 @@ class Turns:
             return
         if watcher is not None:
             watcher.wait()
-        others: dict[int, Any] = {}
+        others: dict[int, _Note] = {}
         with contextlib.suppress(dist.DistError):
             # a store that is gone knows nothing: whoever waits for it will say so
             if not self._said:
@@ -142,15 +152,13 @@ class Turns:
                 self._ended = self.store.get(_ENDED).decode()
             others = self._others()
         parted = {
-            r: f"rank {r}: {x['about']}"
-            for r, x in others.items()
-            if x["number"] == self._number and x["kind"] != self._kind
+            r: f"rank {r}: {x.about}" for r, x in others.items() if x.number == self._number and x.kind != self._kind
         }
-        gone = {r for r, x in others.items() if (x["number"] < self._number if x["left"] else _has_died(x))}
+        gone = {r for r, x in others.items() if (x.number < self._number if x.left else _has_died(x))}
         if not (parted or gone):
             self.check(owner)
             return
-        parted |= {r: f"rank {r} has left, after: {others[r]['about'] or 'it joined'}" for r in gone} | {
+        parted |= {r: f"rank {r} has left, after: {others[r].about or 'it joined'}" for r in gone} | {
             self._rank: f"rank {self._rank}: {self._about}"
         }
         lines = [*(parted[r] for r in sorted(parted)), *([self._ended] if self._ended else [])]
@@ -166,14 +174,14 @@ class Turns:
     def gone(self) -> set[int]:
         """The ranks that have left, or have died on this host, as far as the store tells. For any thread."""
         with contextlib.suppress(dist.DistError):
-            return {r for r, x in self._others().items() if x["left"] or _has_died(x)}
+            return {r for r, x in self._others().items() if x.left or _has_died(x)}
         return set()
 
-    def _others(self) -> dict[int, Any]:
+    def _others(self) -> dict[int, _Note]:
         """Notes of the other ranks on where they are, by rank."""
         assert self.store is not None
         ranks = [r for r in range(self._size) if r != self._rank and self.store.check([_place(r)])]
-        return {r: json.loads(self.store.get(_place(r))) for r in ranks}
+        return {r: _note(self.store, r) for r in ranks}
 
     def end(self, error: BaseException) -> None:
         """Called when a turn ended in the middle on this rank: there is no further one. The others find the first
@@ -204,14 +212,8 @@ class Turns:
 
     def _say(self, left: bool = False) -> None:
         assert self.store is not None
-        note = {
-            "number": self._number,
-            "kind": self._kind,
-            "about": self._about,
-            "left": left,
-            "process": [*_host(), os.getpid()],
-        }
-        self.store.set(_place(self._rank), json.dumps(note))
+        note = _Note(self._number, self._kind, self._about, left, (*_host(), os.getpid()))
+        self.store.set(_place(self._rank), json.dumps(note._asdict()))
         self._said = True
 
 
@@ -262,17 +264,17 @@ def tell_of_death(store: dist.Store, rank: int) -> None:
     """Tells the ranks of a mesh that the process which was this rank is gone: this one takes its place. Those on other
     hosts could not see it. `store`: that mesh's."""
     if store.check([_place(rank)]):
-        note = json.loads(store.get(_place(rank)))
-        if note["process"] != [*_host(), os.getpid()]:
-            store.set(_place(rank), json.dumps({**note, "died": True}))
+        note = _note(store, rank)
+        if note.process != (*_host(), os.getpid()):
+            store.set(_place(rank), json.dumps(note._replace(died=True)._asdict()))
 
 
-def _has_died(note: Mapping[str, Any]) -> bool:
+def _has_died(note: _Note) -> bool:
     """Whether a rank's process has been replaced, or is one of this host and gone, or waits for its parent to hear of
     it."""
-    *host, number = note["process"]
-    if note.get("died") or tuple(host) != _host():
-        return bool(note.get("died"))
+    *host, number = note.process
+    if note.died or tuple(host) != _host():
+        return note.died
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -285,6 +287,11 @@ def _brief(error: BaseException, rank: int) -> str:
     if isinstance(error, DivergenceError):
         return "; ".join(lines[1:] or lines)
     return ": ".join([f"rank {rank}", type(error).__name__, *lines[:1]])
+
+
+def _note(store: dist.Store, rank: int) -> _Note:
+    """The place of a rank, as it said last."""
+    return from_store(store, _place(rank), _Note)
 
 
 def _place(rank: int) -> str:

@@ -339,11 +339,11 @@ def test_rank_0_which_may_keep_the_store_goes_last(monkeypatch: pytest.MonkeyPat
     go, whole = threading.Event(), dist.HashStore()
     stores, got = iter([Store(whole), Store(whole, go.wait)]), dict[int, Any]()
     monkeypatch.setattr(behind.compat, "default_store", lambda: next(stores))
-    notes = [behind._Notes(Ranks(r, 2, lambda x: []), "a") for r in range(2)]
+    notes = [behind._Notes(Ranks(r, 2, lambda x, form: []), "a", b"secret") for r in range(2)]
 
     def act(rank: int) -> None:
         with notes[rank] as ranks:
-            got[rank] = [ranks.exchange((rank, i)) for i in range(3)]
+            got[rank] = [ranks.exchange((rank, i), tuple[int, int]) for i in range(3)]
 
     threads = [threading.Thread(target=act, args=(r,)) for r in range(2)]
     for thread in threads:
@@ -360,11 +360,11 @@ def test_rank_0_which_may_keep_the_store_goes_last(monkeypatch: pytest.MonkeyPat
 def test_a_store_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(dist.HashStore())
     monkeypatch.setattr(behind.compat, "default_store", lambda: store)
-    with behind._Notes(Ranks(0, 1, lambda x: []), "a") as ranks:
-        ranks.exchange(1)
+    with behind._Notes(Ranks(0, 1, lambda x, form: []), "a", b"secret") as ranks:
+        ranks.exchange(1, int)
         store.gone = True
         with pytest.raises(CheckpointError, match="the store is gone"):
-            ranks.exchange(2)
+            ranks.exchange(2, int)
 
 
 ENDS = """

@@ -32,6 +32,7 @@ from fzero.checkpoint.ranks import Ranks
 from fzero.errors import CheckpointError
 from fzero.layout import Layout, Leaf, leaf_of, place, shard
 from fzero.mesh import Mesh, make_mesh
+from fzero.read_json import dumped, parsed
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -110,13 +111,13 @@ def meshes(**axes: int) -> list[Mesh]:
 
 def as_ranks(size: int, act: Any) -> list[Any]:
     """`act(Ranks)` in one thread per rank; a rank that hangs fails the test. Returns results, or exceptions."""
-    barrier, slots, out = threading.Barrier(size, timeout=30), [None] * size, [None] * size
+    barrier, slots, out = threading.Barrier(size, timeout=30), [""] * size, [None] * size
 
     def run(rank: int) -> None:
-        def exchange(mine: Any) -> list[Any]:
-            slots[rank] = mine
+        def exchange(mine: Any, form: Any) -> list[Any]:
+            slots[rank] = dumped(mine)
             barrier.wait()
-            everyone = list(slots)
+            everyone = [parsed(text, form) for text in slots]
             barrier.wait()
             return everyone
 
@@ -520,7 +521,7 @@ def test_an_unusable_index_says_why(tmp_path: Path) -> None:
         good.replace(b'"version": 1', b'"version": 3'): ("version 3", "update fzero"),
         b"{}": ("not the index of a fzero checkpoint",),
         b"[" * 100_000: ("corrupt",),
-        b"\xff\xfe\x00": ("corrupt, not JSON",),
+        b"\xff\xfe\x00": ("corrupt, not UTF-8: byte 0 is 0xff",),
     }
     for raw, expected in cases.items():
         (path / "index.json").write_bytes(raw)

@@ -127,7 +127,7 @@ def test_ranks_that_hold_the_same_say_so_in_one_exchange() -> None:
     """Digests of leaves travel only if something differs."""
     sent: list[Any] = []
 
-    def exchange(note: Any) -> list[Any]:
+    def exchange(note: Any, form: Any) -> list[Any]:
         sent.append(note)
         return [note, note]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from fzero.errors import DivergenceError, message
 from fzero.mesh import Mesh
+from fzero.notes import from_store
 
 
 class Share:
@@ -76,7 +77,7 @@ class Share:
         self._store.set(self._key(topic, self._mesh.rank), json.dumps(note))
         ranks = list(ranks)
         missing = {ranks[i] for i in self._mesh.turns.absent([self._key(topic, r) for r in ranks], "compile")}
-        notes = {r: json.loads(self._store.get(self._key(topic, r))) for r in ranks if r not in missing}
+        notes = {r: from_store(self._store, self._key(topic, r), dict[str, str]) for r in ranks if r not in missing}
         problems = [f"rank {r}: {n['error']}" for r, n in notes.items() if "error" in n]
         problems += [f"rank {r} did not deliver in {self._mesh.timeout:g} s" for r in sorted(missing)]
         if problems:

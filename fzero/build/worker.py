@@ -25,6 +25,7 @@ import torch
 from fzero import compat
 from fzero.build import cpp_kernels, graph_pickle
 from fzero.build.cache import Cache, Entry
+from fzero.read_json import parsed
 from fzero.trace import deterministic
 
 _UNIT_CHARS = 100_000
@@ -104,7 +105,7 @@ def _ask(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[str], No
             except BrokenPipeError:
                 pass  # it failed to start; its own words follow
             for line in process.stdout:
-                word = json.loads(line)
+                word = parsed(line)
                 if "done" in word:
                     done(word["done"])
                 else:

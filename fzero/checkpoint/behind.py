@@ -7,12 +7,11 @@ belong to the steps. One save is under way at a time.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import logging
 import os
-import pickle
+import secrets
 import threading
 import time
 import uuid
@@ -26,6 +25,8 @@ from fzero.checkpoint.places import Place
 from fzero.checkpoint.ranks import Ranks, together
 from fzero.errors import CheckpointError, message
 from fzero.layout import leaf_of, place
+from fzero.notes import STRANGERS, proven, signed
+from fzero.read_json import Malformed, dumped, parsed
 from fzero.turns import before_leaving, latest
 
 _ALIGNMENT = 64  # bytes
@@ -147,13 +148,13 @@ def start(
     global _last
     copies: dict[str, torch.Tensor] = {}
 
-    def copy() -> str:
+    def copy() -> tuple[str, str]:
         copies.update(_copied(tensors))
-        return uuid.uuid4().hex
+        return uuid.uuid4().hex, secrets.token_hex(32)
 
-    name = together(ranks, "checkpoint.save", what, copy, undo)[0]
+    name, secret = together(ranks, "checkpoint.save", what, copy, undo, tuple[str, str])[0]
 
-    among = _Notes(ranks, name) if ranks.size > 1 else contextlib.nullcontext(ranks)
+    among = _Notes(ranks, name, secret.encode()) if ranks.size > 1 else contextlib.nullcontext(ranks)
 
     def run() -> Place:
         with among as ranks:
@@ -220,11 +221,15 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Notes:
-    """A context, in which ranks exchange objects through the store. `name`: of this save, of its own over all lives of
-    the store."""
+    """A context, in which ranks exchange values through the store, signed ([Note: the open store] in notes.py).
 
-    def __init__(self, ranks: Ranks, name: str):
-        self._rank, self._size, self._name = ranks.rank, ranks.size, name
+    Args:
+        name: of this save, of its own over all lives of the store.
+        secret: of these ranks.
+    """
+
+    def __init__(self, ranks: Ranks, name: str, secret: bytes):
+        self._rank, self._size, self._name, self._secret = ranks.rank, ranks.size, name, secret
         self._turns = latest()
         kept = self._turns.store if self._turns is not None else None
         self._store = compat.default_store() if kept is None else kept
@@ -245,16 +250,39 @@ class _Notes:
                     for rank in range(self._size):
                         self._store.delete_key(self._key(what, rank))
 
-    def _exchange(self, mine: Any) -> list[Any]:
+    def _exchange(self, mine: Any, form: Any) -> list[Any]:
         number = self._number
         self._number += 1
         with self._store_is_there():
-            self._store.set(self._key(number, self._rank), base64.b64encode(pickle.dumps(mine)).decode())
+            key = self._key(number, self._rank)
+            self._store.set(key, signed(self._secret, key, dumped(mine)))
             self._await(number)
             if number:  # all have read what they exchanged before
                 self._store.delete_key(self._key(number - 1, self._rank))
-            texts = [self._store.get(self._key(number, r)) for r in range(self._size)]
-        return [pickle.loads(base64.b64decode(text)) for text in texts]
+            return self._heard(
+                {key: self._store.get(key) for key in (self._key(number, r) for r in range(self._size))}, form
+            )
+
+    def _heard(self, notes: Mapping[str, bytes], form: Any) -> list[Any]:
+        """The values of these notes.
+
+        Raises:
+            CheckpointError: some are not of this save's ranks.
+        """
+        found, problems = [], []
+        for rank, (key, data) in enumerate(notes.items()):
+            text = proven(self._secret, key, data)
+            try:
+                if text is None:
+                    raise Malformed("it was not written by this run")
+                found.append(parsed(text, form))
+            except Malformed as error:
+                problems.append(f"rank {rank}: {error}: {key}")
+        if problems:
+            self._store.set(self._key("refused", self._rank), "")  # the others may have read it before
+            what = "notes in the store are not this save's"
+            raise CheckpointError(message("checkpoint.save", what, problems, STRANGERS))
+        return found
 
     def _key(self, what: int | str, rank: int) -> str:
         return f"fzero/save/{self._name}/{what}/{rank}"
@@ -288,6 +316,7 @@ class _Notes:
                 looked, gone = now, self._turns.gone() if self._turns is not None else set()
                 absent = [r for r, key in enumerate(keys) if not self._store.check([key])]
                 lost = [f"rank {r} has left" for r in absent if r in gone]
+                lost += [f"rank {r} has given up" for r in absent if self._store.check([self._key("refused", r)])]
                 lost = lost or [f"rank {r} timed out after {timeout:g} s" for r in absent if now - began > timeout]
                 if lost:
                     fix = "look at that rank's errors first; the checkpoint before this one is still the latest"

@@ -20,9 +20,11 @@ from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, Place,
 from fzero.checkpoint.ranks import together, world
 from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, message
+from fzero.read_json import Malformed
 
 logger = logging.getLogger("fzero")
 
+_LONGEST_NAME = 4096  # bytes
 _STEP = re.compile(STEP + r"(\d{8,})")
 
 
@@ -99,7 +101,7 @@ def find(path: str | os.PathLike[str]) -> Place | None:
     """
     ranks = world()
 
-    def look() -> Place | None:
+    def look() -> str | None:
         root = as_path(path)
         settle()
         if ranks.rank:
@@ -108,13 +110,14 @@ def find(path: str | os.PathLike[str]) -> Place | None:
         steps = [n for n in storage.names(root) if _STEP.fullmatch(n.removesuffix(SET_ASIDE))]
         begun = any(storage.has(root / name) for name in (LATEST, INDEX))
         if begun or any(storage.is_published(root / n) for n in steps):
-            return locate(root)
+            return str(locate(root))
         if steps:  # `latest` may have been deleted, or these saves have not come to their end
             text = "fzero.checkpoint: %s has no file %s and no complete checkpoint: a run begins anew. It has %s"
             logger.warning(text, root, LATEST, _contents(root))
         return None
 
-    return together(ranks, "checkpoint", f"cannot tell what is saved in {path}", look)[0]
+    found = together(ranks, "checkpoint", f"cannot tell what is saved in {path}", look, form=str)[0]
+    return None if found is None else as_path(found)
 
 
 def complete_steps(root: Place) -> dict[int, Place]:
@@ -149,10 +152,12 @@ def locate(path: str | os.PathLike[str], name: str | None = None) -> Place:
 def _pointer(root: Place) -> str | None:
     """The name in `latest`, None without that file."""
     try:
-        return storage_of(root).read(root / LATEST).decode().strip()
+        if (real := storage_of(root).link(root, LATEST)) is not None:
+            raise OSError(f"a link out of its directory, to {real}")
+        return storage_of(root).whole(root / LATEST, _LONGEST_NAME).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, Malformed) as error:
         raise CheckpointError(
             message("checkpoint", f"{root / LATEST} cannot be read", [str(error)], "give one step's directory instead")
         ) from None

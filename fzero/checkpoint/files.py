@@ -13,6 +13,9 @@ from pathlib import Path
 from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, TEMPORARY, Place
 from fzero.checkpoint.storage import Draft, Reader, Storage
 from fzero.errors import CheckpointError, message
+from fzero.read_json import open_regular
+
+_PRIVATE = 0o700  # permissions of a directory
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -33,13 +36,14 @@ def sync(directory: Path) -> None:
 
 class _File(Reader):
     def __init__(self, path: Path):
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = open_regular(path)
+        self._fd = self._file.fileno()
 
     def read_into(self, out: memoryview, offset: int) -> int:
         return os.preadv(self._fd, [out], offset)
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
 
 class Files(Storage):
@@ -58,9 +62,9 @@ class Files(Storage):
     def size(self, file: Path) -> int:
         return os.stat(file).st_size
 
-    def read(self, file: Path, nbytes: int | None = None) -> bytes:
-        with file.open("rb") as opened:
-            return opened.read(-1 if nbytes is None else nbytes)
+    def read(self, file: Path, nbytes: int) -> bytes:
+        with open_regular(file) as opened:
+            return opened.read(min(nbytes, os.fstat(opened.fileno()).st_size))
 
     def is_directory(self, place: Path) -> bool:
         return place.is_dir()
@@ -73,7 +77,7 @@ class Files(Storage):
 
     @contextlib.contextmanager
     def writer(self, file: Path, nbytes: int) -> Iterator[Callable[[memoryview], object]]:
-        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _mode(file.parent))
         try:
             yield functools.partial(write_all, fd)
             os.fsync(fd)
@@ -93,12 +97,12 @@ class Files(Storage):
     def stand_in(self, file: Path, nbytes: int) -> Iterator[Path]:
         yield file
 
-    def begin(self, root: Path, name: str) -> Draft:
+    def begin(self, root: Path, name: str, private: bool = False) -> Draft:
         if root.exists() and not root.is_dir():
             fix = "give the directory in which checkpoints are to be made"
             raise CheckpointError(message("checkpoint.save", f"{root} is not a directory", fix=fix))
         if not root.is_dir():
-            root.mkdir(parents=True)
+            root.mkdir(_PRIVATE if private else 0o777, parents=True)
             sync(root.parent)
         for entry in list(root.iterdir()):
             if entry.name.startswith(TEMPORARY):
@@ -109,7 +113,7 @@ class Files(Storage):
                 else:
                     os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
         draft = Draft(root / (TEMPORARY + name), "")
-        draft.directory.mkdir()  # type: ignore[union-attr]
+        draft.directory.mkdir(_PRIVATE if private else 0o777)  # type: ignore[union-attr]
         return draft
 
     def publish(
@@ -124,6 +128,7 @@ class Files(Storage):
         pointer = root / (TEMPORARY + LATEST)  # written before the rename: a full disk must not come between the two
         pointer.unlink(missing_ok=True)
         self.write(pointer, f"{name}\n".encode())
+        pointer.chmod(_mode(temporary) & pointer.stat().st_mode)
         old = target.with_name(name + SET_ASIDE)
         if target.exists():
             os.rename(target, old)  # from here to the next rename, readers find this step under its other name
@@ -142,6 +147,11 @@ class Files(Storage):
         gone = root / f"{TEMPORARY}old-{directory.name}"
         os.rename(directory, gone)
         _remove(gone)
+
+
+def _mode(directory: Path) -> int:
+    """Permissions of a new file, of which the umask takes some: in a directory that is one user's, of that user."""
+    return 0o666 if directory.stat().st_mode & 0o077 else 0o600
 
 
 def _remove(path: Path) -> None:

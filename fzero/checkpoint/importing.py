@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from fzero.checkpoint.places import Place, as_path, local
 from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, FzeroTypeError, message
 from fzero.layout import ties
+from fzero.read_json import Malformed, formed, parsed
 
 _COPY = "copy or download the files again"
 _HEADER = 100 << 20  # bytes: the library takes no longer one
@@ -165,15 +165,15 @@ def entries_of(
 
 def _weight_map(file: Place, owner: str) -> dict[str, str]:
     try:
-        weight_map = json.loads(storage_of(file).read(file))["weight_map"]
-        names = list(weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        content = parsed(storage_of(file).whole(file), dict[str, Any])
+        weight_map = formed(content["weight_map"], dict[str, str], "weight_map")
+    except (OSError, Malformed, KeyError) as error:
         raise CheckpointError(
             message(owner, f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY)
         ) from None
     if odd := [
         f"{n!r} is not a plain file name"
-        for n in dict.fromkeys(map(str, names))
+        for n in dict.fromkeys(weight_map.values())
         if not re.fullmatch(r"(?!\.)[^/\\\0]+", n)
     ]:
         raise CheckpointError(message(owner, f"{file} names files outside its directory", odd, _COPY))

@@ -22,12 +22,13 @@ from fzero.boxes import Along, Boxes, part_shape, uneven
 from fzero.checkpoint import skeleton as skeletons
 from fzero.checkpoint.directory import locate
 from fzero.checkpoint.format import CHUNK, CODES
-from fzero.checkpoint.places import GIVE, INDEX, Place
+from fzero.checkpoint.places import GIVE, INDEX, LONGEST_INDEX, Place
 from fzero.checkpoint.ranks import ALONE, Ranks, together, world
 from fzero.checkpoint.spread import Spread
 from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, message
 from fzero.mesh import Mesh
+from fzero.read_json import Malformed, parsed
 
 FORMAT = "fzero-checkpoint"
 _SHOWN = 100  # lines of an error about leaves that differ
@@ -145,12 +146,13 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
     first: str | None = None
     if not isinstance(path, Index):  # `latest` is written by a save that may run meanwhile: one rank reads it
         what = f"cannot read {path}"
-        first = together(ranks, "checkpoint", what, lambda: locate(path).name if ranks.rank == 0 else None)[0]
+        first = together(ranks, "checkpoint", what, lambda: locate(path).name if ranks.rank == 0 else None, form=str)[0]
     seen = together(
         ranks,
         "checkpoint",
         f"cannot read {path if first is None else Path(first).name}, the checkpoint that rank 0 found",
         lambda: look(first),
+        form=tuple[str, str],
     )
     if any(digest != seen[0][1] for _, digest in seen):
         problems = [
@@ -163,8 +165,10 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
 
 def _read_index(directory: Place) -> Index:
     storage = storage_of(directory)
+    if (real := storage.link(directory, INDEX)) is not None:
+        raise _error(directory, [f"{INDEX}: a link out of its directory, to {real}"])
     try:
-        content = json.loads(storage.read(directory / INDEX))
+        content = parsed(storage.whole(directory / INDEX, LONGEST_INDEX))
     except FileNotFoundError:
         if not storage.is_directory(directory):
             fix = "read another one, e.g. the latest of its root; keep= of fz.checkpoint.save deletes older ones"
@@ -175,8 +179,8 @@ def _read_index(directory: Place) -> Index:
         raise _error(directory, [f"{INDEX}: missing"], fix) from None
     except OSError as error:
         raise _error(directory, [f"{INDEX}: {error}"], "make it readable") from None
-    except (ValueError, RecursionError) as error:
-        raise _error(directory, [f"{INDEX}: corrupt, not JSON ({error})"]) from None
+    except Malformed as error:
+        raise _error(directory, [f"{INDEX}: corrupt, {error}"]) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         fix = f"{GIVE}; fz.checkpoint.import_ reads Hugging Face directories"
         raise _error(directory, [f"{INDEX}: not the index of a fzero checkpoint"], fix)
@@ -325,7 +329,11 @@ def dump(content: dict[str, Any]) -> bytes:
             lines.append(f"{json.dumps(key)}: {{\n{inner}\n}}")
         else:
             lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    if len(data) > LONGEST_INDEX:
+        what, fix = f"its index has {len(data)} bytes", f"a state of fewer leaves or ranks: {LONGEST_INDEX} are read"
+        raise CheckpointError(message("checkpoint.save", what, fix=fix))
+    return data
 
 
 def to_json(
@@ -379,7 +387,8 @@ def parse(directory: Place, content: Mapping[str, Any]) -> Index:
     shapes = {name: (tuple(map(_count, leaf["shape"])), _DTYPES[leaf["dtype"]]) for name, leaf in stored.items()}
     parts = {name: tuple(_part(p, shapes[name][0]) for p in leaf["parts"]) for name, leaf in stored.items()}
     files = {
-        name: File(_count(f["bytes"]), _text(f["sha256"]), _text(f["crc32"])) for name, f in content["files"].items()
+        name: File(_count(f["bytes"]), _text(f["sha256"]), None if f["crc32"] is None else _text(f["crc32"]))
+        for name, f in content["files"].items()
     }
     aliases = {_text(later): _text(first) for later, first in content["aliases"].items()}
     if content["chunk"] != CHUNK:

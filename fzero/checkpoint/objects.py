@@ -14,7 +14,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.places import INDEX, LATEST, STEP, Place, Url
+from fzero.checkpoint.places import INDEX, LATEST, LONGEST_INDEX, STEP, Place, Url
 from fzero.checkpoint.storage import Draft, Reader, Storage
 from fzero.errors import CheckpointError, StorageError, message
 
@@ -96,7 +96,7 @@ class Objects(Storage):
         with self._asked("read", file):
             return self._fs.cat_file(self._path(file), start=start, end=stop)
 
-    def read(self, file: Url, nbytes: int | None = None) -> bytes:
+    def read(self, file: Url, nbytes: int) -> bytes:
         return self.ranged(file, stop=nbytes)
 
     @contextlib.contextmanager
@@ -136,7 +136,7 @@ class Objects(Storage):
             os.truncate(made.name, size)  # a hole for what is not read
             yield Path(made.name)
 
-    def begin(self, root: Url, name: str) -> Draft:
+    def begin(self, root: Url, name: str, private: bool = False) -> Draft:
         if self.has(root):
             fix = "give the place under which checkpoints are to be made"
             raise CheckpointError(message("checkpoint.save", f"{root} is an object", fix=fix))
@@ -153,7 +153,7 @@ class Objects(Storage):
     ) -> list[Place]:
         target, before = root / name, None
         with contextlib.suppress(FileNotFoundError):
-            before = self.read(target / INDEX)
+            before = self.whole(target / INDEX, LONGEST_INDEX)
         try:
             self.write(target / INDEX, index)
             here = [target / n for n in files]
@@ -169,7 +169,7 @@ class Objects(Storage):
             with contextlib.suppress(Exception):
                 if before is not None:
                     self.write(target / INDEX, before)
-                elif self.read(target / INDEX) == index:  # not another's
+                elif self.whole(target / INDEX, LONGEST_INDEX) == index:  # not another's
                     self._delete([target / INDEX])
             raise
         with contextlib.suppress(CheckpointError):  # they are in nobody's way
@@ -181,7 +181,7 @@ class Objects(Storage):
         home: Any = draft.directory
         with contextlib.suppress(Exception):
             with contextlib.suppress(FileNotFoundError):
-                if draft.mark.encode() in self.read(home / INDEX):
+                if draft.mark.encode() in self.whole(home / INDEX, LONGEST_INDEX):
                     return  # the store did not say that it had written it
             self._delete([home / n for n in self.names(home) if draft.mark in n])
 

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from fzero.errors import CheckpointError, message
 
 INDEX = "index.json"
+LONGEST_INDEX = 2 << 30  # bytes: some ten million parts of leaves
 LATEST = "latest"
 TEMPORARY = ".tmp-"
 STEP = "step-"

@@ -7,22 +7,25 @@ exchanged, then looked at.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch.distributed as dist
 
 from fzero.errors import CheckpointError, DivergenceError, RankLost, StorageError, left, message
+from fzero.notes import exchanged
+from fzero.read_json import dumped, parsed
 from fzero.turns import latest
 
 T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
-    """The processes that save or restore together; `exchange` returns every rank's object, in order of rank."""
+    """The processes that save or restore together; `exchange(value, form)` returns every rank's value, in order of
+    rank, as that form of JSON has it (read_json.py)."""
 
     rank: int
     size: int
-    exchange: Callable[[Any], list[Any]]
+    exchange: Callable[[Any, Any], list[Any]]
 
 
 def world() -> Ranks:
@@ -33,12 +36,18 @@ def world() -> Ranks:
 
 
 def together(
-    ranks: Ranks, where: str, what: str, act: Callable[[], T], undo: Callable[[], object] = lambda: None
+    ranks: Ranks,
+    where: str,
+    what: str,
+    act: Callable[[], T],
+    undo: Callable[[], object] = lambda: None,
+    form: Any = None,
 ) -> list[T]:
     """The results of `act()` of every rank.
 
     Args:
         undo: run on every rank before raising, if any rank failed.
+        form: of the results, as values of JSON.
 
     Raises:
         CheckpointError: on every rank, if it failed on any; names each failing rank and its error. A StorageError if
@@ -56,7 +65,8 @@ def together(
         error = caught
     try:
         everyone = ranks.exchange(
-            (result, None if error is None else (*_text(error), isinstance(error, (OSError, StorageError))))
+            (result, None if error is None else (*_text(error), isinstance(error, (OSError, StorageError)))),
+            tuple[Optional[form], tuple[str, str | None, bool] | None],  # noqa: UP045 - of None too
         )
     except DivergenceError as apart:  # nobody to tell
         if error is None:
@@ -77,21 +87,21 @@ def together(
     raise kind(message(where, what, lines, "; ".join(fixes) or None)) from error
 
 
-def _exchange(mine: Any) -> list[Any]:
-    out: list[Any] = [None] * dist.get_world_size()
+def _exchange(mine: Any, form: Any) -> list[Any]:
     turns = latest()
     if turns is not None:
         turns.begin("checkpoint", "saves or restores a checkpoint")
         turns.check("checkpoint")
         turns.meet("checkpoint")
     try:
-        dist.all_gather_object(out, mine)
+        return exchanged(mine, form, "checkpoint")
+    except DivergenceError:
+        raise
     except RuntimeError as error:  # what the process group says of a connection that is gone
         raise left("checkpoint", dist.get_rank(), dist.get_world_size()) from error
-    return out
 
 
-ALONE = Ranks(0, 1, lambda mine: [mine])
+ALONE = Ranks(0, 1, lambda mine, form: [parsed(dumped(mine), form)])
 
 
 def _text(error: BaseException) -> tuple[str, str | None]:

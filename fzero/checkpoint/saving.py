@@ -23,12 +23,13 @@ from typing import Any, Literal, overload
 import torch
 
 from fzero import tree
+from fzero.arguments import flag
 from fzero.boxes import Boxes, part_shape
 from fzero.checkpoint import behind, format, skeleton
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.directory import complete_steps, step_name
 from fzero.checkpoint.index import File, Part, dump, show, to_json
-from fzero.checkpoint.places import INDEX, Place, as_path
+from fzero.checkpoint.places import INDEX, Place, Url, as_path
 from fzero.checkpoint.ranks import Ranks, together, world
 from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
@@ -36,6 +37,7 @@ from fzero.comm.replicas import differing, digested, replicas_of
 from fzero.errors import CheckpointError, message
 from fzero.layout import Cut, extent_of, leaf_of
 from fzero.mesh import Mesh
+from fzero.read_json import parsed
 from fzero.step import lasting
 
 logger = logging.getLogger("fzero")
@@ -99,6 +101,7 @@ def save(
     meta: Mapping[str, Any] | None = None,
     check_replicas: bool = True,
     wait: Literal[True] = True,
+    private: bool = False,
 ) -> Place: ...
 @overload
 def save(
@@ -109,6 +112,7 @@ def save(
     meta: Mapping[str, Any] | None = None,
     check_replicas: bool = True,
     wait: Literal[False],
+    private: bool = False,
 ) -> Saving: ...
 @overload
 def save(
@@ -119,6 +123,7 @@ def save(
     meta: Mapping[str, Any] | None = None,
     check_replicas: bool = True,
     wait: bool,
+    private: bool = False,
 ) -> Place | Saving: ...
 def save(
     path: str | os.PathLike[str],
@@ -128,6 +133,7 @@ def save(
     meta: Mapping[str, Any] | None = None,
     check_replicas: bool = True,
     wait: bool = True,
+    private: bool = False,
 ) -> Place | Saving:
     """Saves a state as `path/step-XXXXXXXX`, in place of an older checkpoint of the same step.
 
@@ -148,6 +154,9 @@ def save(
         wait: False to go on while it is written: what this rank writes is copied to host memory, and a thread does the
             rest. A `Saving` comes back, whose `wait()` returns the path; a save under way is waited for by the next
             one. Not for states with leaves on disk, which such a copy would bring into memory.
+        private: True for files that this user alone can read (0600, in directories of 0700), whatever the umask;
+            otherwise files have the permissions that the umask leaves. Directories that are there stay as they are. Not
+            for an object store, where its own policies say who may read.
 
     Communication: a few bytes through the store; five exchanges of small objects; each rank writes the shards it holds,
         one of the replicas of a shard and of a whole leaf, spread over the ranks by size. With `wait=False` two of the
@@ -176,7 +185,9 @@ def save(
     )
     alone = contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save")
     with alone, behind.one_at_a_time:
-        job = begin(world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas, wait=wait)
+        job = begin(
+            world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas, wait=wait, private=private
+        )
         if wait:
             return carry_out(job)
 
@@ -195,6 +206,7 @@ def begin(
     meta: Mapping[str, Any] | None = None,
     check_replicas: bool = True,
     wait: bool = True,
+    private: bool = False,
 ) -> Job:
     """Waits for the save under way, plans the next on all ranks, and makes room for its files.
 
@@ -204,12 +216,12 @@ def begin(
     plan: Plan | None = None
     draft: Draft | None = None
 
-    def act() -> tuple[str, Draft | None]:
+    def act() -> tuple[str, tuple[str, str] | None]:
         nonlocal root, plan, draft
         root = as_path(path)
         behind.finish()  # it may raise on some ranks alone: those where nobody has asked
         plan = make_plan(state, ranks.rank, ranks.size)
-        _check_arguments(keep, meta, wait, plan)
+        _check_arguments(keep, meta, wait, plan, not_private(root, private))
         storage = storage_of(root)  # every rank has what it takes
         if ranks.rank == 0:
             if storage.has(root / INDEX):
@@ -217,14 +229,15 @@ def begin(
                 raise CheckpointError(
                     message("checkpoint.save", f"{root} is a checkpoint, not a place for some", fix=fix)
                 )
-            draft = storage.begin(root, step_name(plan.step))
-        return plan.digest(), draft
+            draft = storage.begin(root, step_name(plan.step), private)
+        return plan.digest(), None if draft is None else (str(draft.directory), draft.mark)
 
     undo = lambda: _undo(ranks, root, draft)  # noqa: E731
     what = f"cannot save to {path}"
-    begun = together(ranks, "checkpoint.save", what, act, undo)
-    digests, draft = [digest for digest, _ in begun], begun[0][1]
-    assert root is not None and plan is not None and draft is not None
+    begun = together(ranks, "checkpoint.save", what, act, undo, tuple[str, tuple[str, str] | None])
+    digests, drafted = [digest for digest, _ in begun], begun[0][1]
+    assert root is not None and plan is not None and drafted is not None
+    draft = Draft(as_path(drafted[0]), drafted[1])
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         undo()
         problems = [
@@ -254,6 +267,7 @@ def carry_out(job: Job) -> Place:
         job.what,
         lambda: str(commit(job.root, job.draft, plan, keep=job.keep, meta=job.meta)) if ranks.rank == 0 else "",
         job.undo,
+        str,
     )
     return as_path(done[0])
 
@@ -446,8 +460,14 @@ def _holders(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     return out
 
 
-def _check_arguments(keep: Any, meta: Any, wait: Any, plan: Plan) -> None:
-    problems = []
+def not_private(path: str | os.PathLike[str], private: Any) -> list[str]:
+    """A line if checkpoints of a path cannot be of this user alone, as is asked."""
+    if not (problems := flag("private", private)) and private and isinstance(as_path(path), Url):
+        problems = ["private=True: objects of a store have no permissions of files; its policies say who may read"]
+    return problems
+
+
+def _check_arguments(keep: Any, meta: Any, wait: Any, plan: Plan, problems: list[str]) -> None:
     if type(wait) is not bool:
         problems.append(f"wait={wait!r}: True or False")
     on_disk = [name for name, x in plan.tensors.items() if extent_of(x) is not None]
@@ -459,9 +479,9 @@ def _check_arguments(keep: Any, meta: Any, wait: Any, plan: Plan) -> None:
     if keep is not None and (type(keep) is not int or keep < 1):
         problems.append(f"keep={keep!r}: a whole number of at least 1, or None to keep all")
     try:
-        if json.loads(json.dumps(dict(meta or {}), allow_nan=False)) != dict(meta or {}):
+        if parsed(json.dumps(dict(meta or {}), allow_nan=False)) != dict(meta or {}):
             problems.append("meta: JSON would change it (tuples, or keys that are not str)")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         problems.append(f"meta: JSON cannot hold it: {error}")
     if problems:
         raise CheckpointError(message("checkpoint.save", "invalid arguments", problems, "change them as said above"))
@@ -474,7 +494,7 @@ def _note(rank: int) -> str:
 def _read_note(draft: Draft, rank: int, size: int) -> dict[str, Any]:
     storage, file = storage_of(draft.directory), draft.directory / draft.name(file_name(rank, size))
     try:
-        note = json.loads(storage.read(draft.directory / draft.name(_note(rank))))
+        note = parsed(storage.whole(draft.directory / draft.name(_note(rank))))
         found = storage.size(file)
     except FileNotFoundError:
         what, fix = f"what rank {rank} wrote is not to be seen from rank 0", "save to a filesystem that all ranks share"

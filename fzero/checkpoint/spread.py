@@ -71,7 +71,8 @@ class Spread:
                 else:
                     asks.setdefault(holder, []).append((file, piece.offset, piece.out.numel()))
                     outs.setdefault(holder, []).append(piece.out)
-        everyones = self._ranks.exchange((asks, sorted({p.leaf for ps in jobs.values() for p in ps})))
+        names = sorted({p.leaf for ps in jobs.values() for p in ps})
+        everyones = self._ranks.exchange((asks, names), tuple[dict[int, list[Asked]], list[str]])
         sizes = {(h, r): sum(n for *_, n in asked) for r, (of, _) in enumerate(everyones) for h, asked in of.items()}
 
         def given(rank: int) -> _Pieces:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.checkpoint.places import Place
+from fzero.read_json import MOST, Malformed
 
 
 class Draft(NamedTuple):
@@ -64,8 +65,8 @@ class Storage(ABC):
         """Bytes of a file."""
 
     @abstractmethod
-    def read(self, file: Any, nbytes: int | None = None) -> bytes:
-        """A whole file, or its first bytes."""
+    def read(self, file: Any, nbytes: int) -> bytes:
+        """The first bytes of a file, or all if there are no more."""
 
     @abstractmethod
     def is_directory(self, place: Any) -> bool: ...
@@ -94,9 +95,9 @@ class Storage(ABC):
         """A local file of the same size and the same first bytes."""
 
     @abstractmethod
-    def begin(self, root: Any, name: str) -> Draft:
+    def begin(self, root: Any, name: str, private: bool = False) -> Draft:
         """Makes room for a checkpoint of this name, after finishing or removing what saves that were killed left. One
-        process calls it."""
+        process calls it. `private`: its files are for this user alone."""
 
     @abstractmethod
     def publish(
@@ -117,6 +118,17 @@ class Storage(ABC):
     @abstractmethod
     def retire(self, root: Any, directory: Any) -> None:
         """Deletes a checkpoint: one half deleted is never taken for a complete one."""
+
+    def whole(self, file: Any, most: int = MOST) -> bytes:
+        """A whole file.
+
+        Raises:
+            Malformed: it has more than so many bytes.
+        """
+        data = self.read(file, most + 1)
+        if len(data) > most:
+            raise Malformed(f"more than {most} bytes")
+        return data
 
     def has(self, file: Any) -> bool:
         try:

@@ -58,7 +58,7 @@ def differing(
     digests: Mapping[str, tuple[str, tuple[str, ...]]],
     sizes: Mapping[str, int],
     size: int,
-    exchange: Callable[[Any], list[Any]],
+    exchange: Callable[[Any, Any], list[Any]],
 ) -> list[str]:
     """A line for each name of which two ranks hold different values: the same lines on every rank.
 
@@ -66,14 +66,15 @@ def differing(
         digests: as `digested` makes them. The same names on every rank, or those that a rank lacks are among the lines.
         sizes: of the axes of the mesh.
         size: number of ranks.
-        exchange: returns every rank's object, in order of rank.
+        exchange: returns every rank's value, in order of rank, as the form that it is given has it (read_json.py).
 
     Communication: one exchange of about a hundred bytes; if anything differs another of 50 bytes a name.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name, (_, axes) in digests.items():
         groups["/".join(axes)].append(name)
-    notes = exchange({axes: _sha(*(f"{n} {digests[n][0]}".encode() for n in names)) for axes, names in groups.items()})
+    mine = {axes: _sha(*(f"{n} {digests[n][0]}".encode() for n in names)) for axes, names in groups.items()}
+    notes = exchange(mine, dict[str, str])
     first = {axes: _first_holders(axes, sizes, size) for note in notes for axes in note}
     if all(
         notes[rank].get(axes) == notes[holder].get(axes)
@@ -81,7 +82,8 @@ def differing(
         for rank, holder in enumerate(holders)
     ):
         return []
-    tables = exchange({n: (axes, digests[n][0]) for axes, names in groups.items() for n in names})
+    told = {n: (axes, digests[n][0]) for axes, names in groups.items() for n in names}
+    tables = exchange(told, dict[str, tuple[str, str]])
     out = []
     for name in dict.fromkeys(n for table in tables for n in table):
         others: dict[int, list[int]] = defaultdict(list)

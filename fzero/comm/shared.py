@@ -13,11 +13,11 @@ When a buffer may be written again is settled in the program: [Note: release] in
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import logging
 import mmap
 import os
-import secrets
 import select
 import selectors
 import socket
@@ -365,9 +365,7 @@ def connect(mesh: Mesh) -> SharedMemory | None:
             server.bind("")  # the kernel chooses an abstract name, which any process of this host can connect to
             server.listen(mesh.size)
             store.set(f"{prefix}/address/{me}", server.getsockname().hex())
-            if me == 0:
-                store.set(f"{prefix}/secret", secrets.token_hex(_NUM_SECRET // 2))
-            secret = _told(store, f"{prefix}/secret", 0, mesh.timeout, hopeless)
+            secret = hashlib.sha256(mesh.secret + prefix.encode()).hexdigest().encode()
             for rank in range(me):
                 address = bytes.fromhex(_told(store, f"{prefix}/address/{rank}", rank, mesh.timeout, hopeless).decode())
                 peers[rank] = _meet(_called(address, secret, me, rank, mesh.timeout), rank, mesh.timeout)

@@ -21,6 +21,7 @@ from fzero.comm.disk import aligned
 from fzero.errors import TierError, message
 from fzero.layout import SECTOR, Extent, extent_of, padded, set_extent
 from fzero.mesh import Mesh
+from fzero.notes import exchanged
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,7 @@ class Tiers:
             count = torch.tensor(len(failures), device="cpu")
             dist.all_reduce(count)
             if count.item():
-                everyone: list[list[str]] = [[]] * self._mesh.size
-                dist.all_gather_object(everyone, failures)
+                everyone = exchanged(failures, list[str], "step")
                 failures = [f"rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
         if not failures:
             return None

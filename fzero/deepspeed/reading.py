@@ -19,7 +19,9 @@ from typing import Any
 from fzero.arguments import shown
 from fzero.deepspeed.table import DEEPSPEED, NOTE, REFUSED, Row, Table
 from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.read_json import Malformed, contents, parsed
 
+_MOST = 1 << 24  # bytes of a file: 16 MiB
 _ELSEWHERE = 3  # sections: a name that more have says nothing about where a key belongs
 
 
@@ -87,25 +89,35 @@ def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[
         what = f"a configuration is a path or a dict, not {type(config).__name__}"
         raise FzeroTypeError(message("deepspeed", what, fix='e.g. fz.deepspeed.load_config("ds_config.json")'))
     path, name = Path(config), os.fspath(config)
-    if path.is_file():
-        return _parsed(path.read_text(), name), name
+    if os.path.isfile(name):  # Path.is_file raises of a text that is too long for a name
+        try:
+            return read_text(contents(path, _MOST), name), name
+        except (OSError, Malformed) as error:
+            fix = "give the path of a ds_config.json"
+            raise FzeroValueError(message("deepspeed", f"{name} cannot be read", [str(error)], fix)) from None
     try:
-        text = base64.urlsafe_b64decode(name).decode()
+        text = base64.urlsafe_b64decode(name)
     except (binascii.Error, ValueError):
         fix = "give the path of a file that is there, or the dict itself"
         raise FzeroValueError(message("deepspeed", f"{shown(name)} is not there", fix=fix)) from None
-    return _parsed(text, "base64"), "base64"
+    return read_text(text, "base64"), "base64"
 
 
 def _plain(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """As JSON has it: lists for tuples, texts for keys."""
     try:
-        return json.loads(json.dumps(dict(config)))
-    except (TypeError, ValueError) as error:
+        return parsed(json.dumps(dict(config)))
+    except (TypeError, ValueError, RecursionError) as error:
         raise FzeroTypeError(message("deepspeed", f"{name} has values that JSON has not", [str(error)])) from None
 
 
-def _parsed(text: str, name: str) -> dict[str, Any]:
+def read_text(text: str | bytes, name: str) -> dict[str, Any]:
+    """A configuration as a dict, of its text; errors call it `name`.
+
+    Raises:
+        FzeroValueError: as `read_file`.
+    """
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [key for key, _ in pairs]
         twice.extend(key for key in dict.fromkeys(names) if names.count(key) > 1)
@@ -113,8 +125,8 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
 
     twice: list[str] = []
     try:
-        found = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
+        found = parsed(text, pairs=unique)
+    except Malformed as error:
         try:
             import hjson  # pyright: ignore[reportMissingImports]  # comes with DeepSpeed
         except ImportError:
@@ -122,7 +134,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
             raise FzeroValueError(message("deepspeed", f"{name} is not JSON", [str(error)], fix)) from None
         try:
             found = hjson.loads(text, object_pairs_hook=unique)
-        except ValueError as second:
+        except (ValueError, RecursionError) as second:
             raise FzeroValueError(message("deepspeed", f"{name} is neither JSON nor HJSON", [str(second)])) from None
     if twice:
         problems = [f"{key!r} twice in one section" for key in twice]
@@ -229,7 +241,7 @@ def _quoted(test: Any, value: Any) -> bool:
     if not isinstance(value, str):
         return False
     try:
-        return test(json.loads(value.lower()))
+        return test(parsed(value.lower()))
     except ValueError:
         return False
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fzero.arguments import flag, number
 from fzero.mesh import Mesh
+from fzero.notes import from_store
 
 SLOWER = 1.3  # times the median that a slow rank works
 _IN_A_ROW = 3  # windows
@@ -142,7 +143,7 @@ class Pace:
         keys = [_key(self._window - 2, r) for r in all_ranks]
         if self._window < 2 or not store.check(keys):  # ranks of a loop that takes no steps can be far apart
             return []
-        return self._judge([json.loads(store.get(key)) for key in keys], batch)
+        return self._judge([from_store(store, key, dict[str, Any]) for key in keys], batch)
 
     def _judge(self, notes: list[dict[str, Any]], batch: int) -> list[Finding]:
         median = statistics.median_low(note["worked"] for note in notes)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from fzero import agree, checkpoint, tree, turns
-from fzero.arguments import count, shown
+from fzero.arguments import count, flag, shown
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.index import Index
 from fzero.checkpoint.places import Url
 from fzero.checkpoint.ranks import together, world
+from fzero.checkpoint.saving import not_private
 from fzero.comm.transport import transport
 from fzero.data.steps import Steps
 from fzero.elastic import host, moving, replay
@@ -24,11 +25,12 @@ from fzero.elastic.health import Finding, Health, Pace
 from fzero.elastic.joining import Signals
 from fzero.elastic.redo import Redo
 from fzero.elastic.sent import Sent
-from fzero.elastic.vault import Vault
+from fzero.elastic.vault import Damage, Vault
 from fzero.elastic.wards import Ward
 from fzero.errors import CheckpointError, FzeroValueError, StorageError, message
 from fzero.layout import extent_of
 from fzero.mesh import Mesh
+from fzero.notes import STRANGERS, proven, signed
 from fzero.processes import Processes
 from fzero.runtime.training import CompiledStep
 from fzero.step import State
@@ -101,6 +103,8 @@ class Run:
         self._on_disk: list[str] = []
         self._path: str | os.PathLike[str] | None = None
         self._saved: dict[str, Any] = {}
+        self._private = False  # whether checkpoints are for this user alone
+        self._strange = False  # whether the log says that a stranger writes to the store
 
     @property
     def place(self) -> dict[str, int]:
@@ -144,6 +148,7 @@ class Run:
         *,
         path: str | os.PathLike[str] | None = None,
         data: Steps | None = None,
+        private: bool = False,
     ) -> State:
         """The newest state that all ranks can have: of the hosts' memory, else of the checkpoints under `path`, else a
         first one.
@@ -154,6 +159,7 @@ class Run:
             path: the directory of the run's checkpoints, or a URL; where `save`, and a run that is told to stop, write.
             data: the data set whose batches the run sees. Checkpoints say which it was, and are not gone on from with
                 another one.
+            private: True for checkpoints that this user alone can read, as `fz.checkpoint.save` writes them.
 
         Communication: a few bytes, and what `restore` or `init` take.
 
@@ -165,13 +171,14 @@ class Run:
         problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
         if data is not None and not isinstance(data, Steps):
             problems.append(f"data={shown(data)}: must be a data set of fz.data")
+        problems += flag("private", private) if path is None else not_private(path, private)
         if problems:
             fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
             raise FzeroValueError(message("run.state", "invalid arguments", problems, fix))
         if self._newest is not None:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
             raise FzeroValueError(message("run.state", "a run has one state, and this one has it already", fix=fix))
-        self._path, self._train, self._data = path, train, data
+        self._path, self._train, self._data, self._private = path, train, data, private
         self._cursor = None if data is None else data.cursor(0)
         kept, lost = self._in_memory()
         self._signals.free = kept is None
@@ -406,7 +413,8 @@ class Run:
         note: dict[str, Any] = {"seen": self._batches()}
         if self._data is not None:
             note["data"] = {**(self._cursor or {}), "next": self._data.data_step(note["seen"])}
-        saved = checkpoint.save(self._path, state, keep=keep, meta={**(meta or {}), _NOTE: note}, wait=wait)
+        more = {**(meta or {}), _NOTE: note}
+        saved = checkpoint.save(self._path, state, keep=keep, meta=more, wait=wait, private=self._private)
         if isinstance(saved, Saving):
             self._behind = saved, self._known
         else:
@@ -486,9 +494,15 @@ class Run:
         can end that without it."""
         if self.mesh.size == 1:
             return self._signals.came
-        if self._signals.came:
-            self.mesh.store.compare_set(_STOP, "", str(step + 1))
-        return self.mesh.store.check([_STOP]) and int(self.mesh.store.get(_STOP)) <= step
+        store, secret = self.mesh.store, self.mesh.secret
+        found = store.get(_STOP) if store.check([_STOP]) else b""
+        said = proven(secret, _STOP, found)
+        if found and said is None and not self._strange:
+            self._strange = True
+            logger.warning("fzero.run: ignores a stop in the store that is not this run's: %s", STRANGERS)
+        if self._signals.came and said is None:
+            store.compare_set(_STOP, found.decode(errors="replace"), signed(secret, _STOP, str(step + 1)))
+        return said is not None and int(said) <= step
 
     def _resized(self, found: Index | None) -> None:
         """Says, or refuses, that another number of ranks has trained this state."""
@@ -522,7 +536,8 @@ class Run:
         memory, here = self._memory, Processes.of()
         agree.everywhere(self.mesh, "run", lambda: None)  # nobody keeps anything meanwhile
         what = "cannot check the memory of a host"
-        damaged = together(world(), "run", what, lambda: moving.let_go_of_damaged(memory, here.local, here.num_local))
+        look = lambda: moving.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
+        damaged = together(world(), "run", what, look, form=list[Damage])
         for rank, seen, leaves, sent in (x for those in damaged for x in those):
             how = "sent of its state" if sent else "kept"
             text = f"what rank {rank} {how} after {seen} batches has changed in memory, and is not used: "

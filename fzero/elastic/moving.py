@@ -9,27 +9,26 @@ memory, and asks a rank of that host for them (checkpoint/spread.py).
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
-import pickle
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero import turns
 from fzero.checkpoint import format
-from fzero.checkpoint.index import Index, Part
+from fzero.checkpoint.index import Index, Part, parse, to_json
 from fzero.checkpoint.ranks import Ranks, together
 from fzero.checkpoint.spread import Spread
 from fzero.elastic import vault
 from fzero.elastic.parity import Parity, lost, make_again, parities
 from fzero.elastic.vault import held, is_whole
+from fzero.errors import CheckpointError, message
 from fzero.mesh import Mesh
+from fzero.read_json import formed, parsed
 
 logger = logging.getLogger("fzero")
 
@@ -140,10 +139,11 @@ def let_go_of_damaged(memory: Path, turn: int, num: int) -> list[vault.Damage]:
 
 def found(memory: Path, ranks: Ranks) -> list[Held]:
     """The contents of all memories, each told of by the first rank that has it."""
-    names = together(ranks, "run", "cannot find the memory of a host", lambda: _name(memory))
+    what, form = "cannot find the memory of a host", tuple[str, str, int, int]
+    names = together(ranks, "run", what, lambda: _name(memory), form=form)
     readers = [[r for r, other in enumerate(names) if other == one] for one in dict.fromkeys(names)]
 
-    def look() -> bytes | None:
+    def look() -> dict[str, Any] | None:
         if not any(ranks.rank == those[0] for those in readers):
             return None
         try:
@@ -152,10 +152,30 @@ def found(memory: Path, ranks: Ranks) -> list[Held]:
                 check(index)
         except _WRONG as error:
             states, there, problem = {}, {}, f"{memory}: {type(error).__name__}: {error}"
-        return zlib.compress(pickle.dumps((states, there, problem)), 1)
+        of_states = [[*key, str(index.directory), _told(index)] for key, index in states.items()]
+        return {"states": of_states, "parities": there, "problem": problem}
 
-    told = together(ranks, "run", "cannot read the memory of a host", look)
-    return [Held(those, *pickle.loads(zlib.decompress(told[those[0]] or b""))) for those in readers]
+    def heard(those: Sequence[int]) -> Held:
+        content = told[those[0]] or {}
+        states = formed(content["states"], list[tuple[int, int, str, Any]])
+        parities = formed(content["parities"], dict[int, list[Parity]])
+        indices = {(step, size): parse(Path(directory), index) for step, size, directory, index in states}
+        return Held(those, indices, parities, formed(content["problem"], str | None))
+
+    what = "cannot read the memory of a host"
+    told = together(ranks, "run", what, look, form=Any)
+    try:
+        return [heard(those) for those in readers]
+    except _WRONG as error:  # on every rank: all have the same notes
+        raise CheckpointError(message("run", what, [f"its note is damaged: {type(error).__name__}: {error}"])) from None
+
+
+def _told(index: Index) -> dict[str, Any]:
+    """An index as another rank parses it."""
+    content = to_json(
+        index.step, index.leaves, index.parts, index.aliases, index.skeleton, dict(index.meta), index.files
+    )
+    return {**content, "chunk": format.CHUNK, "sha256": index.sha256}
 
 
 def _name(memory: Path) -> tuple[str, str, int, int]:
@@ -179,7 +199,7 @@ def check(index: Index) -> None:
     for file, parts in of_file.items():
         with (Path(index.directory) / file).open("rb") as f:
             length = int.from_bytes(f.read(8), "little")
-            header = json.loads(f.read(length)) if 8 + length <= index.files[file].bytes else {}
+            header = parsed(f.read(length)) if 8 + length <= index.files[file].bytes else {}
         for part in parts:
             begin = part.offset - 8 - length
             told, nbytes = header.get(part.key, {}), part.boxes.numel * dtypes[part.key].itemsize

@@ -8,7 +8,6 @@ keeps the result in its host's memory as if it had been sent there whole.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from fzero.comm.replicas import word_sum
 from fzero.elastic.wards import SEALED, SUMS, write_note
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
+from fzero.read_json import read
 from fzero.routes import Route
 
 logger = logging.getLogger("fzero")
@@ -55,7 +55,7 @@ def parities(memory: Path) -> dict[int, list[Parity]]:
     """The parities in a memory, by the number of ranks that kept the states."""
     found: dict[int, list[Parity]] = {}
     for path in sorted(memory.glob("of-*/parity-*.json")):
-        note, slots = json.loads(path.read_text()), dict[int, str]()
+        note, slots = read(path, dict[str, Any]), dict[int, str]()
         for slot in range(note["slots"]):
             file = path.with_name(f"{path.stem}.{slot}.safetensors")
             with file.open("rb") as f:

@@ -17,13 +17,13 @@ import torch
 
 from fzero import agree, checkpoint, tree
 from fzero.checkpoint.index import Index
-from fzero.checkpoint.ranks import world
 from fzero.comm.replicas import word_sum
 from fzero.elastic.vault import on_host
 from fzero.layout import leaf_of
 from fzero.lowering.layouts import zero_of
 from fzero.measure.profile import Following
 from fzero.mesh import Mesh
+from fzero.notes import gathered_tensors
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES
 from fzero.program.ops.transfers import AllReduce, ReduceScatter
@@ -180,7 +180,11 @@ def _first_hand(program: Program) -> set[int]:
 def turned_batch(train: CompiledStep, batch: Any) -> Any:
     """The batch of this rank's neighbour. Memory: the batches of all ranks, on the host."""
     mesh = train.mesh
-    return batch if mesh.size == 1 else world().exchange(batch)[neighbours(mesh, batch_axes(train))[mesh.rank]]
+    if mesh.size == 1:
+        return batch
+    flat, structure = tree.flatten(batch)
+    other = gathered_tensors({str(i): x for i, x in enumerate(flat)})[neighbours(mesh, batch_axes(train))[mesh.rank]]
+    return tree.unflatten(structure, [other[str(i)].to(x.device) for i, x in enumerate(flat)])
 
 
 def batch_axes(train: CompiledStep) -> tuple[str, ...]:

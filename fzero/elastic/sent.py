@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from fzero.elastic.health import Finding
 from fzero.elastic.vault import Vault
 from fzero.elastic.wards import Ward
 from fzero.mesh import Mesh
+from fzero.notes import from_store
 
 
 class Sent:
@@ -61,7 +63,7 @@ class Sent:
         sums = None if wards is None else wards.sums(seen)
         if wards is None or sums is None or not store.check([key]):
             return
-        note = json.loads(store.get(key))
+        note = from_store(store, key, dict[str, Any])
         kept = wards.names if note["leaves"] == "all" else [wards.names[i] for i in note["leaves"]]
         if note["digest"] != _digest([sums[name] for name in kept]):
             wards.unseal(seen)

@@ -27,8 +27,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from fzero.elastic import host
+from fzero.read_json import parsed, read
 
 _STREAMS = (0, 1, 2)
 _OF_A_RANK = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"}
@@ -143,7 +145,7 @@ def take(memory: Path, rank: int, environment: dict[str, str]) -> Taken | None:
     found = []
     for ready in memory.glob("spare-*.ready"):
         with contextlib.suppress(OSError, ValueError):
-            bound = json.loads(ready.read_text())
+            bound = read(ready, int | None)
             if bound is None or bound == rank:
                 found.append((bound is None, int(ready.stem.removeprefix("spare-"))))
     for _, pid in sorted(found):
@@ -193,7 +195,7 @@ def stand_by(memory: Path) -> None:
         data = b""
         while part := connection.recv(1 << 16):
             data += part
-        told = json.loads(data)
+        told = parsed(data, dict[str, Any])
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()

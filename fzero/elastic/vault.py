@@ -18,7 +18,6 @@ less often than they are kept, four: the newest, the newest two that are sent, a
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import shutil
@@ -38,6 +37,7 @@ from fzero.comm.replicas import word_sum
 from fzero.elastic.wards import SEALED, SUMS, Ward, Wards, write_note
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
+from fzero.read_json import read
 from fzero.step.state import lasting
 
 
@@ -179,7 +179,7 @@ def held(memory: Path) -> dict[tuple[int, int], Index]:
         size = int(directory.name.removeprefix("of-"))
         for note in (*sorted(directory.glob("rank-*.json")), *sorted(directory.glob("ward-*.json"))):
             with contextlib.suppress(FileNotFoundError):  # which another rank lets go of
-                content = json.loads(note.read_text())
+                content = read(note, dict[str, Any])
                 for slot in range(content["slots"]):
                     file = f"{note.stem}.{slot}.safetensors"
                     if step := _sealed(directory / file, content):
@@ -211,7 +211,7 @@ def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]
     found: list[Damage] = []
     notes = sorted(n for kind in ("rank", "ward", "parity") for n in memory.glob(f"of-*/{kind}-*.json"))
     for note in notes[turn::num]:
-        content = json.loads(note.read_text())
+        content = read(note, dict[str, Any])
         if "sums" not in content:
             continue
         places = _summed(note, content)

@@ -1,4 +1,4 @@
-"""Exchanges small things between the ranks of a Trainer, by the library's own gathers."""
+"""Exchanges small things between the ranks of a Trainer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from fzero.notes import exchanged, gathered_tensors
+
+_SIZE = "fzero.size"
 
 
 class Exchange:
@@ -23,15 +27,14 @@ class Exchange:
         found = self._trainer.accelerator.gather(here).amax(0).tolist()
         return dict(zip(high, found, strict=False)), dict(zip(low, (-x for x in found[len(high) :]), strict=True))
 
-    def all(self, x: Any) -> list[Any]:
-        """Something small of every rank."""
-        if self._alone:
-            return [x]
-        from accelerate.utils import gather_object  # pyright: ignore[reportMissingImports] - of the extra `hf`
-
-        return gather_object([x])
+    def all(self, x: str | None) -> list[str | None]:
+        """A text of every rank."""
+        return [x] if self._alone else exchanged(x, str | None, "hf.Trainer")
 
     def least(self, size: int, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The rows of the first rank whose size is least."""
-        found = self.all((size, {n: x.cpu() for n, x in rows.items()}))
-        return {n: x.to(self._trainer.args.device) for n, x in min(found, key=lambda x: x[0])[1].items()}
+        if self._alone:
+            return dict(rows)
+        found = gathered_tensors({**rows, _SIZE: torch.tensor(size, device="cpu")})
+        least = min(found, key=lambda x: int(x[_SIZE]))
+        return {n: least[n].to(self._trainer.args.device) for n in rows}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, message
 from fzero.hf import adapters, conversions
 from fzero.modules.functionalize import Functional
+from fzero.read_json import parsed
 
 
 class Pretrained(Functional):
@@ -206,7 +206,7 @@ def _made(cls: Any, config: Any, dtype: torch.dtype, **settings: Any) -> Any:
 
 def _json(path: Place, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(storage_of(path).read(path / name))
+        found = parsed(storage_of(path).whole(path / name))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
@@ -11,7 +10,7 @@ from transformers.trainer_utils import HubStrategy  # pyright: ignore[reportMiss
 
 from fzero import optim
 from fzero.arguments import shown
-from fzero.deepspeed.reading import read_file
+from fzero.deepspeed.reading import read_file, read_text
 from fzero.errors import FzeroValueError, message
 from fzero.hf import optimizers
 from fzero.hf.models import Pretrained
@@ -106,7 +105,8 @@ class TrainingArguments(Base):
     def __post_init__(self) -> None:
         given, self.deepspeed = self.deepspeed, None
         super().__post_init__()
-        self.deepspeed = json.loads(given) if isinstance(given, str) and given.lstrip().startswith("{") else given
+        is_text = isinstance(given, str) and given.lstrip().startswith("{")
+        self.deepspeed = read_text(given, "deepspeed=") if is_text else given
 
 
 def notes(args: Any) -> list[str]:

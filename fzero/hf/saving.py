@@ -109,11 +109,11 @@ def save_pretrained(
     if adapters.is_adapted(module):
         return _save_adapters(model, module, params, out, tokenizer, dtype, ranks, prepare)
     tensors = conversions.stored(module)
-    files: list[Path] = []
+    files: list[str] = []
 
-    def write() -> list[Path]:
+    def write() -> list[str]:
         if ranks.rank == 0:
-            files.extend(export_tensors(temporary, out, tensors, "params.", max_shard_bytes, dtype))
+            files.extend(map(str, export_tensors(temporary, out, tensors, "params.", max_shard_bytes, dtype)))
             floats = (x.dtype for x in tree.leaves(params) if x.is_floating_point())
             module.config.architectures = [type(module).__name__]
             module.config.dtype = str(dtype or next(floats, torch.float32)).removeprefix("torch.")
@@ -126,7 +126,7 @@ def save_pretrained(
     together(ranks, "hf.save_pretrained", what, prepare)
     try:
         saving.save(temporary, _Parameters(0, params))
-        return together(ranks, "hf.save_pretrained", what, write)[0]
+        return [Path(file) for file in together(ranks, "hf.save_pretrained", what, write, form=list[str])[0]]
     finally:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -179,14 +179,14 @@ def _save_adapters(
         found = whole(flat[leaf], at[1] if at else None).cpu()
         values[name] = found.to(dtype) if dtype is not None and found.is_floating_point() else found
 
-    def write() -> list[Path]:
+    def write() -> list[str]:
         if ranks.rank:
             return []
         files = adapters.write(module, values, out)
         _save_tokenizer(tokenizer, getattr(model, "directory", None), out)
-        return files
+        return [str(file) for file in files]
 
-    return together(ranks, "hf.save_pretrained", what, write)[0]
+    return [Path(file) for file in together(ranks, "hf.save_pretrained", what, write, form=list[str])[0]]
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

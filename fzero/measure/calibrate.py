@@ -27,8 +27,10 @@ from fzero.comm.disk import check
 from fzero.errors import FzeroValueError, message
 from fzero.measure.probes import SCRATCH, rates
 from fzero.mesh import Mesh, close_mesh, make_mesh
+from fzero.notes import gathered
 from fzero.plan.calibration import calibration_path, cores, cpu_model, machine, save_calibration
 from fzero.plan.devices import KNOWN, Device, Link, peaks_of
+from fzero.read_json import parsed
 
 _PATIENCE = 300.0  # seconds that the processes get which measure together, besides those that measuring takes
 
@@ -120,9 +122,7 @@ def _host_memory() -> int:
 
 def _of_first(mesh: Mesh, measured: dict[str, Any]) -> dict[str, Any]:
     """The measurements of rank 0, on every rank: all plans must be alike."""
-    box = [measured]
-    dist.broadcast_object_list(box, src=0, device=mesh.device if mesh.device_type == "cuda" else None)
-    return box[0]
+    return _measurements(gathered(json.dumps(measured, default=vars).encode())[0])
 
 
 def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None = None) -> dict[str, Any]:
@@ -170,7 +170,12 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
                 "see what they say; or start them with torchrun",
             )
         )
-    found = json.loads(said[0][0].splitlines()[-1])
+    return _measurements(said[0][0].splitlines()[-1])
+
+
+def _measurements(text: str | bytes) -> dict[str, Any]:
+    """The measurements of another process, of their JSON."""
+    found = parsed(text)
     for name in ("host_copy", "disk_read", "disk_write"):
         found[name] = Link(**found[name])
     found["links"] = {k: Link(**v) for k, v in found["links"].items()}

@@ -6,7 +6,6 @@ is what runs.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from fzero.plan.cost import channel
 from fzero.plan.timeline import COMPUTE, Event
 from fzero.program.ir import Line, Program
 from fzero.program.ops import is_skipped
+from fzero.read_json import read
 
 Place = tuple[Line, int, int]
 """A line, its number as `Program.walk` counts, and the turn of the loop around it."""
@@ -141,7 +141,7 @@ def allocated(run: Callable[[], Any], device: torch.device) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+        events = [e for e in read(path)["traceEvents"] if e.get("name") == "[memory]"]
     alive = peak = 0
     for event in sorted(events, key=lambda e: e["ts"]):
         alive += event["args"]["Bytes"]

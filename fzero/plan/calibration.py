@@ -3,7 +3,6 @@ measure/calibrate.py measures them."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Mapping
@@ -14,6 +13,8 @@ import torch
 
 from fzero.errors import FzeroValueError, message
 from fzero.plan.devices import FORMAT, Device
+from fzero.plan.rates import MOST
+from fzero.read_json import contents, parsed
 
 _REDO = "measure again on this machine: fzero calibrate"
 
@@ -41,11 +42,11 @@ def load_calibration(path: str | Path) -> Device:
         FzeroValueError: a file that is not a calibration, or one of another machine, torch version or format, showing
             both sides.
     """
-    text = Path(path).read_text()
     try:
-        data: dict[str, Any] = json.loads(text)
+        text = contents(Path(path), MOST)
+        data = parsed(text, dict[str, Any])
         found = {"format": data["format"], "torch": data["torch"], **data["machine"]}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise FzeroValueError(
             message("calibrate", f"{path} is not a calibration file", [f"{type(error).__name__}: {error}"], _REDO)
         ) from error

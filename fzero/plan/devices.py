@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fzero.errors import FzeroValueError, message
-from fzero.plan.rates import FORMAT, Device, Host, Link
+from fzero.plan.rates import FORMAT, MOST, Device, Host, Link
+from fzero.read_json import Malformed, contents
 from fzero.units import parse_bytes
 
 _SPECIAL = 1 / 16
@@ -282,10 +283,10 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
     )
 
 
-def _text(path: Path) -> str:
+def _text(path: Path) -> bytes:
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return contents(path, MOST)
+    except (OSError, Malformed) as error:
         fix = f"give the path of a file that fzero calibrate wrote, or one of {', '.join(KNOWN)}"
         raise FzeroValueError(
             message("device", f"{str(path)!r} is not a calibration file", [str(error)], fix)

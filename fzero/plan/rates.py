@@ -17,9 +17,14 @@ from typing import Any
 import torch
 
 from fzero.errors import FzeroValueError, message
+from fzero.read_json import parsed
 
 FORMAT = 4
 """Format of a calibration file; one of another is refused, and measured again."""
+
+
+MOST = 1 << 20
+"""Bytes of a calibration file: 1 MiB; it has some 2 KiB."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +149,14 @@ class Device:
         return json.dumps({"format": FORMAT, "torch": torch.__version__, **asdict(self)}, indent=2)
 
     @staticmethod
-    def from_json(text: str, what: str = "the text") -> Device:
+    def from_json(text: str | bytes, what: str = "the text") -> Device:
         """The device of a calibration file's text, whatever machine it is of, or none; errors call the text `what`.
 
         Raises:
             FzeroValueError: text that is not a calibration.
         """
         try:
-            data = json.loads(text)
+            data = parsed(text)
             if (found := data.get("format", FORMAT)) != FORMAT:
                 raise ValueError(
                     f"format: {found!r} in the file, {FORMAT!r} here: rates were added or measured otherwise"

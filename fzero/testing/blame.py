@@ -165,7 +165,7 @@ def first_differing(s: Setting, culprit: Transform | None) -> tuple[FirstLine | 
         reference, axes = _reference(s, whole, leaves, culprit, program, names)
         loose = 0.0 if s.backend == "eager" else s.size.value * 4
         found = first_line(ran, program, s.mesh, leaves, reference, axes, loose)
-        everyone = [line for one in everyones([found] if found else [], s.mesh) for line in one]
+        everyone = [line for one in everyones([found] if found else [], s.mesh, FirstLine) for line in one]
         if everyone:
             return min(everyone, key=lambda line: (line.number, line.turn, line.rank)), step
     return None, s.steps

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fzero import random as fzrandom
 from fzero import tree
@@ -17,6 +16,7 @@ from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, Trac
 from fzero.lowering.layouts import batch_inputs, zero_of
 from fzero.lowering.traced import base_program
 from fzero.mesh import Mesh, make_mesh
+from fzero.notes import exchanged, gathered_tensors
 from fzero.program.ir import Program
 from fzero.runtime.compile import compile
 from fzero.runtime.training import CompiledStep
@@ -314,7 +314,7 @@ def compare(setting: Setting) -> Report:
             ratio = 0.0 if off == 0 else off / tolerance if tolerance else math.inf
             if path not in worst or (worst[path][1].ok and ratio >= worst[path][0]):
                 worst[path] = ratio, difference
-    everyone = everyones(list(worst.items()), s.mesh)
+    everyone = everyones(list(worst.items()), s.mesh, tuple[str, tuple[float, Difference]])
     merged: dict[str, tuple[float, Difference]] = {}
     for path, entry in (item for one in everyone for item in one):
         if path not in merged or entry[0] > merged[path][0]:
@@ -378,9 +378,10 @@ def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[b
     if mesh.axis_size(axes) == 1:
         return batch
     flat, structure = tree.flatten(batch)
-    here = [(mesh.index(axes), [x.cpu() for x in flat])]
-    parts = dict(part for one in everyones(here, mesh) for part in one)
-    in_order = [parts[i] for i in sorted(parts)]
+    index = torch.tensor(mesh.index(axes), device="cpu")
+    here = {"index": index, **{str(i): x for i, x in enumerate(flat)}}
+    parts = {int(part["index"]): part for part in gathered_tensors(here)}
+    in_order = [[parts[i][str(n)] for n in range(len(flat))] for i in sorted(parts)]
     whole = [
         torch.cat(xs).to(mesh.device) if cut else xs[0].to(mesh.device)
         for cut, *xs in zip(has_rows, *in_order, strict=True)
@@ -388,13 +389,9 @@ def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[b
     return tree.unflatten(structure, whole)
 
 
-def everyones(mine: list[Any], mesh: Mesh) -> list[list[Any]]:
-    """The notes of each rank, on every rank."""
-    if mesh.size == 1:
-        return [mine]
-    everyone: list[list[Any]] = [[]] * mesh.size
-    dist.all_gather_object(everyone, mine)
-    return everyone
+def everyones(mine: list[Any], mesh: Mesh, form: Any) -> list[list[Any]]:
+    """The notes of each rank, on every rank. `form`: of a note (read_json.py)."""
+    return [mine] if mesh.size == 1 else exchanged(mine, list[form], "check_equivalent")
 
 
 def _states(step: Step, state: State, batch: Any, steps: int) -> list[dict[str, torch.Tensor]]:

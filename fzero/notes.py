@@ -1,0 +1,119 @@
+"""Exchanges small values between the ranks of the default process group, as JSON: what comes over a connection, or lies
+in a store that anybody may write to, is data and never code.
+
+[Note: the open store] torchrun's store, and that of rank 0, take every connection that can reach their port: a note
+may be a stranger's. So all notes are JSON of a form that is checked. Those that end a run, and those of a save behind
+the training, are signed with a secret, which rank 0 draws and the ranks get over the process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero.errors import DivergenceError, message
+from fzero.read_json import MOST, Malformed, dumped, parsed
+
+STRANGERS = "let nobody but this run's hosts reach the port of its store (docs/restarts.md, Who may join)"
+_FIX = "look at the other ranks: they run the same version of fzero, and nobody else connects to this run"
+
+
+def exchanged(mine: Any, form: Any, owner: str) -> list[Any]:
+    """Every rank's value, by rank, as its form has it (read_json.py). All ranks call it.
+
+    Communication: two collectives: a number, and the longest of the compressed texts.
+
+    Raises:
+        DivergenceError: on every rank alike, naming whose value is of another form.
+    """
+    found, problems = [], []
+    for rank, data in enumerate(gathered(zlib.compress(dumped(mine).encode(), 1))):
+        try:
+            found.append(parsed(_unpacked(data), form))
+        except Malformed as error:
+            problems.append(f"rank {rank}: {error}")
+    if problems:
+        raise DivergenceError(message(owner, "what a rank sent is not what is expected", problems, _FIX))
+    return found
+
+
+def gathered(data: bytes) -> list[bytes]:
+    """Every rank's bytes, by rank. All ranks call it.
+
+    Communication: a number, and as many bytes of each rank as the longest has.
+    """
+    size = dist.get_world_size()
+    on_cpu = any(kind in str(dist.get_backend_config()) for kind in ("gloo", "mpi", "ucc", "fake"))
+    device = torch.device("cpu" if on_cpu else "cuda")
+    lengths = torch.empty(size, dtype=torch.int64, device=device)
+    here = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.all_gather(list(lengths.split(1)), here)
+    longest = max(1, int(lengths.max()))
+    mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everyone = torch.empty(size * longest, dtype=torch.uint8, device=device)
+    dist.all_gather(list(everyone.split(longest)), mine.to(device))
+    rows = everyone.cpu().view(size, longest).numpy()
+    return [rows[rank, :n].tobytes() for rank, n in enumerate(lengths.tolist())]
+
+
+def gathered_tensors(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Every rank's tensors by name, on the host, by rank: as safetensors. All ranks call it.
+
+    Communication: a number, and as many bytes of each rank as the longest has.
+    """
+    from safetensors.torch import load, save
+
+    on_host = {name: x.detach().resolve_conj().resolve_neg().cpu().contiguous() for name, x in tensors.items()}
+    seen = set[int]()
+    for name, x in on_host.items():  # what shares memory it does not take
+        if x.untyped_storage().data_ptr() in seen:
+            on_host[name] = x.clone()
+        seen.add(x.untyped_storage().data_ptr())
+    return [load(data) for data in gathered(save(on_host))]
+
+
+def from_store(store: dist.Store, key: str, form: Any = Any) -> Any:
+    """The value of a note of JSON in a store, as its form has it.
+
+    Raises:
+        DivergenceError: it is of another form, and so none of this run's.
+    """
+    try:
+        return parsed(store.get(key), form)
+    except Malformed as error:
+        what = f"a note in the store is not this run's: {key}"
+        raise DivergenceError(message("mesh", what, [str(error)], STRANGERS)) from None
+
+
+def signed(secret: bytes, key: str, text: str) -> str:
+    """A text for this place of a store, with a proof that it comes from one who knows the secret."""
+    return f"{_proof(secret, key, text)} {text}"
+
+
+def proven(secret: bytes, key: str, data: bytes) -> str | None:
+    """The text that was signed for this place of a store; None: what stands there is a stranger's."""
+    proof, _, text = data.decode(errors="replace").partition(" ")
+    return text if hmac.compare_digest(proof.encode(), _proof(secret, key, text).encode()) else None
+
+
+def _proof(secret: bytes, key: str, text: str) -> str:
+    return hmac.new(secret, f"{key} {text}".encode(errors="replace"), hashlib.sha256).hexdigest()
+
+
+def _unpacked(data: bytes) -> bytes:
+    """At most `MOST` bytes, whatever the data unpacks to."""
+    unpacking = zlib.decompressobj()
+    try:
+        found = unpacking.decompress(data, MOST)
+    except zlib.error as error:
+        raise Malformed(f"damaged: {error}") from None
+    if unpacking.unconsumed_tail or not unpacking.eof:
+        raise Malformed(f"more than {MOST} bytes, or cut short")
+    return found

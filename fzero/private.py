@@ -1,0 +1,96 @@
+"""Finds out who else could change what lies at a path: each directory and each link on the way there counts. Imports
+no PyTorch: the process that watches a rank stays small."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Callable, Iterator
+
+_LINKS = 40  # followed on the way, as many as Linux follows
+
+
+def exposed(
+    path: str | os.PathLike[str], others: int = 0o022, lstat: Callable[[str], os.stat_result] = os.lstat
+) -> str | None:
+    """Why another user could change or replace what lies at a path; None if nobody could but this user and root.
+
+    Everything on the way must belong to one of these two, and a directory on the way that others may write to must be
+    sticky, as /tmp is. The group that has a user's name and no further members is no other.
+
+    Args:
+        others: permissions of the group and of others that the path itself must not give.
+        lstat: says what lies there.
+
+    Example:
+        >>> exposed("/usr/bin/env")
+        >>> exposed("/tmp")
+        '/tmp can be written to by other users'
+    """
+    user = os.geteuid()
+    for place, is_last in _way(os.path.abspath(path), lstat):
+        if place is None:
+            return f"{path} leads in a circle"
+        try:
+            about = lstat(place)
+        except OSError as error:
+            return f"{place}: {error.strerror or error}"
+        if about.st_uid not in (user, 0):
+            return f"{place} belongs to {_name(about.st_uid)}"
+        mode = stat.S_IMODE(about.st_mode)
+        if stat.S_ISLNK(about.st_mode) or (not is_last and mode & stat.S_ISVTX):
+            continue
+        if is_last and mode & others & ~0o022:
+            return f"{place} is open to other users"
+        if mode & 0o002 or (mode & 0o020 and not _is_own(about.st_gid)) or (is_last and mode & others):
+            return f"{place} can be written to by other users"
+    return None
+
+
+def _way(path: str, lstat: Callable[[str], os.stat_result]) -> Iterator[tuple[str | None, bool]]:
+    """The places that a path leads through, from the root on, and whether one is its end; None of a link
+    that leads in a circle."""
+    at, todo, links = "/", [part for part in path.split("/") if part], 0
+    yield at, not todo
+    while todo:
+        part = todo.pop(0)
+        if part in ("", "."):
+            continue
+        if part == "..":
+            at = os.path.dirname(at)
+            continue
+        place = os.path.join(at, part)
+        yield place, not todo and not _is_link(place, lstat)
+        if not _is_link(place, lstat):
+            at = place
+            continue
+        if (links := links + 1) > _LINKS:
+            yield None, True
+            return
+        target = os.readlink(place)
+        at, todo = "/" if target.startswith("/") else at, [*target.split("/"), *todo]
+
+
+def _is_link(place: str, lstat: Callable[[str], os.stat_result]) -> bool:
+    try:
+        return stat.S_ISLNK(lstat(place).st_mode)
+    except OSError:
+        return False
+
+
+def _is_own(group: int) -> bool:
+    """Whether a group is of this user alone, as many systems make one for each."""
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return found.gr_gid == user.pw_gid and found.gr_name == user.pw_name and not {*found.gr_mem} - {user.pw_name}
+
+
+def _name(user: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"the user {user}"
