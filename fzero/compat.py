@@ -342,6 +342,14 @@ def inductor_compile(
         return standalone_compile(graph, fakes, dynamic_shapes="from_example_inputs", fake_mode=mode)
 
 
+def inductor_cache_folder() -> str:
+    """The folder in which Inductor keeps its files: that of TORCHINDUCTOR_CACHE_DIR, or else of the user's name below
+    the directory for temporary files."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+
+
 def artifact_bytes(artifact: Any) -> bytes:
     """An Inductor artifact as bytes."""
     with tempfile.TemporaryDirectory() as folder:

@@ -501,7 +501,7 @@ def test_a_limit_that_is_no_size_is_an_error(folder, monkeypatch):
 def test_a_folder_that_others_can_write_to_is_not_used(folder, caplog):
     folder.mkdir()
     folder.chmod(0o777)
-    assert open_cache() is None and "others can write there" in caplog.text
+    assert open_cache() is None and "can be written to by other users" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_not_used(folder, caplog):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import re
@@ -17,13 +18,17 @@ import signal
 import struct
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fzero.private import exposed
 
 MEMORY, KEEPER, SPARE, SIZES = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER", "FZERO_RUN_SPARE", "FZERO_RUN_SIZES"
 """Names in the environment of a process that a keeper started: where to keep states, that it is kept, that it is no
 rank yet, and the numbers of ranks for which it prepares programs instead of becoming one."""
 
+_NAMES = 100  # of a directory, that are tried
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -39,20 +44,48 @@ def memory(given: str | os.PathLike[str] | None = None) -> Path:
     if given is None and (kept := os.environ.get(MEMORY)):
         return Path(kept)
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    root = (base if given is None else Path(given)) / f"fzero-{os.getuid()}"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if root.lstat().st_uid != os.getuid() or root.lstat().st_mode & 0o077 or root.is_symlink():
-        raise PermissionError(f"{root} is another user's, or open to others")
     owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     here = str(os.stat("/proc/self/ns/pid").st_ino)  # containers may share this memory, and not their processes
-    for other in root.iterdir():
+    name = f"{here}-{owner}-{started(owner)}"
+    roots = _roots(base if given is None else Path(given).absolute())
+    root = _root(roots, name)
+    for other in (x for one in roots if one.is_dir() and exposed(one, 0o077) is None for x in one.iterdir()):
         names, _, process = other.name.partition("-")
         pid, _, born = process.partition("-")
         if names == here and pid.isdigit() and born != started(int(pid)):
             shutil.rmtree(other, ignore_errors=True)
-    found = root / f"{here}-{owner}-{started(owner)}"
+    found = root / name
     found.mkdir(mode=0o700, exist_ok=True)
     return found
+
+
+def _roots(base: Path) -> list[Path]:
+    """The names of a directory of this user for all runs, in order: others can take some, where everybody may write."""
+    first = base / f"fzero-{os.getuid()}"
+    return [first, *(base / f"{first.name}-{i}" for i in range(1, _NAMES))]
+
+
+def _root(roots: Sequence[Path], name: str) -> Path:
+    """The one of these in which a process of this run has made the run's directory; else the first that is this user's,
+    or can be.
+
+    Raises:
+        OSError: there is none.
+    """
+    roots[0].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for root in roots:
+        if (root / name).is_dir() and exposed(root, 0o077) is None:
+            return root
+    problems = []
+    for root in roots:
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        if (why := exposed(root, 0o077)) is None:
+            if problems and os.environ.get("LOCAL_RANK", "0") == "0":
+                logging.getLogger("fzero").warning("fzero.run: keeps states in %s: %s", root, problems[0])
+            return root
+        problems.append(why)
+    raise PermissionError(problems[0])
 
 
 def of_run(memory: Path, ended: int) -> Path:
