@@ -642,3 +642,13 @@ def test_what_is_recorded_has_no_repetitions() -> None:
     assert joints
     for graph in joints:
         assert len(fx_graph_cse(graph).nodes) == len(graph.nodes)
+
+
+def test_where_inductor_keeps_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "given"))
+    assert compat.inductor_cache_folder() == cache_dir()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert compat.inductor_cache_folder() == cache_dir() and Path(compat.inductor_cache_folder()).parent == tmp_path

@@ -144,7 +144,7 @@ def test_a_run_goes_on_elsewhere_where_another_user_took_its_name(
         name = home / f"fzero-0-{number}" if number else first
         name.mkdir(exist_ok=True)
         os.chown(name, OTHER, OTHER)
-    with pytest.raises(PermissionError, match=f"fzero-0 belongs to the user {OTHER}"):
+    with pytest.raises(PermissionError, match=f"fzero-0-{host._NAMES - 1} belongs to the user {OTHER}"):
         host.memory(home)
 
 

@@ -675,7 +675,7 @@ def test_memory_is_the_users_alone_and_swept(tmp_path: Path) -> None:
     assert host.memory(tmp_path) == found and not dead.exists()
     assert strange.exists() and other.exists(), "another container's processes are not known here"
     found.parent.chmod(0o755)
-    with pytest.raises(PermissionError, match="open to others"):
+    with pytest.raises(PermissionError, match="is open to other users"):
         host.memory(tmp_path)
 
 
