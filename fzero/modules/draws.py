@@ -5,30 +5,48 @@ its own, the given one with the number of the draw folded in. What is drawn for 
 place in the global batch (see [Note: keys and parts] of random.py), so it must be known which dim of a draw is the
 batch's. That shows in a rehearsal: the module runs on tensors without values, of a number of rows that no other size is
 a multiple of. A draw without such a dim is the same on every rank and in every micro-batch.
+
+A dim may hold the rows several times: `(rows, time)` flattened, or two views of the batch one behind the other. Which
+of both it is shows in the operations that made it (modules/rows.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fzero import compat, random
 from fzero.errors import TraceError, message
+from fzero.modules.rows import ROWS, Places, arguments, at_hand, has_rows
 from fzero.trace import checks
 from fzero.trace.refused_operations import draws
 from fzero.trace.user_lines import asking_frame, line, user_place
 
 aten = torch.ops.aten
 _NOBODYS = 0x5EED0F2E80  # a seed
-ROWS = 10007
-"""The rows of a batch in a rehearsal: a prime number."""
 
-Dims = tuple[int | None, ...]
-"""The dim of the batch in each draw."""
+
+class Drawn(NamedTuple):
+    """A draw as a rehearsal found it, for the rows at hand.
+
+    Attributes:
+        shape: of it.
+        dim: that has the batch; None if none has.
+        split: of this dim's size, as (outer, rows, inner).
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    split: tuple[int, int, int] = (1, 1, 1)
+
+
+Dims = tuple[Drawn, ...]
+"""Every draw, in order."""
 
 
 class NeedsKey(BaseException):
@@ -56,6 +74,10 @@ class _Seeded(compat.TorchDispatchMode):
     def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
+        """A draw of fz.random."""
+        raise NotImplementedError
+
     def __enter__(self) -> Any:
         # nobody inside draws from torch's generator: that it has another seed says that somebody has asked for one
         self._state = torch.default_generator.get_state()
@@ -69,27 +91,66 @@ class _Seeded(compat.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         seeded = compat.is_operator(func) and torch.Tag.nondeterministic_seeded in func.tags
+        seeded = seeded and draws(func, args, kwargs)
         return self.seeded(func, args, kwargs) if seeded else func(*args, **kwargs)
 
 
 class Rehearsal(_Seeded):
-    """Notes the dim of the batch in each draw inside."""
+    """Notes each draw inside. What is noted in a layer is that layer's alone (`aside`).
 
-    def __init__(self) -> None:
+    Args:
+        rows: of the batch at hand.
+    """
+
+    def __init__(self, rows: int | None) -> None:
         super().__init__()
-        self.dims: list[int | None] = []
+        self.found: list[Drawn] = []
+        self.places, self._rows = Places(), rows
+        self._reads: Sequence[torch.Tensor] = ()  # by the draw at hand
+
+    @contextmanager
+    def aside(self) -> Iterator[list[Drawn]]:
+        """Notes what is drawn inside in a list of its own, which it gives."""
+        outer, self.found = self.found, []
+        try:
+            yield self.found
+        finally:
+            self.found = outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and (passes := checks.passing(asking_frame())) is not None:
             return passes  # of what does nothing but raise, as a trace takes it
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.places.note(func, args, kwargs or {}, out)
+        return out
 
     def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        if func.overloadpacket in _RULES and draws(func, args, kwargs):
-            shape = (out[0] if isinstance(out, tuple) else out).shape
-            self.dims.append(next((i for i, n in enumerate(shape) if n and n % ROWS == 0), None))
-        return out
+        rule, given = _RULES.get(func.overloadpacket), arguments(func, args, kwargs)
+        if rule is None:  # refused when it draws
+            return func(*args, **kwargs)
+        self._reads = [x for x in given.values() if isinstance(x, torch.Tensor)]
+        return rule(self, given)
+
+    def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
+        self.found.append(self._drawn(tuple(shape)))
+        return torch.empty(tuple(shape), dtype=torch.int64 if kind is random.bits else torch.float32)
+
+    def _drawn(self, shape: tuple[int, ...]) -> Drawn:
+        """Raises if it is not known which elements belong to which row."""
+        at = next((i for i, n in enumerate(shape) if has_rows(n)), None) if self._rows else None
+        if at is None:
+            return Drawn(shape, None)
+        assert self._rows is not None
+        outer = self.places.outer(shape[at], self._reads)
+        if outer is None:
+            place = user_place(None)
+            where = [line(place)] if place else []
+            what = f"nothing says which of what is drawn, {shape[at] // ROWS} times the rows, belongs to which row"
+            fix = "draw with a dim for the rows, torch.rand(len(x), 2, 8), and reshape it; or torch.rand_like(y)"
+            raise TraceError(message("functionalize", what, where, fix))
+        inner = shape[at] // (ROWS * outer)
+        split = at_hand(outer, self._rows), self._rows, at_hand(inner, self._rows)
+        return Drawn(tuple(at_hand(n, self._rows) for n in shape), at, split)
 
 
 class Draws(_Seeded):
@@ -112,12 +173,7 @@ class Draws(_Seeded):
         return random.fold_in(self.key, self._keys)
 
     def seeded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        rule = _RULES.get(func.overloadpacket)
-        # of a dtype, a schema has a number
-        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value() and a.name != "dtype"}
-        given |= {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
-        if not draws(func, args, kwargs):
-            return func(*args, **kwargs)
+        rule, given = _RULES.get(func.overloadpacket), arguments(func, args, kwargs)
         if torch.default_generator.initial_seed() != _NOBODYS:
             fix = "draw what is to be the same in every step once, and register it as a buffer"
             what = f"{func} draws from a seed of its own (torch.manual_seed, fork_rng), which no key is"
@@ -129,13 +185,30 @@ class Draws(_Seeded):
         return rule(self, given)
 
     def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
-        """A draw of fz.random, the batch in its dim."""
-        key = self.next()
-        at = None if self._dims is None else self._dims.pop(0)
-        if at is None:
+        """A draw of fz.random, the rows in their dim."""
+        key, shape = self.next(), tuple(shape)
+        drawn = Drawn(shape) if self._dims is None else self._rehearsed(shape)
+        if (at := drawn.dim) is None:
             return kind(random.replicated(key), list(shape), *args)
-        moved = [shape[at], *(n for i, n in enumerate(shape) if i != at)]
-        return kind(key, moved, *args).movedim(0, at)
+        outer, rows, inner = drawn.split
+        rest = shape[:at] + shape[at + 1 :]
+        if outer == 1:
+            return kind(key, [rows * inner, *rest], *args).movedim(0, at)
+        return kind(key, [rows, outer, inner, *rest], *args).movedim((1, 0, 2), (at, at + 1, at + 2)).reshape(shape)
+
+    def _rehearsed(self, shape: tuple[int, ...]) -> Drawn:
+        """Raises if the rehearsal came to another draw here."""
+        assert self._dims is not None
+        drawn = self._dims.pop(0) if self._dims else None
+        if drawn is None or drawn.shape != shape:
+            place = user_place(None)
+            where = [f"a draw of {list(shape)}"] + ([line(place)] if place else [])
+            if drawn is not None:
+                where.insert(1, f"on other rows {list(drawn.shape)}, if its sizes were the batch's or a multiple of it")
+            what = "what is drawn depends on the number of rows otherwise than as a dim of it"
+            fix = "draw for the rows, torch.rand(len(x), 8), whatever their number, and cut or repeat what is drawn"
+            raise TraceError(message("functionalize", what, where, fix))
+        return drawn
 
 
 def _fix(func: Any, given: dict[str, Any]) -> str:

@@ -21,11 +21,12 @@ from fzero.arguments import Predicate, function
 from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten
-from fzero.modules.draws import ROWS, Dims, Draws, NeedsKey, Rehearsal, may_draw, undropped
+from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw, undropped
 from fzero.modules.forward import Forward
 from fzero.modules.init import initialized
 from fzero.modules.layers import Blocks, Call, as_blocks, check_bound, chosen, find_layers, layers_of
 from fzero.modules.losses import Counting, own_loss
+from fzero.modules.rows import ROWS
 from fzero.modules.skeleton import (
     Slot,
     check_hooks,
@@ -236,7 +237,7 @@ class Functional:
 
         def evaluate(params: Any, batch: Any) -> Any:
             args, kwargs = self._arguments(batch, settings, alone=fn is None)
-            out, _ = self._call(mode, Given(self._flat(params), None, _rows(batch), args, kwargs))
+            out, _ = self._call(mode, Given(self._flat(params), None, None, args, kwargs))
             return out if fn is None else fn(out, batch)
 
         return eval_step(self.marked(evaluate, "eval"))
@@ -389,7 +390,7 @@ class Mode:
         self.overwritten = overwritten(skeleton, self._slots, mutable)
         self._layers = layers_of(skeleton, blocks, self.overwritten, _kept_in_fp32(skeleton).get("fp16"))
         self._draws = may_draw(skeleton)
-        self._rehearsed: dict[Any, tuple[Dims, list[Dims]]] = {}  # by the shapes of arguments
+        self._rehearsed: dict[Any, tuple[Dims, list[Dims]]] = {}  # by the shapes of arguments, and rows
 
     def __call__(self, given: Given, counting: Counting | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
         """The forward's outputs, and the new values of buffers."""
@@ -428,22 +429,30 @@ class Mode:
         return out, new
 
     def _dims(self, given: Given) -> tuple[Dims, list[Dims]]:
-        """The dims of the batch in what is drawn: by the module, and by each of its layers.
+        """The draws of the module, and of each of its layers.
 
         Raises:
-            TraceError: the module does not run on another number of rows.
+            TraceError: the module does not run on another number of rows; draws of which nothing says what belongs to
+                which row.
         """
         flat, spec = tree.flatten((given.args, given.kwargs))
-        key = (spec, tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in flat))
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in flat)
+        key = spec, shapes, given.rows
         if key not in self._rehearsed:
             with compat.no_modes(), compat.no_function_modes(), compat.FakeTensorMode(), torch.no_grad():
                 tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in given.tensors.items()}
                 args, kwargs = tree.unflatten(spec, [_rehearsing(x, given.rows) for x in flat])
-                found, layers = Rehearsal(), []
-                call = Call(found, layers)
+
+                def rehearsed() -> tuple[Dims, list[Dims]]:
+                    found, layers = Rehearsal(given.rows), []
+                    self._run(Given(tensors, None, None, args, kwargs), Call(found, layers))
+                    return tuple(found.found), layers
+
                 try:
                     with checks.collected():
-                        settled(self._skeleton, "", lambda: self._run(Given(tensors, None, None, args, kwargs), call))
+                        self._rehearsed[key] = settled(self._skeleton, "", rehearsed)
+                except TraceError:
+                    raise
                 except Exception as error:
                     name, said = type(self._skeleton).__name__, next(iter(str(error).splitlines()), "")
                     text = f"the batch is not known among the dims of what is drawn: {name} does not run on {ROWS} rows"
@@ -452,7 +461,6 @@ class Mode:
                         said = f"needs the value of a tensor ({said})"
                         fix = "torch.where in place of Python's if; distributions: validate_args=False"
                     raise TraceError(message("functionalize", text, [*lines_through(error), said], fix)) from error
-            self._rehearsed[key] = tuple(found.dims), layers
         return self._rehearsed[key]
 
 

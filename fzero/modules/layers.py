@@ -88,8 +88,8 @@ def chosen(module: nn.Module, blocks: Blocks) -> list[str]:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a whole module: what draws in it, the dims of the batch in what each layer draws, in the order that
-    they are called in, and whether a block is being run. In a rehearsal these dims are found."""
+    """One call of a whole module: what draws in it, what each layer draws, in the order that they are called in, and
+    whether a block is being run. In a rehearsal what they draw is found."""
 
     draws: Draws | Rehearsal
     layers: list[Dims]
@@ -169,9 +169,10 @@ class Layer:
         return out
 
     def _rehearsed(self, call: Call, args: Any, kwargs: Any) -> Any:
-        with _within(Call(call.draws, [], inside=True)), Rehearsal() as own:
+        assert isinstance(call.draws, Rehearsal)
+        with _within(Call(call.draws, [], inside=True)), call.draws.aside() as drawn:
             out = self.module.forward(*args, **kwargs)
-        call.layers.append(tuple(own.dims))
+        call.layers.append(tuple(drawn))
         return out
 
     def _tried(self, run: Callable[[], Any]) -> Any:
