@@ -13,6 +13,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+import torch
+
 __all__ = [
     "FzeroError",
     "FzeroValueError",
@@ -114,6 +116,15 @@ class BudgetError(FzeroValueError):
         ... except fz.errors.BudgetError as error:
         ...     print(str(error).splitlines()[0])
         fzero.memory_budget: the step does not fit
+    """
+
+
+class OutOfMemory(FzeroError, torch.OutOfMemoryError):
+    """A memory that was full while a step ran, with what would take less. The state of a training step is lost.
+
+    Example:
+        >>> issubclass(OutOfMemory, RuntimeError)
+        True
     """
 
 

@@ -1,5 +1,6 @@
 """Arrays, data sets of torch, loaders and the library `datasets`: a step has the same data however it is shared."""
 
+import random
 import threading
 from typing import Any
 
@@ -174,6 +175,49 @@ def test_draws_from_the_global_generator() -> None:
         read_ahead(ArrayDataset(Noisy(), batch=2), 0) as ahead,
     ):
         next(iter(ahead))
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [
+        ("numpy.random", lambda i: torch.from_numpy(np.random.rand(2))),
+        ("random", lambda i: torch.tensor(random.random() < 1e-9)),
+        ("random", lambda i: torch.tensor(random.choice([1, 2, 3]))),
+    ],
+)
+def test_draws_from_the_global_generators_of_python_and_numpy(name: str, draw: Any) -> None:
+    class Noisy(Squares):
+        def __getitem__(self, i: int) -> Any:
+            return draw(i)
+
+    says = rf"(?s)a global generator.*\n  {name}: drawn from in Noisy\n.*default_rng\(\(seed, index\)\).*fz.random"
+    for data in (
+        ArrayDataset(Noisy(), batch=2),
+        ArrayDataset.from_loader(torch.utils.data.DataLoader(Noisy(), batch_size=2)),
+    ):
+        with pytest.raises(FzeroValueError, match=says):
+            data.batch_at(0)
+    with pytest.raises(FzeroValueError, match=rf"  {name}: drawn from in transform\n"):
+        ArrayDataset(X, batch=2, transform=lambda batch, key: draw(0)).batch_at(0)
+
+
+def test_samples_with_generators_of_their_own() -> None:
+    def seeded(i: int) -> torch.Tensor:
+        random.seed(i)  # and so the same each time
+        return torch.tensor([random.random(), np.random.default_rng(i).random(), random.Random(i).random()])
+
+    class Own(Squares):
+        def __getitem__(self, i: int) -> Any:
+            if meanwhile := [thread for thread in threads if thread.ident is None]:  # a draw of another thread's
+                meanwhile[0].start()
+                meanwhile[0].join()
+            return seeded(i)
+
+    threads = [threading.Thread(target=np.random.rand)]
+    data, state = ArrayDataset(Own(), batch=2), random.getstate()
+    first = data.batch_at(0)
+    assert torch.equal(first, data.batch_at(0)) and not threads[0].is_alive()
+    random.setstate(state)
 
 
 def test_draws_of_another_thread_meanwhile() -> None:

@@ -1043,3 +1043,15 @@ def test_import_of_broken_files(tmp_path: Path) -> None:
     for raw in (b"", b"\xff" * 20, len(header).to_bytes(8, "little") + header + b"\0" * 4, b"\2\0\0\0\0\0\0\0[]"):
         (tmp_path / "bad.safetensors").write_bytes(raw)
         raises(lambda: checkpoint.import_(tmp_path / "bad.safetensors"), "bad.safetensors: ")
+
+
+def test_a_step_under_the_name_of_another(tmp_path: Path) -> None:
+    saving.save(tmp_path, whole_state(step=15))
+    moved = tmp_path / "step-00000020"
+    (tmp_path / "step-00000015").rename(moved)
+    (tmp_path / "latest").write_text(moved.name)
+    for path in (tmp_path, moved):
+        with pytest.raises(CheckpointError, match=r"index.json: of step 15, in a directory named for step 20\n"):
+            checkpoint.describe(path)
+    moved.rename(tmp_path / "the best one")  # a name of another form says nothing
+    assert checkpoint.describe(tmp_path / "the best one").step == 15

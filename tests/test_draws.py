@@ -127,7 +127,7 @@ class Net(nn.Module):
         self.head = parametrize.register_parametrization(nn.Linear(WIDTH, WIDTH), "weight", Noisy())
         self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.5)
         hooked = self.get_submodule("stacks.rows.0")
-        hooked.register_forward_hook(lambda module, args, out: out * torch.rand(len(out), 1, 1))
+        hooked.register_forward_hook(lambda module, args, out: torch.rand(len(out), 1, 1).mul(out))
 
     def forward(self, x):
         out = 0.0

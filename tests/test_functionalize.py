@@ -1189,3 +1189,37 @@ def test_a_distribution_that_asks_for_values_says_how_it_draws(checked: bool) ->
             train(train.init(model.params), x)
     else:
         assert train(train.init(model.params), x)[1]["finite"]
+
+
+RATE = 1.0
+
+
+class Asking(nn.Module):
+    """Reads beside its tensors, in methods of its own and in a layer."""
+
+    def __init__(self, layers: int = 0) -> None:
+        super().__init__()
+        self.w, self.layers = nn.Linear(4, 4), nn.ModuleList(Asking() for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.scaled(self.w(x))
+
+    def scaled(self, x):
+        return x * RATE * (float(os.environ.get("FZERO_TEST_RATE", "1")) if self.layers else 1.0)
+
+
+@pytest.mark.parametrize("name", ["environment", "global", "another"])
+def test_what_a_module_s_code_reads_is_what_it_was(name, monkeypatch):
+    model, x = fz.functionalize(Asking(layers=2)), torch.ones(2, 4)
+    train = compiled(model.train_step(optim.sgd(0.1), lambda out, batch: out.mean()))
+    state, _ = train(train.init(model.params), x)
+    if name == "global":
+        monkeypatch.setitem(globals(), "RATE", 2.0)
+    else:
+        monkeypatch.setenv("FZERO_TEST_RATE" if name == "environment" else "FZERO_TEST_OTHER", "2")
+    says = {"global": "RATE: 1.0 before, 2.0 now", "environment": r"os.environ\['FZERO_TEST_RATE'\]: not set before"}
+    expected = pytest.raises(fz.errors.FzeroValueError, match=says[name]) if name in says else contextlib.nullcontext()
+    with expected:
+        train(state, x)

@@ -32,6 +32,12 @@ def step_name(step: int) -> str:
     return f"{STEP}{step:08d}"
 
 
+def step_number(name: str) -> int | None:
+    """The step that a directory is named for; None if it has a name of another form."""
+    match = _STEP.fullmatch(name.removesuffix(SET_ASIDE))
+    return int(match[1]) if match else None
+
+
 def latest(path: str | os.PathLike[str]) -> Place:
     """The directory of the newest complete checkpoint under a root. A save under way in this process is waited for.
 
@@ -126,7 +132,7 @@ def complete_steps(root: Place) -> dict[int, Place]:
     A directory set aside by a save of the same step that was killed before its own took the name counts as that step.
     """
     names = {n.removesuffix(SET_ASIDE) for n in storage_of(root).names(root)}
-    numbers = {name: int(match[1]) for name in names if (match := _STEP.fullmatch(name))}
+    numbers = {name: number for name in names if (number := step_number(name)) is not None}
     return {step: found for name, step in numbers.items() if (found := _complete(root, name))}
 
 
@@ -140,7 +146,7 @@ def locate(path: str | os.PathLike[str], name: str | None = None) -> Place:
     """The step directory that `path` is, or the one of that name under it; without a name the latest."""
     directory = as_path(path)
     settle()
-    named = _STEP.fullmatch(directory.name.removesuffix(SET_ASIDE)) is not None
+    named = step_number(directory.name) is not None
     storage = storage_of(directory)
     if storage.has(directory / INDEX):
         return directory

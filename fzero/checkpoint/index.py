@@ -20,7 +20,7 @@ import torch
 
 from fzero.boxes import Along, Boxes, part_shape, uneven
 from fzero.checkpoint import skeleton as skeletons
-from fzero.checkpoint.directory import locate
+from fzero.checkpoint.directory import locate, step_number
 from fzero.checkpoint.format import CHUNK, CODES
 from fzero.checkpoint.places import GIVE, INDEX, LONGEST_INDEX, Place
 from fzero.checkpoint.ranks import ALONE, Ranks, together, world
@@ -194,6 +194,8 @@ def _read_index(directory: Place) -> Index:
     try:
         index = parse(directory, content)
         problems += _inconsistent(index)
+        if (number := step_number(directory.name)) not in (None, index.step):
+            problems.append(f"{INDEX}: of step {index.step}, in a directory named for step {number}")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         index = None
         problems.append(f"{INDEX}: corrupt, {type(error).__name__}: {error}")

@@ -39,6 +39,7 @@ from fzero.layout import Cut, extent_of, leaf_of
 from fzero.mesh import Mesh
 from fzero.read_json import parsed
 from fzero.step import lasting
+from fzero.step.whole import check_whole
 
 logger = logging.getLogger("fzero")
 
@@ -220,6 +221,7 @@ def begin(
         nonlocal root, plan, draft
         root = as_path(path)
         behind.finish()  # it may raise on some ranks alone: those where nobody has asked
+        check_whole(state, "checkpoint.save")
         plan = make_plan(state, ranks.rank, ranks.size)
         _check_arguments(keep, meta, wait, plan, not_private(root, private))
         storage = storage_of(root)  # every rank has what it takes

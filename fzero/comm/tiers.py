@@ -55,6 +55,7 @@ class Tiers:
         self.guessing = False  # in this step
         self._right = False  # whether the last step's guesses were, or would have been
         self._guessed: list[torch.Tensor] = []  # leaves whose spare extents have been written since the step began
+        self._on_disk: list[Callable[[], None]] = []  # waits for what was started since then
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
         copy = self._copies.to_host_start(sources, _shaped(into, sources))
@@ -68,6 +69,16 @@ class Tiers:
         """Called before a step runs, with whether it may guess: every leaf that it would write so has a spare
         extent."""
         self.guessing, self._guessed = guesses and self._right, []
+        self._failed, self._on_disk = None, []
+
+    def abandon(self) -> None:
+        """Called when a step ended in the middle: until nothing that it has started reads or writes memory, whatever
+        becomes of it. The memory is the next step's."""
+        for wait in self._on_disk:
+            self._kept(wait)
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._mesh.device)
+        self.begin(False)
 
     def guess(self, function: Callable[..., object]) -> Callable[..., object]:
         """A function that is carried out on a guess, or not at all if this step does not guess."""
@@ -95,6 +106,7 @@ class Tiers:
         transfer = extents[0].files.read(
             [(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)], self._after(into)
         )
+        self._on_disk.append(transfer.wait)
         return Arriving(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
 
     def disk_write_start(
@@ -108,6 +120,7 @@ class Tiers:
             extents = [e.spare for e in extents if e.spare is not None]
         runs = [(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)]
         transfer = extents[0].files.write(runs, self._after(values))
+        self._on_disk.append(transfer.wait)
         return Arriving(lambda: self._kept(transfer.wait), (), disk_bytes=sum(e.nbytes for e in extents))
 
     def _after(self, tensors: Sequence[torch.Tensor]) -> Callable[[], object] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random as builtin_random
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -39,7 +41,7 @@ class ArrayDataset(Steps):
     Raises:
         FzeroValueError, FzeroTypeError: with everything that is wrong: no samples, arrays of different lengths, leaves
             that are no arrays, overlapping ranges to skip. Of `batch_at`: samples that make no batch of tensors, or
-            that were made with draws from torch's global generator.
+            that were made with draws from the global generators of torch, Python or NumPy.
 
     Example:
         >>> data = ArrayDataset(torch.arange(12.).reshape(6, 2), torch.arange(6), batch=4)
@@ -120,7 +122,7 @@ class ArrayDataset(Steps):
     def _rows(self, samples: list[int], step: int, rank: int) -> Any:
         if self.dataset is None and self.transform is None:
             return self._made(samples, step, rank)
-        before = torch.random.get_rng_state()
+        before, others = torch.random.get_rng_state(), _generators()
         made = self._made(samples, step, rank)
         if not torch.equal(before, torch.random.get_rng_state()):
             with _Drawn() as found:  # of this thread: another's draws are none of a batch's
@@ -129,7 +131,26 @@ class ArrayDataset(Steps):
                 what = "a batch is made with draws from torch's global generator: it does not follow from its step"
                 fix = "draw in transform=fn(batch, key), with fz.random (normal, uniform, bernoulli, dropout)"
                 raise FzeroValueError(message("data.batch_at", what, list(dict.fromkeys(found.calls))[:8], fix))
+        if _generators() != others:
+            self._check_drawn(made, samples, step, rank)
         return made
+
+    def _check_drawn(self, made: Any, samples: list[int], step: int, rank: int) -> None:
+        """Raises if a batch was made with draws from the global generators of Python or NumPy: it is made again, until
+        they stay as they are, for another thread may have drawn, or it comes to another batch."""
+        for _ in range(_TRIES):
+            before = _generators()
+            again = self._made(samples, step, rank)
+            drawn = [name for name, state in _generators().items() if state != before[name]]
+            if not drawn:
+                return
+            if not _equal(made, again):
+                break
+        where = type(self.dataset).__name__ if self.dataset is not None else "transform"
+        what = "a batch is made with draws from a global generator: it does not follow from its step"
+        fix = "give each sample a generator of its own, numpy.random.default_rng((seed, index)) or random.Random(index)"
+        fix += "; or draw in transform=fn(batch, key), with fz.random"
+        raise FzeroValueError(message("data.batch_at", what, [f"{name}: drawn from in {where}" for name in drawn], fix))
 
     def _made(self, samples: list[int], step: int, rank: int) -> Any:
         if self.arrays is not None:
@@ -202,6 +223,29 @@ def _not_by_step(loader: torch.utils.data.DataLoader[Any]) -> list[str]:
     elif len(sampler) != len(sampler.data_source):
         problems.append(f"{name}(num_samples={len(sampler)}) takes other than all {len(sampler.data_source)} samples")
     return problems
+
+
+_TRIES = 8
+"""Batches made again while some thread draws from a global generator, before it is taken to be the batch's."""
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the global generators of Python and, where it is imported, of NumPy."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state(legacy=False) if numpy is not None else None
+    found = None if state is None else (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"])
+    return {"random": builtin_random.getstate(), "numpy.random": found}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two batches are the same bit for bit."""
+    one, other = tree.leaves(a), tree.leaves(b)
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(x.shape == y.shape and torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Drawn(compat.TorchDispatchMode):

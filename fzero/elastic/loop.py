@@ -34,6 +34,7 @@ from fzero.notes import STRANGERS, proven, signed
 from fzero.processes import Processes
 from fzero.runtime.training import CompiledStep
 from fzero.step import State
+from fzero.step.whole import check_whole
 from fzero.transforms.base import find
 from fzero.transforms.redundant import Redundant
 
@@ -291,6 +292,7 @@ class Run:
             raise FzeroValueError(
                 message("run.keep", what, fix="state, metrics = train(state, batch); run.keep(state)")
             )
+        check_whole(state, "run.keep")
         if self._unasked:
             asked = " and ".join(f"{name}=" for name in self._unasked)
             if self.mesh.rank == 0:

@@ -49,6 +49,8 @@ class Redo:
     def step(self, train: CompiledStep, state: State, batch: Any, seen: int, due: bool) -> dict[str, Any]:
         """The metrics of a step that is done again if it is its turn, or its numbers have jumped. The state before it
         is kept."""
+        if self.watching:
+            train.leave_nonfinite()
         first = replay.carried_out(train, state, batch)
         metrics, jumps, ranks, finding = first.metrics, "", (), None
         if self._jumps is not None:

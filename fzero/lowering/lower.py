@@ -27,7 +27,7 @@ from fzero.passes.choice import Choice
 from fzero.passes.pipeline import added, sharding
 from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device, get_device
-from fzero.plan.plan import plan
+from fzero.plan.plan import Plan, plan
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.step import EvalStep, Step
@@ -192,14 +192,19 @@ def lower_inputs(
     if choice is None:
         program = variants.verified(replace(least, grads=last))
         found = plan(program, budget.device, backend=budget.backend)
-
-        def asked(more: Step) -> Program:
-            leaves = params_inputs(more, mesh, abstract_params(params))
-            return lower_inputs(more, mesh, leaves, batch, limited=True).program
-
-        advice = advise(step, mesh, params, budget, found, asked) if found.peak_bytes > budget.nbytes else ()
+        advice = advice_on(step, mesh, params, batch, budget, found) if found.peak_bytes > budget.nbytes else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
     return lowered(choice)
+
+
+def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:
+    """Transforms that lower the peak of a plan, with what each comes to."""
+
+    def asked(more: Step) -> Program:
+        leaves = params_inputs(more, mesh, abstract_params(params))
+        return lower_inputs(more, mesh, leaves, batch, limited=True).program
+
+    return advise(step, mesh, params, budget, found, asked)
 
 
 def _fitting(lowered: Lowered) -> Lowered:

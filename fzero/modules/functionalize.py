@@ -41,6 +41,7 @@ from fzero.modules.skeleton import (
 )
 from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
+from fzero.step.whole import check_whole
 from fzero.trace import checks
 from fzero.trace.refusals import lines_through
 from fzero.trace.untouched import Untouched
@@ -125,6 +126,11 @@ class Functional:
 
     def __repr__(self) -> str:
         return f"functionalize({self._name}, {len(self._names)} tensors, {len(self.blocks)} blocks)"
+
+    @functools.cached_property
+    def classes(self) -> list[type]:
+        """The classes of its modules, whose code may read more than a module."""
+        return [*{type(m): None for m in self._still.modules()}]
 
     @property
     def named_params(self) -> dict[str, torch.Tensor]:
@@ -277,6 +283,7 @@ class Functional:
             FzeroTypeError: a tree with other leaves.
             FzeroValueError: listing leaves of another shape: shards.
         """
+        check_whole(params, "write_back")
         given = self._flat(params)
         slots = list(self.slots(self._module).values())
         wrong = [

@@ -246,7 +246,9 @@ class Compiled:
         return found
 
     def _functions(self) -> tuple[Any, ...]:
-        return (self.step.fn,) if isinstance(self.step, EvalStep) else (self.step.loss_fn, self.step.optimizer)
+        given = (self.step.fn,) if isinstance(self.step, EvalStep) else (self.step.loss_fn, self.step.optimizer)
+        model = getattr(given[0], "model", None)  # of fz.functionalize
+        return given if model is None else (*given, *model.classes)
 
     def _same_settings(self, kept: _Kept) -> None:
         """Raises if a value that was traced as it was is another now."""

@@ -15,9 +15,11 @@ from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
+from fzero.runtime.out_of_memory import raise_out_of_memory
 from fzero.state.assemble import Last, check_values, differences, placed_inputs, unplaced
 from fzero.step import EvalStep
 from fzero.step.checks import check_params
+from fzero.step.whole import check_whole
 
 
 class CompiledEval(Compiled):
@@ -57,9 +59,12 @@ class CompiledEval(Compiled):
         built.
 
         Raises:
-            FzeroValueError: parameters laid out for another evaluation.
+            FzeroValueError: parameters laid out for another evaluation, or of a state that a step has left in the
+                middle.
+            OutOfMemory: of the device or the host. The state is as it was.
             BusyError: another thread is using the mesh.
         """
+        check_whole(params, "eval_step")
         if not self._last.holds(params):
             self._last.keep(self._expect(params), params)
         inputs = self._last.checked()
@@ -67,7 +72,11 @@ class CompiledEval(Compiled):
         lowered, run = self._run_for(inputs, batch, flat, structure)
         batch = tree.unflatten(structure, self._on_device(batch, flat))
         with torch.no_grad():
-            outputs = run(params, batch)
+            try:
+                outputs = run(params, batch)
+            except (RuntimeError, MemoryError) as error:
+                raise_out_of_memory(error, self.owner, list)
+                raise
         return tree.unflatten(lowered.structure, outputs)
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:

@@ -70,7 +70,12 @@ def executable(
         with agree.unbroken(mesh):
             carrier.begin(memory)
             tiers.begin(guesses)
-            outputs = called(*trees)
+            try:
+                outputs = called(*trees)
+            except BaseException:
+                if mesh.size == 1:  # else it is the last call on this mesh
+                    tiers.abandon()
+                raise
             if limits is not None:
                 limits.end()
             failed = tiers.end()

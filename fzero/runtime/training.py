@@ -19,6 +19,7 @@ from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf, leaf_of, shard
 from fzero.lowering.auto import check_auto
+from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import (
     abstract,
     abstract_params,
@@ -29,17 +30,20 @@ from fzero.lowering.layouts import (
     params_inputs,
     recorded,
 )
+from fzero.lowering.lower import advice_on
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.resolve import resolve
 from fzero.lowering.slots import SLOTS, slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh
 from fzero.passes.speculate import guessed_leaves
+from fzero.plan.devices import get_device
 from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
+from fzero.runtime.out_of_memory import raise_out_of_memory
 from fzero.runtime.promote import Safer
-from fzero.runtime.watch import Agreement, AtMinimum, check_finite
+from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, check_finite
 from fzero.state import gather, initialize, load, storage
 from fzero.state.assemble import (
     Last,
@@ -53,9 +57,11 @@ from fzero.state.assemble import (
 )
 from fzero.step import INIT_STREAM, State, Step, lasting
 from fzero.step.checks import check_one_batch, check_params, check_state
+from fzero.step.whole import mark_broken
 from fzero.trace.subgraph import signature
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
+from fzero.units import size
 
 if TYPE_CHECKING:
     from fzero.checkpoint import Index
@@ -99,6 +105,8 @@ class CompiledStep(Compiled):
             if precision and scaling
             else None
         )
+        # with a loss scale steps that overflow are left out
+        self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
         self.calls = 0  # how many steps were taken
         self._agreement, self._safer, self._last = Agreement(), Safer(mesh), Last()
         # the last trees and a program, and what `_may_guess` found of them
@@ -414,6 +422,8 @@ class CompiledStep(Compiled):
                 at every later call on the mesh (docs/restarts.md).
             BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and
                 `fz.checkpoint.save` are for one thread at a time.
+            OutOfMemory: of the device or the host. Whatever ends a step in the middle, Ctrl-C too, its state is of no
+                more use: steps, `gather` and `fz.checkpoint.save` refuse it.
             LossScaleError: with `mixed_precision(..., loss_scale_at_minimum="raise")`, an overflow at the minimum
                 scale; the state is as after that step.
         """
@@ -421,26 +431,42 @@ class CompiledStep(Compiled):
         flat, structure = tree.flatten(batch)
         lowered, run = self._built(state, batch, flat, structure)
         batch = tree.unflatten(structure, self._on_device(batch, flat, self._last.storages))
-        with torch.no_grad():
-            outputs = run(
-                state.step,
-                state.params,
-                state.opt_state,
-                state.key,
-                state.extras,
-                batch,
-                guesses=self._may_guess(state),
-            )
+        guesses = self._may_guess(state)
+        trees = state.step, state.params, state.opt_state, state.key, state.extras
+        try:
+            with torch.no_grad():
+                outputs = run(*trees, batch, guesses=guesses)
+        except BaseException as error:
+            mark_broken(state, error)
+            self._last.let_go()  # the next call looks at its state
+            if isinstance(error, (RuntimeError, MemoryError)):
+                raise_out_of_memory(error, self.owner, lambda: self._advice(lowered))
+            raise
         self.calls += 1
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         if self._at_minimum is not None:
             self._at_minimum(metrics["loss_scale_at_minimum"])
+        if self._not_finite is not None:
+            trained = lambda: self.resolved.trains(abstract_params(lowered.params))  # noqa: E731
+            self._not_finite(metrics["finite"], state, lowered.params, trained)
         if "agreed" in metrics:
             mutable = [
                 lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"
             ]
             self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
         return state, metrics if limits is None else {**metrics, **limits.metrics}
+
+    def _advice(self, lowered: Lowered) -> list[str]:
+        """The memory that a program was planned with, and transforms that lower it."""
+        found = self.plan
+        kind = self.mesh.device.type
+        total = torch.cuda.mem_get_info(self.mesh.device)[1] if kind == "cuda" else None
+        problems = [f"planned: {size(found.peak_bytes)}" + (f" of {size(total)}" if total else "")]
+        if total is not None and found.peak_bytes <= total:
+            problems.append("what else this process or another one holds on the device is not a part of that")
+            total = None
+        budget = Budget(total, get_device(None, kind), self.backend)
+        return problems + advice_on(self.resolved, self.mesh, lowered.params, lowered.batch, budget, found)
 
     def built(self, state: State, batch: Any) -> tuple[Lowered, Callable[..., Any]]:
         """The executable that a step of this state on such a batch runs: lowered and built, if it was not yet, and not
@@ -533,6 +559,10 @@ class CompiledStep(Compiled):
                 storage.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh),
             )
         return self._guesses[2]
+
+    def leave_nonfinite(self) -> None:
+        """Says nothing of parameters that are not finite: who calls it looks after that."""
+        self._not_finite = None
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path,

@@ -1,5 +1,5 @@
-"""Watches scalars of a running step on the host: parameters that are not finite at the start, a loss scale at its
-minimum, new values of leaves that must agree and do not.
+"""Watches scalars of a running step on the host: parameters that are not finite, at the start and later, a loss scale
+at its minimum, new values of leaves that must agree and do not.
 
 None waits for the device within a step: the first is asked once, the others are read when they have arrived.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from fzero import tree
 from fzero.errors import FzeroValueError, LossScaleError, message
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
+from fzero.step import State
+
+_LOOKS = 8
+"""Steps that are not finite after which parameters are looked at: an optimizer may leave such steps out."""
 
 
 def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> None:
@@ -28,15 +32,19 @@ def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -
         inputs: its leaf table.
         trained: for each leaf.
     """
+    wrong = [f"{inputs.leaves[i]}: inf or nan" for i, finite in _finite(params, inputs, trained, mesh) if not finite]
+    if wrong:
+        fix = "check the init function, or restore another checkpoint"
+        raise FzeroValueError(message("step", "training cannot start from parameters that are not finite", wrong, fix))
+
+
+def _finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> list[tuple[int, bool]]:
+    """Whether this rank's part of each trained parameter in memory is finite. Waits for the device."""
     flat = tree.leaves(params)
     asked = [i for i in inputs.distinct if trained[i] and not flat[i].is_meta and flat[i].numel()]
     # a nan is the least and the greatest
     ends = [torch.stack(torch.aminmax(flat[i].detach())).to(mesh.device, torch.float64) for i in asked]
-    found = torch.stack(ends).isfinite().all(1).tolist() if ends else []
-    wrong = [f"{inputs.leaves[i]}: inf or nan" for i, finite in zip(asked, found, strict=True) if not finite]
-    if wrong:
-        fix = "check the init function, or restore another checkpoint"
-        raise FzeroValueError(message("step", "training cannot start from parameters that are not finite", wrong, fix))
+    return list(zip(asked, torch.stack(ends).isfinite().all(1).tolist() if ends else [], strict=True))
 
 
 class Arriving:
@@ -56,6 +64,11 @@ class Arriving:
         self._under_way.append(_fetched(flag))
         while self._under_way and self._is_there(self._under_way[0][1]):
             yield self._under_way.popleft()[0]
+
+    @property
+    def num_under_way(self) -> int:
+        """Flags that have not arrived."""
+        return len(self._under_way)
 
     def _is_there(self, event: torch.cuda.Event | None) -> bool:
         """Whether the oldest flag has arrived; to raise by it, that of the last step is not asked for and any other is
@@ -122,6 +135,40 @@ class AtMinimum:
         self._said = True
         if self._mesh.rank == 0:
             warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+
+class NotFinite:
+    """Says once that parameters are not finite any more: those are looked at when a step's loss or gradients were not.
+    Where all rest on disk, two such steps in a row say so."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh, self._arriving = mesh, Arriving(raises=False)
+        self._looks_left = _LOOKS if mesh.rank == 0 else 0
+        self._in_row = 0
+
+    def __call__(self, finite: torch.Tensor, state: State, inputs: Inputs, trained: Callable[[], list[bool]]) -> None:
+        """Looks at the flag of a step, bool[], and at the state behind it if one that has arrived is False."""
+        if not self._looks_left:
+            return
+        for flag in self._arriving(finite):
+            self._in_row = 0 if flag.item() else self._in_row + 1
+            if self._in_row and self._looks_left:
+                self._look(state, inputs, trained())
+
+    def _look(self, state: State, inputs: Inputs, trained: list[bool]) -> None:
+        self._looks_left -= 1
+        found = _finite(state.params, inputs, trained, self._mesh)
+        wrong = [str(inputs.leaves[i]) for i, finite in found if not finite]
+        if not wrong and (found or self._in_row < 2):
+            return
+        self._looks_left = 0
+        step = int(state.step) - self._arriving.num_under_way - self._in_row + 1
+        problems = [f"step {step} was the first whose loss or gradients were not", *wrong[:3]]
+        problems += [f"and {len(wrong) - 3} more"] * (len(wrong) > 3)
+        fix = "restore a checkpoint of before; fz.optim.skip_nonfinite(optimizer) leaves out steps that are not finite"
+        what = "parameters are" if wrong else "two steps in a row, and perhaps parameters, are"
+        text = message("step", f"{what} not finite any more", problems, fix)
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _fetched(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

@@ -12,6 +12,7 @@ from fzero import compat, tree
 from fzero.arguments import function
 from fzero.errors import FzeroTypeError, message
 from fzero.step.state import State
+from fzero.step.whole import check_whole
 
 
 def wants_key(loss_fn: Callable[..., Any]) -> bool:
@@ -132,6 +133,7 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
     optimizer's."""
     if not isinstance(state, State):
         raise FzeroTypeError(message(owner, f"the first argument is a State, not {type(state).__name__}", fix=fix))
+    check_whole(state, owner)
     wrong = [
         f"state.{name}: {tree.describe(x)}, not int64{list(shape)}"
         for name, x, shape in (("step", state.step, ()), ("key", state.key, (3,)))
