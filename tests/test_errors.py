@@ -702,6 +702,7 @@ def test_a_plain_state_is_given_to_a_compiled_step() -> None:
     torch.testing.assert_close(state.params, expected.params)
 
 
+@pytest.mark.filterwarnings("ignore:fzero.step. parameters are not finite:RuntimeWarning")
 def test_a_loss_that_is_not_a_number() -> None:
     step = make(lambda p, x: loss_fn(p, x).sub(1e9).sqrt())
     train = compiled(step)

@@ -23,5 +23,6 @@ def raise_out_of_memory(error: Exception, owner: str, advice: Callable[[], list[
         lines = advice()
     except (FzeroError, RuntimeError, MemoryError):  # there is no memory for it either
         lines = []
-    fix = "apply what lowers it most, or use a smaller batch; fz.compile(..., memory_budget='70GB') plans so"
+    fix = "apply what lowers it most, or " if any(text.startswith("with fz.") for text in lines) else ""
+    fix += "use a smaller batch; fz.compile(..., memory_budget='70GB') plans for as much"
     raise OutOfMemory(message(owner, "out of memory", [said, *lines], fix)) from error
