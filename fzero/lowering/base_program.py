@@ -7,6 +7,7 @@ its gradient is reduced in, and how many parts (ranks x micro-batches) the globa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.layout import slot_path
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
+from fzero.lowering.seed import DTYPE, SCALE, SEED, Ahead, made_ahead, rounded, seed_of
 from fzero.lowering.training import DType, Found, Precision, Training, grad_name
 from fzero.lowering.update_graph import AGREED, record_update
 from fzero.mesh import AbstractMesh
@@ -50,12 +51,14 @@ def lower_train(t: Training) -> Lowered:
     lines += more
     places += [(batch[i].name, batch[i].shape, batch[i].dtype) for i in t.batch.distinct]
     if t.precision.loss_scale is not None:
-        places.append((slot_path("loss_scale", "scale"), (), torch.float32))
+        places.append((SCALE, (), torch.float32))
+    if t.num_parts > 1:
+        places.append((names(SEED), (), DTYPE))
     if t.wants_key:
         places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
         lines.append(Line("part_index", (), (Value("part", (), torch.int64),)))
 
-    graph, found, seed = _record_loss(t, places)
+    graph, found, seed, ahead = _record_loss(t, places, functions, names)
     num_sums, end = found.num_sums, found.num_sums + len(found.used)
     slots: list[Slot] = []
     if t.precision.fp8 is not None:
@@ -67,16 +70,17 @@ def lower_train(t: Training) -> Lowered:
     maxima = {AGREED: largest.pop(0)} if t.agreed else {}
     maxima |= zip(["fp8_max", "block_max"] if slots else ["block_max"], reversed(largest), strict=False)
     wanted: dict[fx.Node, str] = {
-        n: f"sum_{j}" if j else "loss_sum" for j, n in reversed(list(enumerate(outputs[:num_sums])))
+        n: f"sum_{j + (ahead.count is not None)}" if j else "loss_sum"
+        for j, n in reversed(list(enumerate(outputs[:num_sums])))
     }
     averaged = outputs[num_sums - len(t.averaged) : num_sums]
     wanted |= {n: f"new_{identifier(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
     wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
     wanted |= {n: name for name, n in maxima.items()}
     body = Lines(graph, functions, names, wanted)
-    lines, sums = _distinct(
-        [*lines, *body.lines], [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions
-    )
+    at = next((i for i, line in enumerate(body.lines) if SEED in line.args), 0)
+    lines = [*lines, *ahead.lines, *body.lines[:at], *ahead.seed, *body.lines[at:]]
+    lines, sums = _distinct(lines, [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions)
     lines, grads = _reduced_grads(
         t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names
     )
@@ -84,6 +88,7 @@ def lower_train(t: Training) -> Lowered:
     sum_values = [
         Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)
     ]
+    sum_values[1:1] = [] if ahead.count is None else [ahead.count]
     watched = watched_blocks(t.name, t.params, lines) if t.precision.watch else None
     max_values = {
         name: Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for name, n in maxima.items()
@@ -107,10 +112,12 @@ def lower_train(t: Training) -> Lowered:
     return Lowered(program, structure, watched)
 
 
-def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, fx.Node]:
-    """Records sums and gradients: the loss's total, its count, the auxiliary sums and new values that are averaged,
-    then a gradient for each leaf that has one, then the new values that must agree, as one vector. The node is that of
-    what gradients are computed from."""
+def _record_loss(
+    t: Training, places: Sequence[Any], functions: Functions, names: Names
+) -> tuple[Recorded, Found, fx.Node, Ahead]:
+    """Records sums and gradients: the loss's total, its count unless it is made ahead, the auxiliary sums and the new
+    values that are averaged, then a gradient for each leaf that has one, then the new values that must agree, as one
+    vector. The node is that of the seed, from which gradients are computed."""
     made: list[Found] = []
 
     @torch.enable_grad()  # whatever the caller has
@@ -118,7 +125,8 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
         it = iter(fakes)
         leaves = {i: next(it).detach().requires_grad_(i in t.trained) for i in t.params.distinct}
         batch = {i: next(it) for i in t.batch.distinct}
-        seed = next(it) if t.precision.loss_scale is not None else None
+        scale = next(it) if t.precision.loss_scale is not None else None
+        given = next(it) if t.num_parts > 1 else None
         kwargs = {}
         if t.wants_key:
             key, step, part = it
@@ -131,11 +139,7 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
         loss = loss._replace(total=checks.poisoned([loss.total], failed)[0])
         aux_leaves, means = flatten_means(aux)
         values = {} if t.mutates is None else new_values(new, params, t.mutates)
-        seed = (
-            torch.ones_like(loss.total, memory_format=torch.preserve_format)
-            if seed is None
-            else seed.to(loss.total.dtype)
-        )
+        seed = seed_of(loss, t.num_parts, scale, given)
         grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
         sums = [
             loss.total,
@@ -149,17 +153,24 @@ def _record_loss(t: Training, places: Sequence[Any]) -> tuple[Recorded, Found, f
                 len(sums),
                 loss.count is not None,
                 means,
+                rounded(t.num_parts, seed.dtype) if loss.count is None else None,
             )
         )
         agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
-        return [*map(summable, sums), *(g for g in grads if g is not None), *agreed, seed]
+        return [seed, *map(summable, sums), *(g for g in grads if g is not None), *agreed]
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
     graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)
-    (found,), outputs = made, graph.outputs
-    seed = outputs.pop(found.num_sums + len(found.used) + bool(t.agreed))
+    (found,), ahead = made, Ahead()
+    if found.weighted and t.num_parts > 1:
+        ahead = made_ahead(t, graph, functions, names)
+    seed, *outputs = graph.outputs
+    if ahead.count is not None:
+        del outputs[1]
+        found = replace(found, num_sums=found.num_sums - 1)
     graph.graph.output_node().args = (tuple(outputs),)
-    return graph, found, seed
+    graph.graph.eliminate_dead_code()
+    return graph, replace(found, of_sum=ahead.of_sum), seed, ahead
 
 
 def _reduced_grads(

@@ -59,9 +59,15 @@ class Traced:
 
 
 def trace_step(
-    step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, precision: Precision | None = None
+    step: Step,
+    mesh: AbstractMesh,
+    params: Inputs,
+    batch: Inputs,
+    precision: Precision | None = None,
+    num_parts: int | None = None,
 ) -> Traced:
-    """Traces a step, from leaf tables. `precision`: by default that of its transforms."""
+    """Traces a step, from leaf tables. `precision` and `num_parts`, which the global batch is cut in: by default those
+    of its transforms."""
     zero = zero_of(step, mesh)
     accumulation = find(step.transforms, accumulate.Accumulate)
     if accumulation is not None:
@@ -94,7 +100,7 @@ def trace_step(
                 extras=extra_leaves(step, params),
                 mesh=mesh,
                 precision=precision or precision_of(step),
-                num_parts=num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
+                num_parts=num_parts or num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
     base = FUSE.made(replace(program, transforms=step.transforms))
@@ -133,13 +139,15 @@ def with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -
     return copying(copies).made(base)
 
 
-def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any) -> Program:
+def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any, num_parts: int | None = None) -> Program:
     """The base program of a step (see lowering/base_program.py): what every other is made from.
 
     Args:
         step, mesh: as for `lower`.
         params: the tree, with whole leaves.
         batch: one rank's batch.
+        num_parts: that the global batch is cut in, if not as the step says.
     """
     step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
-    return trace_step(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch)).base
+    inputs = params_inputs(step, mesh, params), batch_inputs(batch)
+    return trace_step(step, mesh, *inputs, num_parts=num_parts).base

@@ -92,13 +92,23 @@ class Training:
 
 @dataclass(frozen=True)
 class Found:
-    """The findings of tracing a loss: which leaves have a gradient, how many sums there are, whether it is weighted,
-    and its auxiliary values."""
+    """The findings of tracing a loss.
+
+    Attributes:
+        used: the leaves that have a gradient.
+        num_sums: how many sums the forward makes.
+        weighted: whether the loss is.
+        aux: its auxiliary values.
+        lacks: the factor that gradients lack for the seed's rounding; None: they lack none.
+        of_sum: whether gradients are those of the sum, not of the mean (lowering/seed.py).
+    """
 
     used: list[int]
     num_sums: int
     weighted: bool
     aux: Means
+    lacks: float | None = None
+    of_sum: bool = False
 
 
 def grad_name(leaf: Leaf) -> str:

@@ -80,12 +80,9 @@ def record_update(
         largest = {name: next(it) for name in maxima}
         total, *rest = it
         count = rest.pop(0) if traced.weighted else None
-        # the gradients are those of the summed loss: make them those of the mean
-        if count is not None:
-            loss, scale = total / count, 1.0 / count
-        else:
-            loss, scale = (total / t.num_parts, 1.0 / t.num_parts) if t.num_parts > 1 else (total, None)
-        if scale_state is not None:  # and those of the unscaled loss
+        loss = total / count if count is not None else total / t.num_parts if t.num_parts > 1 else total
+        scale: Any = 1.0 / count if traced.of_sum and count is not None else traced.lacks
+        if scale_state is not None:  # the gradients are those of the scaled loss
             scale = (1.0 if scale is None else scale) / scale_state.scale
         mean: dict[int, torch.Tensor] = {}
         for i in trained:

@@ -45,7 +45,10 @@ class Counting(TorchFunctionMode):
         real, weight = target != self.ignored[-1], given.get("weight")
         counted = real if weight is None else weight.detach()[target.where(real, 0)] * real
         count = counted.sum().to(torch.float32)
-        total = func(**{k: x for k, x in given.items() if k in _KEPT}, reduction="sum")
+        kept = {k: x for k, x in given.items() if k in _KEPT}
+        if kept["input"].dtype == torch.float16:  # in which a sum of some ten thousand losses is infinite
+            kept |= {k: kept[k].to(torch.float32) for k in ("input", "weight") if kept.get(k) is not None}
+        total = func(**kept, reduction="sum")
         self.counts.append(count)
         return total / count.where(count > 0, 1.0)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fzero.program.attrs import AddAttrs, CastAttrs, JoinAttrs, PartAttrs, TurnsAttrs, UpdateAttrs
-from fzero.program.ir import Line, Program, Value
+from fzero.program.ir import Line, Program
 from fzero.program.names import Names
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
@@ -47,28 +47,62 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     inside = [line for line in program.lines if line is not update and line not in before]
     values = program.values()
     names = Names(values)
-    parts = {name: names(f"{name}_part") for name in batch}
-    body = [
-        Line("take_part", (name,), (replace(values[name], name=part),), attrs=PartAttrs(count=num), by="accumulate")
-        for name, part in parts.items()
-    ]
-    body += [line.rename(parts) for line in inside]
     totals: dict[str, str] = {}
-    for name in _summands(update):
-        value = values[name]
-        totals[name] = names(f"{name}_total")
-        body.append(
-            Line(
-                "accumulate",
-                (name,),
-                (Value(totals[name], value.shape, value.dtype),),
-                attrs=JoinAttrs(reduction=_how(update, name)),
-                by="accumulate",
+
+    def loop(lines: Sequence[Line], summands: Sequence[str], parts: dict[str, str]) -> Line:
+        """A loop of lines in which `parts` have other names, that adds up `summands`."""
+        body = []
+        for name in batch:
+            if any(name in line.args for line in lines):
+                parts[name] = names(f"{name}_part")
+                part = replace(values[name], name=parts[name])
+                body.append(Line("take_part", (name,), (part,), attrs=PartAttrs(count=num), by="accumulate"))
+        body += [
+            replace(line.rename(parts), out=tuple(replace(v, name=parts.get(v.name, v.name)) for v in line.out))
+            for line in lines
+        ]
+        for name in summands:
+            totals[name] = names(f"{name}_total")
+            body.append(
+                Line(
+                    "accumulate",
+                    (parts.get(name, name),),
+                    (replace(values[name], name=totals[name]),),
+                    attrs=JoinAttrs(reduction=_how(update, name)),
+                    by="accumulate",
+                )
             )
-        )
-    body = [line.saying(count=num) if line.op == "part_index" else line for line in body]
-    loop = Line("loop", attrs=TurnsAttrs(count=num), body=tuple(_early(body)), by="accumulate")
-    return [*before, loop], totals
+        body = [line.saying(count=num) if line.op == "part_index" else line for line in body]
+        return Line("loop", attrs=TurnsAttrs(count=num), body=tuple(_early(body)), by="accumulate")
+
+    seeds, ahead, rest = _ahead(inside)
+    loops = list[Line]()
+    if ahead:
+        again = {v.name: names(f"{v.name}_ahead") for line in ahead if line in rest for v in line.out}
+        loops.append(loop(ahead, [s for s in _summands(update) if any(s in line.args for line in seeds)], again))
+    seeds = [line.rename(totals) for line in seeds]
+    main = loop(rest, [s for s in _summands(update) if s not in totals], {})
+    return [*before, *loops, *seeds, main], totals
+
+
+def _ahead(lines: Sequence[Line]) -> tuple[list[Line], list[Line], list[Line]]:
+    """The lines that read what sums of all micro-batches come to, those that these sums are made by, and the lines of
+    the loop behind them, among which some of these can be again."""
+    seeds = [line for line in lines if line.of_sums]
+    if not seeds:
+        return [], [], [*lines]
+    wanted, ahead = {a for line in seeds for a in line.args}, list[Line]()
+    for line in reversed(lines):
+        if not line.of_sums and any(v.name in wanted for v in line.out):
+            ahead.insert(0, line)
+            wanted.update(line.args)
+    rest = list[Line]()
+    read = {a for line in lines if not line.of_sums and line not in ahead for a in line.args}
+    for line in reversed(lines):
+        if not line.of_sums and (line not in ahead or any(v.name in read for v in line.out)):
+            rest.insert(0, line)
+            read.update(line.args)
+    return seeds, ahead, rest
 
 
 def _update(program: Program) -> Line[UpdateAttrs]:
@@ -122,6 +156,9 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
                 )
             )
     for unit in _units(lines, summands):
+        if unit[0].of_sums:
+            out += [line.rename(new[0]) for line in unit]  # the totals
+            continue
         made = [v for line in unit for v in line.out]
         adds = [v for v in made if v.name in summands]
         if not adds and not any(line.op == "part_index" or not new[0].keys().isdisjoint(line.args) for line in unit):
@@ -151,7 +188,7 @@ def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
     lines read too, a copy, as totals are overwritten."""
     update = _update(program)
     lines = [line for line in program.lines if line is not update]
-    read = {a for line in lines for a in line.args}
+    read = {a for line in lines if not line.of_sums for a in line.args}
     summands = {name: name for name in _summands(update)}
     out: list[Line] = []
     for line in lines:

@@ -29,6 +29,9 @@ def rewrite(program: Program) -> Program:
     if found is None:
         return program
     start, stop = found
+    ahead = [line for line in lines[start:stop] if line.of_sums]  # which waits for other ranks
+    lines[start:stop] = [*ahead, *(line for line in lines[start:stop] if not line.of_sums)]
+    start += len(ahead)
     group, rest = lines[start:stop], [*lines[:start], *lines[stop:]]
     read = {a for line in rest for a in line.args} | set(program.outputs)
     out = tuple(v for line in group for v in line.out if v.name in read)

@@ -15,7 +15,7 @@ reads it; gradients leave the backward cut as they add up, and are cut on, once 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,7 +26,6 @@ from fzero.passes.zero import Zero
 from fzero.precision.fp8_gather import on_shards
 from fzero.program.attrs import (
     AddAttrs,
-    CallAttrs,
     CutAttrs,
     GatherAttrs,
     JoinAttrs,
@@ -89,6 +88,9 @@ class _Rewrite:
             a for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max" for a in x.args
         }
         self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs.sums)]
+        # sums that the backward waits for, each by itself
+        ahead = {summand.get(a, a) for x in program.lines if x.of_sums for a in x.args} if update is not None else set()
+        self.ahead = ahead.intersection(self.sums)
         self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs.maxima]
 
     def run(self) -> Program:
@@ -126,15 +128,13 @@ class _Rewrite:
             elif line.op == "loop":
                 out += self._keep((a for x in line.body for a in x.args), self.cast_once)
                 out.append(replace(line, body=tuple(self._lines(line.body))))
-                out += self._after_loop()
+                out += self._after_loop({x.args[0] for x in line.body if x.op == "accumulate"})
             elif line.op == "update":
                 out += self._update(line)
             elif line.scales == "shards":
                 out += self._scales(scales) if line is scales[0] else []
             else:
-                if isinstance(line.attrs, CallAttrs) and line.attrs.of_sums:
-                    # reads what the ranks' sums add up to; any other line reads this rank's own
-                    line = line.rename(self.renamed)
+                line = line.rename(self.renamed) if line.of_sums else line
                 new, gathers = self._reads(line)
                 out += [*gathers, self._placed(new)]
                 for value in line.out:
@@ -144,9 +144,11 @@ class _Rewrite:
                         awaited[owner] -= 1
                         if not awaited[owner]:
                             out += self._reduce_block(ready.pop(owner))
-                    if value.name in self.sums:
+                    if value.name in self.ahead:
+                        out += self._reduce_sums([value.name])
+                    elif value.name in self.sums:
                         sums.append(value.name)
-                        if len(sums) == len(self.sums):
+                        if len(sums) == len(self.sums) - len(self.ahead):
                             out += self._reduce_sums(sums)
                     if value.name in self.maxima:
                         out += self._reduce_sums([value.name], "max")
@@ -319,15 +321,15 @@ class _Rewrite:
             by="accumulate",
         )
 
-    def _after_loop(self) -> list[Line]:
-        """Remaining reductions of what was added up: of shards over the axes that they are not sharded over, of the
+    def _after_loop(self, added: Collection[str]) -> list[Line]:
+        """Remaining reductions of what a loop added up: of shards over the axes that they are not sharded over, of the
         rest over all. Once a step."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():
-            if self.placement[self.totals[name]].partial:
+            if name in added and self.placement[self.totals[name]].partial:
                 groups[self._owner(path)].append(name)
-        lines = self._all_reduce([self.totals[s] for s in self.sums]) + self._all_reduce(
-            [self.totals[m] for m in self.maxima], op="max"
+        lines = self._all_reduce([self.totals[s] for s in self.sums if s in added]) + self._all_reduce(
+            [self.totals[m] for m in self.maxima if m in added], op="max"
         )
         for names in groups.values():
             lines += self._reduce([self.totals[n] for n in names])

@@ -219,6 +219,11 @@ class Line(Generic[A]):
         return self.attrs.scales if isinstance(self.attrs, CallAttrs) else ""
 
     @property
+    def of_sums(self) -> bool:
+        """Whether it reads what the sums of all ranks and micro-batches add up to; any other line reads its own."""
+        return isinstance(self.attrs, CallAttrs) and self.attrs.of_sums
+
+    @property
     def on_host(self) -> bool:
         """Whether it says that it computes on the host. A line that computes where its arguments lie says nothing."""
         return isinstance(self.attrs, Side) and self.attrs.on == "host"

@@ -126,8 +126,9 @@ class AtMinimum:
     def _say(self) -> None:
         problem = f"loss scale {self._minimum:g}: it is not lowered any more, and every step that overflows is skipped"
         fix = (
-            "lower the learning rate or clip; look at `skipped` among the metrics; or compute in bf16, whose range is "
-            "that of fp32"
+            "return a mean or fz.weighted(total, count), not a sum; look for values that are not finite in the batch, "
+            "in the state and, with mixed_precision(..., watch=True), among the outputs of blocks; lower the learning "
+            "rate; or compute in bf16, whose range is that of fp32"
         )
         text = message("mixed_precision", "gradients overflow at the minimum loss scale", [problem], fix)
         if self._raises:

@@ -200,10 +200,9 @@ def _reference(
     axes = zero_of(s.step, s.mesh).batch_axes
     precise = isinstance(culprit, PRECISIONS)  # then its own casts are what is in question
     same = () if precise else tuple(t for t in s.step.transforms if isinstance(t, PRECISIONS))
-    alone, (_, batches) = _alone(s.mesh), _batches(s)
-    base = base_program(
-        replace(s.step, transforms=same), AbstractMesh(device_type=s.mesh.device_type, data=1), s.params, batches[0]
-    )
+    alone, (num, batches) = _alone(s.mesh), _batches(s)
+    one = AbstractMesh(device_type=s.mesh.device_type, data=1)
+    base = base_program(replace(s.step, transforms=same), one, s.params, batches[0], num)
     first = s.plain.first  # in whose dtypes the plain step goes on
     whole = first._replace(
         **{
@@ -214,10 +213,8 @@ def _reference(
     # what is not in a plain state, such as a loss scale, is whole on every rank
     state = {**leaves, **leaves_of(whole, {})}
     wholes = {v.name: state[v.name].to(v.dtype) for v in base.inputs if v.name in state}
-    parts = []
-    for i, batch in enumerate(batches):
-        named = dict(zip(tree.paths(batch, "batch"), tree.leaves(batch), strict=True))
-        parts.append({**part_values(base, alone, {**wholes, **named}, i), **named})
+    named = [dict(zip(tree.paths(x, "batch"), tree.leaves(x), strict=True)) for x in batches]
+    parts = [{**x, **y} for x, y in zip(part_values(base, alone, [wholes | x for x in named]), named, strict=True)]
     plain = trajectory(replace(s.step, transforms=()), whole, s.whole_batch, 1, s.size)
     after = {f"after {p}": x for p, x in plain.leaves[1].items() if not p.startswith("metrics")}
     tolerance = {f"after {p}": t for p, t in plain.tolerances[1].items() if not p.startswith("metrics")}

@@ -66,20 +66,28 @@ class Reference:
     coarse: float = 0.0
 
 
-def part_values(base: Program, mesh: Mesh, leaves: Mapping[str, torch.Tensor], part: int) -> dict[str, torch.Tensor]:
-    """The values of a base program's loss and gradients for one part of the global batch.
+def part_values(
+    base: Program, mesh: Mesh, parts: Sequence[Mapping[str, torch.Tensor]]
+) -> list[dict[str, torch.Tensor]]:
+    """The values of a base program's loss and gradients for each part of the global batch.
 
     Args:
-        base: for a mesh of one device.
+        base: for a mesh of one device and these parts.
         mesh: of one device.
-        leaves: whole leaves and the part's batch, by name.
-        part: its number among all parts.
+        parts: of each whole leaves and its batch, by name.
     """
-    run = Interpreter(base, mesh, leaves, part)
-    for line in base.lines:
-        if line.op != "update":
+    runs = [Interpreter(base, mesh, leaves, part) for part, leaves in enumerate(parts)]
+    lines = [line for line in base.lines if line.op != "update"]
+    made = {v.name for line in lines for v in line.out}
+    for line in lines:
+        of_parts = [a for a in line.args if line.of_sums and a in made]
+        totals = {a: torch.stack([run.values[a] for run in runs]).sum(0) for a in of_parts}
+        for run in runs:
+            own = {a: run.values[a] for a in totals}
+            run.values |= totals
             run.run(line)
-    return {v.name: run.values[v.name] for line in base.lines if line.op != "update" for v in line.out}
+            run.values |= own
+    return [{v.name: run.values[v.name] for line in lines for v in line.out} for run in runs]
 
 
 def first_line(
