@@ -283,7 +283,8 @@ def test_an_index_that_is_not_a_file_of_its_directory_is_refused(tmp_path: Path)
     beside = index.with_name("beside.json")
 
     def refused(match: str) -> None:
-        for act in (checkpoint.describe, checkpoint.verify, checkpoint.structure, checkpoint.export):
+        acts: list[Any] = [checkpoint.describe, checkpoint.verify, checkpoint.structure, checkpoint.export]
+        for act in acts:
             with pytest.raises(CheckpointError, match=match):
                 act(tmp_path / "run", *([tmp_path / "out"] if act is checkpoint.export else []))
         index.unlink()
