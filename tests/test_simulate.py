@@ -14,7 +14,7 @@ import torch
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroTypeError, FzeroValueError, VerifyError
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.passes import copies, fuse, pipeline, shard
 from fzero.testing.simulate import _Rank
 from fzero.transforms.base import Transform, applied
@@ -201,6 +201,34 @@ def test_a_rewrite_that_is_wrong_is_named() -> None:
             lowered(wrong)
     with pytest.raises(VerifyError, match=r"(?s)the rewrite of 'mine' made it.*after the pass 'mine'"):
         lowered(lambda program: dataclasses.replace(program, lines=program.lines[:-1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle(Rewriting):
+    """One that says when it may change nothing."""
+
+    def idle_in(self, program: Any) -> str | None:
+        return "a mesh of one rank" if program.mesh.size == 1 else super().idle_in(program)
+
+
+@pytest.mark.usefixtures("ops")
+def test_a_rewrite_that_changes_nothing_is_named() -> None:
+    page = _page()
+    params, batch, step = page["params"], page["batch"], page["step"]
+    with pytest.raises(TransformError, match=r"(?s)vote\(axis='replica'\) on mesh replica=2, data=1: .*idle_in"):
+        fz.lower(step, fz.AbstractMesh(replica=2, data=1), params, batch)
+    for alone in (fz.AbstractMesh(replica=1, data=2), fz.AbstractMesh(replica=1, data=1)):
+        assert fz.lower(step, alone, params, batch).after("vote")
+
+    plain = fz.train_step(page["loss_fn"], fz.optim.sgd(0.1))
+    same = lambda program: dataclasses.replace(program, lines=tuple(program.lines))  # noqa: E731
+    for kind, sizes in ((Rewriting, (1, 2)), (Idle, (2,))):
+        for size in sizes:
+            with pytest.raises(TransformError, match=rf"mine.* on mesh data={size}: its rewrite changes no line"):
+                fz.lower(applied(kind(same), fz.data_parallel(plain)), fz.AbstractMesh(data=size), params, batch)
+    assert fz.lower(applied(Idle(same), fz.data_parallel(plain)), fz.AbstractMesh(data=1), params, batch)
+    evaluation = fz.eval_step(lambda p, b: page["loss_fn"](p, b))
+    assert fz.lower(applied(Rewriting(same), evaluation), fz.AbstractMesh(data=1), params, (batch,))
 
 
 def test_arguments_that_simulate_refuses() -> None:

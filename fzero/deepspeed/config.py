@@ -75,6 +75,9 @@ class BatchSize(Transform):
     order: ClassVar[int] = 90
     name: ClassVar[str] = "train_batch_size"
 
+    def idle_in(self, program: Program) -> str:
+        return "it checks the batch"
+
     def rewrite(self, program: Program) -> Program:
         found = {v.name: v.shape[0] for v in program.inputs if v.name not in program.leaves and v.shape}
         if program.assigns and found and self.rows not in {n * program.mesh.size for n in found.values()}:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from fzero.errors import FzeroTypeError, VerifyError, message
+from fzero.errors import FzeroTypeError, TransformError, VerifyError, message
 from fzero.layout import Leaf
 from fzero.passes import accumulate, fuse, off_device, pool, redundant, remat, shard, tiers
 from fzero.passes.batch import batched
@@ -167,12 +167,20 @@ def added(program: Program) -> tuple[Pass, ...]:
 
 
 def _rewritten(transform: Transform, program: Program) -> Program:
-    """The program of a transform's own rewrite."""
+    """The program of a transform's own rewrite.
+
+    Raises:
+        TransformError: it changes nothing, and the transform does not say why.
+    """
     made = transform.rewrite(program)
     wrong = [repr(x) for x in made.lines if not isinstance(x, Line)] if isinstance(made, Program) else [repr(made)]
     if wrong:
         what = f"the rewrite of {transform} does not return a program of lines"
         raise FzeroTypeError(message(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))"))
+    if made.lines == program.lines and made.leaves == program.leaves and transform.idle_in(program) is None:
+        problem = f"{transform} on mesh {program.mesh}: its rewrite changes no line of {program.name}"
+        fix = "leave it out on this mesh; or say by its idle_in(program) why it may change nothing"
+        raise TransformError(message(transform.name, "does nothing to this program", [problem], fix))
     return made
 
 

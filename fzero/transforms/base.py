@@ -81,8 +81,17 @@ class Transform:
     def rewrite(self, program: Program) -> Program:
         """The program with what this transform adds of its own, behind the cut of the update; the passes of the package
         (fzero/passes) know their specs themselves. Equal specs rewrite programs with the same lines alike, on every
-        rank, wherever their leaves rest and whatever other specs there are."""
+        rank, wherever their leaves rest and whatever other specs there are. One that changes nothing is an error,
+        unless `idle_in` says why."""
         return program
+
+    def idle_in(self, program: Program) -> str | None:
+        """Why `rewrite` may leave a program as it is, or None. By default: an evaluation, and a mesh that has one rank
+        along the transform's `axis`."""
+        axis = getattr(self, "axis", None)
+        if not program.assigns:
+            return "an evaluation has no gradients and no update"
+        return f"one rank along {axis!r}" if isinstance(axis, str) and program.mesh.axes.get(axis, 1) == 1 else None
 
     def in_program(self) -> str:
         """As a program's header has it: the same on every rank and every machine."""
