@@ -29,16 +29,22 @@ _NUM_FRAMES = 5  # of the user's code, above an error
 _PATIENCE = 30.0  # seconds that a rank with nothing to tell lets the one that tells leave first
 _OURS = tuple(str(Path(module).parent) + os.sep for module in (__file__, torch.__file__))
 _STDLIB = str(Path(os.__file__).parent) + os.sep
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that torchrun passes on, and ends
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _parent = os.getppid()
 _store: dist.Store | None = None
 _installed: Any = None
+_signals: int | None = None  # where Python writes the number of each signal that a handler hears
+_stopped = False
 
 
 def _forked() -> None:
-    global _parent
+    global _parent, _signals
     _parent = os.getppid()
+    if _signals is not None:  # those of a DataLoader's worker are its own
+        signal.set_wakeup_fd(-1)
+        _signals = None
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -67,10 +73,43 @@ def tell_through(store: dist.Store) -> None:
     _store = store
 
 
+def listen() -> None:
+    """Remembers which signals come to this process, whoever handles them: torchrun hands on those that end it, and
+    prints no summary then, in which an error could stand."""
+    global _signals
+    if _signals is not None or not under_torchrun() or threading.current_thread() is not threading.main_thread():
+        return
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    if (other := signal.set_wakeup_fd(writer, warn_on_full_buffer=False)) != -1:  # an event loop's
+        signal.set_wakeup_fd(other)
+        os.close(reader)
+        os.close(writer)
+        return
+    _signals = reader
+
+
+def stopped() -> bool:
+    """Whether a signal has come that torchrun passes on when it ends."""
+    global _stopped
+    while _signals is not None and not _stopped:
+        try:
+            _stopped = any(number in _ENDING for number in os.read(_signals, 1 << 12))
+        except BlockingIOError:
+            break
+    return _stopped
+
+
+def starts_again() -> bool:
+    """Whether torchrun will start the ranks again when they fail."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most and not stopped()
+
+
 def install_excepthook() -> None:
     """Has an uncaught error of fzero's told by `tell`. A hook of the user's own is still called for everything, on
     every rank."""
     global _installed
+    listen()
     previous = sys.excepthook
     is_torchs = (getattr(previous, "__module__", None) or "").startswith("torch.")
     if _installed is not None:
@@ -90,7 +129,8 @@ def install_excepthook() -> None:
 
 def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Callable[[], Any] | None = None) -> None:
     """Prints an error that is raised on several ranks, on one of them; the others return when that one has left, or
-    after a while.
+    after a while. Where torchrun prints a summary, the error stands there; after a signal it prints none, and kills
+    what is left after 30 s: then the error is printed at once, and nobody waits.
 
     A `DivergenceError`, which is what the other ranks raise when one fails, is not told after the error it follows
     from.
@@ -103,20 +143,18 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
     world, file = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("TORCHELASTIC_ERROR_FILE")
     me, here = os.environ.get("RANK", "0"), os.environ.get("GROUP_RANK", "0")  # torchrun's word for the host
     teller = _claim(error, f"{me} {here}") if world > 1 else f"{me} {here}"
-    last_life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= int(
-        os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)
-    )
+    summary = file is not None and not stopped()  # torchrun's, about whoever left first
     if otherwise is not None:
         otherwise()
     if teller.split(" ")[0] == me:
         text = brief(error, frames)
-        if file and last_life and not isinstance(error, DivergenceError):
+        if file and summary and not starts_again() and not isinstance(error, DivergenceError):
             # which torchrun's SIGTERM may follow at once: it would be lost
             facts = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
             Path(file).write_text(json.dumps({"message": facts}))
         elif otherwise is None:
             print(text, file=sys.stderr, flush=True)
-    elif file and teller.split(" ")[1] == here:  # torchrun's summary is about those that left first
+    elif summary and teller.split(" ")[1] == here:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE)

@@ -131,6 +131,50 @@ def test_ranks_die_with_torchrun(tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def test_an_error_after_torchruns_signal_is_told_at_once(tmp_path: Path) -> None:
+    """The disk is full when the run is told to stop: torchrun, which ends by a signal, prints no summary."""
+    path = script(
+        tmp_path,
+        "import errno",
+        "from pathlib import Path",
+        "from fzero.checkpoint import files",
+        "FULL, write_all = Path('full'), files.write_all",
+        "def full(fd, data):",
+        "    if FULL.exists(): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))",
+        "    write_all(fd, data)",
+        "files.write_all = full",
+        "step = fz.shard_params(fz.train_step(lambda p, x: (x @ p['w']).square().mean(), fz.optim.sgd(0.0)))",
+        "def main(run):",
+        "    train = fz.compile(step, run.mesh, backend='eager')",
+        "    state = run.state(train, {'w': torch.ones(4, 4)}, path='saved')",
+        "    for index in run.steps(state, 10**6):",
+        "        state, _ = train(state, torch.ones(2, 4))",
+        "        run.keep(state)",
+        "        if index == 2: run.save(state)",
+        "        if index == 4 and RANK == 0: FULL.touch()",
+        "        if FULL.exists(): time.sleep(0.1)",
+        "fz.run(main, timeout=60)",
+    )
+    command = [*TORCHRUN, "-m", "fzero.run", str(path)]
+    with (tmp_path / "log").open("w") as log:
+        torchrun = subprocess.Popen(command, stdout=log, stderr=log, env=environment(), cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "full").exists():
+            assert time.monotonic() < deadline and torchrun.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        began = time.monotonic()
+        torchrun.send_signal(signal.SIGTERM)
+        assert torchrun.wait(60) != 0
+        took, text = time.monotonic() - began, (tmp_path / "log").read_text()
+    finally:
+        torchrun.kill()
+    assert text.count("No space left on device") == 2, "once, of each rank\n" + text
+    assert text.count("Fix: ") == 1 and "batches is not saved" in text and "is saved:" not in text, text
+    assert "the next start goes on from saved/step-00000003" in text, text
+    assert took < 25 and "forcefully exiting" not in text, f"{took} s: nobody waits for torchrun's SIGKILL\n{text}"
+
+
 def alive(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from fzero import agree, turns
+from fzero import agree, launcher, turns
 from fzero.elastic import host
-from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, message
+from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError, message
 from fzero.mesh import Mesh, close_mesh, make_mesh
 
 logger = logging.getLogger("fzero")
@@ -43,6 +43,7 @@ class Signals:
         self.came, self.free = False, False
 
     def __enter__(self) -> Signals:
+        launcher.listen()
         self._before = {n: signal.signal(n, self._hear) for n in self._numbers}
         return self
 
@@ -93,7 +94,8 @@ def lost(mesh: Mesh, error: Exception) -> bool:
     """Whether an error on this rank comes of another one that is gone."""
     if isinstance(error, RankLost):
         return True
-    deadline = time.monotonic() + (_PATIENCE if isinstance(error, (DivergenceError, CheckpointError)) else 0.0)
+    follows = isinstance(error, (DivergenceError, CheckpointError)) and not isinstance(error, StorageError)
+    deadline = time.monotonic() + (_PATIENCE if follows else 0.0)
     while isinstance(error, (FzeroError, torch.distributed.DistError)):
         if mesh.turns.gone():
             return True

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fzero import agree, checkpoint, tree, turns
+from fzero import agree, checkpoint, launcher, tree, turns
 from fzero.arguments import count, flag, shown
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.index import Index
@@ -254,8 +254,7 @@ class Run:
             if self._told_to_stop(batch):
                 self.stopping = True
                 if self.mesh.rank == 0:
-                    saved = "" if self._path is None else f"; its state is saved under {self._path}"
-                    logger.warning("fzero.run: told to stop: batch %d is the next%s", batch, saved)
+                    logger.warning("fzero.run: told to stop: batch %d is the next", batch)
                 break
             if turns.watcher is not None:
                 turns.watcher.say(host.STEPPING, batch)
@@ -274,9 +273,8 @@ class Run:
             self._seen, self._calls, self._signals.free = batch + 1, None, False
         if not self.stopping and state is self._newest:
             self._known = self._seen, int(state.step)
-        if self.stopping and self._path is not None and self._newest is not None:
-            self._settle()
-            self._save(self._newest, self._saved.get("keep"), self._saved.get("meta"))
+        if self.stopping:
+            self._save_last()
 
     def keep(self, state: State) -> None:
         """Copies this rank's part of a state to its host's memory, from where the run goes on if a process is lost.
@@ -444,10 +442,42 @@ class Run:
         if not came or self.stopping:
             return
         self.stopping = True
-        if self._newest is not None and self._path is not None:
-            self._count(self._newest, "save")
-            if self._known != self._safe:
-                self._save(self._newest, self._saved.get("keep"), self._saved.get("meta"))
+        self._save_last()
+
+    def _save_last(self) -> None:
+        """Saves the newest state of a run that is told to stop, unless it is saved already.
+
+        Raises:
+            CheckpointError: it cannot be saved, with what the next start goes on from.
+        """
+        if self._newest is None or self._path is None:
+            return
+        self._settle()
+        self._count(self._newest, "save")
+        if self._known == self._safe:
+            return
+        try:
+            saved = self._save(self._newest, self._saved.get("keep"), self._saved.get("meta"))
+        except CheckpointError as error:
+            text, _, fix = str(error).partition("\nFix: ")
+            what = f"the run is told to stop, and its state after {self._known[0]} batches is not saved"
+            problems = [line.strip() for line in text.splitlines()] + [self._next_start()]
+            raise type(error)(message("run", what, problems, fix or None)) from error
+        if self.mesh.rank == 0:
+            logger.warning("fzero.run: the state after %d batches is saved: %s", self._known[0], saved)
+
+    def _next_start(self) -> str:
+        """What a start after this one, whose last state is not on disk, goes on from. All ranks call it."""
+        if self._vault is not None and launcher.starts_again():
+            return "the hosts' memory has it: torchrun starts the ranks again, and they go on from there"
+        try:
+            assert self._path is not None
+            found = checkpoint.find(self._path)
+        except CheckpointError as error:
+            return f"the next start ends with {str(error).splitlines()[0]}"
+        if found is None:
+            return f"the next start begins anew: there is no checkpoint under {self._path}"
+        return f"the next start goes on from {found}"
 
     def _count(self, state: State, owner: str) -> None:
         """Refuses a state that has taken steps which no turn of the loop has counted: ranks would take states of
