@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -115,6 +116,42 @@ def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) 
     assert logged(out) == logged(calm)
     assert (out / "sources-1").read_text().split("\n")[:-1] == ["init 0", "memory 2", "memory 4", "memory 6"]
     assert [len((out / f"lives-{rank}").read_text()) for rank in range(2)] == [3, 3]
+
+
+def test_a_memory_that_somebody_removes_is_made_anew(run_ranks: Any, tmp_path: Path) -> None:
+    """By a step that keeps its state there as before; then a rank is lost, and one is stopped, and found."""
+    out, calm = tmp_path / "struck", tmp_path / "calm"
+    out.mkdir()
+    calm.mkdir()
+    run_ranks(2, plainly, str(calm), 8)
+    faults = ["1.0.2:gone", "1.0.4:kill", "0.0.6:stop"]
+    with keepers(out, 8, *faults, flags=("--hang", "5"), env={"SURVIVOR_NOWHERE": ""}) as started:
+        texts = [ended(one) for one in started]
+    text = "\n".join(text for _, text in texts)
+    assert [code for code, _ in texts] == [0, 0], text
+    assert re.search("somebody has removed files of rank 1 .*RemoveIPC.*: they are made anew", text), text
+    assert "rank 0 has done nothing for 5 s in step 6; its stacks:" in text
+    assert (out / "sources-1").read_text().split("\n")[:-1] == ["init 0", "memory 4", "memory 6"], text
+    assert logged(out) == logged(calm)
+    assert not [*out.glob("memory-*/*")]
+
+
+@pytest.mark.parametrize("path", [False, True])
+def test_a_memory_that_is_removed_with_a_rank_is_named(tmp_path: Path, path: bool) -> None:
+    """The others know how far they were: it is no first start."""
+    env = {"SURVIVOR_SAVES": ""} if path else {"SURVIVOR_NOWHERE": ""}
+    with keepers(tmp_path, 6, "1.0.5:goner", env=env) as started:
+        texts = [ended(one) for one in started]
+    text = "\n".join(text for _, text in texts)
+    lost = re.search(r"of the state after 5 batches no host's memory has what ranks? (0, )?1 had", text)
+    assert lost and [code for code, _ in texts] == ([0, 0] if path else [1, 1]), text
+    if path:
+        back = re.search(r"the run goes back to .*/step-0000000([24]), and does ([31]) batch(es)? again", text)
+        assert back and int(back[1]) + int(back[2]) == 5, text
+        assert (tmp_path / "sources-0").read_text().split("\n")[:-1] == ["init 0", f"disk {back[1]}"]
+    else:
+        assert "run.state: the state of this run is lost" in text, text
+    assert not [*tmp_path.glob("memory-*/*")]
 
 
 def test_a_rank_that_dies_while_a_checkpoint_is_written_behind_the_steps(run_ranks: Any, tmp_path: Path) -> None:

@@ -90,6 +90,27 @@ def _root(roots: Sequence[Path], name: str) -> Path:
     raise PermissionError(problems[-1])
 
 
+def made(directory: Path) -> bool:
+    """Makes a directory of a run's memory if it is not there: whoever has removed it is not its owner. Whether this
+    process has made it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if directory.is_dir():
+        return False
+    missing = [d for d in (directory, *directory.parents) if not d.is_dir()]
+    new = False
+    for one in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            one.mkdir(mode=0o700)
+            new = True
+    for root in (d for d in missing if d.name.startswith(f"fzero-{os.getuid()}")):
+        if (why := exposed(root, 0o077)) is not None:
+            raise PermissionError(why)
+    return new
+
+
 def of_run(memory: Path, ended: int) -> Path:
     """The place of the states of the run that follows so many others, which have ended, in one script."""
     return memory / f"after-{ended}" if ended else memory
@@ -162,18 +183,51 @@ program is built; from a step on; and when all have returned from `main`."""
 
 
 class Progress:
-    """The progress of a rank, in memory that it shares with its keeper."""
+    """The progress of a rank, in memory that it shares with its keeper. Where the file is removed, the keeper makes
+    another with the same content, and the rank goes on in that."""
 
     _FORM = struct.Struct("<qqqdq")
 
     def __init__(self, directory: Path, rank: int):
-        fd = os.open(directory / f"progress-{rank:05d}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = directory / f"progress-{rank:05d}"
+        self._map = self._open(self._path)
+        self._seen = self.read()
+
+    def _open(self, path: Path) -> mmap.mmap:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, mmap.PAGESIZE)
-            self._map = mmap.mmap(fd, mmap.PAGESIZE)
+            found = os.fstat(fd)
+            self._inode = found.st_dev, found.st_ino
+            return mmap.mmap(fd, mmap.PAGESIZE)
         finally:
             os.close(fd)
-        self._seen = self.read()
+
+    def follow(self, make: bool = False) -> None:
+        """Goes on in the file that has the name now. `make`: one like it, if there is none."""
+        try:
+            found = os.stat(self._path)
+            if (found.st_dev, found.st_ino) != self._inode:
+                self._map = self._open(self._path)
+        except OSError:
+            if make:
+                with contextlib.suppress(OSError):  # there may be no room: what both have open stays
+                    made(self._path.parent)
+                    new, content = self._path.with_suffix(".new"), self._map[:]
+                    self._map = self._open(new)
+                    self._map[:] = content
+                    os.replace(new, self._path)
+
+    def leave(self) -> bool:
+        """Removes the file when its keeper ends. Whether it was the last of its host."""
+        self._path.unlink(missing_ok=True)
+        return not any(self._path.parent.glob("progress-*"))
+
+    @property
+    def reached(self) -> int:
+        """The number of batches that were seen before the step that this rank, in this life or the one before, has
+        begun last."""
+        return self._seen.step
 
     def read(self) -> Seen:
         return Seen(*self._FORM.unpack_from(self._map))
@@ -186,6 +240,7 @@ class Progress:
 
     def begin(self) -> None:
         """A process begins that is this rank, and has taken no step yet."""
+        self.follow(make=True)
         self._seen = self.read()
         self.say(COMING)
 
@@ -205,5 +260,6 @@ class Progress:
         self._write(waited=time.monotonic())
 
     def _write(self, **changes: Any) -> None:
+        self.follow()
         self._seen = self._seen._replace(**changes)
         self._FORM.pack_into(self._map, 0, *self._seen)

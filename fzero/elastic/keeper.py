@@ -58,6 +58,7 @@ class Keeper:
         self._command, self._hang, self._max_losses, self._memory = command, hang, max_losses, memory
         self._rank = int(os.environ.get("RANK", "0"))
         self._progress = host.Progress(memory, self._rank)
+        self._progress.say(host.COMING, 0)
         self._parent, self._told = os.getppid(), False
         self._process: subprocess.Popen[bytes] | Taken | None = None
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
@@ -72,12 +73,17 @@ class Keeper:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             host.die_with_parent(signal.SIGTERM)
             if os.getppid() != self._parent:
+                host.remove(self._memory)
                 return 1
         code = self._lives()
         if self._spares is not None:
             self._spares.close(whole=code in (0, 128 + signal.SIGTERM))
         if self._ahead is not None:
             self._ahead.close()
+        if code == 0 or not _starts_again():  # the last of the host removes what it has made anew, too
+            last = self._progress.leave()
+            if last or os.environ.get("LOCAL_RANK", "0") == "0":
+                host.remove(self._memory)
         return code
 
     def _lives(self) -> int:
@@ -124,6 +130,7 @@ class Keeper:
         while self._process.poll() is None:
             time.sleep(_LOOK)
             seen = self._progress.read()
+            self._progress.follow(make=not self._told and seen.phase != host.FINISHED)
             for other in (self._spares, self._ahead):
                 if other is not None:
                     other.look(seen.phase == host.STEPPING and seen.first < seen.step)
@@ -210,13 +217,12 @@ def main(args: list[str] | None = None) -> int:
         parser.error(f"--memory: {error}")
     python, script = _python(), [*(["-m"] if given.module else []), given.script, *given.args]
     spare = [*python, "-c", "from fzero.elastic.spares import main; main()", *script]
-    code = Keeper([*python, *script], given.hang, given.max_losses, memory, spare, given.spares, sizes).run()
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(
-        os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    )
-    if os.environ.get("LOCAL_RANK", "0") == "0" and (code == 0 or not again):
-        host.remove(memory)
-    return code
+    return Keeper([*python, *script], given.hang, given.max_losses, memory, spare, given.spares, sizes).run()
+
+
+def _starts_again() -> bool:
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most
 
 
 def _apart(args: list[str]) -> list[str]:

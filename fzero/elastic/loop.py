@@ -41,6 +41,7 @@ from fzero.transforms.redundant import Redundant
 logger = logging.getLogger("fzero")
 
 _STOP = "fzero/run/stop"
+_REMOVERS = "as logind does at the user's last logout, RemoveIPC, or a cleaner of temporary files"
 _IDLE = 2  # turns of a loop in a row without a step: more than a batch that is left out
 _NOTE = "fzero.run"  # among a checkpoint's meta: how many batches its state has seen, and of which data
 
@@ -75,7 +76,7 @@ class Run:
         on_resize: str = "keep_batch",
     ):
         self.mesh, self.source, self.stopping = mesh, "", False
-        self._on_resize = on_resize
+        self._on_resize, self._warned = on_resize, False
         self.health: list[Finding] = []
         alone = mesh.size == 1 or mesh.device_type == "cuda"  # there the host does not wait for others
         self._care = health
@@ -181,12 +182,12 @@ class Run:
             raise FzeroValueError(message("run.state", "a run has one state, and this one has it already", fix=fix))
         self._path, self._train, self._data, self._private = path, train, data, private
         self._cursor = None if data is None else data.cursor(0)
-        kept, lost = self._in_memory()
+        kept, lost, reached = self._in_memory()
         self._signals.free = kept is None
-        if lost:
-            self._lost(lost, path)
         on_disk = None if path is None or checkpoint.find(path) is None else checkpoint.describe(path, self.mesh)
         seen = None if on_disk is None else self._seen_by(on_disk)
+        if lost:
+            self._lost(lost, reached, on_disk, seen or 0)
         state: State | None = None
         self._resized(kept if kept is not None and (seen is None or kept.step >= seen) else on_disk)
         if kept is not None and (seen is None or kept.step >= seen):
@@ -200,6 +201,11 @@ class Run:
             self.source, state = "disk", train.restore(on_disk, params)
         elif state is None:
             self.source, state = "init", train.init(params, key)
+            if not lost and self.mesh.rank == 0 and (lives := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+                text = (
+                    "fzero.run: torchrun has started the ranks again (%s), and no state is in memory%s: it begins anew"
+                )
+                logger.warning(text, lives, "" if path is None else f" or under {path}")
         self._seen = {"memory": kept.step if kept else 0, "disk": seen or 0, "init": 0}[self.source]
         logger.info(
             "fzero.run: the state after %d steps, from %s, on %d ranks", int(state.step), self.source, self.mesh.size
@@ -308,10 +314,23 @@ class Run:
         if self._vault is not None and self._vault.wards is not None and self._vault.has(seen - 1):
             self._vault.wards.seal(seen)
         if self._vault is not None and seen % self._every == 0:
+            self._look_for_files(self._vault)
             self._vault.keep(state, seen)
             self._kept = seen
         for finding in self._sent.kept(seen) if self._sent else ():
             self._note(finding)
+
+    def _look_for_files(self, vault: Vault) -> None:
+        """Makes the files of kept states anew where somebody has removed them, and says so."""
+        who = f"fzero.run: somebody has removed files of rank {self.mesh.rank} under {self._memory} while it ran"
+        try:
+            if vault.put_back():
+                logger.warning("%s, %s: they are made anew", who, _REMOVERS)
+                self._warned = False
+        except OSError as error:
+            if not self._warned:
+                logger.warning("%s, and they cannot be made anew (%s): a loss goes back to disk", who, error)
+                self._warned = True
 
     def step(self, train: CompiledStep, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         """`train(state, batch)` and `run.keep(state)`, looked after as `fz.run(health=...)` says: done again now and
@@ -546,27 +565,39 @@ class Run:
             raise FzeroValueError(message("run", what, fix=fix))
         logger.info("fzero.run: from %d ranks to %d", before, now)
 
-    def _lost(self, what: str, path: str | os.PathLike[str] | None) -> None:
-        """Says that no kept state is whole; refuses to begin anew where no checkpoint could have another.
+    def _lost(self, what: str, reached: int, on_disk: Index | None, seen: int) -> None:
+        """Says that no kept state is whole, and from where the run goes on; refuses to begin anew where no checkpoint
+        could have another.
+
+        Args:
+            what: is lost.
+            reached: batches that had been seen.
+            on_disk, seen: the newest checkpoint, and how many batches its state has seen.
 
         Raises:
             FzeroValueError: the run has no path.
         """
-        if path is None:
+        if self._path is None:
             fix = (
                 "start the run again, from its first state; run.state(..., path=...) and run.save(state) outlive what "
             )
             fix += "fz.redundant does not"
             raise FzeroValueError(message("run.state", "the state of this run is lost", [what], fix))
         if self.mesh.rank == 0:
-            logger.warning("fzero.run: %s: it goes on from the last checkpoint under %s, if there is one", what, path)
+            anew = f"there is no checkpoint under {self._path}, and the run begins anew"
+            where = anew if on_disk is None else f"the run goes back to {on_disk.directory}"
+            more = reached - seen
+            again = f", and does {more} batch{'es' * (more > 1)} again" if more > 0 else ""
+            logger.warning("fzero.run: %s: %s%s", what, where, again)
 
-    def _in_memory(self) -> tuple[Index | None, str]:
-        """The newest state that the memories of all hosts have together, and what is lost if there is none."""
+    def _in_memory(self) -> tuple[Index | None, str, int]:
+        """The newest state that the memories of all hosts have together, what is lost if there is none, and how many
+        batches some rank had seen before it began its last step."""
         if self._memory is None:
-            return None, ""
+            return None, "", 0
         memory, here = self._memory, Processes.of()
-        agree.everywhere(self.mesh, "run", lambda: None)  # nobody keeps anything meanwhile
+        mine = 0 if turns.watcher is None else turns.watcher.reached
+        reached = max(agree.everyones(self.mesh, "run", lambda: mine))  # nobody keeps anything meanwhile
         what = "cannot check the memory of a host"
         look = lambda: moving.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
         damaged = together(world(), "run", what, look, form=list[Damage])
@@ -575,7 +606,12 @@ class Run:
             text = f"what rank {rank} {how} after {seen} batches has changed in memory, and is not used: "
             text += ", ".join(leaves[:5])
             self._note(Finding("slot", seen, (rank,), text))
-        return moving.newest(memory, self.mesh, world())
+        kept, lost = moving.newest(memory, self.mesh, world())
+        if kept is None and not lost and reached:
+            ranks = ", ".join(map(str, range(self.mesh.size)))
+            lost = f"of the state after {reached} batches no host's memory has what rank{'s' * (self.mesh.size > 1)} "
+            lost += f"{ranks} had (its files may have been removed: {_REMOVERS})"
+        return kept, lost, reached
 
 
 def _no_room(memory: Path, error: OSError) -> FzeroValueError:

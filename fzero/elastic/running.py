@@ -95,8 +95,10 @@ def run(
     try:
         kept_in = host.memory(memory) if keeper or torchrun or memory is not None else None
         if kept_in is not None:
-            host.of_run(kept_in, _ended[kept_in]).mkdir(mode=0o700, exist_ok=True)
-        turns.watcher = None if kept_in is None else host.Progress(kept_in, here.rank)
+            host.made(host.of_run(kept_in, _ended[kept_in]))
+            turns.watcher = host.Progress(kept_in, here.rank)
+            if not keeper or turns.watcher.read().phase == host.FINISHED:  # no steps are of this run
+                turns.watcher.say(host.COMING, 0)
     except OSError as error:
         what = "the host's memory cannot be used"
         raise FzeroValueError(
@@ -186,6 +188,8 @@ def _until_it_returns(
         mesh = joined(signals, again, timeout, axes)
         run = Run(mesh, place, every, signals, health, on_resize)
         try:
+            if place is not None:
+                host.made(place)
             unlike = apart(mesh, ended) if again else None
             if unlike is None:
                 if memory is not None and Processes.of().local == 0:

@@ -57,20 +57,24 @@ class Spares:
         self._memory, self._command, self._count, self._ranks, self._say = memory, command, count, ranks, say
         self._all: dict[int, subprocess.Popen[bytes]] = {}
         self._number: dict[int, int] = {}  # of those that wait, from 0
+        self._taken: dict[int, int] = {}  # the notes of those that are ranks, open: they outlive their directory
         self._failed = 0
 
     def look(self, start: bool) -> None:
         """Notes who has ended, and with `start` starts as many as are missing."""
         for pid, process in list(self._all.items()):
-            taken = _note(self._memory, pid, "taken").exists()
-            if taken:
-                self._number.pop(pid, None)
+            with contextlib.suppress(FileNotFoundError):
+                if pid not in self._taken:
+                    self._taken[pid] = os.open(
+                        _note(self._memory, pid, "taken"), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+                    )
+                    self._number.pop(pid, None)
             if (code := process.poll()) is None:
                 continue
             del self._all[pid]
-            if taken:
-                with _note(self._memory, pid, "taken").open("a") as f:
-                    f.write(f"\n{code}")
+            if taken := pid in self._taken:
+                os.write(self._taken[pid], f"\n{code}".encode())
+                os.close(self._taken.pop(pid))
             else:
                 del self._number[pid]
             if not taken and code != -signal.SIGTERM and self._failed < _FAILURES:  # torchrun's is for all of a rank's
@@ -98,7 +102,7 @@ class Spares:
         `whole`."""
         self._failed = _FAILURES + 1
         for pid, process in self._all.items():
-            if not (whole and _note(self._memory, pid, "taken").exists()):
+            if not (whole and (pid in self._taken or _note(self._memory, pid, "taken").exists())):
                 process.kill()
         while self._all:
             self.look(False)

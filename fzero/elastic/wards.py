@@ -80,6 +80,7 @@ class Wards:
 
     Attributes:
         names: of the leaves that are sent.
+        files: of the slots.
 
     Raises:
         OSError: there is not enough memory.
@@ -96,6 +97,7 @@ class Wards:
         entries += [format.Entry(SEALED, torch.int64, (1,)), format.Entry(SUMS, torch.int64, (len(leaves),))]
         slots = [format.reserve(directory / f"{stem}.{i}.safetensors", entries) for i in range(_SLOTS)]
         note(directory / f"{stem}.json", slots)
+        self.files = Files(slots, directory / f"{stem}.json")
         self._slots = [{leaf.path: slot.tensors[name] for name, (leaf, _) in leaves.items()} for slot in slots]
         self._sealed, self._sums = ([s.tensors[name] for s in slots] for name in (SEALED, SUMS))
         for sealed in self._sealed:
@@ -232,7 +234,7 @@ class Parity(Wards):
             content |= {"of": forms, "sent": sizes, "sealed": offsets[SEALED], "bytes": slots[0].bytes}
             content |= {"slots": len(slots), "offsets": {n: offsets[n] for n in sizes}}
             content |= {"sums": offsets[SUMS], "summed": {n: route.piece(b) for n, b in sizes.items()}}
-            _write(path, content)
+            _write(path, json.dumps(content))
 
         return f"parity-{mesh.rank:05d}", entries, note
 
@@ -253,6 +255,26 @@ class Parity(Wards):
                 at += nbytes
 
 
+class Files:
+    """The files of some slots and their note, which somebody may remove: a cleaner, or logind at the user's logout."""
+
+    def __init__(self, slots: Sequence[format.Reserved], note: Path):
+        self._slots, self._note, self._text = list(slots), note, note.read_text()
+
+    def are_there(self) -> bool:
+        return self._note.exists() and all(format.inode_of(s.path) == s.inode for s in self._slots)
+
+    def put_back(self) -> None:
+        """Makes anew what is not there, with the same content.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        for i, slot in enumerate(self._slots):
+            self._slots[i] = slot.put_back()
+        _write(self._note, self._text)
+
+
 def write_note(path: Path, plan: Plan | Index, boxes: Any, slots: Sequence[format.Reserved]) -> None:
     """Says in a file of JSON what slots hold, of a state of this plan: these elements of each leaf."""
     offsets = slots[0].offsets
@@ -262,11 +284,10 @@ def write_note(path: Path, plan: Plan | Index, boxes: Any, slots: Sequence[forma
     content |= {"sealed": offsets[SEALED], "slots": len(slots)}
     if SUMS in offsets:
         content |= {"sums": offsets[SUMS], "summed": list(boxes)}
-    _write(path, content)
+    _write(path, json.dumps(content))
 
 
-def _write(path: Path, content: Any) -> None:
-    text = json.dumps(content)
+def _write(path: Path, text: str) -> None:
     if not path.exists() or path.read_text() != text:  # for which there may be no room any more
         path.with_suffix(".new").write_text(text)
         os.replace(path.with_suffix(".new"), path)
