@@ -3,11 +3,10 @@
     survivor.py OUT STEPS [RANK.LIFE.STEP:FAULT ...]
 
 Faults: `kill` before the step or `after` it, `stop` (SIGSTOP), `raise`, `flip` (a bit of what this rank kept last, and
-then `kill`), `node` (its host is lost, with its memory), `gone` (the directory of its host's memory is removed), `goner`
-(the same, and then `kill`). OUT/log gets a line a step. With SURVIVOR_SENDS in the
-environment the step sends to another host what it keeps, or with "parity" parts of it to several; with SURVIVOR_SAVES
-every second state is saved behind the steps, to a disk on which a rank's file takes half a second; with
-SURVIVOR_NOWHERE the run has no place for checkpoints.
+then `kill`), `node` (its host is lost, with its memory), `gone` (its host's memory is removed), `goner` (and then
+`kill`). OUT/log gets a line a step. With SURVIVOR_SENDS in the environment the step sends to another host what it
+keeps, or with "parity" parts of it to several; with SURVIVOR_SAVES every second state is saved behind the steps, to a
+disk on which a rank's file takes half a second; with SURVIVOR_NOWHERE the run has no place for checkpoints.
 """
 
 from __future__ import annotations

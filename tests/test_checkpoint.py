@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 import fzero as fz
 from fzero import checkpoint, tree
-from fzero.checkpoint import format, index, reading, saving, skeleton
+from fzero.checkpoint import format, index, reading, saving, skeleton, writers
 from fzero.checkpoint.ranks import Ranks
 from fzero.errors import CheckpointError
 from fzero.layout import Layout, Leaf, leaf_of, place, shard
@@ -584,7 +585,7 @@ def test_where_there_is_no_checkpoint(tmp_path: Path) -> None:
     raises(lambda: checkpoint.latest(tmp_path / "root"), "no complete checkpoint")
     raises(lambda: checkpoint.read(tmp_path / "root" / "step-00000003", {}, meshes(data=1)[0]), "index.json: missing")
     path = checkpoint.save(tmp_path / "root2", State(1, {"a": torch.ones(3)}))
-    for text in ["step-00000009", "../root2/step-00000001", "", "\0"]:
+    for text in ["../root2/step-00000001", "", "\0"]:
         (tmp_path / "root2" / "latest").write_text(text)
         raises(
             lambda: checkpoint.latest(tmp_path / "root2"), "not a complete checkpoint there", "complete: step-00000001"
@@ -690,7 +691,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_leaves_the_old_checkpoint(
     save_on(tmp_path, whole, data=3)
     before = sorted(p.name for p in tmp_path.iterdir())
     mesh = meshes(data=3)
-    with failing(monkeypatch, call, error, lambda path: path.endswith(where)):
+    with failing(monkeypatch, call, error, lambda path: where in Path(path).name):
         out = as_ranks(3, lambda r: save_as(r, tmp_path, on_rank(whole_state(2), mesh[r.rank], ("data",))))
     for caught in out:
         assert isinstance(caught, CheckpointError), out
@@ -723,15 +724,66 @@ def test_several_failures_and_divergent_states_name_their_ranks(
     assert not list(tmp_path.iterdir())
 
 
+def of_writer(draft: Path, **said: Any) -> None:
+    """The draft of another job's save."""
+    draft.mkdir(parents=True)
+    (draft / "writer.json").write_bytes(json.dumps({**json.loads(writers.note()), **said}).encode())
+
+
+def test_a_job_that_is_saving_there_is_named_and_left_alone(tmp_path: Path) -> None:
+    state, draft = State(1, {"a": torch.ones(2)}), tmp_path / ".tmp-step-00000007.0123abcd"
+    with subprocess.Popen(["sleep", "100"]) as other:
+        of_writer(draft, pid=other.pid, born=writers._born(other.pid))
+        text = raises(lambda: checkpoint.save(tmp_path, state), f"another job saves to {tmp_path}", "of its own")
+        assert f"process {other.pid} on host " in text and "which saves since 20" in text
+        assert os.listdir(tmp_path) == [draft.name]
+        other.kill()
+        other.wait()
+        assert checkpoint.save(tmp_path, state) == checkpoint.find(tmp_path)  # it was killed: what it left is removed
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+
+
+@pytest.mark.parametrize("moment", ["write_rank_file", "commit"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_job_of_another_host_that_takes_a_save_for_a_killed_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, ended: bool
+) -> None:
+    act = getattr(saving, moment)
+
+    def after_the_other(*args: Any, **kwargs: Any) -> Any:
+        (mine,) = tmp_path.glob(".tmp-step-*")
+        shutil.rmtree(mine)
+        if not ended:
+            of_writer(tmp_path / ".tmp-step-00000002.0123abcd", host="elsewhere", here="another", pid=77)
+        return act(*args, **kwargs)
+
+    monkeypatch.setattr(saving, moment, after_the_other)
+    text = raises(lambda: checkpoint.save(tmp_path, State(2, {"a": torch.ones(2)})), "another job saves to")
+    assert "filesystem" not in text and ("process 77 on host elsewhere" in text) != ended
+    assert len(os.listdir(tmp_path)) == (not ended), "what is not this job's is left alone"
+
+
+def test_the_newest_whole_one_is_found_where_latest_was_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, State(step, {"a": torch.ones(2)}))
+    shutil.rmtree(tmp_path / "step-00000003")
+    found = checkpoint.find(tmp_path)
+    assert found is not None and found.name == checkpoint.latest(tmp_path).name == "step-00000002"
+    assert "names step-00000003, which somebody has deleted" in caplog.text
+    (tmp_path / "step-00000003").mkdir()  # it is there, and damaged
+    raises(lambda: checkpoint.find(tmp_path), "names 'step-00000003', which is not a complete checkpoint there")
+
+
 def test_files_are_durable_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, str]] = []
     for name in ("fsync", "rename", "replace"):
         real = getattr(os, name)
 
         def spy(*args: Any, name: str = name, real: Any = real) -> Any:
-            events.append(
-                (name, Path(os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else args[0]).name)
-            )
+            file = Path(os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else args[0]).name
+            events.append((name, re.sub(r"(\.tmp-[a-z0-9-]+)\.[0-9a-f]{8}$", r"\1", file)))  # a name of its own
             return real(*args)
 
         monkeypatch.setattr(os, name, spy)

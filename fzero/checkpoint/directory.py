@@ -42,7 +42,8 @@ def latest(path: str | os.PathLike[str]) -> Place:
     """The directory of the newest complete checkpoint under a root. A save under way in this process is waited for.
 
     Raises:
-        CheckpointError: there is none, or `latest` names one that is not there.
+        CheckpointError: there is none, or `latest` is damaged. Where it names one that was deleted while others are
+            there, the newest of these is taken, with a warning.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -67,6 +68,13 @@ def latest(path: str | os.PathLike[str]) -> Place:
         if match and int(match[1]) in complete:
             return complete[int(match[1])]
         if now == seen:  # not between two renames of a save of another process
+            if match and complete and _is_gone(root / match[0]):
+                found = complete[max(complete)]
+                text = (
+                    "fzero.checkpoint: %s names %s, which somebody has deleted, such as another job that saves there: "
+                )
+                logger.warning(text + "%s is taken", root / LATEST, match[0], found.name)
+                return found
             break
         seen = now
     if name is None and not storage.is_directory(root):
@@ -134,6 +142,12 @@ def complete_steps(root: Place) -> dict[int, Place]:
     names = {n.removesuffix(SET_ASIDE) for n in storage_of(root).names(root)}
     numbers = {name: number for name in names if (number := step_number(name)) is not None}
     return {step: found for name, step in numbers.items() if (found := _complete(root, name))}
+
+
+def _is_gone(directory: Place) -> bool:
+    """Whether a checkpoint has been deleted, and not only damaged."""
+    storage = storage_of(directory)
+    return not (storage.is_directory(directory) and storage.is_published(directory))
 
 
 def _complete(root: Place, name: str) -> Place | None:

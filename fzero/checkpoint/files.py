@@ -7,15 +7,20 @@ import contextlib
 import functools
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from fzero.checkpoint import writers
 from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, TEMPORARY, Place
 from fzero.checkpoint.storage import Draft, Reader, Storage
+from fzero.checkpoint.writers import WRITER
 from fzero.errors import CheckpointError, message
 from fzero.read_json import open_regular
 
 _PRIVATE = 0o700  # permissions of a directory
+
+_NOTE = 1 << 12  # bytes of a writer's note that are read
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -104,6 +109,8 @@ class Files(Storage):
         if not root.is_dir():
             root.mkdir(_PRIVATE if private else 0o777, parents=True)
             sync(root.parent)
+        if (other := self._another(root)) is not None:
+            raise other
         for entry in list(root.iterdir()):
             if entry.name.startswith(TEMPORARY):
                 _remove(entry)
@@ -112,9 +119,13 @@ class Files(Storage):
                     self.retire(root, entry)
                 else:
                     os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
-        draft = Draft(root / (TEMPORARY + name), "")
-        draft.directory.mkdir(_PRIVATE if private else 0o777)  # type: ignore[union-attr]
-        return draft
+        directory = root / f"{TEMPORARY}{name}.{uuid.uuid4().hex[:8]}"
+        directory.mkdir(_PRIVATE if private else 0o777)
+        self.write(directory / WRITER, writers.note())
+        if (other := self._another(root)) is not None:  # which began at the same moment
+            shutil.rmtree(directory, ignore_errors=True)
+            raise other
+        return Draft(directory, "")
 
     def publish(
         self, root: Path, draft: Draft, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
@@ -122,10 +133,10 @@ class Files(Storage):
         temporary, target = draft.directory, root / name
         assert isinstance(temporary, Path)
         self.write(temporary / INDEX, index)
-        for one in spare:
+        for one in (*spare, WRITER):
             os.unlink(temporary / one)
         sync(temporary)
-        pointer = root / (TEMPORARY + LATEST)  # written before the rename: a full disk must not come between the two
+        pointer = _pointer(root, draft)  # written before the rename: a full disk must not come between the two
         pointer.unlink(missing_ok=True)
         self.write(pointer, f"{name}\n".encode())
         pointer.chmod(_mode(temporary) & pointer.stat().st_mode)
@@ -141,7 +152,25 @@ class Files(Storage):
     def undo(self, root: Path, draft: Draft) -> None:
         with contextlib.suppress(OSError):
             shutil.rmtree(draft.directory, ignore_errors=True)
-            (root / (TEMPORARY + LATEST)).unlink(missing_ok=True)
+            _pointer(root, draft).unlink(missing_ok=True)
+
+    def taken(self, root: Path, draft: Draft) -> CheckpointError | None:
+        if os.path.isdir(draft.directory):
+            return None
+        notes = [self._note(entry) for entry in root.glob(TEMPORARY + STEP + "*")]
+        return writers.another(root, next((n for n in notes if n is not None), None))
+
+    def _another(self, root: Path) -> CheckpointError | None:
+        """The error that a living process of this host, which is not this one, is writing a checkpoint here."""
+        notes = (self._note(entry) for entry in root.glob(TEMPORARY + STEP + "*"))
+        found = next((n for n in notes if n is not None and writers.is_another(n)), None)
+        return None if found is None else writers.another(root, found)
+
+    def _note(self, directory: Path) -> bytes | None:
+        try:
+            return self.read(directory / WRITER, _NOTE)
+        except OSError:
+            return None
 
     def retire(self, root: Path, directory: Path) -> None:
         gone = root / f"{TEMPORARY}old-{directory.name}"
@@ -152,6 +181,11 @@ class Files(Storage):
 def _mode(directory: Path) -> int:
     """Permissions of a new file, of which the umask takes some: in a directory that is one user's, of that user."""
     return 0o666 if directory.stat().st_mode & 0o077 else 0o600
+
+
+def _pointer(root: Path, draft: Draft) -> Path:
+    """What becomes `latest`."""
+    return root / f"{TEMPORARY}{LATEST}{Path(draft.directory).suffix}"
 
 
 def _remove(path: Path) -> None:

@@ -124,8 +124,8 @@ def write(
 
 
 class Reserved(NamedTuple):
-    """A file whose tensors are memory: each flat, by name, and where it lies in the file; its size; its bytes, and which
-    file has its name."""
+    """A file whose tensors are memory: each flat, by name, and where it lies in the file; its size; its bytes; and
+    which file has its name."""
 
     tensors: Mapping[str, torch.Tensor]
     offsets: Mapping[str, int]

@@ -14,13 +14,16 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from fzero.checkpoint import writers
 from fzero.checkpoint.places import INDEX, LATEST, LONGEST_INDEX, STEP, Place, Url
 from fzero.checkpoint.storage import Draft, Reader, Storage
+from fzero.checkpoint.writers import WRITER
 from fzero.errors import CheckpointError, StorageError, message
 
 _PART = 16 << 20  # bytes of an object that are sent at a time
 _PARTS = 9000  # stores take 10000 of one object
 _THREADS = 8
+_NOTE = 1 << 12  # bytes of a writer's note that are read
 _REFUSED = re.compile(
     r"credential|denied|forbidden|unauthorized|(expired|invalid|security|access)[ _-]?token|token (has |is )?expired",
     re.I,
@@ -143,10 +146,15 @@ class Objects(Storage):
         here = [root / n for n in self.names(root) if n.startswith(STEP)]
         with ThreadPool(_THREADS) as pool:
             complete = pool.map(self.is_published, here)
-        for directory, whole in zip(here, complete, strict=True):
-            if not whole:
-                self._delete([directory / n for n in self.names(directory)])
-        return Draft(root / name, f".{uuid.uuid4().hex[:8]}")
+        begun = [directory for directory, whole in zip(here, complete, strict=True) if not whole]
+        for note in self._notes(begun):
+            if writers.is_another(note):
+                raise writers.another(root, note)
+        for directory in begun:
+            self._delete([directory / n for n in self.names(directory)])
+        draft = Draft(root / name, f".{uuid.uuid4().hex[:8]}")
+        self.write(root / name / draft.name(WRITER), writers.note())
+        return draft
 
     def publish(
         self, root: Url, draft: Draft, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
@@ -160,10 +168,7 @@ class Objects(Storage):
             with ThreadPool(_THREADS) as pool:  # from now on nobody takes them for those of a save that was killed
                 there = pool.map(self.has, here)
             if not all(there):
-                fix = "give each job a URL of its own: one job at a time saves to one"
-                gone = [str(file) for file, is_there in zip(here, there, strict=True) if not is_there]
-                what = f"another job saves here: of what was written to {target} there is no more"
-                raise CheckpointError(message("checkpoint.save", what, gone[:5], fix))
+                raise self._another(root, draft)
             self.write(root / LATEST, f"{name}\n".encode())
         except BaseException:
             with contextlib.suppress(Exception):
@@ -174,7 +179,7 @@ class Objects(Storage):
             raise
         with contextlib.suppress(CheckpointError):  # they are in nobody's way
             old = [n for n in self.names(target) if n != INDEX and draft.mark not in n]  # of this step before
-            self._delete([target / n for n in (*spare, *old)])
+            self._delete([target / n for n in (*spare, draft.name(WRITER), *old)])
         return []
 
     def undo(self, root: Url, draft: Draft) -> None:
@@ -184,6 +189,24 @@ class Objects(Storage):
                 if draft.mark.encode() in self.whole(home / INDEX, LONGEST_INDEX):
                     return  # the store did not say that it had written it
             self._delete([home / n for n in self.names(home) if draft.mark in n])
+
+    def taken(self, root: Url, draft: Draft) -> CheckpointError | None:
+        home: Any = draft.directory
+        return None if self.has(home / draft.name(WRITER)) else self._another(root, draft)
+
+    def _another(self, root: Url, draft: Draft) -> CheckpointError:
+        """The error that another job, whose draft may be there, has removed this one's."""
+        steps = [root / n for n in self.names(root) if n.startswith(STEP)]
+        return writers.another(root, next(iter(self._notes(steps, draft.mark)), None))
+
+    def _notes(self, directories: Iterable[Url], but: str | None = None) -> list[bytes]:
+        """The notes of those that write in these places."""
+        stem, found = WRITER.partition(".")[0] + ".", []
+        for file in (d / n for d in directories for n in self.names(d) if n.startswith(stem)):
+            with contextlib.suppress(FileNotFoundError):
+                if but is None or but not in file.name:
+                    found.append(self.read(file, _NOTE))
+        return found
 
     def retire(self, root: Url, directory: Url) -> None:
         self._delete([directory / INDEX])

@@ -16,9 +16,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -40,6 +40,8 @@ from fzero.mesh import Mesh
 from fzero.read_json import parsed
 from fzero.step import lasting
 from fzero.step.whole import check_whole
+
+T = TypeVar("T")
 
 logger = logging.getLogger("fzero")
 
@@ -262,7 +264,8 @@ def carry_out(job: Job) -> Place:
             fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
             what = f"{job.what}: the ranks hold different values of the same leaves"
             raise CheckpointError(message("checkpoint.save", what, problems, fix))
-    together(ranks, "checkpoint.save", job.what, lambda: write_rank_file(job.draft, plan, ranks.rank), job.undo)
+    with_draft = lambda: _with_draft(job.root, job.draft, lambda: write_rank_file(job.draft, plan, ranks.rank))  # noqa: E731
+    together(ranks, "checkpoint.save", job.what, with_draft, job.undo)
     done = together(
         ranks,
         "checkpoint.save",
@@ -395,7 +398,7 @@ def commit(
 ) -> Place:
     """Makes the files that all ranks have written the latest checkpoint."""
     storage, target = storage_of(root), root / step_name(plan.step)
-    notes = [_read_note(draft, rank, plan.size) for rank in range(plan.size)]
+    notes = _with_draft(root, draft, lambda: [_read_note(draft, rank, plan.size) for rank in range(plan.size)])
     names = [draft.name(file_name(rank, plan.size)) for rank in range(plan.size)]
     files = {name: File(n["bytes"], n["sha256"], n["crc32"]) for name, n in zip(names, notes, strict=True)}
     parts = {
@@ -414,6 +417,16 @@ def commit(
     except (OSError, CheckpointError) as error:
         _not_deleted(str(root), str(error))
     return target
+
+
+def _with_draft(root: Place, draft: Draft, act: Callable[[], T]) -> T:
+    """The result of `act`; its error is that another job saves here, if that has removed the draft."""
+    try:
+        return act()
+    except (OSError, CheckpointError) as error:
+        if (other := storage_of(root).taken(root, draft)) is not None:
+            raise other from error
+        raise
 
 
 def _not_deleted(root: str, why: str) -> None:
