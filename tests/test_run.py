@@ -27,7 +27,7 @@ from scripts import ROOT, environment
 import fzero as fz
 from fzero.elastic import host, keeper
 from fzero.elastic.rehearsal import rehearse
-from fzero.elastic.vault import Vault, held, is_whole
+from fzero.elastic.vault import Vault, held, is_whole, let_go_of_damaged
 
 LIMIT = 150.0  # seconds for a run of several lives on a loaded machine
 
@@ -345,6 +345,28 @@ def test_told_to_stop_and_started_again(tmp_path: Path) -> None:
     assert [step for step, _ in logged(tmp_path)] == [*range(1, saved + 3)]
 
 
+def test_a_rank_that_is_lost_when_the_run_is_told_to_stop_comes_back_to_save(tmp_path: Path) -> None:
+    """In the midst of the last save, or before it."""
+    with keepers(tmp_path, 10**6, env={"SURVIVOR_SAVES": ""}) as both:
+        deadline = time.monotonic() + LIMIT
+        while not (tmp_path / "log").exists() or len(logged(tmp_path)) < 4:
+            assert time.monotonic() < deadline and both[0].poll() is None
+            time.sleep(0.05)
+        for one in both:
+            one.send_signal(signal.SIGTERM)
+        time.sleep(0.35)
+        (rank,) = Path(f"/proc/{both[0].pid}/task/{both[0].pid}/children").read_text().split()
+        os.kill(int(rank), signal.SIGKILL)
+        texts = [ended(one) for one in both]
+    text = "\n".join(text for _, text in texts)
+    assert [code for code, _ in texts] == [143, 143] and "told to stop; it is started again" in text, text
+    assert "is not saved, unless the rank comes back" in text and "batches is saved: " in text, text
+    saved = fz.checkpoint.describe(tmp_path / "saved").step
+    # rank 0, which logs a step when it has kept the state, may have died in between
+    assert saved - logged(tmp_path)[-1][0] in (0, 1), text
+    assert not [*tmp_path.glob("memory-*/*")]
+
+
 def test_a_script_that_ends_early_ends_the_run(tmp_path: Path) -> None:
     """With code 0 too, for which torchrun would wait for the others."""
     script = tmp_path / "leaves.py"
@@ -491,6 +513,18 @@ def test_states_kept_by_two_ranks_are_read_by_any_number(run_ranks: Any, tmp_pat
         state, _ = train(state, survivor.batch_at(index, 0, 1))
     for x, y in zip(fz.tree.leaves(state), before, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_slot_whose_number_is_damaged_is_let_go(tmp_path: Path) -> None:
+    train = fz.compile(PLAIN, fz.make_mesh(), backend="eager")
+    state = train.init({"w": torch.ones(3)})
+    vault = Vault(tmp_path, 0, 1, [0])
+    vault.open(state, 4)
+    for number in (4, 5):
+        vault.keep(state, number)
+    vault._sealed[1].fill_(-7202199355712626690)
+    assert let_go_of_damaged(tmp_path) == [(0, -1, ["sealed"], False)]
+    assert sorted(held(tmp_path)) == [(4, 1)]
 
 
 def test_what_was_later_than_where_a_run_goes_on_is_let_go(tmp_path: Path) -> None:

@@ -70,10 +70,8 @@ def latest(path: str | os.PathLike[str]) -> Place:
         if now == seen:  # not between two renames of a save of another process
             if match and complete and _is_gone(root / match[0]):
                 found = complete[max(complete)]
-                text = (
-                    "fzero.checkpoint: %s names %s, which somebody has deleted, such as another job that saves there: "
-                )
-                logger.warning(text + "%s is taken", root / LATEST, match[0], found.name)
+                text = "fzero.checkpoint: %s names %s, which somebody has deleted, such as another job that saves there"
+                logger.warning(text + ": %s is taken", root / LATEST, match[0], found.name)
                 return found
             break
         seen = now

@@ -12,6 +12,7 @@ from typing import Any
 
 from fzero.checkpoint.places import Place
 from fzero.errors import CheckpointError, message
+from fzero.read_json import Malformed, parsed
 
 WRITER = "writer.json"
 
@@ -47,10 +48,9 @@ def another(root: Place, data: bytes | None) -> CheckpointError:
 
 def _parsed(data: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(data)
-    except (ValueError, RecursionError):
+        return parsed(data, dict[str, Any])
+    except Malformed:
         return {}
-    return said if isinstance(said, dict) else {}
 
 
 def _here() -> str:

@@ -168,6 +168,8 @@ class Seen(NamedTuple):
         beats: a number that grows whenever the rank does something together with others.
         waited: when it last waited for another rank, in seconds of the clock that all processes of a host have.
         phase: of `COMING`, `JOINING`, `BUILDING`, `STEPPING` and `FINISHED`.
+        owes: whether the newest state in memory is not on disk, and there is a place for it: a run that is told to stop
+            does not end without saving it.
     """
 
     step: int
@@ -175,6 +177,7 @@ class Seen(NamedTuple):
     beats: int
     waited: float
     phase: int
+    owes: bool
 
 
 COMING, JOINING, BUILDING, STEPPING, FINISHED = range(5)
@@ -186,7 +189,8 @@ class Progress:
     """The progress of a rank, in memory that it shares with its keeper. Where the file is removed, the keeper makes
     another with the same content, and the rank goes on in that."""
 
-    _FORM = struct.Struct("<qqqdq")
+    _FORM = struct.Struct("<qqqdq?")
+    _TOLD = 256  # where its keeper says that the run is told to stop
 
     def __init__(self, directory: Path, rank: int):
         self._path = directory / f"progress-{rank:05d}"
@@ -217,6 +221,14 @@ class Progress:
                     self._map = self._open(new)
                     self._map[:] = content
                     os.replace(new, self._path)
+
+    def tell(self, told: bool = True) -> None:
+        """The keeper says that the run is told to stop: also to a process that cannot hear a signal yet."""
+        self._map[self._TOLD] = told
+
+    @property
+    def told(self) -> bool:
+        return bool(self._map[self._TOLD])
 
     def leave(self) -> bool:
         """Removes the file when its keeper ends. Whether it was the last of its host."""
@@ -251,6 +263,11 @@ class Progress:
     def builds(self) -> None:
         """A program is made, which may take long."""
         self.say(BUILDING)
+
+    def owe(self, owes: bool) -> None:
+        """Says whether the newest state is in memory alone."""
+        if owes != self._seen.owes:
+            self._write(owes=owes)
 
     def beat(self) -> None:
         self._write(beats=self._seen.beats + 1)

@@ -59,11 +59,12 @@ class Signals:
 
 def joined(signals: Signals, again: bool, timeout: float, axes: Mapping[str, Any]) -> Mesh:
     """The mesh of all ranks. One that is lost while they come together is waited for, too."""
-    if signals.came:
+    owes = again and turns.watcher is not None and turns.watcher.read().owes  # as on all ranks, or on nearly all
+    if signals.came and not owes:
         sys.exit(STOPPED)
     if turns.watcher is not None:
         turns.watcher.say(host.COMING)
-    tries, signals.free = _TRIES if again else 1, True
+    tries, signals.free = _TRIES if again else 1, not owes
     while True:
         try:
             mesh = make_mesh(timeout=timeout, **axes)

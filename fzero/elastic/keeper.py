@@ -59,6 +59,9 @@ class Keeper:
         self._rank = int(os.environ.get("RANK", "0"))
         self._progress = host.Progress(memory, self._rank)
         self._progress.say(host.COMING, 0)
+        self._progress.owe(False)
+        self._progress.tell(False)
+        self._begun = 0  # beats of the rank before its process has come to `fz.run`
         self._parent, self._told = os.getppid(), False
         self._process: subprocess.Popen[bytes] | Taken | None = None
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
@@ -96,18 +99,20 @@ class Keeper:
             if code == 0 and self._progress.read().phase != host.COMING and not finished:
                 self._say(f"ended in step {step}, before the run had: the others wait for it, and the run ends here")
                 return 1
-            if code >= 0 or self._told or finished:
+            # nobody else can save what it has not
+            saves = self._progress.told and self._progress.read().owes and code != -signal.SIGTERM
+            if code >= 0 or (self._told and not saves) or finished:
                 return code if code >= 0 else 128 - code
             losses = 1 if step > last else losses + 1
             last, name = step, signal.Signals(-code).name
             if losses >= self._max_losses:
                 self._say(f"died of {name} {losses} time{'s' * (losses > 1)} in step {step}: the run ends here")
                 return 128 - code
-            taken = self._take(f"died of {name} in step {step}")
+            taken = self._take(f"died of {name} in step {step}{', told to stop' if saves else ''}")
 
     def _take(self, why: str) -> bool:
         """Whether a spare has taken the place."""
-        self._progress.begin()
+        self._begin()
         self._process = take(self._memory, self._rank, self._environment())
         self._say(f"{why}; {'a spare takes its place' if self._process else 'it is started again'}")
         return self._process is not None
@@ -119,12 +124,12 @@ class Keeper:
         """Starts the rank, unless a spare has `taken` its place, and returns its exit code; that of a signal is
         negative."""
         if not taken:
-            self._progress.begin()
+            self._begin()
             self._process = subprocess.Popen(
                 self._command, env=self._environment(), preexec_fn=host.die_with_parent, process_group=host.own_group()
             )
         assert self._process is not None
-        if self._told:  # between two lives
+        if self._told and not self._hears():  # between two lives
             self._process.send_signal(signal.SIGTERM)
         beats, since = -1, time.monotonic()
         while self._process.poll() is None:
@@ -161,8 +166,21 @@ class Keeper:
             host.remove(self._memory)
             os._exit(128 + number)
         self._told = True
+        if number == signal.SIGTERM:
+            self._progress.tell()
+            if self._hears():
+                return
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
+
+    def _begin(self) -> None:
+        self._progress.begin()
+        self._begun = self._progress.read().beats
+
+    def _hears(self) -> bool:
+        """Whether the process, which a signal would still kill, will ask whether the run is told to stop, and save."""
+        seen = self._progress.read()
+        return self._progress.told and seen.owes and seen.beats == self._begun
 
     def _say(self, text: str) -> None:
         print(f"fzero.run: rank {self._rank} {text}", file=sys.stderr, flush=True)

@@ -3,8 +3,10 @@ calls `main` with (`fz.Run`)."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from fzero.comm.transport import transport
 from fzero.data.steps import Steps
 from fzero.elastic import host, moving, replay
 from fzero.elastic.health import Finding, Health, Pace
-from fzero.elastic.joining import Signals
+from fzero.elastic.joining import STOPPED, Signals
 from fzero.elastic.redo import Redo
 from fzero.elastic.sent import Sent
 from fzero.elastic.vault import Damage, Vault
@@ -77,6 +79,7 @@ class Run:
     ):
         self.mesh, self.source, self.stopping = mesh, "", False
         self._on_resize, self._warned = on_resize, False
+        self._stops = False  # a rank was told to stop before the ranks have come together
         self.health: list[Finding] = []
         alone = mesh.size == 1 or mesh.device_type == "cuda"  # there the host does not wait for others
         self._care = health
@@ -184,6 +187,8 @@ class Run:
         self._cursor = None if data is None else data.cursor(0)
         kept, lost, reached = self._in_memory()
         self._signals.free = kept is None
+        if self._stops and kept is None:  # there is nothing to save
+            sys.exit(STOPPED)
         on_disk = None if path is None or checkpoint.find(path) is None else checkpoint.describe(path, self.mesh)
         seen = None if on_disk is None else self._seen_by(on_disk)
         if lost:
@@ -231,7 +236,8 @@ class Run:
                 vault.keep(state, self._seen)
         self._newest, self._signals.free = state, self.source != "memory" and not self._signals.came
         self._known = self._seen, int(state.step)
-        self._safe = self._known if self.source == "disk" else None
+        self._safe = self._known if seen == self._seen else None
+        self._say_owed()
         return state
 
     def steps(self, state: State, stop: int) -> Iterator[int]:
@@ -317,6 +323,7 @@ class Run:
             self._look_for_files(self._vault)
             self._vault.keep(state, seen)
             self._kept = seen
+            self._say_owed()
         for finding in self._sent.kept(seen) if self._sent else ():
             self._note(finding)
 
@@ -438,6 +445,7 @@ class Run:
             self._behind = saved, self._known
         else:
             self._safe = self._known
+            self._say_owed()
         return saved
 
     def _settle(self) -> None:
@@ -447,6 +455,7 @@ class Run:
             try:
                 saving.wait()
                 self._safe = known
+                self._say_owed()
             except StorageError as error:
                 self._without(error)
 
@@ -484,6 +493,24 @@ class Run:
             raise type(error)(message("run", what, problems, fix or None)) from error
         if self.mesh.rank == 0:
             logger.warning("fzero.run: the state after %d batches is saved: %s", self._known[0], saved)
+
+    def _say_owed(self) -> None:
+        """Tells the keeper whether this run's newest state is in memory alone."""
+        if turns.watcher is not None:
+            new = self._kept is not None or self.source == "memory"
+            turns.watcher.owe(self._path is not None and self._vault is not None and new and self._known != self._safe)
+
+    def say_unsaved(self, unless: str) -> None:
+        """Says, once for all ranks that are left, that the newest state of a run that is told to stop is not saved."""
+        if self._newest is None or self._path is None or self._known == self._safe:
+            return
+        gone: set[int] = set()
+        with contextlib.suppress(RuntimeError):  # the store is gone too
+            gone = self.mesh.turns.gone()
+        if self.mesh.rank == min({*range(self.mesh.size)} - gone, default=0):
+            text = "fzero.run: told to stop, and a rank is lost: the state after %d batches is not saved%s: "
+            text += "the next start goes on from the last checkpoint under %s"
+            logger.warning(text, self._known[0], unless, self._path)
 
     def _next_start(self) -> str:
         """What a start after this one, whose last state is not on disk, goes on from. All ranks call it."""
@@ -543,8 +570,8 @@ class Run:
     def _told_to_stop(self, step: int) -> bool:
         """Whether the run ends before this step: a rank that was told tells the others before it begins one, and none
         can end that without it."""
-        if self.mesh.size == 1:
-            return self._signals.came
+        if self.mesh.size == 1 or self._stops:
+            return self._signals.came or self._stops
         store, secret = self.mesh.store, self.mesh.secret
         found = store.get(_STOP) if store.check([_STOP]) else b""
         said = proven(secret, _STOP, found)
@@ -597,13 +624,15 @@ class Run:
             return None, "", 0
         memory, here = self._memory, Processes.of()
         mine = 0 if turns.watcher is None else turns.watcher.reached
-        reached = max(agree.everyones(self.mesh, "run", lambda: mine))  # nobody keeps anything meanwhile
+        everyones = agree.everyones(self.mesh, "run", lambda: [mine, self._signals.came])  # nobody keeps meanwhile
+        reached, self._stops = max(seen for seen, _ in everyones), any(came for _, came in everyones)
         what = "cannot check the memory of a host"
         look = lambda: moving.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
         damaged = together(world(), "run", what, look, form=list[Damage])
         for rank, seen, leaves, sent in (x for those in damaged for x in those):
             how = "sent of its state" if sent else "kept"
-            text = f"what rank {rank} {how} after {seen} batches has changed in memory, and is not used: "
+            after = f"after {seen} batches" if seen >= 0 else "after an unknown number of batches"
+            text = f"what rank {rank} {how} {after} has changed in memory, and is not used: "
             text += ", ".join(leaves[:5])
             self._note(Finding("slot", seen, (rank,), text))
         kept, lost = moving.newest(memory, self.mesh, world())

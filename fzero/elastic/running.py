@@ -22,7 +22,7 @@ from fzero.elastic import host
 from fzero.elastic.health import Health
 from fzero.elastic.joining import STOPPED, Signals, alike, apart, brief, joined, leave, lost, said_why, say_why
 from fzero.elastic.loop import Run
-from fzero.errors import DivergenceError, FzeroValueError, message
+from fzero.errors import DivergenceError, FzeroValueError, RankLost, message
 from fzero.mesh import close_mesh
 from fzero.processes import Processes
 
@@ -107,6 +107,7 @@ def run(
     try:
         with Signals(stop_on) as signals:
             if keeper:
+                signals.came |= turns.watcher is not None and turns.watcher.told and signal.SIGTERM in stop_on
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
             result, stopped = _until_it_returns(
                 main, kept_in, every, signals, keeper and here.world > 1, timeout, health, on_resize, mesh
@@ -201,11 +202,15 @@ def _until_it_returns(
             why = ""
             if not (again and lost(mesh, error)) or alike(error, why := said_why(mesh)):
                 say_why(mesh, error)
+                if signals.came and isinstance(error, RankLost):
+                    run.say_unsaved("")
                 raise
             if why:
                 logger.warning("fzero.run: %s, which ends the run", why)
             else:
                 logger.warning("fzero.run: a rank was lost (%s); joining again", brief(error))
+            if signals.came:
+                run.say_unsaved(", unless the rank comes back before torchrun kills all, 30 s after its signal")
         else:
             raise unlike
         del mesh, run

@@ -41,6 +41,8 @@ from fzero.mesh import Mesh
 from fzero.read_json import read
 from fzero.step.state import lasting
 
+_MOST = 1 << 48  # batches: a slot that says more is damaged
+
 
 class _Kept(NamedTuple):
     """A leaf's place among those of a state, how many elements this rank keeps of it, and where in each slot."""
@@ -207,8 +209,8 @@ def held(memory: Path) -> dict[tuple[int, int], Index]:
 
 
 class Damage(NamedTuple):
-    """A slot whose leaves are not what was kept: of which rank, the step of its state, which leaves, and whether it was
-    sent here."""
+    """A slot whose leaves are not what was kept: of which rank, the step of its state, -1 if that is damaged too, which
+    leaves, and whether it was sent here."""
 
     rank: int
     step: int
@@ -244,6 +246,8 @@ def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]
                 offset, nbytes = places[name]
                 if int(word_sum(held[offset:][:nbytes])) != known:
                     odd.append(name)
+            if step > _MOST:
+                odd, step = [SEALED, *odd], 0
             if odd:
                 held[content["sealed"] :][:8].zero_()
                 kind, _, rank = note.stem.partition("-")
