@@ -52,6 +52,12 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
     if store.check(["fzero/generation"]):
         turns.tell_of_death(dist.PrefixStore(_name(store.get("fzero/generation").decode()), store), rank)
     generation = (_lead if rank == 0 else _follow)(store, rank, world, deadline)
+    if (absent := _absent()) and not store.check([_go(generation)]):
+        launcher.tell_through(dist.PrefixStore(_life(store, world), store))
+        lines = [f"rank {r} has ended with code 0, before it called fz.run" for r in absent]
+        raise DivergenceError(
+            message("make_mesh", "not every rank comes", lines, "have every rank call fz.run, or none of them")
+        )
     missing = _missing(store, world, generation) if store.check([_go(generation)]) is False else []
     if missing:
         launcher.tell_through(dist.PrefixStore(_life(store, world), store))
@@ -106,12 +112,22 @@ def _looks(deadline: float) -> Iterator[None]:
     """Yields until the deadline, with growing pauses. The store is asked, not waited on: a wait that ends in vain is a
     warning of c10d's each time."""
     pause = 0.001
+    looked = time.monotonic()
     while True:
         yield
         if time.monotonic() > deadline:
             return
+        if time.monotonic() - looked > _LOOK:
+            if _absent():
+                return
+            looked = time.monotonic()
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+
+def _absent() -> list[int]:
+    """The ranks of which a keeper knows that they do not come."""
+    return [] if turns.watcher is None else turns.watcher.absent()
 
 
 def _missing(store: dist.Store, world: int, generation: str) -> list[int]:

@@ -384,6 +384,30 @@ def test_a_script_that_ends_early_ends_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1 and "rank 0 ended in step 0, before the run had" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("who", ["1", "0", "01"])
+def test_a_rank_that_ends_before_it_has_come(tmp_path: Path, who: str) -> None:
+    """With code 0, for which torchrun would wait for the others, and they for it: the others end at once, with an error
+    that names it. If no rank comes there is no run."""
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import os, sys\n"
+        f"if os.environ['RANK'] in {who!r}: sys.exit(0)\n"
+        "import fzero as fz\n"
+        "fz.run(lambda run: None, device='cpu', timeout=1000)\n"
+    )
+    with keepers(tmp_path, "", script=script) as started:
+        done = [ended(one) for one in started]
+    assert [code for code, _ in done] == [0 if len(who) == 2 else 1] * 2, done
+    for rank, (_, text) in enumerate(done):
+        if str(rank) in who:
+            assert f"rank {rank} has ended with code 0, before it called fz.run" in text, text
+        else:
+            words = (
+                f"fzero.make_mesh: not every rank comes\n  rank {who} has ended with code 0, before it called fz.run"
+            )
+            assert words in text and "joining again" not in text and "a rank was lost" not in text, text
+
+
 def test_a_rank_that_raises_later_what_another_has_left_with_ends_too(tmp_path: Path) -> None:
     """With the same error, rather than wait for the other to come back."""
     script = tmp_path / "raises.py"
@@ -446,12 +470,13 @@ def test_losses_in_a_row_end_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--hang", "0", "x.py"], "--hang must be greater than 0"),
+        (["--hang", "0", "x.py"], "--hang and --lost-host must be greater than 0"),
+        (["--lost-host", "inf", "x.py"], "--lost-host must be greater than 0 and finite"),
         (["--spares", "-1", "x.py"], "--spares at least 0"),
         (["--spares", "100000", "x.py"], "at most 64"),
         (["--sizes", "2,x", "x.py"], "numbers of ranks with commas between"),
         (["--sizes", "0", "x.py"], "numbers of ranks with commas between"),
-        (["--hang", "nan", "x.py"], "--hang must be greater than 0 and finite"),
+        (["--hang", "nan", "x.py"], "--hang and --lost-host must be greater than 0 and finite"),
         (["--memory", "s3://a/b", "x.py"], "must be a directory of this host, not a URL"),
         (["--memory", "", "x.py"], "names no directory"),
         (["--max", "2", __file__], "unrecognized arguments: --max"),  # --max-losses is not guessed
@@ -561,7 +586,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     whole = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)does not take the copies.*No space left.*shm-size"):
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)does not take.*No space left.*fz.run\(memory=DIR\)"):
         fz.run(main, memory=tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", whole)
     monkeypatch.setenv(host.KEEPER, "1")
@@ -577,8 +602,16 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(fz.errors.FzeroValueError, match=words):
             fz.run(lambda run, wrong=wrong: (main(run), run.keep(wrong)), memory=tmp_path / "roomy")
     (tmp_path / "file").write_text("")
-    with pytest.raises(fz.errors.FzeroValueError, match=r"memory cannot be used\n.*file"):
+    with pytest.raises(fz.errors.FzeroValueError, match=r"memory cannot be used\n.*file.*\nFix: fz.run\(memory=DIR\)"):
         fz.run(main, memory=tmp_path / "file")
+    monkeypatch.setenv(host.KEEPER, "1")
+    monkeypatch.setenv(host.MEMORY, str(tmp_path / "file"))
+    with pytest.raises(
+        fz.errors.FzeroValueError, match=r"cannot be used\n.*file.*\nFix: python -m fzero.run --memory DIR"
+    ):
+        fz.run(main)
+    monkeypatch.delenv(host.KEEPER)
+    monkeypatch.delenv(host.MEMORY)
     with pytest.raises(fz.errors.FzeroValueError, match=r"every=0: must be a whole number"):
         fz.run(main, every=0)
     with pytest.raises(fz.errors.FzeroValueError, match=r"main=3: must be a function"):

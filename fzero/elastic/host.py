@@ -145,6 +145,31 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def is_absent(memory: Path, rank: int) -> None:
+    """A rank, of this host or another, has ended without a call of `fz.run`: nobody needs to wait for it."""
+    (memory / f"absent-{rank}").touch()
+
+
+def absent(memory: Path) -> list[int]:
+    return sorted(int(path.name.partition("-")[2]) for path in memory.glob("absent-*"))
+
+
+def elastic() -> bool:
+    """Whether torchrun may start the ranks again on more or fewer hosts: `--nnodes 1:3`."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        words = []
+    told = f"--nnodes={os.environ.get('PET_NNODES', '')} " + " ".join(words).partition(" fzero.run")[0]
+    least, _, most = re.findall(r"--nnodes[= ](\S*)", told)[-1].partition(":")
+    return bool(most) and least != most
+
+
+def elsewhere() -> str:
+    """The way to keep states in another directory: under a keeper a rank cannot choose it."""
+    return "python -m fzero.run --memory DIR" if KEEPER in os.environ else "fz.run(memory=DIR)"
+
+
 def own_group() -> int | None:
     """The process group of what a keeper starts, as `Popen` takes it: a new one under torchrun, whose SIGTERM is for
     the whole group of a rank. It would end the processes that load a script's data before the rank itself has stopped.
@@ -167,7 +192,7 @@ class Seen(NamedTuple):
         first: the first since all came together.
         beats: a number that grows whenever the rank does something together with others.
         waited: when it last waited for another rank, in seconds of the clock that all processes of a host have.
-        phase: of `COMING`, `JOINING`, `BUILDING`, `STEPPING` and `FINISHED`.
+        phase: of `STARTING`, `COMING`, `JOINING`, `BUILDING`, `STEPPING` and `FINISHED`.
         owes: whether the newest state in memory is not on disk, and there is a place for it: a run that is told to stop
             does not end without saving it.
     """
@@ -180,9 +205,9 @@ class Seen(NamedTuple):
     owes: bool
 
 
-COMING, JOINING, BUILDING, STEPPING, FINISHED = range(5)
-"""The phases of a rank: until its first step on a mesh, in it while all have come and their mesh is made, and while a
-program is built; from a step on; and when all have returned from `main`."""
+STARTING, COMING, JOINING, BUILDING, STEPPING, FINISHED = range(6)
+"""The phases of a rank: until it calls `fz.run`; until its first step on a mesh, in it while all have come and their
+mesh is made, and while a program is built; from a step on; and when all have returned from `main`."""
 
 
 class Progress:
@@ -247,14 +272,18 @@ class Progress:
     def say(self, phase: int, step: int | None = None) -> None:
         """Tells the keeper which phase begins, and with `step` which step."""
         step = self._seen.step if step is None else step
-        first = step if self._seen.phase in (COMING, JOINING) else self._seen.first
+        first = step if self._seen.phase in (STARTING, COMING, JOINING) else self._seen.first
         self._write(phase=phase, step=step, first=first, beats=self._seen.beats + 1)
 
     def begin(self) -> None:
         """A process begins that is this rank, and has taken no step yet."""
         self.follow(make=True)
         self._seen = self.read()
-        self.say(COMING)
+        self.say(STARTING)
+
+    def absent(self) -> list[int]:
+        """The ranks that have ended without a call of `fz.run`."""
+        return absent(self._path.parent)
 
     def met(self) -> None:
         """All ranks have come."""

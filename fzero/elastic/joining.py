@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,6 +27,7 @@ logger = logging.getLogger("fzero")
 STOPPED = 143  # the exit code of a process that SIGTERM ends
 _PATIENCE = 5.0  # seconds in which a rank that others were torn away from turns out to have died
 _TRIES = 3  # to come together, of which all but one end with the loss of a rank
+_ANSWER = 5.0  # seconds in which the host of the store answers
 _RAISED = "fzero/run/raised"
 
 
@@ -71,13 +74,24 @@ def joined(signals: Signals, again: bool, timeout: float, axes: Mapping[str, Any
             break
         except (torch.distributed.DistError, RuntimeError) as error:
             tries -= 1
-            if not tries:
+            if not tries or not _store_answers() or (turns.watcher is not None and turns.watcher.absent()):
                 raise
             logger.warning("fzero.run: a rank was lost while all came together (%s)", brief(error))
         leave()
     if turns.watcher is not None:
         turns.watcher.say(host.COMING)
     return mesh
+
+
+def _store_answers() -> bool:
+    """Whether there is still a store to meet in; without it no rank comes back."""
+    try:
+        with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _ANSWER):
+            return True
+    except (KeyError, ValueError):
+        return True
+    except OSError:
+        return False
 
 
 def apart(mesh: Mesh, ended: int) -> FzeroValueError | None:

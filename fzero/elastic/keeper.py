@@ -21,14 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fzero.elastic import host
+from fzero.elastic import host, hosts
 from fzero.elastic.ahead import Ahead, sizes_of
 from fzero.elastic.spares import Spares, Taken, take
 
 _LOOK = 0.05  # seconds between two looks at the process
 _STACKS = 1.0  # seconds for a process to print its stacks
 _MOST_SPARES = 64
-_VALUED = ("--hang", "--max-losses", "--spares", "--sizes", "--memory")
+_VALUED = ("--hang", "--lost-host", "--max-losses", "--spares", "--sizes", "--memory")
+_LOST_HOST = 45.0  # seconds
+_AGAIN = 1  # the exit code with which torchrun is asked to start again
 _FRESH = 5.0  # seconds for which a rank that waited for others is taken to wait still
 
 
@@ -38,6 +40,7 @@ class Keeper:
     Args:
         command: what starts it.
         hang: seconds without anything that fzero sees, from its second step on, after which it is killed.
+        lost_host: seconds without a life sign of another host after which a rank that does not get on ends.
         max_losses: deaths in a row without a step between them that are taken.
         memory: where the run keeps its states on this host.
         spare: what starts a spare.
@@ -49,6 +52,7 @@ class Keeper:
         self,
         command: list[str],
         hang: float,
+        lost_host: float,
         max_losses: int,
         memory: Path,
         spare: Sequence[str] = (),
@@ -56,16 +60,17 @@ class Keeper:
         sizes: Sequence[int] = (),
     ):
         self._command, self._hang, self._max_losses, self._memory = command, hang, max_losses, memory
+        self._lost_host, self._hosts, self._is_alone = lost_host, hosts.Watch(memory), False
         self._rank = int(os.environ.get("RANK", "0"))
         self._progress = host.Progress(memory, self._rank)
-        self._progress.say(host.COMING, 0)
+        self._progress.say(host.STARTING, 0)
         self._progress.owe(False)
         self._progress.tell(False)
         self._begun = 0  # beats of the rank before its process has come to `fz.run`
         self._parent, self._told = os.getppid(), False
         self._process: subprocess.Popen[bytes] | Taken | None = None
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-        here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._here = here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._spares = Spares(memory, spare, spares, here, self._say) if spares and self._rank == first else None
         self._ahead = Ahead(spare, sizes, self._say) if sizes and self._rank == first else None
 
@@ -78,12 +83,20 @@ class Keeper:
             if os.getppid() != self._parent:
                 host.remove(self._memory)
                 return 1
+        if host.elastic() and os.environ.get("LOCAL_RANK", "0") == "0" and not hosts.environment():
+            self._say(
+                "cannot be started on another number of hosts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun "
+                "is started, on each host; without it PyTorch waits for a store of the first start"
+            )
         code = self._lives()
+        self._hosts.close(at_once=self._is_alone)
         if self._spares is not None:
             self._spares.close(whole=code in (0, 128 + signal.SIGTERM))
         if self._ahead is not None:
             self._ahead.close()
-        if code == 0 or not _starts_again():  # the last of the host removes what it has made anew, too
+        # another number of hosts is no restart that counts: torchrun tells the ranks to stop, as it does at the end
+        again = restarts_left() or (code == 128 + signal.SIGTERM and host.elastic())
+        if code == 0 or not again:  # the last of the host removes what it has made anew, too
             last = self._progress.leave()
             if last or os.environ.get("LOCAL_RANK", "0") == "0":
                 host.remove(self._memory)
@@ -95,8 +108,11 @@ class Keeper:
         losses, last, taken = 0, -1, False
         while True:
             code = self._watch(taken)
-            step, finished = self._progress.read().step, self._progress.read().phase == host.FINISHED
-            if code == 0 and self._progress.read().phase != host.COMING and not finished:
+            step, phase = self._progress.read().step, self._progress.read().phase
+            finished = phase == host.FINISHED
+            if code == 0 and phase == host.STARTING:
+                return self._does_not_come()
+            if code == 0 and not finished:
                 self._say(f"ended in step {step}, before the run had: the others wait for it, and the run ends here")
                 return 1
             # nobody else can save what it has not
@@ -118,7 +134,8 @@ class Keeper:
         return self._process is not None
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, host.MEMORY: str(self._memory), host.KEEPER: str(os.getpid())}
+        own = {host.MEMORY: str(self._memory), host.KEEPER: str(os.getpid())}
+        return {**os.environ, **own, **hosts.environment()}
 
     def _watch(self, taken: bool) -> int:
         """Starts the rank, unless a spare has `taken` its place, and returns its exit code; that of a signal is
@@ -141,6 +158,13 @@ class Keeper:
                     other.look(seen.phase == host.STEPPING and seen.first < seen.step)
             if seen.beats != beats:
                 beats, since = seen.beats, time.monotonic()
+            if seen.phase != host.FINISHED and (why := self._alone(time.monotonic() - since)):
+                again = "torchrun starts the ranks on the hosts that are left"
+                self._say(f"ends: {why}; {again if restarts_left() else 'there is no restart left: --max-restarts'}")
+                self._process.kill()
+                self._process.wait()
+                self._is_alone = True
+                return _AGAIN
             waits = time.monotonic() - seen.waited < _FRESH and seen.phase == host.STEPPING
             watched = seen.phase == host.JOINING or (seen.phase == host.STEPPING and seen.first < seen.step)
             if watched and time.monotonic() - since > self._hang * (2 if waits else 1):
@@ -158,6 +182,38 @@ class Keeper:
             time.sleep(_LOOK)
             if self._spares is not None:
                 self._spares.look(False)
+
+    def _alone(self, idle: float) -> str:
+        """Why this rank, which has done nothing together with others for a while, waits in vain, "" if it does not.
+        torchrun starts ranks again when one of its own ends, and nobody else could start those of a lost host."""
+        if not self._hosts.look():
+            return "the process that kept the store of the ranks is gone"
+        found = hosts.silent(self._memory) if idle > _FRESH else None
+        if found is None or (silence := time.monotonic() - found.since) < self._lost_host:
+            return ""
+        who = (
+            "the store of the ranks has not answered"
+            if found.host == hosts.STORE
+            else f"host {found.host} (GROUP_RANK) has given no sign of life"
+        )
+        return f"{who} for {silence:.0f} s (--lost-host)"
+
+    def _does_not_come(self) -> int:
+        """The exit code of a rank that has ended with 0 and no call of `fz.run`: 1 if any other one calls it, which
+        then waits for this one."""
+        others = [host.Progress(self._memory, rank) for rank in self._here if rank != self._rank]
+        known = hosts.number("WORLD_SIZE", 1) if hosts.several() else len(self._here)
+        if known > 1:
+            self._say("has ended with code 0, before it called fz.run: if another rank calls it, the run ends here")
+        host.is_absent(self._memory, self._rank)
+        while len(host.absent(self._memory)) < known and not self._told:
+            time.sleep(_STACKS)  # of an earlier start, what the others have said before that
+            self._hosts.look()
+            found = hosts.silent(self._memory)
+            if (found is not None and found.called) or any(x.read().phase != host.STARTING for x in others):
+                time.sleep(_STACKS)  # in which they say why they end
+                return 1
+        return 0
 
     def _hear(self, number: int, _: Any) -> None:
         if os.getppid() != self._parent and "TORCHELASTIC_RUN_ID" in os.environ:  # nobody owns the run any more
@@ -198,6 +254,13 @@ def main(args: list[str] | None = None) -> int:
         default=600.0,
         help="seconds in which a rank does nothing that fzero sees, after which it is killed",
     )
+    parser.add_argument(
+        "--lost-host",
+        type=float,
+        default=_LOST_HOST,
+        help="seconds without a life sign of another host, after which a rank that does not get on ends, so that "
+        "torchrun starts the ranks again on the hosts that are left",
+    )
     parser.add_argument("--max-losses", type=int, default=3, help="deaths in one step that end the run")
     parser.add_argument(
         "--spares", type=int, default=0, help="processes of each host that wait to take the place of a rank that dies"
@@ -212,10 +275,11 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="of the script")
     given = parser.parse_args(_apart(sys.argv[1:] if args is None else args))
-    if not 0 < given.hang < math.inf or given.max_losses < 1 or not 0 <= given.spares <= _MOST_SPARES:
+    bounded = all(0 < seconds < math.inf for seconds in (given.hang, given.lost_host))
+    if not bounded or given.max_losses < 1 or not 0 <= given.spares <= _MOST_SPARES:
         parser.error(
-            "--hang must be greater than 0 and finite, --max-losses at least 1, and --spares at least 0 and at most "
-            f"{_MOST_SPARES}, each a process with all that the script imports"
+            "--hang and --lost-host must be greater than 0 and finite, --max-losses at least 1, and --spares at least "
+            f"0 and at most {_MOST_SPARES}, each a process with all that the script imports"
         )
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
@@ -235,10 +299,13 @@ def main(args: list[str] | None = None) -> int:
         parser.error(f"--memory: {error}")
     python, script = _python(), [*(["-m"] if given.module else []), given.script, *given.args]
     spare = [*python, "-c", "from fzero.elastic.spares import main; main()", *script]
-    return Keeper([*python, *script], given.hang, given.max_losses, memory, spare, given.spares, sizes).run()
+    return Keeper(
+        [*python, *script], given.hang, given.lost_host, given.max_losses, memory, spare, given.spares, sizes
+    ).run()
 
 
-def _starts_again() -> bool:
+def restarts_left() -> bool:
+    """Whether torchrun starts the ranks again if one fails."""
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return count < most
 

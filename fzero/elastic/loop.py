@@ -646,5 +646,5 @@ class Run:
 def _no_room(memory: Path, error: OSError) -> FzeroValueError:
     space = os.statvfs(memory)
     free = f"{memory}: {space.f_bavail * space.f_frsize / 1e6:.0f} MB are free; {error.strerror}"
-    fix = "a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or --memory DIR"
+    fix = f"a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or {host.elsewhere()}"
     return FzeroValueError(message("run", "the host's memory does not take the copies of the state", [free], fix))

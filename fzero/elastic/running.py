@@ -102,7 +102,7 @@ def run(
     except OSError as error:
         what = "the host's memory cannot be used"
         raise FzeroValueError(
-            message("run", what, [str(error)], "fz.run(memory=DIR) takes another directory")
+            message("run", what, [str(error)], f"{host.elsewhere()} takes another directory")
         ) from error
     try:
         with Signals(stop_on) as signals:
@@ -118,7 +118,7 @@ def run(
         what = (
             "the store is gone: the process that kept it, of the launcher or of rank 0, has left or cannot be reached"
         )
-        fix = "start the run again, it goes on from its last checkpoint; keep --rdzv-endpoint on a host that stays"
+        fix = "start the run again, unless torchrun does (--max-restarts); keep --rdzv-endpoint on a host that stays"
         raise DivergenceError(message("run", what, [brief(error)], fix)) from error
     finally:
         turns.watcher = None
