@@ -34,13 +34,14 @@ class Progress:
         self._begin, self._shown, self._width = clock(), 0.0, 0
         self._terminal, self._off = self._stream.isatty(), os.environ.get("FZERO_PROGRESS") == "off"
 
-    def __call__(self, text: str) -> None:
-        """Shows how far it is, if that is due."""
+    def __call__(self, text: str, about: float = 0.0) -> None:
+        """Shows how far it is, if that is due; of about so many seconds."""
         elapsed = self._clock() - self._begin
         due = self._shown + (OFTEN if self._terminal else SELDOM) if self._shown else FIRST[not self._terminal]
         if elapsed >= due and not self._off:
             self._shown = elapsed
-            line = f"{self._what}: {elapsed:.0f} s, {text}"
+            total = f" of about {about:.0f} s" if about > elapsed else ""
+            line = f"{self._what}: {elapsed:.0f} s{total}, {text}"
             self._stream.write(f"\r{line:{self._width}}" if self._terminal else f"{line}\n")
             self._stream.flush()
             self._width = len(line)
@@ -53,7 +54,9 @@ class Progress:
 
 
 @contextmanager
-def shown(what: str, text: Callable[[], str], stream: TextIO | None = None) -> Iterator[None]:
+def shown(
+    what: str, text: Callable[[], str], stream: TextIO | None = None, about: Callable[[], float] | None = None
+) -> Iterator[None]:
     """Shows how long something has been going on, and what `text` says of it, until it is done. Within another that is
     being shown, that one says instead what this is and how far.
 
@@ -61,6 +64,7 @@ def shown(what: str, text: Callable[[], str], stream: TextIO | None = None) -> I
         what: that is done.
         text: called in a thread beside it.
         stream: as for `Progress`.
+        about: the seconds that it is likely to take in all.
     """
     _INNERMOST.append((what, text))
     try:
@@ -72,7 +76,8 @@ def shown(what: str, text: Callable[[], str], stream: TextIO | None = None) -> I
         def tell() -> None:
             while not over.wait(OFTEN):
                 inner, says = _INNERMOST[-1]
-                progress(says() if inner == what else f"{inner.removeprefix('fzero.')}: {says()}")
+                told = says() if inner == what else f"{inner.removeprefix('fzero.')}: {says()}"
+                progress(told, about() if about is not None else 0.0)
 
         thread = threading.Thread(target=tell, name=what, daemon=True)
         thread.start()
@@ -103,6 +108,17 @@ def moving(what: str, doing: str, rank: int) -> Iterator[None]:
 def moved(nbytes: int) -> None:
     """Counts bytes of a state that were made or read."""
     _MOVED[0] += nbytes
+
+
+
+@contextmanager
+def within(what: str, text: str) -> Iterator[None]:
+    """Says, where something longer is being shown, what a part of it is; alone it shows nothing."""
+    if not _INNERMOST:
+        yield
+        return
+    with shown(what, lambda: text):
+        yield
 
 
 _MOVED = [0]

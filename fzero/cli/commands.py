@@ -6,23 +6,30 @@ Tables are rich's on a terminal and plain text elsewhere; with `--json` nothing 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json as json_
 import math
 import re
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from rich.console import Console
 from tyro.conf import Positional, arg
 
 from fzero.cli import report
+from fzero.cli.answer import Answer
+from fzero.cli.hf import OfModel, Script, script
+from fzero.cli.hf import load as load_model
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, FzeroValueError, message
+from fzero.lowering.at_rest import check_at_rest
+from fzero.lowering.budget import Budget
 from fzero.lowering.lower import lower
 from fzero.lowering.lowered import Lowered
 from fzero.measure.calibrate import calibrate
@@ -30,8 +37,9 @@ from fzero.measure.probes import SCRATCH
 from fzero.mesh import AbstractMesh, close_mesh, make_mesh
 from fzero.passes.pipeline import Name
 from fzero.plan.calibration import calibration_path, elsewhere
-from fzero.plan.devices import Device, get_device
+from fzero.plan.devices import Device, get_device, get_devices
 from fzero.plan.plan import fits
+from fzero.plan.process import parts, resident, room
 from fzero.processes import LOCAL
 from fzero.program.show import show
 from fzero.progress import shown
@@ -40,7 +48,7 @@ from fzero.testing import check_equivalent
 from fzero.units import parse_budgets, parse_bytes
 
 _TARGET = arg(metavar="MODULE:FUNCTION", help_behavior_hint="")
-_MESH = arg(metavar="AXIS=SIZE ...", help_behavior_hint="(required)")
+_MESH = arg(metavar="AXIS=SIZE ...", help_behavior_hint="(required, or --devices)")
 _DEVICE = arg(metavar="NAME", help_behavior_hint="(default: this machine's)")
 _BUDGET = arg(metavar="SIZE", help_behavior_hint="(default: none)")
 _FILE = arg(metavar="FILE", help_behavior_hint="")
@@ -48,17 +56,27 @@ _FLAG = arg(help_behavior_hint="")
 _PICTURES = (".png", ".svg")
 
 
+class _Lowered(NamedTuple):
+    """A target, lowered; of a model of transformers also its script, and the bytes of the process that made it."""
+
+    lowered: Lowered
+    script: Script | None = None
+    interpreter: int = 0
+
+
 @dataclass(frozen=True)
 class _OfTarget:
-    """The flags of both commands about a step. Fields without a default come first."""
+    """The flags of both commands about a step."""
 
-    target: Annotated[Positional[str], _TARGET]
-    """returns (step, params, batch)"""
-    mesh: Annotated[tuple[str, ...], _MESH]
+    target: Annotated[Positional[str | None], _TARGET] = None
+    """returns (step, params, batch); or give --hf"""
+    mesh: Annotated[tuple[str, ...], _MESH] = ()
     """axes and their sizes, outermost first: data=8, or replica=2 data=4"""
     device: Annotated[str | None, _DEVICE] = None
     """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind:
     a100,memory_bytes=40GB,disk_read=3GB"""
+    devices: Annotated[str | None, arg(metavar="NUMBERxNAME", help_behavior_hint="")] = None
+    """both at once: 8xh100 is --mesh data=8 --device h100; 64xa100-40gb"""
     budget: Annotated[str | None, _BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
     host_budget: Annotated[str | None, _BUDGET] = None
@@ -69,33 +87,98 @@ class _OfTarget:
     """that the program is for"""
     json: Annotated[bool, _FLAG] = False
     """print JSON"""
+    model: OfModel = field(default_factory=OfModel)
 
     @property
     def budget_bytes(self) -> int | None:
         return _bytes(self.budget)
 
-    def lowered(self) -> Lowered:
+    def lowered(self) -> _Lowered:
         """The target lowered for the mesh and the device that predicts."""
         with _usage():
-            axes: dict[str, Any] = _axes(self.mesh)
-            mesh = AbstractMesh(**axes)
-            budget, host, disk = parse_budgets(self.budget_bytes, _bytes(self.host_budget), _bytes(self.disk_budget))
-            device = get_device(self.device, "cuda" if torch.cuda.is_available() else "cpu")
+            self._check()
+            axes, device = self._devices()
+            mesh = AbstractMesh(**axes).of_type("cuda" if device.asynchronous else "cpu")
+            limits = parse_budgets(self.budget_bytes, _bytes(self.host_budget), _bytes(self.disk_budget))
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
             print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
-        step, params, batch = load(self.target)
-        with users_code(self.target), shown("fzero.plan", lambda: "tracing and planning"):
-            return lower(
-                step,
-                mesh,
-                params,
-                batch,
-                memory_budget=budget,
-                host_budget=host,
-                disk_budget=disk,
-                device=device,
-                backend=self.backend,
-            )
+        made, interpreter, likely = None, 0, 0.0
+        begun = time.monotonic()
+
+        def about() -> float:
+            """Seconds in all, as long as a second of this process takes."""
+            wall, cpu = time.monotonic() - begun, time.process_time()
+            return wall + max(0.0, likely - cpu) * max(1.0, wall / max(cpu, 1.0)) if likely else 0.0
+
+        with shown("fzero.plan", lambda: "making the model" if self.model.hf else "tracing and planning", about=about):
+            if self.target is not None:
+                step, params, batch = load(self.target)
+            else:
+                budgets = dict(zip(_BUDGETS, (self.budget, self.host_budget, self.disk_budget), strict=True))
+                if self.budget is None:
+                    importlib.import_module("transformers")
+                    budgets["memory_budget"] = _rounded(room(device, mesh.size > 1, resident()))
+                made = script(self.model, axes, device.devices_per_host, budgets)
+                limits = parse_budgets(*map(_bytes, budgets.values()))
+                step, params, batch, blocks = load_model(self.model, made)
+                interpreter, likely = resident(), _likely(blocks, self.model.offload == "auto")
+            with users_code(self.target or ""):
+                if isinstance(step, Step) and not callable(params):
+                    check_at_rest(step, mesh, params, Budget(limits[0], device, self.backend, *limits[1:]))
+                lowered = lower(
+                    step,
+                    mesh,
+                    params,
+                    batch,
+                    memory_budget=limits[0],
+                    host_budget=limits[1],
+                    disk_budget=limits[2],
+                    device=device,
+                    backend=self.backend,
+                )
+        return _Lowered(lowered, made, interpreter)
+
+    def _devices(self) -> tuple[dict[str, Any], Device]:
+        """The axes of the mesh, and its devices."""
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.devices is not None:
+            number, device = get_devices(self.devices, kind)
+            return _axes(self.mesh) if self.mesh else {"data": number}, device
+        return _axes(self.mesh), get_device(self.device, kind)
+
+    def _check(self) -> None:
+        """Raises for flags that contradict each other."""
+        problems, fix = [], "e.g. fzero plan --hf DIR --devices 8xh100, or fzero plan FILE.py:FUNCTION --mesh data=8"
+        if self.target is None and self.model.hf is None:
+            problems.append("neither MODULE:FUNCTION nor --hf DIR")
+        if self.target is not None and self.model.hf is not None:
+            problems.append(f"both {self.target} and --hf {self.model.hf}")
+        elif self.target is not None:
+            problems += [f"--{name}: is about --hf, and {self.target} has it in its code" for name in self.model.given]
+        if self.devices is None and not self.mesh:
+            problems.append("neither --devices nor --mesh")
+        if self.devices is not None and self.device is not None:
+            problems.append(f"both --devices {self.devices} and --device {self.device}")
+        elif self.devices is not None and self.mesh:
+            number, _ = get_devices(self.devices)
+            if math.prod(_axes(self.mesh).values()) != number:
+                problems.append(f"--devices {self.devices} and --mesh {' '.join(self.mesh)}: another number of devices")
+        if problems:
+            raise UsageError(message("target", "a step and its devices are wanted", problems, fix))
+
+
+_BUDGETS = ("memory_budget", "host_budget", "disk_budget")
+
+
+def _rounded(nbytes: int) -> str:
+    """As text, no more than it is."""
+    return f"{int(nbytes / 1e8) / 10:g}GB" if nbytes >= 1e8 else f"{nbytes}B"
+
+
+def _likely(blocks: int, search: bool) -> float:
+    """CPU seconds that a plan takes, as Llamas of 32 to 80 layers took: a few for the imports, then 0.15 to 0.25 a
+    layer; where tiers are searched, about 1."""
+    return 5 + blocks * (1.0 if search else 0.2)
 
 
 @dataclass(frozen=True)
@@ -111,7 +194,7 @@ class Plan(_OfTarget):
         with _usage():
             _check_files(trace=self.trace, picture=self.picture)
         try:
-            lowered = self.lowered()
+            lowered, made, interpreter = self.lowered()
         except BudgetError as error:
             if self.json:
                 print(
@@ -123,7 +206,15 @@ class Plan(_OfTarget):
             plan.save_trace(self.trace)
         if self.picture is not None:
             plan.save_picture(self.picture, self.budget_bytes)
-        known = self.device is not None or plan.device.machine  # else it is any device of the kind
+        if made is not None:
+            found = Answer(lowered, plan, self.model, made, parts(plan, interpreter, lowered.program.mesh.size > 1))
+            if self.json:
+                data = json_.loads(plan.to_json()) | report.plan_data(lowered, plan) | found.data()
+                print(json_.dumps(data, indent=1))
+            else:
+                report.print_answer(found)
+            return 0
+        known = self.device is not None or self.devices is not None or plan.device.machine  # else any of the kind
         memory = plan.device.memory_bytes if known and self.budget_bytes is None else None
         if self.json:
             print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan, memory), indent=1))
@@ -151,7 +242,7 @@ class Show(_OfTarget):
                     fix=f"name one of them, in order: {', '.join(get_args(Name))}",
                 )
             )
-        lowered = self.lowered()
+        lowered = self.lowered().lowered
         program = lowered.program if self.after is None else lowered.after(cast(Name, self.after))
         text = show(program, fold=not self.flat)
         if self.json:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
+from fzero.cli.answer import Answer
 from fzero.lowering.lowered import Lowered
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan
@@ -41,6 +42,11 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None) -> None:
                 f"would help"
             )
     return _print(tables(plan), "\n".join(fits))
+
+
+def print_answer(found: Answer) -> None:
+    """Prints the answer about a model of transformers."""
+    _print(found.tables(), found.text())
 
 
 def print_program(text: str) -> None:

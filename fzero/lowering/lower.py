@@ -30,6 +30,7 @@ from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan, plan
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
+from fzero.progress import within
 from fzero.step import EvalStep, Step
 from fzero.step.checks import check_arguments, check_params
 from fzero.trace.record import uncollected
@@ -145,7 +146,8 @@ def lower_inputs(
         stages = lambda: before | {passed.name: made for passed, made in closed(cut)}  # noqa: E731
         program = verified(cut, closed(cut))
         return _fitting(Lowered((program,), params, None, batch, structure, budget, stages=stages))
-    traced = traced or trace_step(step, mesh, params, batch)
+    with within("tracing", step.name):
+        traced = traced or trace_step(step, mesh, params, batch)
     variants = traced.variants
 
     def lowered(choice: Choice) -> Lowered:
@@ -188,7 +190,8 @@ def lower_inputs(
         )
 
     *sooner, last = variants.grads(least)
-    choice = (best(sooner) if sooner else None) or best([last])
+    with within("planning", "the fastest program that fits"):
+        choice = (best(sooner) if sooner else None) or best([last])
     if choice is None:
         program = variants.verified(replace(least, grads=last))
         found = plan(program, budget.device, backend=budget.backend)

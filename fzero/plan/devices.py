@@ -7,6 +7,7 @@ file with the numbers of one.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -293,6 +294,55 @@ def _text(path: Path) -> bytes:
         ) from error
 
 
+_CARD = re.compile(r"(?P<name>[a-z0-9]+)-(?P<size>\d+)gb(?P<rest>,.*)?")
+
+
+def get_devices(text: str, device_type: str = "cpu") -> tuple[int, Device]:
+    """A number of devices and what they are, from text such as 8xh100.
+
+    Args:
+        text: NUMBERxNAME, the name as for `get_device`, or with the memory of the card: a100-40gb.
+        device_type: as for `get_device`.
+
+    Raises:
+        FzeroValueError: other text, or an unknown name, listing the known ones.
+
+    Example:
+        >>> number, device = get_devices("64xA100-40GB")
+        >>> number, device.name, device.memory_bytes
+        (64, 'a100', 40000000000)
+    """
+    number, x, name = text.partition("x") if text[:1].isdecimal() else ("", "", text)
+    if not (x and number.isdecimal() and int(number) and name):
+        meant = f"1x{text}" if text.partition(",")[0].lower() in KNOWN else f"{text}xh100" if text.isdecimal() else ""
+        raise FzeroValueError(
+            message(
+                "devices",
+                f"{text!r} is not NUMBERxNAME",
+                [f"perhaps you meant: {meant}"] if meant else [],
+                f"e.g. 8xh100; known: {', '.join(KNOWN)}, or the path of a calibration file",
+            )
+        )
+    plain = name.lower().replace("_", "-")
+    if not Path(name).exists() and (card := _CARD.fullmatch(plain)) and card["name"] in KNOWN:
+        name = f"{card['name']},memory_bytes={card['size']}GB{card['rest'] or ''}"
+    try:
+        return int(number), get_device(name, device_type)
+    except FzeroValueError as error:
+        base = re.split("[-,]", plain)[0]
+        if Path(name).exists() or base in KNOWN:
+            raise
+        near = difflib.get_close_matches(base, KNOWN, n=3)
+        raise FzeroValueError(
+            message(
+                "devices",
+                f"{text!r}: {name!r} is neither a known device nor a calibration file",
+                [f"perhaps you meant: {number}x{n}" for n in near],
+                f"one of {', '.join(KNOWN)}, or a path",
+            )
+        ) from error
+
+
 _BANDWIDTHS = ("host_copy", "disk_read", "disk_write")
 _NUMBERS = ("memory_bytes", "memory_bandwidth", "host_memory_bandwidth", "disk_mixed", *_BANDWIDTHS, "intra", "inter")
 """Numbers of a device that text may change, in bytes or bytes/s; of a known one as a rank has it that is alone on its
@@ -331,4 +381,4 @@ def _changed(device: Device, changes: Sequence[str]) -> Device:
     return replace(device, source=f"{device.source}; with {', '.join(c.strip() for c in changes)}")
 
 
-__all__ = ["FORMAT", "KNOWN", "Device", "Host", "Link", "get_device"]
+__all__ = ["FORMAT", "KNOWN", "Device", "Host", "Link", "get_device", "get_devices"]

@@ -77,7 +77,7 @@ def tables(plan: Plan) -> list[Table]:
     if longest:
         waits = [(duration(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
         out.append(Table("longest waits", ("seconds a step", "channel", "line"), waits))
-    out.append(_assumed(plan))
+    out.append(assumed(plan))
     if plan.decisions:
         out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions, prose=True))
     return out
@@ -92,7 +92,7 @@ def _utilisation(plan: Plan) -> str:
     )
 
 
-def _assumed(plan: Plan) -> Table:
+def assumed(plan: Plan) -> Table:
     """The rates that the plan goes by, of the queues that it has."""
     device, host = plan.device, plan.device.host
     products = (
@@ -146,7 +146,7 @@ def draw(tables: Iterable[Table], console: Console) -> None:
     width = min(_WIDTH, console.width)
     for title, columns, rows, prose in tables:
         console.print(Text(title))
-        out = rich.Table(width=width)
+        out = rich.Table(width=width, show_header=any(columns))
         for i, column in enumerate(columns):
             last = i == len(columns) - 1
             if prose:

@@ -1,0 +1,207 @@
+"""Answers what a plan of a model says, in a user's words: whether it fits, how fast, what fills the memory, what is
+assumed, what would be better, and the code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fzero.cli.hf import OfModel, Script
+from fzero.lowering.lowered import Lowered
+from fzero.plan.cost import DISK
+from fzero.plan.plan import Plan
+from fzero.plan.process import Part
+from fzero.plan.render import Table, assumed
+from fzero.units import duration, rate, size
+
+WORDS = {
+    "params": "parameters",
+    "opt_state": "optimizer state",
+    "batch": "batch",
+    "gathered": "gathered layers",
+    "gradients": "gradients",
+    "saved": "activations kept for the backward",
+    "activations": "activations between layers",
+    "temporaries": "inside a layer",
+    "idle_pool": "transfer buffers, empty just then",
+    "other": "scalars",
+}
+"""The roles of bytes (plan/memory.py) as users know them."""
+AT_THE_LOSS = {"temporaries": "logits and loss", "activations": "activations and logits"}
+"""Of a peak at the line that reads the labels."""
+LABELS = ("labels", "start_positions", "end_positions")
+TYPICAL_MFU = 0.4
+"""Published runs on H100: 38 to 43 % (Dubey et al., The Llama 3 herd of models, 2024, table 4)."""
+MUCH, LITTLE = 0.1, 0.5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer.
+
+    Attributes:
+        lowered, plan: of the step.
+        of, script: its flags, and its code.
+        process: memory besides the program.
+    """
+
+    lowered: Lowered
+    plan: Plan
+    of: OfModel
+    script: Script
+    process: Sequence[Part]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.lowered.program.mesh.size
+
+    @property
+    def per_second(self) -> float:
+        """Tokens, or rows, that all devices train on in a second."""
+        return self.script.samples * self.num_ranks / self.plan.step_seconds
+
+    @property
+    def filled(self) -> dict[str, int]:
+        """Bytes at the peak of the device, by what a user calls them, the most first."""
+        line = self.plan.peak_line.text
+        words = WORDS | (AT_THE_LOSS if any(f"'{name}'" in line for name in LABELS) else {})
+        found = sorted(self.plan.breakdown.items(), key=lambda item: -item[1])
+        return {words[role]: n for role, n in found if n}
+
+    @property
+    def slower(self) -> float | None:
+        """Seconds of a step at `TYPICAL_MFU`, where the plan is above it."""
+        plan = self.plan
+        return (
+            plan.step_seconds * plan.mfu / TYPICAL_MFU
+            if plan.mfu and plan.mfu > TYPICAL_MFU and plan.device.asynchronous
+            else None
+        )
+
+    def process_bytes(self, where: str) -> int:
+        return sum(part.nbytes for part in self.process if part.where == where)
+
+    def tables(self) -> list[Table]:
+        """What is printed before the code."""
+        plan, unit = self.plan, self.script.unit
+        speed = f"{self.per_second:,.0f} {unit}/s, {self.per_second / self.num_ranks:,.0f} a device"
+        totals = [("a step", duration(plan.step_seconds), speed)]
+        if self.slower is not None:
+            speed = f"{self.per_second * plan.step_seconds / self.slower:,.0f} {unit}/s, as published runs reach"
+            totals.append((f"at {TYPICAL_MFU:.0%} MFU", duration(self.slower), speed))
+        totals.append(("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.0%} busy"))
+        if plan.mfu is not None:
+            totals.append(
+                (
+                    "MFU",
+                    f"{plan.mfu:.1%}",
+                    f"of the device's peak; {plan.speed_of_light:.0%} of what it is assumed to attain",
+                )
+            )
+        where = "device" if plan.device.asynchronous else "host"
+        rows = [(word, size(n), f"{n / plan.peak_bytes:.0%}") for word, n in self.filled.items()]
+        rows.append(("the plan's peak", size(plan.peak_bytes), f"{size(plan.resting_bytes)} of it between steps"))
+        rows += self._process_rows(where, plan.peak_bytes)
+        what = f"{self.script.name}, {self._parameters() / 1e9:.3g} B parameters, on {self._devices()}"
+        out = [
+            Table(f"{what}: predicted, not measured", ("", "", ""), totals),
+            Table(f"memory of each {'device' if where == 'device' else 'process'}", ("", "bytes", ""), rows),
+        ]
+        if where == "device":
+            words = sorted(plan.host_breakdown.items(), key=lambda item: -item[1])
+            rows = [(WORDS[role], size(n), "") for role, n in words if n]
+            rows += [("the plan's peak", size(plan.host_peak_bytes), "")] if rows else []
+            rows += self._process_rows("host", plan.host_peak_bytes)
+            rows += [("on disk", size(plan.disk_bytes), "scratch files")] if plan.disk_bytes else []
+            out.append(Table("host memory of each process", ("", "bytes", ""), rows))
+        out.append(assumed(plan))
+        return out + ([Table("chosen", ("", "", "because"), plan.decisions, prose=True)] if plan.decisions else [])
+
+    def _process_rows(self, where: str, peak: int) -> list[tuple[str, str, str]]:
+        how = {True: "measured here", False: "assumed"}
+        rows = [(p.what, size(p.nbytes), how[p.measured]) for p in self.process if p.where == where]
+        return [*rows, ("the process in all", size(peak + self.process_bytes(where)), "")]
+
+    def _parameters(self) -> int:
+        return sum(math.prod(self.lowered.params.leaves[i].shape) for i in self.lowered.params.distinct)
+
+    def _devices(self) -> str:
+        return f"{self.num_ranks} x {self.plan.device.name}"
+
+    def assumptions(self) -> list[str]:
+        """What the numbers go by, besides the device's rates."""
+        device, out = self.plan.device, list[str]()
+        if device.peak_flops:
+            dtype = "bfloat16" if self.of.precision != "fp32" else "float32"
+            share = device.flops[dtype] / device.peak_flops[dtype] if device.peak_flops.get(dtype) else None
+            if share is not None:
+                out.append(
+                    f"efficiency: products in {dtype} reach {share:.0%} of the stated peak, all transfers overlap that "
+                    "can. No GPU was measured"
+                )
+        hosts = math.ceil(self.num_ranks / device.devices_per_host)
+        mesh = ", ".join(f"{axis}={n}" for axis, n in self.lowered.program.mesh.axes.items())
+        if self.num_ranks > 1:
+            intra, inter = (rate(device.links[name].bandwidth) for name in ("intra", "inter"))
+            each = min(self.num_ranks, device.devices_per_host)
+            text = f"mesh {mesh}: {hosts} host{'s' * (hosts > 1)} of {each}; a device sends {intra} within a host"
+            text += f", {inter} to others, all {each} of a host at once" if hosts > 1 else ""
+            out.append(text)
+        if device.asynchronous and device.host is not None and not device.machine:
+            gb = f"{device.memory_bytes / 1e9:.4g}"
+            out.append(f"memory: {gb} x 10^9 bytes of a card of {gb} GB; what it has beyond is left to the process")
+        return out
+
+    def better(self) -> list[str]:
+        """What would make the step faster, where the plan tells."""
+        plan, of, out = self.plan, self.of, list[str]()
+        channels = plan.channels
+        moved = {q for q in (DISK, "to_device") if q in channels and plan.busy[q] > plan.busy["compute"]}
+        if moved:
+            queue = max(moved, key=lambda q: plan.busy[q])
+            hidden = plan.busy[queue] / max(plan.busy["compute"], 1e-9) * of.accumulate  # by so many micro-batches
+            n, tier = max(2, of.accumulate, 2 ** round(math.log2(hidden))), "disk" if queue == DISK else "host"
+            if not of.vertical:
+                out.append(
+                    f"--accumulate {n} --vertical (not tried): the state comes from the {tier} once for {n} "
+                    "micro-batches, whose compute takes about as long"
+                )
+            elif n > of.accumulate:
+                out.append(f"--accumulate {n} (not tried): compute then takes about as long as the {tier}")
+        elif self.num_ranks > 1 and plan.exposed_seconds > MUCH * plan.step_seconds:
+            share = plan.exposed_seconds / plan.step_seconds
+            out.append(f"--batch {2 * of.batch}: {share:.0%} of a step waits for transfers, which stay the same")
+        limit = self.lowered.budget.nbytes if self.lowered.budget else None
+        if not out and limit and plan.peak_bytes < LITTLE * limit:
+            out.append(f"--batch {2 * of.batch}: more than half of the memory is free")
+        if of.offload != "none" and not plan.disk_bytes and not plan.host_resting_bytes and plan.device.asynchronous:
+            out.append("without --offload: all of the state fits on the device")
+        return out
+
+    def fits(self) -> str:
+        """The last line."""
+        limit = self.lowered.budget.nbytes if self.lowered.budget else None
+        if limit is None:
+            return f"{size(self.plan.peak_bytes)} at the peak"
+        left = limit - self.plan.peak_bytes
+        return f"fits {size(limit)}: {size(self.plan.peak_bytes)} at the peak, {size(left)} to spare"
+
+    def text(self) -> str:
+        """What is printed after the tables."""
+        lines = [f"assumed: {line}" for line in self.assumptions()]
+        lines += [f"better: {line}" for line in self.better()]
+        return "\n".join([*lines, "", "# ---- the code that was planned: train.py", str(self.script), self.fits()])
+
+    def data(self) -> dict[str, Any]:
+        """What the JSON has besides that of a plan."""
+        return {
+            "devices": self.num_ranks,
+            f"{self.script.unit}_per_second": self.per_second,
+            "filled": self.filled,
+            "process": [part._asdict() for part in self.process],
+            "assumed": [self.plan.device.source, *self.assumptions()],
+            "better": self.better(),
+            "code": str(self.script),
+        }

@@ -1,0 +1,70 @@
+"""Memory that a process holds besides its program: the interpreter and libraries, the context of a device.
+
+A plan counts what a program allocates. A container's limit, or a card, must hold the rest too. One part is measured
+here, where the plan is made; the other is assumed, and says so.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from fzero.plan.devices import Device
+from fzero.plan.plan import Plan
+
+CONTEXT = 600 << 20
+"""Assumed: a CUDA context, kernels that are loaded into it, workspaces of cuBLAS."""
+NCCL = 500 << 20
+"""Assumed: buffers of NCCL's process groups, where there are several ranks."""
+CUDA_LIBRARIES = 2 << 30
+"""Assumed: host memory of a process that loads CUDA, cuDNN and NCCL."""
+COMPILED, KEPT = 100 << 20, 0.1
+"""Assumed of a CPU: compiled code, and the share of the peak that its allocator keeps. Steps of four small Llamas
+(planned peaks of 143 to 1,406 MiB) took 94 to 236 MiB beyond their peak and the interpreter."""
+
+
+class Part(NamedTuple):
+    """Bytes of one rank's process besides the program, on its device or host: what they are, whether measured here."""
+
+    where: str
+    what: str
+    nbytes: int
+    measured: bool
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory now."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def parts(plan: Plan, interpreter: int, several: bool) -> list[Part]:
+    """What a process holds besides the program of a plan.
+
+    Args:
+        plan: of the program.
+        interpreter: bytes that were resident when its model was made.
+        several: whether there are several ranks.
+    """
+    libraries = Part("host", "interpreter, torch, transformers", interpreter, True)
+    if not plan.device.asynchronous:
+        kept = COMPILED + int(KEPT * plan.peak_bytes)
+        return [libraries, Part("host", "compiled code, memory that the allocator keeps", kept, False)]
+    out = [Part("device", "CUDA context, kernels, workspaces", CONTEXT, False)]
+    out += [Part("device", "buffers of NCCL", NCCL, False)] if several else []
+    return [*out, libraries, Part("host", "libraries of CUDA", CUDA_LIBRARIES, False)]
+
+
+def room(device: Device, several: bool, interpreter: int) -> int:
+    """Bytes of a device that are left to a program by default.
+
+    A known device's memory is its datasheet's GB read as 10^9: the rest of the 2^30 is left to the process. Of a
+    measured one, and of a CPU, the process's share is taken off.
+    """
+    if not device.asynchronous:
+        return max(1 << 20, int((device.memory_bytes - interpreter - COMPILED) / (1 + KEPT)))
+    return device.memory_bytes - (CONTEXT + NCCL * several if device.machine else 0)

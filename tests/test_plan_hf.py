@@ -1,0 +1,236 @@
+"""`fzero plan --hf`: configurations of transformers become plans, and the code that is printed runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fzero as fz
+from fzero.cli import main
+from fzero.errors import FzeroValueError
+from fzero.lowering.at_rest import at_rest
+from fzero.lowering.layouts import params_inputs
+from fzero.plan.devices import KNOWN, get_devices
+from fzero.plan.process import resident
+
+transformers: Any = pytest.importorskip("transformers", reason="configurations come from transformers")
+
+SMALL: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        architectures=["LlamaForCausalLM"],
+    ),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4),
+    "t5": lambda: transformers.T5Config(
+        vocab_size=96,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        architectures=["T5ForConditionalGeneration"],
+    ),
+    "bert": lambda: transformers.BertConfig(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        num_labels=3,
+        architectures=["BertForSequenceClassification"],
+    ),
+    "vit": lambda: transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=8,
+        num_labels=3,
+        architectures=["ViTForImageClassification"],
+    ),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    def save(kind: str) -> str:
+        SMALL[kind]().save_pretrained(tmp_path / kind)
+        return str(tmp_path / kind)
+
+    return save
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*args: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["plan", *args])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def code_of(out: str) -> str:
+    """The code in the printed answer."""
+    return re.split(r"^# ---- .*\n", out, flags=re.M)[1].rpartition("\nfits ")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("llama", ("--seq", "16")),
+        ("gpt2", ("--accumulate", "2", "--vertical", "--precision", "fp32", "--remat", "0.5")),
+        ("t5", ("--seq", "8", "--batch", "2")),
+        ("bert", ("--seq", "8", "--precision", "fp32")),
+        ("vit", ("--batch", "2", "--precision", "fp32")),
+    ],
+)
+def test_the_printed_code_is_what_was_planned_and_runs(
+    run: Any, saved: Any, kind: str, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = saved(kind)
+    code, out, err = run("--hf", where, "--devices", "1xcpu", "--backend", "eager", *flags)
+    assert code == 0, err
+    assert "predicted, not measured" in out and "the process in all" in out and "fits " in out
+    found: dict[str, Any] = {}
+    exec(code_of(out).replace("fz.compile(step, mesh", 'fz.compile(step, mesh, backend="eager"'), found)
+    loss = float(capsys.readouterr().out.splitlines()[-1])
+    assert 0 < loss < 10 and found["metrics"]["loss"] == pytest.approx(loss)
+    code, data, _ = run("--hf", where, "--devices", "1xcpu", "--backend", "eager", "--json", *flags)
+    data = json.loads(data)
+    assert data["peak_bytes"] == found["train"].plan.peak_bytes, "the program that runs is the one that was planned"
+    assert data["code"] == code_of(out) and sum(data["filled"].values()) == data["peak_bytes"]
+    unit = "images" if kind == "vit" else "tokens"
+    assert data[f"{unit}_per_second"] > 0 and data["budget"]["fits"]
+
+
+def test_a_file_and_several_devices(run: Any, saved: Any) -> None:
+    file = f"{saved('llama')}/config.json"
+    code, out, _ = run("--hf", file, "--devices", "16xh100", "--zero", "1", "--precision", "fp16")
+    text = code_of(out)
+    assert code == 0 and f'fz.hf.from_config(AutoModelForCausalLM, AutoConfig.from_pretrained("{file}"))' in text
+    assert "fz.shard_opt_state()" in text and 'fz.mixed_precision("fp16")' in text
+    assert "--nnodes 2 --rdzv-endpoint HOST:PORT --nproc-per-node 8" in text and "make_mesh(data=16)" in text
+    assert "2 hosts of 8" in out and "40 GB/s to others, all 8 of a host at once" in out
+    assert "buffers of NCCL" in out and "assumed" in out and "measured here" in out
+    assert "65% of the stated peak" in out and "MFU" in out
+    compile(text, "train.py", "exec")
+
+
+def test_tiers_and_what_would_be_better(run: Any, saved: Any) -> None:
+    where = saved("llama")
+    flags = ("--hf", where, "--devices", "1xrtx4090", "--offload", "nvme", "--json")
+    code, out, _ = run(*flags)
+    data = json.loads(out)
+    assert code == 0 and 'fz.offload("nvme", ("opt_state", "params"), path="/scratch")' in data["code"]
+    assert data["disk_bytes"] and any("--vertical" in line and "disk" in line for line in data["better"])
+    assert 'fz.remat("full")' in data["code"] and data["bound_by"] == "disk"
+    better = re.search(r"--accumulate (\d+) --vertical", str(data["better"]))
+    assert better and int(better[1]) > 1
+    code, out, _ = run("--hf", where, "--devices", "1xrtx4090", "--offload", "auto", "--json")
+    data = json.loads(out)
+    assert code == 0 and "batch=batch" in data["code"] and "memory_budget=" in data["code"]
+    assert "without --offload: all of the state fits on the device" in data["better"]
+
+
+def test_a_state_that_is_too_large_is_refused_before_a_trace(
+    run: Any, saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fzero.cli.commands.lower", None)
+    where = saved("llama")
+    numel = sum(x.numel() for x in transformers.AutoModelForCausalLM.from_config(SMALL["llama"]()).parameters())
+    budget = 12 * numel // 10
+    code, _, err = run("--hf", where, "--devices", "2xh100", "--budget", f"{budget}B")
+    assert code == 1 and "the state alone does not fit" in err
+    assert re.search(r"with at least (1\d|20) ranks along 'data': there are 2", err) and "optimizer state" in err
+    assert "fz.offload('cpu', ('opt_state', 'params'))" in err and "of host memory a rank" in err
+    code, _, err = run("--hf", where, "--devices", "8xh100", "--zero", "0", "--budget", f"{budget * 5}B")
+    assert code == 1 and "with fz.shard_params(axis='data'): " in err
+    code, _, err = run("--hf", where, "--devices", "1xh100", "--budget", f"{budget}B")
+    assert code == 1 and re.search(r"fz\.shard_params\(\) over at least 1[01] ranks", err)
+    code, _, err = run(
+        "--hf", where, "--devices", "1xh100", "--budget", f"{budget}B", "--host-budget", "1000B", "--offload", "auto"
+    )
+    assert code == 1 and "on all tiers (device " in err and "give it a disk" in err
+    code, out, err = run("--hf", where, "--devices", "1xcpu", "--budget", f"{budget}B", "--json")
+    assert code == 1 and not json.loads(out)["budget"]["fits"] and "of disk a rank" in err
+
+
+def test_the_state_at_rest_is_that_of_the_plan() -> None:
+    """By leaf tables and by the program."""
+    torch = pytest.importorskip("torch")
+    params = {"w": torch.empty(64, 33, device="meta"), "b": torch.empty(33, device="meta")}
+    step = fz.train_step(lambda p, x: (x @ p["w"] + p["b"]).square().mean(), fz.optim.adamw(1e-3))
+    for transform in (fz.shard_params(), fz.shard_opt_state(), fz.offload("cpu", "opt_state")):
+        made, mesh = fz.data_parallel(transform(step)), fz.AbstractMesh(device_type="cuda", data=4)
+        plan = fz.lower(made, mesh, params, torch.empty(8, 64, device="meta"), device="h100").plan
+        found = at_rest(made, mesh, params_inputs(made, mesh, params))
+        assert 0 <= plan.resting_bytes - found.total <= 64, "the step, the key"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "neither MODULE:FUNCTION nor --hf DIR neither --devices nor --mesh"),
+        (("--hf", "{llama}"), "neither --devices nor --mesh"),
+        (("--hf", "meta-llama/Llama-3-8B", "--devices", "8xh100"), r"snapshot_download.*save_pretrained"),
+        (("--hf", "{tmp}/lama", "--devices", "8xh100"), "perhaps you meant: .*llama"),
+        (("--hf", "{tmp}", "--devices", "8xh100"), "has no config.json"),
+        (("--hf", "{tmp}/broken.json", "--devices", "8xh100"), "is not a configuration of transformers"),
+        (("--hf", "{llama}", "--devices", "8xh1000"), "perhaps you meant: 8xh100.*one of b200, h200"),
+        (("--hf", "{llama}", "--devices", "8"), "perhaps you meant: 8xh100"),
+        (("--hf", "{llama}", "--devices", "h100"), "perhaps you meant: 1xh100"),
+        (("--hf", "{llama}", "--devices", "8xh100", "--seq", "64"), "max_position_embeddings=32"),
+        (("--hf", "{llama}", "--devices", "8xh100", "--batch", "0", "--vertical"), r"--batch 0.*--vertical: "),
+        (("--hf", "{llama}", "--devices", "8xh100", "--remat", "ful"), "perhaps you meant full"),
+        (("--hf", "{llama}", "--devices", "8xh100", "--scratch", "/x"), "nothing goes to disk"),
+        (("--hf", "{llama}", "--devices", "8xh100", "--mesh", "data=4"), "another number of devices"),
+        (("--hf", "{llama}", "--devices", "8xh100", "--device", "h100"), "both --devices 8xh100 and --device h100"),
+        (("--hf", "{llama}", "--devices", "8xh100", "x.py:f"), "both x.py:f and --hf"),
+        (("x.py:f", "--devices", "8xh100", "--seq", "8"), "--seq: is about --hf"),
+        (("--hf", "{headless}", "--devices", "8xh100"), "BertModel has no loss.*FILE.py:FUNCTION"),
+        (("--hf", "{llama}", "--devices", "8xh100", "--offlaod", "auto"), "--offload"),
+        (("--hf", "{llama}", "--devices", "8xh100", "--zero", "4"), "zero"),
+    ],
+)
+def test_what_cannot_be_meant(run: Any, saved: Any, tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+    headless = SMALL["bert"]()
+    headless.architectures = ["BertModel"]
+    headless.save_pretrained(tmp_path / "headless")
+    (tmp_path / "broken.json").write_text("{")
+    named = {"tmp": str(tmp_path), "llama": saved("llama"), "headless": str(tmp_path / "headless")}
+    code, out, err = run(*(flag.format(**named) for flag in flags))
+    assert code == 2 and "Traceback" not in err, err
+    assert re.search(says, " ".join(err.split())), err or out
+
+
+def test_devices_by_name() -> None:
+    assert [get_devices(x)[0] for x in ("8xh100", "64xA100_80GB", "1xrtx4090,disk_read=7GB")] == [8, 64, 1]
+    assert get_devices("64xa100-80gb")[1].memory_bytes == KNOWN["a100"].memory_bytes
+    assert get_devices("2xa100-40gb")[1].memory_bytes == 40e9
+    with pytest.raises(FzeroValueError, match="lots"):
+        get_devices("1xh100,memory_bytes=lots")
+
+
+def test_it_ends_when_it_has_printed(saved: Any) -> None:
+    where = saved("llama")
+    args = [sys.executable, "-m", "fzero", "plan", "--hf", where, "--devices", "8xh100"]
+    found = subprocess.run(args, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0 and "the process in all" in found.stdout, found.stderr
+    assert resident() > 50 << 20 and not [t for t in threading.enumerate() if t.name.startswith("fzero")]
