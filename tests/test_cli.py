@@ -241,14 +241,15 @@ def test_a_budget_that_fits(run):
 
 
 def test_a_budget_that_does_not_fit(run):
+    least = 1 << 18  # the state has room, the step has not
     with pytest.raises(fz.errors.BudgetError) as error:
-        lowered(memory_budget=1000, device="h100")
-    code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", "1000B")
+        lowered(memory_budget=least, device="h100")
+    code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", f"{least}B")
     assert code == 1 and not out and err.endswith(f"{error.value}\n")
-    code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", "1000B", "--json")
+    code, out, err = run("plan", "targets.py:good", *MESH, *H100, "--budget", f"{least}B", "--json")
     assert (
         code == 1
-        and json.loads(out) == {"budget": {"bytes": 1000, "fits": False, "error": str(error.value)}}
+        and json.loads(out) == {"budget": {"bytes": least, "fits": False, "error": str(error.value)}}
         and str(error.value) in err
     )
 

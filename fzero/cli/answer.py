@@ -1,5 +1,5 @@
-"""Answers what a plan of a model says, in a user's words: whether it fits, how fast, what fills the memory, what is
-assumed, what would be better, and the code."""
+"""Answers in a user's words: whether a model fits, how fast it trains, what fills the memory, what is assumed, what
+would be better, and the code."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Answer:
         return sum(part.nbytes for part in self.process if part.where == where)
 
     def tables(self) -> list[Table]:
-        """What is printed before the code."""
+        """The tables before the code."""
         plan, unit = self.plan, self.script.unit
         speed = f"{self.per_second:,.0f} {unit}/s, {self.per_second / self.num_ranks:,.0f} a device"
         totals = [("a step", duration(plan.step_seconds), speed)]
@@ -131,7 +131,7 @@ class Answer:
         return f"{self.num_ranks} x {self.plan.device.name}"
 
     def assumptions(self) -> list[str]:
-        """What the numbers go by, besides the device's rates."""
+        """Assumptions besides the device's rates."""
         device, out = self.plan.device, list[str]()
         if device.peak_flops:
             dtype = "bfloat16" if self.of.precision != "fp32" else "float32"
@@ -155,7 +155,7 @@ class Answer:
         return out
 
     def better(self) -> list[str]:
-        """What would make the step faster, where the plan tells."""
+        """Flags that make the step faster, where the plan knows."""
         plan, of, out = self.plan, self.of, list[str]()
         channels = plan.channels
         moved = {q for q in (DISK, "to_device") if q in channels and plan.busy[q] > plan.busy["compute"]}
@@ -189,13 +189,13 @@ class Answer:
         return f"fits {size(limit)}: {size(self.plan.peak_bytes)} at the peak, {size(left)} to spare"
 
     def text(self) -> str:
-        """What is printed after the tables."""
+        """The lines after the tables."""
         lines = [f"assumed: {line}" for line in self.assumptions()]
         lines += [f"better: {line}" for line in self.better()]
         return "\n".join([*lines, "", "# ---- the code that was planned: train.py", str(self.script), self.fits()])
 
     def data(self) -> dict[str, Any]:
-        """What the JSON has besides that of a plan."""
+        """The entries of the JSON besides those of a plan."""
         return {
             "devices": self.num_ranks,
             f"{self.script.unit}_per_second": self.per_second,

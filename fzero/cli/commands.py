@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
@@ -28,7 +28,7 @@ from fzero.cli.hf import load as load_model
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, FzeroValueError, message
-from fzero.lowering.at_rest import check_at_rest
+from fzero.lowering.at_rest import check_at_rest, shortage
 from fzero.lowering.budget import Budget
 from fzero.lowering.lower import lower
 from fzero.lowering.lowered import Lowered
@@ -57,11 +57,17 @@ _PICTURES = (".png", ".svg")
 
 
 class _Lowered(NamedTuple):
-    """A target, lowered; of a model of transformers also its script, and the bytes of the process that made it."""
+    """A target, lowered.
+
+    Attributes:
+        script, interpreter: of a model of transformers: its script, and the bytes of the process that made it.
+        short: without a budget, the need of a state that alone is larger than the device's memory.
+    """
 
     lowered: Lowered
     script: Script | None = None
     interpreter: int = 0
+    short: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,8 @@ class _OfTarget:
             wall, cpu = time.monotonic() - begun, time.process_time()
             return wall + max(0.0, likely - cpu) * max(1.0, wall / max(cpu, 1.0)) if likely else 0.0
 
-        with shown("fzero.plan", lambda: "making the model" if self.model.hf else "tracing and planning", about=about):
+        short, stage = "", "making the model" if self.model.hf else "tracing and planning"
+        with shown("fzero.plan", lambda: stage, about=about):
             if self.target is not None:
                 step, params, batch = load(self.target)
             else:
@@ -121,10 +128,14 @@ class _OfTarget:
                 made = script(self.model, axes, device.devices_per_host, budgets)
                 limits = parse_budgets(*map(_bytes, budgets.values()))
                 step, params, batch, blocks = load_model(self.model, made)
-                interpreter, likely = resident(), _likely(blocks, self.model.offload == "auto")
+                stage, interpreter = "tracing and planning", resident()
+                likely = _likely(blocks, self.model.offload == "auto")
             with users_code(self.target or ""):
                 if isinstance(step, Step) and not callable(params):
-                    check_at_rest(step, mesh, params, Budget(limits[0], device, self.backend, *limits[1:]))
+                    budget = Budget(limits[0], device, self.backend, *limits[1:])
+                    check_at_rest(step, mesh, params, budget)
+                    found = shortage(step, mesh, params, replace(budget, nbytes=device.memory_bytes))
+                    short = "; ".join(found[0][2:]) if found else ""
                 lowered = lower(
                     step,
                     mesh,
@@ -136,7 +147,7 @@ class _OfTarget:
                     device=device,
                     backend=self.backend,
                 )
-        return _Lowered(lowered, made, interpreter)
+        return _Lowered(lowered, made, interpreter, short)
 
     def _devices(self) -> tuple[dict[str, Any], Device]:
         """The axes of the mesh, and its devices."""
@@ -156,7 +167,7 @@ class _OfTarget:
         elif self.target is not None:
             problems += [f"--{name}: is about --hf, and {self.target} has it in its code" for name in self.model.given]
         if self.devices is None and not self.mesh:
-            problems.append("neither --devices nor --mesh")
+            problems.append("--mesh wants axes with their sizes, --mesh AXIS=SIZE ...; or give --devices NUMBERxNAME")
         if self.devices is not None and self.device is not None:
             problems.append(f"both --devices {self.devices} and --device {self.device}")
         elif self.devices is not None and self.mesh:
@@ -194,7 +205,7 @@ class Plan(_OfTarget):
         with _usage():
             _check_files(trace=self.trace, picture=self.picture)
         try:
-            lowered, made, interpreter = self.lowered()
+            lowered, made, interpreter, short = self.lowered()
         except BudgetError as error:
             if self.json:
                 print(
@@ -219,7 +230,7 @@ class Plan(_OfTarget):
         if self.json:
             print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan, memory), indent=1))
         else:
-            report.print_plan(lowered, plan, memory)
+            report.print_plan(lowered, plan, memory, short)
         return 0 if memory is None or fits(plan, memory) else 1
 
 

@@ -93,7 +93,7 @@ class Script(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a target returns, and the number of its blocks."""
+    """A step, its parameters, a batch, and the number of blocks."""
 
     step: Step
     params: Any
@@ -173,7 +173,7 @@ def load(of: OfModel, made: Script) -> Target:
 
 
 def _configuration(given: str) -> tuple[Path, Any]:
-    """Where a configuration is, a directory or a file, and itself."""
+    """The path of a configuration, a directory or a file, and itself."""
     try:
         from transformers import AutoConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
     except ImportError:

@@ -21,9 +21,9 @@ from fzero.testing import Report
 from fzero.units import duration, rate, size
 
 
-def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None) -> None:
+def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: str = "") -> None:
     """The plan, and under a budget what it leaves; without one whether it fits into the device's `memory`, if that is
-    known."""
+    known. `short`: the need of a state that alone is larger."""
     needs = (plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)
     limits = lowered.budget.limits if lowered.budget else (None, None, None)
     fits = [
@@ -37,9 +37,9 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None) -> None:
             fits.append(f"fits {has}: {size(plan.peak_bytes)} at the peak, {size(left)} to spare")
         else:
             more = f"{size(plan.peak_bytes)} at the peak, {size(-left)} more"
+            looked = f"--budget {memory / 1e9:g}GB looks for what does, and says what would help"
             fits.append(
-                f"does not fit {has}: {more}. Fix: --budget {memory / 1e9:g}GB looks for what does, and says what "
-                f"would help"
+                f"does not fit {has}: {more}. Fix: {f'the state alone is too large: {short}' if short else looked}"
             )
     return _print(tables(plan), "\n".join(fits))
 

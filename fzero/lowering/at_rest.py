@@ -55,7 +55,7 @@ class AtRest:
 
 
 def at_rest(step: Step, mesh: AbstractMesh, params: Inputs, opt_state: Inputs | None = None) -> AtRest:
-    """What the state of a step takes on one rank's device, from its leaf tables. `opt_state`: if it is known."""
+    """The bytes of a step's state on one rank's device, from its leaf tables. `opt_state`: if it is known."""
     opt_state = opt_state or opt_state_inputs(step, mesh, params)
     here = ("device", "host") if mesh.unified_memory else ("device",)
 
@@ -77,13 +77,23 @@ def check_at_rest(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -
     """Raises if the state alone does not fit. Nothing is traced.
 
     Args:
-        step: with its transforms; with `offload("auto")` all of the state may leave the device.
-        mesh: of the devices that the budget is for.
-        params: the tree of parameters.
-        budget: to fit; what has no limit is no problem.
+        step, mesh, params, budget: as for `shortage`.
 
     Raises:
         BudgetError: with the bytes, and what would hold them.
+    """
+    if (short := shortage(step, mesh, params, budget)) is not None:
+        raise BudgetError(message("memory_budget", "the state alone does not fit", *short))
+
+
+def shortage(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -> tuple[list[str], str] | None:
+    """Problems and a fix if the state alone is over the budgets; None if it is not.
+
+    Args:
+        step: with its transforms; with `offload("auto")` all of the state may leave the device.
+        mesh: of the devices that the budget is for.
+        params: the tree of parameters.
+        budget: to fit. A tier without a limit holds everything.
     """
     auto = auto_of(step)
     step = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
@@ -92,27 +102,24 @@ def check_at_rest(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -
         limits |= {} if mesh.unified_memory else {"host": budget.host}
         limits |= {"disk": budget.disk} if auto.path else {}
     if None in limits.values():
-        return
+        return None
     limit = sum(n for n in limits.values() if n is not None)
     found = at_rest(step, mesh, params_inputs(step, mesh, params))
     if found.total <= limit:
-        return
+        return None
     has = f"the {size(limit)} it may have"
     if auto is not None:
         has += f" on all tiers ({', '.join(f'{tier} {size(n or 0)}' for tier, n in limits.items())})"
     problems = [f"at rest a rank has {size(found.total)}, {exact_size(found.total - limit)} more than {has}"]
     problems += [f"there: {found}", *would_hold(step, mesh, params, found, limit)]
     if auto is None:
-        problems += off_device(mesh, found)
-        fix = "use more ranks, or move state off the device"
-    else:
-        fix = "use more ranks, or raise a budget"
-        fix += "" if auto.path else ', or give it a disk: fz.offload("auto", path=DIR)'
-    raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
+        return [*problems, *off_device(mesh, found)], "use more ranks, or move state off the device"
+    disk = "" if auto.path else ', or give it a disk: fz.offload("auto", path=DIR)'
+    return problems, f"use more ranks, or raise a budget{disk}"
 
 
 def would_hold(step: Step, mesh: AbstractMesh, params: Any, found: AtRest, limit: int) -> list[str]:
-    """What makes the state smaller on each rank: a higher stage, more ranks."""
+    """Lines about a smaller state on each rank: a higher stage, more ranks."""
     out = list[str]()
     axes = found.axes or tuple(a for a, n in mesh.axes.items() if n > 1)
     if axes and (more := _sharded(step, mesh, params, axes)) is not None and more.total < found.total:

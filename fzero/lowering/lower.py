@@ -146,8 +146,7 @@ def lower_inputs(
         stages = lambda: before | {passed.name: made for passed, made in closed(cut)}  # noqa: E731
         program = verified(cut, closed(cut))
         return _fitting(Lowered((program,), params, None, batch, structure, budget, stages=stages))
-    with within("tracing", step.name):
-        traced = traced or trace_step(step, mesh, params, batch)
+    traced = traced or trace_step(step, mesh, params, batch)
     variants = traced.variants
 
     def lowered(choice: Choice) -> Lowered:

@@ -1,4 +1,4 @@
-"""Memory that a process holds besides its program: the interpreter and libraries, the context of a device.
+"""Counts the memory of a process besides its program: the interpreter and libraries, the context of a device.
 
 A plan counts what a program allocates. A container's limit, or a card, must hold the rest too. One part is measured
 here, where the plan is made; the other is assumed, and says so.
@@ -43,7 +43,7 @@ def resident() -> int:
 
 
 def parts(plan: Plan, interpreter: int, several: bool) -> list[Part]:
-    """What a process holds besides the program of a plan.
+    """The parts of a process besides the program of a plan.
 
     Args:
         plan: of the program.
