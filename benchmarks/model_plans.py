@@ -4,8 +4,8 @@
     python benchmarks/model_plans.py --only 8b         # the cases whose name has this
     python benchmarks/model_plans.py --tables          # the results of the cases that are there
 
-Each case is `fzero plan --hf CONFIG --devices ... --json` in a process of its own. Full training with AdamW and clipping,
-bf16 with fp32 masters, 4,096 tokens a device (2,048 of the trillion).
+Each case is `fzero plan --hf CONFIG --devices ... --json` in a process of its own. Full training with AdamW and
+clipping, bf16 with fp32 masters, sequences of 4,096 tokens (2,048 of the trillion).
 """
 
 from __future__ import annotations
@@ -22,24 +22,20 @@ from typing import Any
 
 from common import RESULTS, SOURCE, publish
 
-LLAMAS = {
-    "Llama 2 7B": dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
-    "Llama 3 8B": dict(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8
-    ),
-    "Llama 2 13B": dict(vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40),
-    "Llama 3 70B": dict(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_key_value_heads=8
-    ),
-    "1 T": dict(vocab_size=50304, hidden_size=25600, intermediate_size=68352, num_hidden_layers=128),
+_SIZES = {  # vocabulary, width, hidden, layers, key and value heads
+    "Llama 2 7B": (32000, 4096, 11008, 32, 32),
+    "Llama 3 8B": (128256, 4096, 14336, 32, 8),
+    "Llama 2 13B": (32000, 5120, 13824, 40, 40),
+    "Llama 3 70B": (128256, 8192, 28672, 80, 8),
+    "1 T": (50304, 25600, 68352, 128, 200),
 }
 AUTO = ("--offload", "auto")
 VERTICAL = ("--accumulate", "8", "--vertical")
 HOME = (*AUTO, *VERTICAL, "--host-budget", "58GB", "--disk-budget", "2TB")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    **{f"{n}, 8 x 80 GB": (n, ("--devices", "8xh100")) for n in list(LLAMAS)[:4]},
-    **{f"{n}, 64 x 80 GB": (n, ("--devices", "64xh100")) for n in list(LLAMAS)[:4]},
-    **{f"{n}, 1 x 24 GB": (n, ("--devices", "1xrtx4090", *HOME)) for n in list(LLAMAS)[:4]},
+    **{f"{n}, 8 x 80 GB": (n, ("--devices", "8xh100")) for n in list(_SIZES)[:4]},
+    **{f"{n}, 64 x 80 GB": (n, ("--devices", "64xh100")) for n in list(_SIZES)[:4]},
+    **{f"{n}, 1 x 24 GB": (n, ("--devices", "1xrtx4090", *HOME)) for n in list(_SIZES)[:4]},
     "Llama 2 13B, 1 x 32 GB": (
         "Llama 2 13B",
         ("--devices", "1xrtx5090", *AUTO, *VERTICAL, "--host-budget", "256GB"),
@@ -74,13 +70,16 @@ def planned(config: Path, model: str, flags: tuple[str, ...], limit: int) -> dic
     """What a plan says, or why there is none."""
     from transformers import LlamaConfig  # pyright: ignore[reportMissingImports]
 
-    settings: dict[str, Any] = LLAMAS[model]
-    heads = settings["hidden_size"] // 128
+    vocab, width, hidden, layers, shared = _SIZES[model]
     LlamaConfig(
-        num_attention_heads=heads,
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 128,
+        num_key_value_heads=shared,
         max_position_embeddings=4096,
         architectures=["LlamaForCausalLM"],
-        **{"num_key_value_heads": heads, **settings},
     ).save_pretrained(config)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     command = [sys.executable, "-m", "fzero", "plan", "--hf", str(config), *flags, "--json"]

@@ -30,8 +30,7 @@ WORDS = {
 }
 """The roles of bytes (plan/memory.py) as users know them."""
 AT_THE_LOSS = {"temporaries": "logits and loss", "activations": "activations and logits"}
-"""Of a peak at the line that reads the labels."""
-LABELS = ("labels", "start_positions", "end_positions")
+"""Of a peak at the head, which reads the labels: the last line that computes with the batch, not the first."""
 TYPICAL_MFU = 0.4
 """Published runs on H100: 38 to 43 % (Dubey et al., The Llama 3 herd of models, 2024, table 4)."""
 MUCH, LITTLE = 0.1, 0.5
@@ -65,8 +64,8 @@ class Answer:
     @property
     def filled(self) -> dict[str, int]:
         """Bytes at the peak of the device, by what a user calls them, the most first."""
-        line = self.plan.peak_line.text
-        words = WORDS | (AT_THE_LOSS if any(f"'{name}'" in line for name in LABELS) else {})
+        reads = [i for i, line in enumerate(self.plan.lines) if "batch[" in line]
+        words = WORDS | (AT_THE_LOSS if self.plan.peak_line.index in reads[1:] else {})
         found = sorted(self.plan.breakdown.items(), key=lambda item: -item[1])
         return {words[role]: n for role, n in found if n}
 
