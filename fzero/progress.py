@@ -110,7 +110,6 @@ def moved(nbytes: int) -> None:
     _MOVED[0] += nbytes
 
 
-
 @contextmanager
 def within(what: str, text: str) -> Iterator[None]:
     """Says, where something longer is being shown, what a part of it is; alone it shows nothing."""
