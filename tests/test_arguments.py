@@ -69,7 +69,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)), "loss_fn is the module Linear(input: "),
     (
         lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)),
-        "with torch.func.functional_call(module, params, inputs)",
+        "model = fz.functionalize(module); step = model.train_step(optimizer",
     ),
     (
         lambda: fz.train_step(loss, (optim.sgd(0.1).init, optim.sgd(0.1).update)),

@@ -115,7 +115,7 @@ def from_pretrained(
 
     Args:
         cls: a class of the library: `AutoModelForCausalLM`, `ViTForImageClassification`.
-        path: a local directory.
+        path: a local directory; `huggingface_hub.snapshot_download("org/name")` makes one of a name on the hub.
         dtype: of the parameters; by default fp32, whatever the files have.
         adapter: a configuration of the library peft, `LoraConfig(r=8)`: the model gets its adapters, which begin anew,
             and nothing else is trained. `save_pretrained` then writes a directory of adapters.
@@ -144,9 +144,10 @@ def from_pretrained(
     found = _json(path, "config.json")
     if not found:
         what = f"{path} has no config.json" if path.is_dir() else f"{path} is not a directory"
-        raise CheckpointError(
-            message("hf.from_pretrained", what, fix="give a local directory that save_pretrained wrote")
-        )
+        fix = "give a local directory that save_pretrained wrote"
+        if not path.exists() and not path.is_absolute():
+            fix += f"; of a name on the hub: huggingface_hub.snapshot_download({path.as_posix()!r}) returns one"
+        raise CheckpointError(message("hf.from_pretrained", what, fix=fix))
     _check_unquantized(path, found)
     own = {name: settings.pop(name) for name in ("blocks", "mutable") if name in settings}
     wanted = getattr(getattr(cls, "config_class", None), "model_type", None)

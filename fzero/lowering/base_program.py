@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero import random as fzrandom
+from fzero.errors import TraceError, message
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.lowering.seed import DTYPE, SCALE, SEED, Ahead, made_ahead, rounded, seed_of
 from fzero.lowering.training import DType, Found, Precision, Training, grad_name
@@ -118,6 +119,13 @@ def _record_loss(
     """Records sums and gradients: the loss's total, its count unless it is made ahead, the auxiliary sums and the new
     values that are averaged, then a gradient for each leaf that has one, then the new values that must agree, as one
     vector. The node is that of the seed, from which gradients are computed."""
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        what = "anomaly mode (torch.autograd.set_detect_anomaly) looks into gradients while the step is traced"
+        fix = (
+            "turn it off: metrics['finite'] tells whether loss and gradients are. The plain step, before fz.compile, "
+            "runs under it: step(step.init(params), batch)"
+        )
+        raise TraceError(message("train_step", what, fix=fix))
     made: list[Found] = []
 
     @torch.enable_grad()  # whatever the caller has

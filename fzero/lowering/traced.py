@@ -32,7 +32,7 @@ from fzero.precision.statistics import Watched
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.step import Step
-from fzero.step.checks import wants_key
+from fzero.step.checks import no_trainable, wants_key
 from fzero.trace.record import uncollected
 from fzero.transforms import accumulate
 from fzero.transforms.base import find
@@ -77,11 +77,7 @@ def trace_step(
     micro = replace(batch, leaves=tuple(replace(x, shape=shape) for x, shape in zip(batch.leaves, shapes, strict=True)))
     trains = step.trains(abstract_params(params))
     if not any(trains):
-        raise FzeroValueError(
-            message(
-                "train_step", "no trainable parameters", fix="check `trainable`, and that parameters are floating point"
-            )
-        )
+        raise no_trainable(abstract_params(params))
     opt_state = opt_state_inputs(step, mesh, params)
     on_disk = gradients_on_disk(step, mesh, params)
     with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called

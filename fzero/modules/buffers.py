@@ -25,18 +25,24 @@ _WRITERS = {"batch_norm", "instance_norm", "setattr", "_foreach_lerp_", "_foreac
 
 
 def overwritten(module: nn.Module, slots: Sequence[Slot], mutable: Sequence[str]) -> frozenset[str]:
-    """The names of buffers that the forward of a module may overwrite in its mode, and those that `mutable` names.
+    """The names of buffers that the forward of a module may overwrite in its mode, and of the buffers and frozen
+    parameters that `mutable` names.
 
     Raises:
-        FzeroValueError: listing patterns of `mutable` that name no buffer.
+        FzeroValueError: listing patterns of `mutable` that name none of these.
     """
     written = _written({type(m) for m in module.modules()})
     buffers = [s for s in slots if s.of == "_buffers"]
     found = {s.name for s in buffers if _writes(s.owner, s.attribute, written)}
-    hits = {pattern: [s.name for s in buffers if fnmatch.fnmatchcase(s.name, pattern)] for pattern in mutable}
+    frozen = [s for s in slots if s.of == "_parameters" and not s.get().requires_grad]
+    hits = {p: [s.name for s in (*buffers, *frozen) if fnmatch.fnmatchcase(s.name, p)] for p in mutable}
     if missed := [repr(pattern) for pattern, names in hits.items() if not names]:
-        fix = f"there are {', '.join(s.name for s in buffers[:8]) or 'none'}"
-        raise FzeroValueError(message("functionalize", "no buffer is one of `mutable`", missed, fix))
+        trained = [s.name for s in slots if any(fnmatch.fnmatchcase(s.name, p) for p in mutable)]
+        missed += [f"{name}: requires a gradient, so the optimizer writes it" for name in trained[:8]]
+        fix = f"there are {', '.join(s.name for s in (*buffers, *frozen)[:8]) or 'none'}"
+        fix += "; module.requires_grad_(False) freezes a parameter" if trained else ""
+        what = "no buffer or frozen parameter is one of `mutable`"
+        raise FzeroValueError(message("functionalize", what, missed, fix))
     return frozenset(found.union(*hits.values()))
 
 

@@ -24,6 +24,7 @@ from fzero.modules.buffers import overwritten
 from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw, undropped
 from fzero.modules.forward import Forward
 from fzero.modules.init import initialized
+from fzero.modules.kinds import check_kinds
 from fzero.modules.layers import Blocks, Call, as_blocks, check_bound, chosen, find_layers, layers_of
 from fzero.modules.losses import Counting, own_loss
 from fzero.modules.rows import ROWS
@@ -63,11 +64,12 @@ def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: S
         blocks: names of submodules ("model.layers.*": `*` is any text) and classes of them that become blocks; by
             default the repeated ones: members of a `ModuleList` or `Sequential` that has two or more of their class.
             Of modules within each other the outermost. `()`: none.
-        mutable: names of buffers that the forward overwrites, besides those of which its code says so.
+        mutable: names of tensors that the forward overwrites ("teacher.*"): buffers, besides those of which its code
+            says so, and parameters that require no gradient, such as a teacher's that follows the student.
 
     Raises:
-        FzeroTypeError: what is not a module, or cannot be copied.
-        FzeroValueError: `blocks` or `mutable` that name nothing.
+        FzeroTypeError: what is not a module, or cannot be copied; scripted parts; lazy ones that have not run.
+        FzeroValueError: `blocks` or `mutable` that name nothing, or a parameter that requires a gradient.
 
     Example:
         >>> import torch, fzero as fz
@@ -94,12 +96,13 @@ class Functional:
             the name that `_tied_weights_keys` ties to, or the first. They share memory with the module.
         blocks: the names of the submodules that are blocks.
         trainable: predicate `(path, leaf)` of the parameters that require a gradient, for `train_step`.
-        mutable: predicate `(path, leaf)` of the buffers that the forward overwrites in training, for `train_step`; None
+        mutable: predicate `(path, leaf)` of the tensors that the forward overwrites in training, for `train_step`; None
             if there are none.
     """
 
     def __init__(self, module: nn.Module, blocks: Blocks | None, mutable: Sequence[str]):
         check_hooks(module)
+        check_kinds(module)
         self._module, self._name = module, type(module).__name__
         self._still = prepared(skeleton_of(module))
         slots, own = slots_of(self._still), {name: slot.get() for name, slot in named(module)}

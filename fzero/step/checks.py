@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from fzero import compat, tree
 from fzero.arguments import function
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.step.state import State
 from fzero.step.whole import check_whole
 
@@ -70,6 +70,34 @@ def check_init(init_fn: Any) -> None:
         )
 
 
+def check_tree(loss_fn: Any, params: Any) -> None:
+    """Raises if parameters of a model's step are its tensors in another tree, such as a state dict: `trainable` and
+    `mutable` go by paths, and would find none of them."""
+    own = getattr(getattr(loss_fn, "model", None), "params", None)
+    if own is None or tree.structure(own) == tree.structure(params):
+        return
+    mine, given = (dict(zip(tree.names(p), tree.paths(p, "params"), strict=True)) for p in (own, params))
+    moved = [f"{given[name]}, not {path}" for name, path in mine.items() if given.get(name, path) != path]
+    if moved:
+        what = "these are the tensors of a module, but not in the tree of model.params"
+        problems = moved if len(moved) <= 4 else [*moved[:3], f"... {len(moved) - 3} more"]
+        fix = (
+            "give model.params; a state dict is loaded before: module.load_state_dict(values), then "
+            "fz.functionalize(module)"
+        )
+        raise FzeroTypeError(message("init", what, problems, fix))
+
+
+def no_trainable(params: Any) -> FzeroValueError:
+    """The error of a step that has nothing to train."""
+    named = zip(tree.paths(params, "params"), tree.leaves(params), strict=True)
+    floats = [f"{path}: {tree.describe(x)}" for path, x in named if x.is_floating_point()]
+    problems = ["no leaf is floating point"] if not floats else ["`trainable` accepts none of these:", *floats[:5]]
+    problems += [f"... {len(floats) - 5} more"] if len(floats) > 5 else []
+    fix = "trainable=lambda path, leaf: ... answers True for the leaves to train; its paths are as above"
+    return FzeroValueError(message("train_step", "no trainable parameters", problems, fix if floats else None))
+
+
 def _not_dense(value: Any, root: str) -> list[str]:
     """Problems of a tree whose leaves should be dense tensors."""
     named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
@@ -102,8 +130,21 @@ def check_batch(batch: Any) -> None:
     """Raises naming every leaf that is not a dense tensor."""
     wrong = _not_dense(batch, "batch")
     if wrong:
-        fix = "convert with torch.as_tensor, .to_dense() or torch.nested.to_padded_tensor(x, 0.0); close over settings"
+        fixes = dict.fromkeys(_densely(x, x is batch) for x in tree.leaves(batch) if _kind(x))
+        fix = ", ".join(fixes) or "texts or numbers as keys"
+        fix = f"give {fix}; what is no data a loss may close over: model.train_step(..., name=value)"
         raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, fix))
+
+
+def _densely(x: Any, alone: bool) -> str:
+    """The dense tensors to give in place of a leaf of a batch."""
+    if isinstance(x, torch.Tensor):
+        return "torch.nested.to_padded_tensor(x, 0.0)" if x.is_nested else "x.to_dense()"
+    if isinstance(x, Mapping):
+        return f"dict({'batch' if alone else 'x'}) for a {type(x).__name__}"
+    if hasattr(x, "__array__") or isinstance(x, (bool, int, float)):
+        return f"torch.as_tensor(x) for {'an array' if hasattr(x, '__array__') else 'a number'}"
+    return f"tensors for what a {type(x).__name__} holds"
 
 
 def check_bare(batch: Any, flat: list[Any]) -> None:

@@ -30,6 +30,8 @@ from fzero.step.checks import (
     check_one_batch,
     check_params,
     check_state,
+    check_tree,
+    no_trainable,
     takes,
     wants_key,
 )
@@ -74,6 +76,7 @@ class Step:
             FzeroTypeError: complex leaves that would be.
             FzeroValueError: a tied leaf of which `trainable` accepts some paths alone.
         """
+        check_tree(self.loss_fn, params)
         meta, paths = _meta_leaves(params), tree.paths(params, "params")
         asked = [
             not kept and (x.is_floating_point() or x.is_complex())
@@ -191,13 +194,7 @@ class Step:
 
         mutable = self.mutates(state.params)
         if not trained:
-            raise FzeroValueError(
-                message(
-                    "train_step",
-                    "no trainable parameters",
-                    fix="check `trainable`, and that parameters are floating point",
-                )
-            )
+            raise no_trainable(state.params)
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -291,6 +288,8 @@ def train_step(
         "write loss_fn(params, batch) or loss_fn(params, batch, *, key), trainable=lambda path, leaf: 'frozen' not in "
         "path"
     )
+    if not callable(loss_fn) and hasattr(loss_fn, "train_step"):
+        fix = "a model has a step of its own: model.train_step(optimizer)"
     if callable(loss_fn) and not takes(loss_fn):
         if isinstance(loss_fn, torch.nn.Module):
             problems.append(
@@ -298,8 +297,8 @@ def train_step(
                 f"take (params, batch)"
             )
             fix = (
-                "write a loss_fn(params, batch) with torch.func.functional_call(module, params, inputs); params: "
-                "dict(module.named_parameters())"
+                "model = fz.functionalize(module); step = model.train_step(optimizer, lambda out, batch: ...), of the "
+                "loss of its outputs; train.init(model.params)"
             )
         else:
             problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
@@ -308,7 +307,12 @@ def train_step(
         raise FzeroTypeError(message("train_step", "invalid arguments", problems, fix))
     if not is_transformation(optimizer):
         fix = "pass a pair of init and update as optim.GradientTransformation(init, update), e.g. optim.adamw(3e-4)"
-        raise FzeroTypeError(message("train_step", f"{type(optimizer).__name__} is not an optimizer", fix=fix))
+        what = f"{type(optimizer).__name__} is not an optimizer"
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        if issubclass(kind, torch.optim.Optimizer):
+            what = f"{kind.__name__} is an optimizer of PyTorch's, which writes to parameters"
+            fix = "take a pair of pure functions, of fz.optim: optim.adamw(3e-4)"
+        raise FzeroTypeError(message("train_step", what, fix=fix))
     if problems := function("optimizer.init", optimizer.init, "params") + function(
         "optimizer.update", optimizer.update, "grads", "opt_state", "params"
     ):

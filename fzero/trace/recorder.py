@@ -41,6 +41,7 @@ aten = torch.ops.aten
 _REWRITTEN = {**overwrites.REWRITTEN, **RNN}
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 """Operations that return their argument: no line of a program."""
+_META = torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _SHARED = "write y = y * 3 in place of y.mul_(3), or let the block return a copy (x.clone())"
 _ON_SHARDS = {"optimizer", "init"}
@@ -152,6 +153,10 @@ class Recorder(compat.TorchDispatchMode):
                     "use the other tensor itself, or x.copy_(y)",
                 )
             )
+        if found is None and compat.is_zeros(tensor):  # a view of zeros that vmap has taken unseen
+            like = {"dtype": tensor.dtype, "device": tensor.device}
+            found = self.graph.call_function(aten._efficientzerotensor.default, (list(tensor.shape),), like)
+            self.track(tensor, found)
         if found is None:
             if within(self._outside, "_higher_order_ops"):
                 refuse_functions(self, "torch.cond, scan, while_loop or their like")
@@ -241,6 +246,11 @@ class Recorder(compat.TorchDispatchMode):
         forward = self._lines.get(number)
         return f"the backward of {line(forward)}" if forward else "PyTorch's backward"
 
+    def empty(self) -> list[str]:
+        """The leaves of a batch that have no elements."""
+        named = [(label, node.meta["val"]) for node, label in self._labels.items() if label.startswith("batch")]
+        return [described(x, label) for label, x in named if not x.numel()]
+
     def named(self, tensor: torch.Tensor) -> str | None:
         """The argument that a tensor is, or is a view or a cast of."""
         node = self._nodes.get(id(tensor))
@@ -288,6 +298,10 @@ class Recorder(compat.TorchDispatchMode):
             results = _REWRITTEN[func](self.do, self._overwrite, *args)
             if results is not None:
                 return results
+        if func is aten._to_copy.default and kwargs.get("device") == _META != args[0].device:
+            kwargs = kwargs | {"device": args[0].device}  # PyTorch's sum with a ZeroTensor, which a fake one is of meta
+        elif kwargs.get("device") == _META or any(isinstance(x, torch.Tensor) and x.device == _META for x in args):
+            return func(*args, **kwargs)  # PyTorch's own, for the shape of a product with a ZeroTensor
         backward = compat.backward_of()
         if backward is None and self._outside is not None:
             number = compat.next_autograd_node() - 1

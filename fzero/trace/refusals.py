@@ -55,6 +55,8 @@ class Traced(Protocol):
 
     def named(self, tensor: torch.Tensor) -> str | None: ...
 
+    def empty(self) -> list[str]: ...
+
     def layout_guessed(self, tensor: torch.Tensor) -> bool: ...
 
     def of_block(self, tensor: torch.Tensor) -> bool: ...
@@ -84,6 +86,12 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
             yield
     except FzeroError:
         raise
+    except ZeroDivisionError as error:  # of a mean, as torch decomposes its backward
+        if traced is None or not (empty := traced.empty()):
+            raise
+        what = "divides by the number of rows of a batch without rows"
+        fix = "skip an empty batch, or pad it: rows that count nothing in fz.weighted(total, count)"
+        raise TraceError(message(owner, what, [*lines_through(error, traced), *empty], fix)) from error
     except _KINDS as error:
         if _raised_by_user(error):
             raise
@@ -118,7 +126,8 @@ def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
 CHANGES = "changes its arguments in place"
 NEW_VALUE = (
     "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a "
-    "leaf: train_step(mutable=); for a module's buffer: functionalize(mutable=)"
+    "leaf: train_step(mutable=); for a module's buffer or frozen parameter (a teacher's): "
+    "functionalize(mutable=['teacher.*'])"
 )
 _KINDS = (RuntimeError, ValueError, TypeError, IndexError)
 _OF_TRACES = (

@@ -10,7 +10,7 @@ import torch
 from fzero import compat
 from fzero.errors import TraceError, message
 from fzero.trace import overwrites
-from fzero.trace.refusals import Traced
+from fzero.trace.refusals import Traced, described
 from fzero.trace.user_lines import asking_frame, is_pytorchs, line
 
 aten = torch.ops.aten
@@ -29,6 +29,7 @@ _INSTEAD = {
     aten.linalg_lstsq.default: "torch.linalg.pinv(a) @ b, or torch.linalg.solve of the normal equations",
     aten._pack_padded_sequence.default: "run the layer on the padded sequences, and mask what lies behind their ends",
 }
+_OBSERVERS = {aten.fused_moving_avg_obs_fake_quant.default, aten._fused_moving_avg_obs_fq_helper.default}
 _PRODUCTS = {
     getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
 }
@@ -55,9 +56,26 @@ def check_operation(traced: Traced, func: Any, args: Any, kwargs: Any) -> None:
     elif func in overwrites.REFUSED and overwrites.given(func, args, kwargs, overwrites.REFUSED[func]):
         what = f"overwrites {' and '.join(overwrites.REFUSED[func])} where no trace can see it ({func})"
         fix = "compute them by other operations, or with F.batch_norm on clones of them"
+    elif func in _OBSERVERS and (resized := _resized(func, args, kwargs)):
+        where = traced.here(*(described(x, traced.named(x) or name) for name, x in resized.items()))
+        what = f"changes the size of its arguments ({func})"
+        fix = (
+            "let observers of quantisation have their sizes before: one forward of the module in training mode, then "
+            "fz.functionalize; or observe per tensor: get_default_qat_qconfig('qnnpack')"
+        )
+        raise TraceError(message(traced.owner, what, where, fix))
     else:
         return
     raise TraceError(message(traced.owner, what, traced.here(), fix))
+
+
+def _resized(func: Any, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+    """The arguments of an observer that it would give another size, one number a channel, by name."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    if not given.get("per_row_fake_quant"):
+        return {}
+    size = given["self"].shape[given["ch_axis"]]
+    return {k: given[k] for k in ("running_min", "running_max", "scale", "zero_point") if given[k].numel() != size}
 
 
 def check_dtypes(func: Any, args: Any) -> None:

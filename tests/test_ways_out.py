@@ -1,0 +1,241 @@
+"""Ordinary mistakes and ordinary models: the error names the cause and a way out that works, or there is none."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import FzeroError
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def _of_labels(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(out, batch[1])
+
+
+def _own(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out
+
+
+def _trained(module: nn.Module, *batches: Any, loss: Any = _of_labels, **settings: Any) -> tuple[list[float], Any]:
+    """The losses of a step for each batch, and the parameters behind them, by name."""
+    model = fz.functionalize(module, **settings)
+    train = fz.compile(fz.shard_params()(model.train_step(optim.sgd(0.1), loss)), fz.make_mesh(), backend="eager")
+    state, losses = train.init(model.params), []
+    for batch in batches:
+        state, metrics = train(state, batch)
+        losses.append(metrics["loss"].item())
+    return losses, model._flat(train.gather(state).params)
+
+
+def _in_pytorch(
+    module: nn.Module, *batches: Any, loss: Any = _of_labels
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    sgd, losses = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1), []
+    for batch in batches:
+        value = loss(module(batch[0] if isinstance(batch, tuple) else batch), batch)
+        sgd.zero_grad()
+        value.backward()
+        sgd.step()
+        losses.append(value.item())
+    return losses, module.state_dict()
+
+
+def _same(module: nn.Module, *batches: Any, loss: Any = _of_labels, **settings: Any) -> None:
+    ours, params = _trained(copy.deepcopy(module), *batches, loss=loss, **settings)
+    theirs, want = _in_pytorch(module, *batches, loss=loss)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for name, x in want.items():
+        torch.testing.assert_close(params[name], x, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _scripted() -> nn.Module:
+    net = Net()
+    net.a = torch.jit.script(net.a)
+    return net
+
+
+def _train(batch: Any) -> Any:
+    return lambda: _trained(Net(), batch)
+
+
+def _init_of_a_state_dict() -> None:
+    net = Net()
+    step = fz.functionalize(net).train_step(optim.sgd(0.1), _of_labels)
+    fz.compile(step, fz.make_mesh(), backend="eager").init(net.state_dict())
+
+
+def _plain_init_of_a_state_dict() -> None:
+    net = Net()
+    step = fz.functionalize(net).train_step(optim.sgd(0.1), _of_labels)
+    step(step.init(net.state_dict()), (X, Y))
+
+
+def _anomaly() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        _trained(Net(), (X, Y))
+
+
+SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a module for a loss": (
+        lambda: fz.train_step(Net(), optim.sgd(0.1)),
+        ("loss_fn is the module Net(x: ", "Fix: model = fz.functionalize(module); step = model.train_step(optimizer"),
+    ),
+    "a model for a loss": (
+        lambda: fz.train_step(fz.functionalize(Net()), optim.sgd(0.1)),
+        ("loss_fn is Functional, not a function\nFix:", "model.train_step(optimizer)"),
+    ),
+    "PyTorch's optimizer": (
+        lambda: fz.train_step(_own, torch.optim.AdamW),
+        ("AdamW is an optimizer of PyTorch's,", "Fix:", "optim.adamw(3e-4)"),
+    ),
+    "init of a state dict": (
+        _init_of_a_state_dict,
+        ("params['a.bias'], not params['a']['bias']\n", "give model.params"),
+    ),
+    "the plain step's": (
+        _plain_init_of_a_state_dict,
+        ("params['a.bias'], not params['a']['bias']\n", "give model.params"),
+    ),
+    "a mapping": (_train(UserDict({"x": X})), ("batch: UserDict\nFix: give dict(batch) for a UserDict",)),
+    "an array": (_train((X.numpy(), Y)), ("batch[0]: ndarray\nFix: give torch.as_tensor(x) for an array",)),
+    "numbers": (_train((X, [0, 1, 2.5])), ("batch[1][2]: float\nFix: give torch.as_tensor(x) for a number",)),
+    "an array and a sparse tensor": (
+        _train((np.ones(3), X.to_sparse())),
+        ("Fix: give torch.as_tensor(x) for an array, x.to_dense();",),
+    ),
+    "no rows": (
+        lambda: _trained(Net(), (X[:0], X[:0, :3]), loss=lambda out, batch: F.mse_loss(out, batch[1])),
+        ("a batch without rows\n", "batch[0]: float32[0, 4]\n  batch[1]: float32[0, 3]"),
+    ),
+    "anomaly mode": (_anomaly, ("anomaly mode (torch.autograd.set_detect_anomaly)",)),
+    "TorchScript": (lambda: fz.functionalize(_scripted()), ("TorchScript runs", "  a (Linear)\n")),
+    "a lazy module": (
+        lambda: fz.functionalize(nn.Sequential(nn.LazyLinear(5), nn.ReLU())),
+        ("lazy modules", "  0 (LazyLinear): weight, bias\nFix: run one forward before"),
+    ),
+    "a trained parameter is mutable": (
+        lambda: fz.functionalize(Net(), mutable=["a.*"]),
+        ("'a", "'\n  a.weight: requires a gradient,", "requires_grad_(False) freezes"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_an_error_names_the_cause_and_a_way_out(name: str) -> None:
+    act, says = SAYS[name]
+    with pytest.raises(FzeroError) as raised:
+        act()
+    assert all(text in str(raised.value) for text in says), str(raised.value)
+
+
+def test_a_lazy_module_trains_once_it_has_run() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.Linear(5, 3))
+    net(X)
+    _same(net, (X, Y), (X, Y))
+
+
+def test_the_plain_step_runs_in_anomaly_mode() -> None:
+    step = fz.functionalize(Net()).train_step(optim.sgd(0.1), _of_labels)
+    with torch.autograd.set_detect_anomaly(True):
+        _, metrics = step(step.init(fz.functionalize(Net()).params), (X, Y))
+    assert metrics["finite"]
+
+
+class Byol(nn.Module):
+    """A student and its average, which the forward itself updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                old.mul_(0.9).add_(new, alpha=0.1)
+            target = self.teacher(x + 0.5)
+        return (self.student(x) - target).square().mean()
+
+
+def test_a_teacher_that_the_forward_updates_is_named() -> None:
+    with pytest.raises(
+        FzeroError, match=r"params\['teacher'\]\['0'\]\['weight'\]: (.|\n)*functionalize\(mutable=\['tea"
+    ):
+        _trained(Byol(), X, loss=_own)
+
+
+def _byol() -> tuple[list[float], Any]:
+    torch.manual_seed(0)
+    rows = 6 // fz.make_mesh().size
+    part = slice(fz.make_mesh().rank * rows, (fz.make_mesh().rank + 1) * rows)
+    return _trained(Byol(), *(X[part] + i for i in range(3)), loss=_own, mutable=["teacher.*"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_teacher_that_the_forward_updates_trains_as_in_pytorch(run_ranks: Any, ranks: int) -> None:
+    torch.manual_seed(0)
+    want, params = _in_pytorch(Byol(), *(X + i for i in range(3)), loss=_own)
+    for losses, found in run_ranks(ranks, _byol):
+        torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-6)
+        for name, x in params.items():
+            torch.testing.assert_close(found[name], x, rtol=1e-5, atol=1e-6)
+
+
+def _observed(settings: str) -> nn.Module:
+    from torch.ao import quantization
+
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)).train()
+    net.qconfig = quantization.get_default_qat_qconfig(settings)
+    return quantization.prepare_qat(net)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min")
+def test_observers_that_have_no_sizes_yet_are_refused_and_train_once_they_have() -> None:
+    with pytest.raises(
+        FzeroError, match=r"changes the size of its arguments (.|\n)*running_min: float32\[0\](.|\n)*qnn"
+    ):
+        _trained(_observed("fbgemm"), (X, Y))
+    _same(_observed("qnnpack"), (X, Y), (X + 1, Y))
+    net = _observed("fbgemm")
+    net(X)
+    _same(net, (X, Y), (X + 1, Y))
+
+
+class Curvature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def value(v: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(v).tanh().pow(2)).squeeze()
+
+        return torch.func.vmap(torch.func.hessian(value))(x).square().mean()
+
+
+def test_a_hessian_of_each_row_trains_as_in_pytorch() -> None:
+    torch.manual_seed(0)
+    _same(Curvature(), X, X + 1, loss=_own)
