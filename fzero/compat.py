@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import inspect
 import logging
@@ -533,10 +534,11 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def nccl_ahead() -> Any:
-    """Options of a process group whose kernels the GPU starts before those of others."""
+def nccl_ahead(timeout: datetime.timedelta) -> Any:
+    """Options of a process group whose kernels the GPU starts before those of others. PyTorch warns where they have
+    another timeout than the group."""
     options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options.is_high_priority_stream = True
+    options.is_high_priority_stream, options._timeout = True, timeout
     return options
 
 

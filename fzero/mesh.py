@@ -412,7 +412,8 @@ def _joined(mesh: Mesh) -> Mesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    gathers = groups_along(sizes, timeout, compat.nccl_ahead()) if device == "cuda" else None
+    options = compat.nccl_ahead(datetime.timedelta(seconds=timeout)) if device == "cuda" else None
+    gathers = None if options is None else groups_along(sizes, timeout, options)
     settings = mesh.shared_memory, gathers, mesh.unified_memory, mesh.gpu_direct
     return Mesh(sizes, rank, where, grid, timeout, *settings, store, drawn[8:])
 

@@ -53,6 +53,8 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
     for name, budget in (("memory_budget", memory), ("host_budget", host), ("disk_budget", disk)):
         try:
             found.append(None if budget is None else parse_bytes(budget))
+            if isinstance(budget, int) and 0 < budget < _UNITS["KI"]:
+                problems.append(f'{name}={budget}: these are bytes; did you mean "{budget}GB"? Bytes are "{budget}B"')
         except FzeroValueError:
             problems.append(f"{name}={budget!r} is not an amount of memory")
             continue
@@ -68,6 +70,16 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
             )
         )
     return found[0], found[1], found[2]
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as an argument of a command, never more than they are, in the unit in which they are printed.
+
+    Example:
+        >>> gib(80 * 10**9), gib(24 << 30), size(80 * 10**9)
+        ('74.5GiB', '24GiB', '74.51 GiB')
+    """
+    return f"{nbytes * 100 // _UNITS['GI'] / 100:g}GiB"
 
 
 def size(nbytes: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 import warnings
@@ -170,4 +171,7 @@ def test_gathers_have_process_groups_of_their_own(run_ranks: Any) -> None:
 
 def test_gathers_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
-    assert compat.nccl_ahead().is_high_priority_stream is True
+    wait = datetime.timedelta(seconds=77)
+    options = compat.nccl_ahead(wait)
+    assert options.is_high_priority_stream is True
+    assert options._timeout == wait  # as the group's, or torch warns: `_new_process_group_helper` compares them

@@ -542,7 +542,7 @@ def test_auto_needs_budgets_a_path_and_a_batch() -> None:
     with pytest.raises(errors.FzeroValueError, match="memory_budget: what may stay"):
         lowered(fz.offload("auto"), device="h100")
     with pytest.raises(errors.FzeroValueError, match="disk_budget of 7 B, and no path"):
-        lowered(fz.offload("auto"), device="h100", memory_budget=1, disk_budget=7)
+        lowered(fz.offload("auto"), device="h100", memory_budget="1B", disk_budget="7B")
     step = fz.offload(fz.train_step(models.gpt_loss, optim.sgd(0.1)), "auto")
     with pytest.raises(errors.FzeroValueError, match="batch: where the state rests is decided before"):
         fz.compile(step, fz.make_mesh(data=1), memory_budget="1GB")

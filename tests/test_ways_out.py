@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,22 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: _trained(Net(), (X[:0], X[:0, :3]), loss=lambda out, batch: F.mse_loss(out, batch[1])),
         ("a batch without rows\n", "batch[0]: float32[0, 4]\n  batch[1]: float32[0, 3]"),
     ),
+    "a label that no class has": (
+        lambda: _trained(Net(), (X, Y + 1)),
+        ("Target 3 is out of bounds", "\n  batch[1]: int64[6], from 1 to 3\nFix: labels are from 0"),
+    ),
+    "an id that no row has": (
+        lambda: _trained(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3)), (Y + 1, Y)),
+        ("index out of range", "\n  batch[0]: int64[6], from 1 to 3\n  batch[1]: int64[6], from 0 to 2\n"),
+    ),
+    "an evaluation's": (
+        lambda: fz.compile(fz.eval_step(lambda p, x: p[x]), fz.make_mesh(), backend="eager")(X, Y + 9),
+        ("fzero.eval_step: an index is out of range", "\n  batch[0]: int64[6], from 9 to 11\n"),
+    ),
+    "a budget without a unit": (
+        lambda: fz.lower(fz.train_step(_own, optim.sgd(0.1)), fz.AbstractMesh(data=1), X, X, memory_budget=80),
+        ('memory_budget=80: these are bytes; did you mean "80GB"? Bytes are "80B"',),
+    ),
     "anomaly mode": (_anomaly, ("anomaly mode (torch.autograd.set_detect_anomaly)",)),
     "TorchScript": (lambda: fz.functionalize(_scripted()), ("TorchScript runs", "  a (Linear)\n")),
     "a lazy module": (
@@ -239,3 +256,47 @@ class Curvature(nn.Module):
 def test_a_hessian_of_each_row_trains_as_in_pytorch() -> None:
     torch.manual_seed(0)
     _same(Curvature(), X, X + 1, loss=_own)
+
+
+def test_a_checkpoint_of_another_optimizer_is_a_line_for_each_part_of_its_state(tmp_path: Path) -> None:
+    model = fz.functionalize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))))
+
+    def train(optimizer: Any) -> Any:
+        return fz.compile(model.train_step(optimizer, _own), fz.make_mesh(), backend="eager")
+
+    adam = train(optim.adamw(0.1))
+    fz.checkpoint.save(tmp_path, adam.init(model.params))
+    with pytest.raises(FzeroError, match="31 of 43 leaves differ") as raised:
+        train(optim.sgd(0.1, momentum=0.9)).restore(tmp_path)
+    _, *lines, _ = str(raised.value).splitlines()
+    assert [line.split(" the first: ")[0] for line in lines] == [
+        "  opt_state.0.trace: 10 leaves missing in the checkpoint,",
+        "  opt_state.count: unexpected, the checkpoint has int64[]",
+        "  opt_state.mu: 10 leaves unexpected,",
+        "  opt_state.nu: 10 leaves unexpected,",
+    ]
+    assert lines[2].endswith(
+        "the first: 0.bias, the checkpoint has float32[4]; 0.weight, the checkpoint has float32[4, "
+        "4]; 1.bias, the checkpoint has float32[4]"
+    )
+
+
+def _norms() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(nn.BatchNorm1d(4, momentum=None, affine=False), *layers, nn.Linear(4, 3))
+
+
+def test_batch_norms_that_average_over_all_batches_train_as_in_pytorch() -> None:
+    _same(_norms(), (X, Y), (2 * X - 1, Y), (X + 1, Y))
+
+
+def test_batch_norms_that_average_evaluate_as_in_pytorch() -> None:
+    net, model = _norms(), fz.functionalize(_norms())
+    train = fz.compile(model.train_step(optim.sgd(0.1), _of_labels), fz.make_mesh(), backend="eager")
+    evaluate = fz.compile(model.eval_step(), fz.make_mesh(), backend="eager")
+    state = train.init(model.params)
+    for batch in ((X, Y), (X + 1, Y)):
+        state, _ = train(state, batch)
+        _in_pytorch(net, batch)
+    torch.testing.assert_close(evaluate(state.params, X), net.eval()(X), rtol=1e-5, atol=1e-6)

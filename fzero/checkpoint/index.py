@@ -31,6 +31,7 @@ from fzero.mesh import Mesh
 from fzero.read_json import Malformed, parsed
 
 FORMAT = "fzero-checkpoint"
+_EXAMPLES = 3
 _SHOWN = 100  # lines of an error about leaves that differ
 VERSION = 2
 """Newest version of an index that this package reads. One of leaves that are not cut along dims is written as 1."""
@@ -299,12 +300,34 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
         raise mismatch(index, problems, len(index.leaves.keys() | expected.keys()))
 
 
+def _grouped(problems: list[str], index: Index) -> list[str]:
+    """Differences with those of one part of a state, such as the momenta of an optimizer, in a line each. Those of
+    parameters stay."""
+    named = [p.partition(": ")[::2] for p in problems]
+    params = {n.removeprefix("params.") for n in (*index.leaves, *(n for n, _ in named)) if n.startswith("params.")}
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for name, says in named:
+        kind, _, sides = says.partition(", ")
+        parts = name.split(".")
+        cuts = (i for i in range(1, len(parts)) if ".".join(parts[i:]) in params)
+        at = next(cuts, len(parts)) if parts[0] != "params" else len(parts)
+        groups.setdefault((".".join(parts[:at]), kind), []).append((".".join(parts[at:]), sides))
+    out = []
+    for (root, kind), leaves in groups.items():
+        if len(leaves) > _EXAMPLES:
+            first = "; ".join(f"{leaf}, {sides}" for leaf, sides in leaves[:_EXAMPLES])
+            out.append(f"{root}: {len(leaves)} leaves {kind}, the first: {first}")
+        else:
+            out += [f"{'.'.join(x for x in (root, leaf) if x)}: {kind}, {sides}" for leaf, sides in leaves]
+    return out
+
+
 def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
     fix = "build the model and optimizer that the checkpoint was saved from, or restore another checkpoint"
     if index.spread is not None:
         fix = "compile a step of the same model and optimizer"
-    num = len(problems)
-    if num > _SHOWN:
+    num, problems = len(problems), _grouped(problems, index)
+    if len(problems) > _SHOWN:
         more = len(problems) - _SHOWN
         problems = [*problems[: _SHOWN // 2], f"... and {more} more, among them", *problems[-_SHOWN // 2 :]]
     if all(": another dtype," in p for p in problems):

@@ -27,6 +27,7 @@ from fzero.modules.init import initialized
 from fzero.modules.kinds import check_kinds
 from fzero.modules.layers import Blocks, Call, as_blocks, check_bound, chosen, find_layers, layers_of
 from fzero.modules.losses import Counting, own_loss
+from fzero.modules.norms import without_counts_read
 from fzero.modules.rows import ROWS
 from fzero.modules.skeleton import (
     Slot,
@@ -496,7 +497,7 @@ def prepared(skeleton: nn.Module) -> nn.Module:
         skeleton.set_experts_implementation("batched_mm")  # type: ignore[operator]
     capture.install(skeleton)
     renumber_hooks(skeleton)
-    return skeleton
+    return without_counts_read(skeleton)
 
 
 def _kept_in_fp32(module: nn.Module) -> dict[str, re.Pattern[str]]:

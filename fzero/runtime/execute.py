@@ -25,6 +25,7 @@ from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_
 from fzero.program.show import name_of, source
 from fzero.routes import Route
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
+from fzero.runtime.out_of_range import explained
 
 
 def executable(
@@ -61,13 +62,14 @@ def executable(
     on = graphs_of(mesh) if graphs is not False and not obstacles(program) else None
     replayed = None if on is None else Replayed(run, namespace, mesh, on, required=graphs is True)
     called = run if replayed is None else replayed
+    owner = "step" if name_of(program) == "train" else "eval_step"
 
     def whole_run(*trees: Any, guesses: bool = False) -> tuple[Any, ...]:
         if replayed is not None:
             replayed.prepare(*trees)
         if limits is not None:
             limits.begin()
-        with agree.unbroken(mesh):
+        with agree.unbroken(mesh), explained(owner, trees[-1]):
             carrier.begin(memory)
             tiers.begin(guesses)
             try:
