@@ -101,6 +101,7 @@ def test_every_answer_is_to_a_key_of_the_schema(schema: dict[str, Any]) -> None:
     older |= {
         f"zero_optimization.{x}" for x in ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
     }
+    older |= {"comms_config", "monitor_config", "local_rank", "cuda_visible_devices", "fp8"}  # not read, but written
     stale = {*ROWS, *ALIASES} - {*schema["paths"]} - older
     assert not [path for path in stale if not path.startswith(free)]
     assert not [x for x in older if x in schema["paths"]]
@@ -493,6 +494,32 @@ def test_hugging_faces_samples(name: str) -> None:
     assert found.optimizer_text.startswith(text)
     assert str(found.transforms[0]).startswith("mixed_precision(compute='bf16'")
     assert all(len(line) <= 140 for line in found.report().splitlines())
+
+
+def test_sections_that_real_files_carry_and_deepspeed_does_not_read_are_notes() -> None:
+    carried = {
+        "comms_config": {"verbose": False},
+        "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor", "csv_monitor": {"enabled": False}},
+        "fp8": {"enabled": True, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+        "autotuning": {"enabled": True, "arg_mappings": {"train_micro_batch_size_per_gpu": "--batch"}},
+        "local_rank": -1,
+        "cuda_visible_devices": "0,1",
+        "activation_checkpointing": {"number_checkpoints": False, "partition_activations": False},
+    }
+    found = load(SMALL | carried)
+    answers = {d.path: d.answer for d in found.decisions}
+    assert {answers[path] for path in answers if path.startswith(tuple(carried))} == {"note"}
+    assert found.transforms == load(SMALL).transforms and found.optimizer_text == load(SMALL).optimizer_text
+    assert "number_checkpoints=4: the checkpoints are" in refused(
+        with_("activation_checkpointing.number_checkpoints", 4)
+    )
+
+
+@pytest.mark.parametrize("name", ["stage3_param_persistence_threshold", "param_persistence_threshold"])
+def test_a_threshold_that_is_auto_has_one_answer(name: str) -> None:
+    found = load(SMALL | {"zero_optimization": {"stage": 3, name: "auto"}})
+    rows = [(d.value, d.answer, d.says) for d in found.decisions if d.path.endswith("param_persistence_threshold")]
+    assert len(rows) == 1 and rows[0][:2] == ("'auto'", "note") and rows[0][2].startswith("every parameter is sharded")
 
 
 def test_auto_and_arguments_must_agree() -> None:

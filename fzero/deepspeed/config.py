@@ -323,7 +323,11 @@ def _stage(found: Settings) -> list[Transform]:
     if stage == 3 and numel:
         return [shard_params(where=Larger(int(numel))), shard_grads()]
     if stage == 3 and numel is None:
-        found.omitted(small, "0: every parameter is sharded, but those with fewer elements than there are ranks")
+        says = "every parameter is sharded, but those with fewer elements than there are ranks"
+        if small in found.values:
+            found.instead(small, f"{says}; a number keeps smaller ones whole")
+        else:
+            found.omitted(small, f"0: {says}")
     return [(data_parallel, shard_opt_state, shard_grads, shard_params)[stage]()]
 
 

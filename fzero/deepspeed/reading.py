@@ -60,6 +60,12 @@ class Settings:
         """Notes what happens because a key is omitted."""
         self.decisions.append(Decision(path, "", NOTE, f"omitted: {says}"))
 
+    def instead(self, path: str, says: str) -> None:
+        """Notes what becomes of a key's value, in place of the answer of its row."""
+        name = path.rpartition("stage3_")[2]
+        self.decisions = [d for d in self.decisions if not d.path.endswith(name)]
+        self.note(path, says)
+
     def note(self, path: str, says: str) -> None:
         """Notes something about a key beside its row."""
         self.decisions.append(Decision(path, shown(self.values.get(path)), NOTE, says))

@@ -194,8 +194,8 @@ note aio | transfers with the disk are planned
   count block_size queue_depth intra_op_parallelism thread_count
 meaning activation_checkpointing | fz.remat('full') and fz.offload('cpu', 'activations')
   flag cpu_checkpointing
-refused activation_checkpointing [null] | the checkpoints are the blocks
-  count? number_checkpoints
+refused activation_checkpointing [null, false] | the checkpoints are the blocks
+  any number_checkpoints
 note activation_checkpointing | what a block keeps for its backward is said by fz.remat
   flag partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary profile
 refused - [1] | sequence parallelism is not there
@@ -294,11 +294,16 @@ note comet | what is shown of a run is the caller's: metrics are values that a s
   flag? online
   count samples_log_interval
   text? project workspace api_key experiment_name experiment_key mode
+note - | DeepSpeed does not read it: of these, it reads comms_logger, tensorboard, csv_monitor, wandb and comet
+  any comms_config monitor_config
+note - | DeepSpeed does not read it: a rank's device is said by torchrun, or fz.make_mesh
+  any local_rank cuda_visible_devices
+note - | DeepSpeed does not read it, so nothing is computed in 8 bits: fz.fp8() on the step does
+  any fp8
 note timers.throughput | what is shown of a run is the caller's: metrics are values that a step returns
   flag enabled synchronized
-refused autotuning [false] | `fzero plan` tells what fits and how long it takes, without a run
+note autotuning | nothing is tried out: `fzero plan` tells what fits and how long it takes, without a run
   flag enabled
-note autotuning | read only where the section is enabled, which is refused
   any fast results_dir exps_dir overwrite start_profile_step end_profile_step start_step end_step metric metric_path
     tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path mp_size
     max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu
