@@ -6,20 +6,72 @@ not in the first step.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from difflib import SequenceMatcher
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from difflib import SequenceMatcher, get_close_matches
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fzero.errors import FzeroTypeError, message
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Predicate = Callable[[str, torch.Tensor], bool]
 """`predicate(path, leaf)`; `leaf` is a meta tensor."""
+
+
+def keywords(fn: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which says of a keyword that it does not have which it does.
+
+    Example:
+        >>> keywords(number)("x", 1, at_last=0)
+        Traceback (most recent call last):
+            ...
+        fzero.errors.FzeroTypeError: fzero.number: no argument 'at_last'
+        Fix: did you mean at_least? It takes name, value, above, at_least, below
+    """
+    takes = inspect.signature(fn).parameters
+
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs.keys() <= takes.keys():
+            return fn(*args, **kwargs)
+        unknown = [name for name in kwargs if name not in takes]
+        meant = [x for name in unknown for x in _nearest(name, takes)]
+        fix = (f"did you mean {', '.join(meant)}? " if meant else "") + f"It takes {', '.join(takes)}"
+        what = f"no argument {', '.join(map(repr, unknown))}"
+        raise FzeroTypeError(message(fn.__name__, what, fix=fix[0].lower() + fix[1:]))
+
+    return called
+
+
+def _nearest(name: str, takes: Iterable[str]) -> list[str]:
+    """The argument that has this name elsewhere, or is like it."""
+    elsewhere = [x for x in _ELSEWHERE.get(name, ()) if x in takes]
+    return elsewhere or get_close_matches(name, takes, 1)
+
+
+_ELSEWHERE = {
+    "learning_rate": ("lr",),
+    "axes": ("axis",),
+    "mesh_axis": ("axis",),
+    "betas": ("b1", "b2"),
+    "beta1": ("b1",),
+    "beta2": ("b2",),
+    "epsilon": ("eps",),
+    "decay": ("weight_decay",),
+    "dtype": ("compute",),
+    "device": ("tier",),
+    "steps": ("num_micro_batches",),
+    "gradient_accumulation_steps": ("num_micro_batches",),
+    "budget": ("memory_budget",),
+}
+"""Arguments by the names that other libraries have for them."""
 
 
 def number(

@@ -199,11 +199,6 @@ def new_fake(
     return FakeTensor(mode, meta, torch.device(device))
 
 
-def is_zeros(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a ZeroTensor: zeros without memory, of which autograd makes tangents that are not there."""
-    return torch._is_zerotensor(tensor)
-
-
 def attributes(x: torch.Tensor) -> list[str]:
     """The attributes that someone has set on a tensor."""
     return [name for name in x.__dict__ if name not in _of_fakes()] if x.__dict__ else []

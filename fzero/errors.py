@@ -250,10 +250,30 @@ def message(where: str, what: str, problems: Iterable[str] = (), fix: str | None
     return "\n".join(lines)
 
 
+_HERE = {
+    "data_parallel": "ddp distributeddataparallel dataparallel zero0",
+    "shard_opt_state": "zero1 zeroredundancyoptimizer shard_optimizer",
+    "shard_grads": "zero2",
+    "shard_params": "zero zero3 fsdp fsdp2 hsdp fully_shard fullyshardeddataparallel shard",
+    "mixed_precision": "amp autocast bf16 fp16 precision",
+    "accumulate": "gradient_accumulation grad_accum",
+    "remat": "activation_checkpointing gradient_checkpointing",
+    "offload": "cpu_offload zero_offload zero_infinity nvme",
+    "make_mesh": "init_device_mesh devicemesh",
+    "clip_by_global_norm": "clip clip_grad_norm clip_grad_norm_",
+    "warmup_cosine": "cosineannealinglr get_cosine_schedule_with_warmup",
+}
+_ELSEWHERE = {theirs: ours for ours, names in _HERE.items() for theirs in names.split()}
+"""Names that other libraries have, in small letters, for what is a transform of fzero or a function of fzero.optim."""
+
+
 def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error of a module about a name that it has not: those that are like it, or all."""
+    """The error of a module about a name that it has not: what it is here, those that are like it, or all."""
     known = sorted(known)
-    names = difflib.get_close_matches(name, known) or known
+    small = {x.lower(): x for x in reversed(known)}
+    meant = _ELSEWHERE.get(name.lower())
+    meant = meant or small.get(name.lower())
+    names = [meant] if meant in known else [small[x] for x in difflib.get_close_matches(name.lower(), small)] or known
     fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"
     return AttributeError(f"module {module!r} has no attribute {name!r}\nFix: {fix}")
 

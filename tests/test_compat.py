@@ -652,7 +652,3 @@ def test_where_inductor_keeps_its_files(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert compat.inductor_cache_folder() == cache_dir() and Path(compat.inductor_cache_folder()).parent == tmp_path
-
-
-def test_zeros_without_memory_are_known() -> None:
-    assert compat.is_zeros(torch._efficientzerotensor(3)) and not compat.is_zeros(torch.zeros(3))

@@ -29,6 +29,15 @@ class Net(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+class Masked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks = {"x": torch.ones(4)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.masks["x"])
+
+
 def _of_labels(out: torch.Tensor, batch: Any) -> torch.Tensor:
     return F.cross_entropy(out, batch[1])
 
@@ -144,6 +153,21 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: fz.lower(fz.train_step(_own, optim.sgd(0.1)), fz.AbstractMesh(data=1), X, X, memory_budget=80),
         ('memory_budget=80: these are bytes; did you mean "80GB"? Bytes are "80B"',),
     ),
+    "another library's keyword": (
+        lambda: optim.adamw(learning_rate=1.0),
+        ("fzero.adamw: no argument 'learning_rate'\nFix: did you mean lr?",),
+    ),
+    "a plural": (
+        lambda: fz.shard_params(axes="data"),
+        ("no argument 'axes'\nFix: did you mean axis? It takes step, axis, where",),
+    ),
+    "a keyword of a transform": (lambda: fz.accumulate(steps=2), ("did you mean num_micro_batches?",)),
+    "a misspelt keyword": (lambda: optim.sgd(0.1, momentun=0.9), ("did you mean momentum?",)),
+    "a keyword of nobody's": (lambda: fz.remat(zzz=1), ("no argument 'zzz'\nFix: it takes step, policy",)),
+    "a tensor in a dict of a module": (
+        lambda: _trained(Masked(), (X, Y)),
+        ("reads a tensor that is not one of its arguments", "one in a list or dict: self.register_buffer(name, x)"),
+    ),
     "anomaly mode": (_anomaly, ("anomaly mode (torch.autograd.set_detect_anomaly)",)),
     "TorchScript": (lambda: fz.functionalize(_scripted()), ("TorchScript runs", "  a (Linear)\n")),
     "a lazy module": (
@@ -253,6 +277,7 @@ class Curvature(nn.Module):
         return torch.func.vmap(torch.func.hessian(value))(x).square().mean()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated", "ignore:The .grad attribute of a Tensor that")
 def test_a_hessian_of_each_row_trains_as_in_pytorch() -> None:
     torch.manual_seed(0)
     _same(Curvature(), X, X + 1, loss=_own)
@@ -300,3 +325,22 @@ def test_batch_norms_that_average_evaluate_as_in_pytorch() -> None:
         state, _ = train(state, batch)
         _in_pytorch(net, batch)
     torch.testing.assert_close(evaluate(state.params, X), net.eval()(X), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "here"),
+    [
+        (fz, "zero3", "shard_params"),
+        (fz, "fsdp", "shard_params"),
+        (fz, "FullyShardedDataParallel", "shard_params"),
+        (fz, "zero1", "shard_opt_state"),
+        (fz, "DistributedDataParallel", "data_parallel"),
+        (fz, "Compile", "compile"),
+        (optim, "AdamW", "adamw"),
+        (optim, "clip_grad_norm_", "clip_by_global_norm"),
+        (optim, "adamm", "adam, adamw"),
+    ],
+)
+def test_names_of_other_libraries_name_what_is_here(module: Any, name: str, here: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'\nFix: did you mean {here}$"):
+        getattr(module, name)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fzero import compat, tree
-from fzero.arguments import Predicate, function
+from fzero.arguments import Predicate, function, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten
@@ -53,6 +53,7 @@ Loss = Callable[[Any, Any], Any]
 _log = logging.getLogger("fzero")
 
 
+@keywords
 def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: Sequence[str] = ()) -> Functional:
     """A module as a pytree of its tensors and pure functions of it.
 

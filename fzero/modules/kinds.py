@@ -12,7 +12,11 @@ def check_kinds(module: nn.Module) -> None:
     """Raises if tensors of a module have no shape yet, or TorchScript runs a part of it."""
     lazy, scripted = [], []
     for name, m in module.named_modules():
-        unmade = [k for k, x in (*m._parameters.items(), *m._buffers.items()) if nn.parameter.is_lazy(x)]
+        unmade = [
+            k
+            for k, x in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
+            if nn.parameter.is_lazy(x)
+        ]
         if unmade:
             lazy.append(f"{name or 'the module'} ({type(m).__name__}): {', '.join(unmade)}")
         if isinstance(m, torch.jit.ScriptModule):

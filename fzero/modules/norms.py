@@ -1,4 +1,4 @@
-"""Batch norms that average their statistics over all batches (`momentum=None`), written without the value of a tensor.
+"""Computes batch norms that average their statistics over all batches (`momentum=None`) without a tensor's value.
 
 PyTorch's own forward makes a Python number of `num_batches_tracked`.
 """

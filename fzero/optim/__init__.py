@@ -16,6 +16,9 @@ Arithmetic and state are float32, or float64 for float64 leaves, whatever the dt
 `None` in place of a leaf (a frozen parameter) must stand in params, grads and updates alike, and passes through.
 """
 
+from typing import NoReturn
+
+from fzero.errors import no_attribute
 from fzero.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from fzero.optim.base import EmptyState, GradientTransformation, apply_updates, chain, global_norm, identity
 from fzero.optim.lamb import lamb, scale_by_trust_ratio
@@ -84,3 +87,7 @@ __all__ = [
     "warmup_lr",
     "warmup_stable_decay",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute(__name__, name, __all__)

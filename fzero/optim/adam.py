@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.arguments import keywords
 from fzero.optim.base import GradientTransformation
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
 from fzero.optim.masking import Mask, check_mask, resolve_mask
@@ -36,6 +37,7 @@ class QuantizedAdamState(NamedTuple):
     nu_scale: Tree  # like mu_scale
 
 
+@keywords
 def adamw(
     lr: float | Schedule,
     b1: float = 0.9,
@@ -76,6 +78,7 @@ def adamw(
     return _adam("optim.adamw", lr, b1, b2, eps, weight_decay, mask, state_dtype=state_dtype)
 
 
+@keywords
 def adam(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
 ) -> GradientTransformation:

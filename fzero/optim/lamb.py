@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fzero.arguments import keywords
 from fzero.optim.adam import scale_by_adam
 from fzero.optim.base import GradientTransformation, chain, stateless
 from fzero.optim.leaves import check, leafwise, need_params, sum_of_squares, upcast
@@ -44,6 +45,7 @@ def scale_by_trust_ratio() -> GradientTransformation:
     return stateless(rescale)
 
 
+@keywords
 def lamb(
     lr: float | Schedule,
     b1: float = 0.9,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.arguments import keywords
 from fzero.optim.base import GradientTransformation
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, scalars
 from fzero.optim.masking import Mask, check_mask, resolve_mask
@@ -26,6 +27,7 @@ class LionState(NamedTuple):
     mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
 
 
+@keywords
 def lion(
     lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0, mask: Mask | None = None
 ) -> GradientTransformation:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.arguments import keywords
 from fzero.errors import FzeroValueError, message
 from fzero.optim.base import GradientTransformation, chain
 from fzero.optim.leaves import check, leafwise, new_moment
@@ -61,6 +62,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
+@keywords
 def sgd(
     lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
 ) -> GradientTransformation:

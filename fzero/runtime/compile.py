@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero.arguments import flag
+from fzero.arguments import flag, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.lowering.layouts import zero_of
 from fzero.mesh import Mesh
@@ -18,6 +18,7 @@ from fzero.transforms.precision import MixedPrecision, begun
 from fzero.units import parse_budgets
 
 
+@keywords
 def compile(
     step: Step | EvalStep,
     mesh: Mesh,

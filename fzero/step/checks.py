@@ -95,7 +95,8 @@ def no_trainable(params: Any) -> FzeroValueError:
     problems = ["no leaf is floating point"] if not floats else ["`trainable` accepts none of these:", *floats[:5]]
     problems += [f"... {len(floats) - 5} more"] if len(floats) > 5 else []
     fix = "trainable=lambda path, leaf: ... answers True for the leaves to train; its paths are as above"
-    return FzeroValueError(message("train_step", "no trainable parameters", problems, fix if floats else None))
+    fix = fix if floats else "give floating-point parameters, e.g. x.float()"
+    return FzeroValueError(message("train_step", "no trainable parameters", problems, fix))
 
 
 def _not_dense(value: Any, root: str) -> list[str]:

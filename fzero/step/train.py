@@ -16,7 +16,7 @@ import torch
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.arguments import Predicate, accepts, accepts_none, flag, function, predicate
+from fzero.arguments import Predicate, accepts, accepts_none, flag, function, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties, torn_ties
 from fzero.loss import Weighted, flatten_means, new_values, split_loss
@@ -239,6 +239,7 @@ class Step:
         return State(state.step + 1, params, opt_state, state.key, state.extras), metrics
 
 
+@keywords
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: GradientTransformation,
@@ -311,7 +312,7 @@ def train_step(
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         if issubclass(kind, torch.optim.Optimizer):
             what = f"{kind.__name__} is an optimizer of PyTorch's, which writes to parameters"
-            fix = "take a pair of pure functions, of fz.optim: optim.adamw(3e-4)"
+            fix = "take a pair of init and update, pure functions, of fz.optim: optim.adamw(3e-4)"
         raise FzeroTypeError(message("train_step", what, fix=fix))
     if problems := function("optimizer.init", optimizer.init, "params") + function(
         "optimizer.update", optimizer.update, "grads", "opt_state", "params"

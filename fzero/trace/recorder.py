@@ -153,10 +153,6 @@ class Recorder(compat.TorchDispatchMode):
                     "use the other tensor itself, or x.copy_(y)",
                 )
             )
-        if found is None and compat.is_zeros(tensor):  # a view of zeros that vmap has taken unseen
-            like = {"dtype": tensor.dtype, "device": tensor.device}
-            found = self.graph.call_function(aten._efficientzerotensor.default, (list(tensor.shape),), like)
-            self.track(tensor, found)
         if found is None:
             if within(self._outside, "_higher_order_ops"):
                 refuse_functions(self, "torch.cond, scan, while_loop or their like")
@@ -179,7 +175,8 @@ class Recorder(compat.TorchDispatchMode):
                     self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure")),
                     "pass it in: as a parameter (a buffer that is not trained: train_step(..., trainable=lambda path, "
                     "leaf: 'mask' not in path)), "
-                    f"as part of the batch, or make it inside the function{kept}",
+                    f"as part of the batch, or make it inside the function{kept}; of a module, one in a list or dict: "
+                    "self.register_buffer(name, x)",
                 )
             )
         return found

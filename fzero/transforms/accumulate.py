@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fzero.arguments import accepts, count, flag, predicate
+from fzero.arguments import accepts, count, flag, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.step import EvalStep
@@ -82,6 +82,7 @@ class Accumulate(Transform):
         return [(leaf.shape[0] // num, *leaf.shape[1:]) if leaf in cut else leaf.shape for leaf in leaves]
 
 
+@keywords
 def accumulate(
     step: Any = None, num_micro_batches: int | None = None, *, vertical: bool = False, whole: Where | None = None
 ) -> Any:

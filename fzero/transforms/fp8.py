@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fzero.arguments import accepts, predicate
+from fzero.arguments import accepts, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import Leaf
 from fzero.operators.scaled_matmul import MULTIPLE
@@ -76,6 +76,7 @@ class Fp8(Transform):
         return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
 
+@keywords
 def fp8(
     step: Any = None,
     *,

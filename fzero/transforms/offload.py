@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
-from fzero.arguments import accepts, predicate
+from fzero.arguments import accepts, keywords, predicate
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.step import EvalStep
@@ -79,6 +79,7 @@ class Offload(Transform):
         return f"{self.name}({', '.join(shown)})"
 
 
+@keywords
 def offload(
     step: Any = None,
     tier: str | Sequence[str] | None = None,

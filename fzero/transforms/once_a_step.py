@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fzero.arguments import flag, number
+from fzero.arguments import flag, keywords, number
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
@@ -39,6 +39,7 @@ class OnceAStep(Transform):
         return 1.0 if isinstance(self.gathers, str) else float(self.gathers)
 
 
+@keywords
 def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = "auto", reductions: bool = True) -> Any:
     """Lets what crosses a slow axis cross it once a step: parameters, gathered over it, stay until the step ends, and
     gradients are reduced over it last.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fzero.arguments import accepts, flag, predicate
+from fzero.arguments import accepts, flag, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.optim.loss_scale import LossScale, fixed_scale
@@ -129,6 +129,7 @@ class MixedPrecision(Transform):
         return f"mixed_precision({', '.join(shown)})"
 
 
+@keywords
 def mixed_precision(
     step: Any = None,
     compute: str = "bf16",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from fzero.arguments import count
+from fzero.arguments import count, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh, Mesh
@@ -110,6 +110,7 @@ class Redundant(Transform):
                     )
 
 
+@keywords
 def redundant(
     step: Any = None,
     *,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fzero.arguments import keywords
 from fzero.errors import FzeroValueError, message
 from fzero.transforms.base import Transform, applied
 
@@ -24,6 +25,7 @@ class Remat(Transform):
     name: ClassVar[str] = "remat"
 
 
+@keywords
 def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
     """Chooses what each block recomputes in its backward.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fzero.arguments import Predicate, accepts, predicate
+from fzero.arguments import Predicate, accepts, keywords, predicate
 from fzero.errors import FzeroTypeError, message
 from fzero.layout import Leaf
 from fzero.transforms.base import Transform, applied
@@ -65,6 +65,7 @@ class ShardParams(Parallel):
     stage: ClassVar[int] = 3
 
 
+@keywords
 def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
     """Gives every rank along `axis` its own part of the batch; everything else is whole on each.
 
@@ -90,6 +91,7 @@ def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
     return applied(_checked(DataParallel(axis)), step)
 
 
+@keywords
 def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
     """ZeRO-1: optimizer state is sharded over `axis`; each rank updates its shard and the new parameters are gathered.
 
@@ -125,6 +127,7 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
     return applied(_checked(ShardOptState(axis, where)), step)
 
 
+@keywords
 def shard_grads(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
     """ZeRO-2: as `shard_opt_state`, and no whole gradient outlives the backward of its block.
 
@@ -152,6 +155,7 @@ def shard_grads(step: Any = None, *, axis: str | tuple[str, ...] = "data", where
     return applied(_checked(ShardGrads(axis, where)), step)
 
 
+@keywords
 def shard_params(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
     """ZeRO-3: parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it runs.
 
