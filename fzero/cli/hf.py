@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,7 +102,7 @@ class Target(NamedTuple):
     blocks: int
 
 
-def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: dict[str, str | None]) -> Script:
+def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[Any, str | None]) -> Script:
     """The script of a model on a mesh.
 
     Args:

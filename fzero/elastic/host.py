@@ -215,7 +215,7 @@ class Progress:
     another with the same content, and the rank goes on in that."""
 
     _FORM = struct.Struct("<qqqdq?")
-    _TOLD = 256  # where its keeper says that the run is told to stop
+    _TOLD, _PID = 256, 264  # where its keeper says that the run is told to stop, and which process it is
 
     def __init__(self, directory: Path, rank: int):
         self._path = directory / f"progress-{rank:05d}"
@@ -250,6 +250,10 @@ class Progress:
     def tell(self, told: bool = True) -> None:
         """The keeper says that the run is told to stop: also to a process that cannot hear a signal yet."""
         self._map[self._TOLD] = told
+
+    def kept_by(self, pid: int) -> None:
+        """Says which process keeps this rank."""
+        self._map[self._PID : self._PID + 8] = pid.to_bytes(8, "little")
 
     @property
     def told(self) -> bool:
@@ -309,3 +313,14 @@ class Progress:
         self.follow()
         self._seen = self._seen._replace(**changes)
         self._FORM.pack_into(self._map, 0, *self._seen)
+
+
+def keeper_lives(directory: Path, rank: int) -> bool:
+    """Whether the keeper of a rank of this host, which removes its file when it ends, is alive."""
+    try:
+        with (directory / f"progress-{rank:05d}").open("rb") as f:
+            f.seek(Progress._PID)
+            pid = int.from_bytes(f.read(8), "little")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

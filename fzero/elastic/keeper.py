@@ -66,7 +66,9 @@ class Keeper:
         self._progress.say(host.STARTING, 0)
         self._progress.owe(False)
         self._progress.tell(False)
+        self._progress.kept_by(os.getpid())
         self._begun = 0  # beats of the rank before its process has come to `fz.run`
+        self._saves = False  # its process is there to save what the one before it has not
         self._parent, self._told = os.getppid(), False
         self._process: subprocess.Popen[bytes] | Taken | None = None
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
@@ -115,16 +117,15 @@ class Keeper:
             if code == 0 and not finished:
                 self._say(f"ended in step {step}, before the run had: the others wait for it, and the run ends here")
                 return 1
-            # nobody else can save what it has not
-            saves = self._progress.told and self._progress.read().owes and code != -signal.SIGTERM
-            if code >= 0 or (self._told and not saves) or finished:
+            self._saves = self._progress.told and self._progress.read().owes and code != -signal.SIGTERM
+            if code >= 0 or (self._told and not self._saves) or finished:
                 return code if code >= 0 else 128 - code
             losses = 1 if step > last else losses + 1
             last, name = step, signal.Signals(-code).name
             if losses >= self._max_losses:
                 self._say(f"died of {name} {losses} time{'s' * (losses > 1)} in step {step}: the run ends here")
                 return 128 - code
-            taken = self._take(f"died of {name} in step {step}{', told to stop' if saves else ''}")
+            taken = self._take(f"died of {name} in step {step}{', told to stop' if self._saves else ''}")
 
     def _take(self, why: str) -> bool:
         """Whether a spare has taken the place."""
@@ -234,9 +235,8 @@ class Keeper:
         self._begun = self._progress.read().beats
 
     def _hears(self) -> bool:
-        """Whether the process, which a signal would still kill, will ask whether the run is told to stop, and save."""
-        seen = self._progress.read()
-        return self._progress.told and seen.owes and seen.beats == self._begun
+        """Whether the process, which a signal would still kill, will ask whether the run is told to stop."""
+        return self._saves and self._progress.read().beats == self._begun
 
     def _say(self, text: str) -> None:
         print(f"fzero.run: rank {self._rank} {text}", file=sys.stderr, flush=True)

@@ -20,7 +20,19 @@ from fzero import agree, launcher, turns
 from fzero.arguments import function, number, path_like, shown
 from fzero.elastic import host
 from fzero.elastic.health import Health
-from fzero.elastic.joining import STOPPED, Signals, alike, apart, brief, joined, leave, lost, said_why, say_why
+from fzero.elastic.joining import (
+    STOPPED,
+    Signals,
+    alike,
+    apart,
+    brief,
+    come_back,
+    joined,
+    leave,
+    lost,
+    said_why,
+    say_why,
+)
 from fzero.elastic.loop import Run
 from fzero.errors import DivergenceError, FzeroValueError, RankLost, message
 from fzero.mesh import close_mesh
@@ -209,8 +221,11 @@ def _until_it_returns(
                 logger.warning("fzero.run: %s, which ends the run", why)
             else:
                 logger.warning("fzero.run: a rank was lost (%s); joining again", brief(error))
-            if signals.came:
-                run.say_unsaved(", unless the rank comes back before torchrun kills all, 30 s after its signal")
+            if signals.came and memory is not None:
+                comes = not why and come_back(memory, mesh)
+                turns.watcher.owe(comes and turns.watcher.read().owes)
+                unless = ", unless the rank comes back before torchrun kills all, 30 s after its signal"
+                run.say_unsaved(unless if comes else "")
         else:
             raise unlike
         del mesh, run
