@@ -288,7 +288,7 @@ def _batch(config: Any, name: str, rows: int, of: OfModel) -> tuple[str, int, st
     return f"{first}\nbatch = {{{entries}}}\n", samples, unit
 
 
-def _transforms(of: OfModel, axes: dict[str, int], budgets: dict[str, str | None]) -> list[str]:
+def _transforms(of: OfModel, axes: dict[str, int], budgets: Mapping[Any, str | None]) -> list[str]:
     """The calls that make the transforms."""
     out = [_STAGES[of.zero]] if any(n > 1 for n in axes.values()) else []
     out += [] if of.precision == "fp32" else [f'fz.mixed_precision("{of.precision}")']
