@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fzero as fz
 from fzero.cli import main
@@ -81,7 +82,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*args: str) -> tuple[int, str, str]:
         capsys.readouterr()
         code = main(["plan", *args])
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, err
 
     return run
 
@@ -174,7 +176,6 @@ def test_a_state_that_is_too_large_is_refused_before_a_trace(
 
 def test_the_state_at_rest_is_that_of_the_plan() -> None:
     """By leaf tables and by the program."""
-    torch = pytest.importorskip("torch")
     params = {"w": torch.empty(64, 33, device="meta"), "b": torch.empty(33, device="meta")}
     step = fz.train_step(lambda p, x: (x @ p["w"] + p["b"]).square().mean(), fz.optim.adamw(1e-3))
     for transform in (fz.shard_params(), fz.shard_opt_state(), fz.offload("cpu", "opt_state")):

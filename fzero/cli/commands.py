@@ -121,7 +121,9 @@ class _OfTarget:
             if self.target is not None:
                 step, params, batch = load(self.target)
             else:
-                budgets = dict(zip(_BUDGETS, (self.budget, self.host_budget, self.disk_budget), strict=True))
+                budgets: dict[str, str | None] = dict(
+                    zip(_BUDGETS, (self.budget, self.host_budget, self.disk_budget), strict=True)
+                )
                 if self.budget is None:
                     importlib.import_module("transformers")
                     budgets["memory_budget"] = _rounded(room(device, mesh.size > 1, resident()))
