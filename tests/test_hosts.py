@@ -19,7 +19,7 @@ from scripts import ROOT, environment
 from test_run import ended, keepers
 
 import fzero as fz
-from fzero.elastic import hosts
+from fzero.elastic import host, hosts
 
 LIMIT = 240.0  # seconds from one number of ranks to another on a loaded machine
 NAP = "0.1"  # seconds between two steps: time for all ranks to see OUT/last
@@ -154,3 +154,17 @@ def test_what_is_no_life_sign() -> None:
     ):
         assert hosts._Sign.of(text) is None, text
     assert hosts._Sign.of(b"[" * 100_000) is None
+
+
+def test_a_keeper_forgets_what_an_earlier_start_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that another rank of its host has ended since, before its own keeper had begun."""
+    for rank in range(4):
+        host.is_absent(tmp_path, rank)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    hosts.Watch(tmp_path)
+    assert host.absent(tmp_path) == [1]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    hosts.Watch(tmp_path)
+    assert host.absent(tmp_path) == []

@@ -108,10 +108,13 @@ class Watch:
             self._process.wait()
 
     def _forget(self) -> None:
-        """Removes what an earlier start has left."""
-        if number("LOCAL_RANK", 0) == 0:
-            for path in (self._memory / "hosts", *self._memory.glob("absent-*")):
-                path.unlink(missing_ok=True)
+        """Removes what an earlier start has left: each keeper of its own rank, the first one of other hosts too.
+        Another rank of this host may have ended already."""
+        mine, local = number("RANK", 0), number("LOCAL_RANK", 0)
+        here = range(mine - local, mine - local + number("LOCAL_WORLD_SIZE", 1))
+        left = {mine} | (set() if local else set(host.absent(self._memory)) - set(here))
+        for path in (*(() if local else (self._memory / "hosts",)), *(self._memory / f"absent-{r}" for r in left)):
+            path.unlink(missing_ok=True)
 
 
 def silent(memory: Path) -> Silent | None:
