@@ -22,7 +22,6 @@ from fzero.hf.looking import Looking
 from fzero.modules.outside import OwnTensors
 from fzero.state import gather
 from fzero.state.overwrite import overwrite
-from fzero.trace.value_keys import PLAIN_TYPES
 
 logger = logging.getLogger("fzero")
 
@@ -36,8 +35,6 @@ OWN = "log, evaluate or save"
 """A name for the methods of a user's own Trainer that run where it logs, evaluates and saves."""
 _METHODS = ("log", "evaluate", "evaluation_loop", "prediction_step", "predict", "save_model", "compute_metrics")
 _METHODS += ("preprocess_logits_for_metrics", "_save_checkpoint", "_maybe_log_save_evaluate")
-_NO_SETTINGS = frozenset({"training", "gradient_checkpointing"})
-"""Attributes of modules that a callback may set: a step does not read them."""
 
 
 class Following:
@@ -62,7 +59,6 @@ class Following:
         self._parameters = list(module.named_parameters(remove_duplicate=False))
         self._ids = {id(p) for _, p in self._parameters}
         self._trained = [p.requires_grad for _, p in self._parameters]
-        self._settings = _settings(module)
         self.note()
         self._fresh, self._known = fresh, {}
         look = lambda: [bool(self._lookers(event)) for event in (*EVENTS, OWN)]  # noqa: E731
@@ -168,10 +164,7 @@ class Following:
         """
         trainer, module = self._trainer, self._trainer.model
         who = f"{' or '.join(names)}, in {event},"
-        settings = _settings(module)
-        if odd := [
-            f"{n}: {self._settings.get(n)} before, {x} now" for n, x in settings.items() if self._settings.get(n) != x
-        ]:
+        if odd := trainer.functional.changes():
             fix = "set it before train(): the step is made of the module as it is then"
             raise FzeroValueError(message("hf.Trainer", f"{who} changes attributes or hooks of the model", odd, fix))
         made = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) not in self._ids]
@@ -263,13 +256,3 @@ def digests(module: torch.nn.Module) -> dict[str, str]:
 
 def _differing(old: dict[str, str], new: dict[str, str]) -> list[str]:
     return [name for name in {**old, **new} if old.get(name) != new.get(name)]
-
-
-def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module and its parts, and the number of their hooks."""
-    found: dict[str, Any] = {}
-    for name, m in module.named_modules():
-        own = {n: x for n, x in vars(m).items() if type(x) in PLAIN_TYPES and n not in _NO_SETTINGS}
-        hooks = sum(len(x) for n, x in vars(m).items() if n.endswith("_hooks") and isinstance(x, dict))
-        found |= {f"{name}.{n}".lstrip("."): x for n, x in (own | {"hooks": hooks}).items()}
-    return found

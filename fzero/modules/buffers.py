@@ -31,7 +31,7 @@ def overwritten(module: nn.Module, slots: Sequence[Slot], mutable: Sequence[str]
     Raises:
         FzeroValueError: listing patterns of `mutable` that name none of these.
     """
-    written = _written({type(m) for m in module.modules()})
+    written = written_names(module)
     buffers = [s for s in slots if s.of == "_buffers"]
     found = {s.name for s in buffers if _writes(s.owner, s.attribute, written)}
     frozen = [s for s in slots if s.of == "_parameters" and not s.get().requires_grad]
@@ -52,8 +52,9 @@ def _writes(owner: nn.Module, name: str, written: Collection[str]) -> bool:
     return name in written
 
 
-def _written(classes: Collection[type]) -> set[str]:
-    """The attributes that the forwards of these classes overwrite, with the methods that they name."""
+def written_names(module: nn.Module) -> set[str]:
+    """The attributes that the forwards of a module's classes overwrite, with the methods that they name."""
+    classes = dict.fromkeys(type(m) for m in module.modules())
     methods: dict[str, list[Any]] = {}
     for base in dict.fromkeys(b for cls in classes for b in cls.__mro__ if b not in (object, nn.Module)):
         if not base.__module__.startswith("torch.nn.modules."):

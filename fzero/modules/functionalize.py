@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import logging
 import operator
 import re
@@ -20,14 +19,16 @@ from fzero import compat, tree
 from fzero.arguments import Predicate, function, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.modules import capture
-from fzero.modules.buffers import overwritten
+from fzero.modules.buffers import overwritten, written_names
 from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw, undropped
+from fzero.modules.entries import Arguments, Reading, arguments
 from fzero.modules.forward import Forward
 from fzero.modules.init import initialized
 from fzero.modules.kinds import check_kinds
 from fzero.modules.layers import Blocks, Call, as_blocks, check_bound, chosen, find_layers, layers_of
 from fzero.modules.losses import Counting, own_loss
 from fzero.modules.norms import without_counts_read
+from fzero.modules.original import Original
 from fzero.modules.rows import ROWS
 from fzero.modules.skeleton import (
     Slot,
@@ -46,6 +47,7 @@ from fzero.step import EvalStep, Step, eval_step, train_step
 from fzero.step.whole import check_whole
 from fzero.trace import checks
 from fzero.trace.refusals import lines_through
+from fzero.trace.settings_walk import Standing
 from fzero.trace.untouched import Untouched
 from fzero.transforms.remat import remat
 
@@ -90,12 +92,13 @@ def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: S
     return Functional(module, blocks, mutable)
 
 
-class Functional:
+class Functional(Standing):
     """A module as functions of its tensors. Made by `functionalize`.
 
     Attributes:
-        params: its parameters and buffers, a tree whose dotted names are those of `state_dict()`; tied ones once, under
-            the name that `_tied_weights_keys` ties to, or the first. They share memory with the module.
+        params: its parameters and buffers as they are now, a tree whose dotted names are those of `state_dict()`; tied
+            ones once, under the name that `_tied_weights_keys` ties to, or the first. They share memory with the
+            module.
         blocks: the names of the submodules that are blocks.
         trainable: predicate `(path, leaf)` of the parameters that require a gradient, for `train_step`.
         mutable: predicate `(path, leaf)` of the tensors that the forward overwrites in training, for `train_step`; None
@@ -107,9 +110,8 @@ class Functional:
         check_kinds(module)
         self._module, self._name = module, type(module).__name__
         self._still = prepared(skeleton_of(module))
-        slots, own = slots_of(self._still), {name: slot.get() for name, slot in named(module)}
-        leaves = {s.name: own[s.name] if s.name in own else operator.attrgetter(s.name)(module) for s in slots}
-        self.params = nested({name: x.detach() for name, x in leaves.items()})
+        slots, own = slots_of(self._still), dict(named(module))
+        self._places = {s.name: own.get(s.name) for s in slots}
         self._names, self._structure = tree.names(self.params), tree.structure(self.params)
         path_of = dict(zip(self._names, tree.paths(self.params, "params"), strict=True))
         self.blocks = find_layers(self._still) if blocks is None else chosen(self._still, blocks)
@@ -117,13 +119,15 @@ class Functional:
         training = still if module.training else still.train()
         self._extra = mutable
         self._train = Mode(training, self.blocks, mutable)
-        check_plain(own, leaves, self._train.overwritten)
+        check_plain({n: x.get() for n, x in own.items()}, self._own(), self._train.overwritten)
+        self._original = Original(module, written_names(module), [m.training for m in training.modules()])
         if not module.training:
             self._eval  # noqa: B018 made before a trace is
         trained = {path_of[s.name] for s in slots if s.of == "_parameters" and s.get().requires_grad}
         changes = {path_of[name] for name in self._train.overwritten}
         self.trainable: Predicate = lambda path, leaf: path in trained
         self.mutable: Predicate | None = (lambda path, leaf: path in changes) if changes else None
+        self._shapes = {s.name: s.get().shape for s in slots}
         self._dtypes = {s.name: s.get().dtype for s in slots if s.of == "_buffers"}
         buffers, kept = {path_of[name] for name in self._dtypes}, _kept_in_fp32(self._still)
         fp32 = {dtype: {path_of[n] for n in self._names if has.search(n)} for dtype, has in kept.items()}
@@ -138,6 +142,12 @@ class Functional:
         return [*{type(m): None for m in self._still.modules()}]
 
     @property
+    def params(self) -> Any:
+        """The module's tensors as they are now, a tree."""
+        with compat.no_modes(), compat.no_function_modes():  # whoever asks, and whatever is being traced
+            return nested({name: x.detach() for name, x in self._own().items()})
+
+    @property
     def named_params(self) -> dict[str, torch.Tensor]:
         """`params` by their dotted names."""
         return dict(zip(self._names, tree.leaves(self.params), strict=True))
@@ -150,10 +160,9 @@ class Functional:
     @functools.cached_property
     def aliases(self) -> dict[str, list[str]]:
         """The other names that `state_dict()` has for tied tensors, by that of their leaf."""
-        own = {id(s.get()): s.name for s in slots_of(self._still)}
         found: dict[str, list[str]] = {}
-        for name, slot in named(self._still):
-            if (leaf := own[id(slot.get())]) != name:
+        for name, leaf in self._leaf_of.items():
+            if leaf != name:
                 found.setdefault(leaf, []).append(name)
         return found
 
@@ -200,7 +209,7 @@ class Functional:
         Raises:
             TraceError: tensors that nothing in the module initialises.
         """
-        made = initialized(self._still, self.named_params, key)
+        made = initialized(self._still, self._own(), key)
         return tree.unflatten(self._structure, [made[name] for name in self._names])
 
     def loss(self, fn: Loss | None = None, **settings: Any) -> Callable[..., Any]:
@@ -213,7 +222,8 @@ class Functional:
             settings: further arguments of the forward, the same in each call.
 
         `batch` is a dict of forward's arguments (with `fn`, entries that forward has no parameter for are `fn`'s
-        alone), a tuple, which begins with forward's arguments without defaults, or forward's one argument.
+        alone), a tuple, which begins with forward's arguments without defaults, or forward's one argument. An entry
+        that neither forward gets nor `fn` reads is refused.
 
         Returns: with overwritten buffers the function returns `(loss, new values)`.
         """
@@ -222,11 +232,11 @@ class Functional:
             raise FzeroTypeError(message("functionalize", "takes a function of outputs and batch", problems, fix))
 
         def loss_fn(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
-            args, kwargs = self._arguments(batch, settings, alone=fn is None)
+            found = self._arguments(batch, settings, alone=fn is None)
             counting = Counting() if fn is None else None
-            given = Given(self._flat(params), key, _rows(batch), args, kwargs)
+            given = Given(self._flat(params), key, _rows(batch), found.args, found.kwargs)
             out, new = self._call(self._train, given, counting)
-            loss = fn(out, batch) if fn is not None else own_loss(out, counting, self._name)
+            loss = own_loss(out, counting, self._name) if fn is None else self._read(fn, out, batch, found, False)
             return loss if new is None else (loss, new)
 
         return self.marked(loss_fn, "loss")
@@ -247,9 +257,9 @@ class Functional:
         mode = self._eval
 
         def evaluate(params: Any, batch: Any) -> Any:
-            args, kwargs = self._arguments(batch, settings, alone=fn is None)
-            out, _ = self._call(mode, Given(self._flat(params), None, None, args, kwargs))
-            return out if fn is None else fn(out, batch)
+            found = self._arguments(batch, settings, alone=fn is None)
+            out, _ = self._call(mode, Given(self._flat(params), None, None, found.args, found.kwargs))
+            return out if fn is None else self._read(fn, out, batch, found, True)
 
         return eval_step(self.marked(evaluate, "eval"))
 
@@ -263,7 +273,8 @@ class Functional:
             flat = self._flat(params)
 
             def forward(args: Any, kwargs: Any, key: torch.Tensor | None, counting: Counting) -> tuple[Any, Any]:
-                args, kwargs = (args, kwargs) if args else self._arguments(kwargs, {}, alone=True)
+                if not args:
+                    args, kwargs, _ = self._arguments(kwargs, {}, alone=True)
                 return self._call(mode, Given(flat, key, _rows((args, kwargs)), args, kwargs), counting)
 
             called = Forward(self._module, forward, key)
@@ -289,7 +300,9 @@ class Functional:
             FzeroValueError: listing leaves of another shape: shards.
         """
         check_whole(params, "write_back")
-        given = self._flat(params)
+        given = self._flat(params, whole=False)
+        if any(name not in self._leaf_of for name, _ in named(self._module)):
+            self.check()  # it has other tensors now
         slots = list(self.slots(self._module).values())
         wrong = [
             f"{s.name}: {tree.describe(given[s.name])}, not {list(s.get().shape)}"
@@ -313,9 +326,13 @@ class Functional:
 
     def slots(self, module: nn.Module) -> dict[str, Slot]:
         """The places of tensors in a copy of the module, by the names of its `state_dict()`, each with its leaf's."""
+        return {name: slot._replace(name=self._leaf_of[name]) for name, slot in named(module)}
+
+    @functools.cached_property
+    def _leaf_of(self) -> dict[str, str]:
+        """The leaf of each name in `state_dict()`."""
         leaves = {id(s.get()): s.name for s in slots_of(self._still)}
-        names = {name: leaves[id(slot.get())] for name, slot in named(self._still)}
-        return {name: slot._replace(name=names[name]) for name, slot in named(module)}
+        return {name: leaves[id(slot.get())] for name, slot in named(self._still)}
 
     def marked(self, fn: Any, what: str) -> Any:
         """A step's function, with its name, the leaves that it gets in their own dtype, and what it is of, which
@@ -323,14 +340,43 @@ class Functional:
         fn.__name__, fn.exact, fn.model = f"{_snake(self._name)}_{what}", self._exact, self
         return fn
 
+    def stands_for(self) -> tuple[Any, tuple[Any, ...]]:
+        """The changes of the module, and the code that it runs besides PyTorch's."""
+        return tuple(self._original.changes()), self._original.read
+
+    def check(self) -> None:
+        """Raises if the module is not what it was when it was given, but for the values of its tensors.
+
+        Raises:
+            FzeroValueError: listing what has changed, by name.
+        """
+        self._original.check()
+
+    def changes(self) -> list[str]:
+        """The differences between what the module was when it was given and is, but for the values of its tensors."""
+        return self._original.changes()
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """The module's own tensors by the names of their leaves."""
+        try:
+            read = operator.attrgetter
+            own = {n: read(n)(self._module) if slot is None else slot.get() for n, slot in self._places.items()}
+            if any(x is None for x in own.values()):
+                raise KeyError
+            return own
+        except (KeyError, AttributeError):
+            self.check()  # they are gone
+            raise
+
     # --- calls ---
 
     def _call(self, mode: Mode, given: Given, counting: Counting | None = None) -> tuple[Any, Any]:
+        self.check()
         out, new = mode(given, counting)
         return out, tree.unflatten(self._structure, map(new.get, self._names)) if new else None
 
-    def _flat(self, params: Any) -> dict[str, torch.Tensor]:
-        """The tensors of a tree by name."""
+    def _flat(self, params: Any, whole: bool = True) -> dict[str, torch.Tensor]:
+        """The tensors of a tree by name. `whole`: they have the shapes of the module's."""
         names = tree.names(params)
         if names != self._names:
             missing, more = sorted({*self._names} - {*names}), sorted({*names} - {*self._names})
@@ -338,50 +384,28 @@ class Functional:
             fix = "give a tree like model.params, such as state.params"
             raise FzeroTypeError(message("functionalize", f"these are not the tensors of {self._name}", found, fix))
         flat = dict(zip(names, tree.leaves(params), strict=True))
+        odd = [n for n, x in flat.items() if whole and x.shape != self._shapes[n]]
+        if other := [f"{n}: {tree.describe(flat[n])}, not {list(self._shapes[n])}" for n in odd]:
+            fix = "give a tree like model.params, such as state.params, of whole leaves"
+            raise FzeroTypeError(message("functionalize", f"these are not the tensors of {self._name}", other, fix))
         if cast := [f"{n}: {tree.describe(flat[n])}, not {d}" for n, d in self._dtypes.items() if flat[n].dtype != d]:
             fix = "mixed_precision(where=lambda path, leaf: ...) without them; the step of model.train_step does so"
             raise FzeroTypeError(message("functionalize", f"buffers of {self._name} are cast", cast, fix))
         return flat
 
-    def _arguments(self, batch: Any, settings: dict[str, Any], alone: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward's arguments in a batch; all of it if nobody else reads it. And the settings.
+    def _arguments(self, batch: Any, settings: dict[str, Any], alone: bool) -> Arguments:
+        return arguments(self._module.forward, self._name, batch, settings, alone)
+
+    def _read(self, fn: Loss, out: Any, batch: Any, given: Arguments, could_take: bool) -> Any:
+        """The result of a function of outputs and batch.
 
         Raises:
-            FzeroTypeError: forward does not take these, or needs more.
+            TraceError: entries of the batch that neither forward nor the function reads.
         """
-        signature = inspect.signature(self._module.forward)
-        named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        needed = [p for p in named if p.default is p.empty and p.name not in settings]
-        args, kwargs = (), {}
-        if isinstance(batch, Mapping):
-            kwargs = {k: x for k, x in batch.items() if alone or not named or k in {p.name for p in named}}
-        elif not isinstance(batch, (tuple, list)):
-            args = (batch,)
-        else:
-            count = len(batch) if alone else max(sum(p.kind is not p.KEYWORD_ONLY for p in needed), 1)
-            args = tuple(batch[:count])
-        kwargs = {**kwargs, **settings}
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            problems = _misfit(error, signature, needed, args, kwargs)
-            entries = batch.items() if isinstance(batch, Mapping) else enumerate(args)
-            problems += [f"the batch has {k!r}: {tree.describe(x)}" for k, x in list(entries)[:16]]
-            fix = "name the entries of a batch as forward's arguments, or give model.train_step(..., name=value)"
-            what = f"a batch does not fit {self._name}.forward{signature}"
-            raise FzeroTypeError(message("functionalize", what, problems, fix)) from None
-        return args, kwargs
-
-
-def _misfit(
-    error: TypeError, signature: inspect.Signature, needed: Sequence[inspect.Parameter], args: Any, kwargs: Any
-) -> list[str]:
-    """The argument that forward has no parameter for; if there is none, the parameters that lack one."""
-    try:
-        bound = signature.bind_partial(*args, **kwargs).arguments
-    except TypeError as other:
-        return [str(other)]
-    return [f"missing: {p.name}" for p in needed if p.name not in bound] or [str(error)]
+        with Reading(given) as reading:
+            found = fn(out, batch)
+        reading.check(self._module.forward, self._name, found, could_take)
+        return found
 
 
 class Given(NamedTuple):

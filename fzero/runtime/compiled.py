@@ -252,7 +252,10 @@ class Compiled:
 
     def _same_settings(self, kept: _Kept) -> None:
         """Raises if a value that was traced as it was is another now."""
-        if changed := changes(kept.settings, self._settings()):
+        now = self._settings()
+        for x in now.standing:
+            x.check()
+        if changed := changes(kept.settings, now):
             fix = (
                 "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a "
                 "schedule of the step; "

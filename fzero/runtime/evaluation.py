@@ -17,6 +17,7 @@ from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.out_of_memory import raise_out_of_memory
 from fzero.state.assemble import Last, check_values, differences, placed_inputs, unplaced
+from fzero.state.expect import check_model, model_of
 from fzero.step import EvalStep
 from fzero.step.checks import check_params
 from fzero.step.whole import check_whole
@@ -99,6 +100,7 @@ class CompiledEval(Compiled):
         check_params(params, "eval_step")
         check_values("eval_step", params=params)
         found = placed_inputs(params, self.mesh)
+        check_model("eval_step", model_of(self.step.fn), abstract_params(found))
         expected = params_inputs(self.step, self.mesh, abstract_params(found), found.leaves)
         bare = unplaced(params)
         wrong = differences(found, expected, bare)

@@ -16,7 +16,7 @@ from fzero.allocator import return_freed_memory
 from fzero.arguments import count
 from fzero.checkpoint.loading import WINDOW, open_weights
 from fzero.comm.replicas import Held, replicas_of
-from fzero.errors import FzeroValueError, message
+from fzero.errors import CheckpointError, FzeroValueError, message
 from fzero.layout import Leaf, leaf_of, shard
 from fzero.lowering.auto import check_auto
 from fzero.lowering.budget import Budget
@@ -55,6 +55,7 @@ from fzero.state.assemble import (
     placed_inputs,
     state_leaves,
 )
+from fzero.state.expect import check_model, model_of
 from fzero.step import INIT_STREAM, State, Step, lasting
 from fzero.step.checks import check_one_batch, check_params, check_state
 from fzero.step.whole import mark_broken
@@ -128,6 +129,10 @@ class CompiledStep(Compiled):
         """Whether it has made or restored a state, so that one of another model is told from those."""
         return self._last.inputs is not None
 
+    @property
+    def _model(self) -> Any:
+        return model_of(self.step.loss_fn)
+
     @alone("init", "made")
     def init(self, params: Any, key: torch.Tensor | None = None) -> State:
         """The first state, sharded from birth.
@@ -147,7 +152,8 @@ class CompiledStep(Compiled):
 
         Raises:
             FzeroTypeError: leaves that are not tensors.
-            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any is made.
+            FzeroValueError: paths of `offload` that cannot hold the leaves, with the numbers, before any is made;
+                leaves of another model than that of the step (`fz.functionalize`), or one that has changed since.
             TraceError: an init function that draws from torch's global generator instead of its key.
             DivergenceError: ranks that give different parameters, keys or init functions.
         """
@@ -160,9 +166,11 @@ class CompiledStep(Compiled):
             nonlocal params, graph
             if callable(params):
                 params, graph = recorded(params, self.mesh.device_type)
+                check_model("init", self._model, params)
                 return {"key": (key, ()), "the init function": ("\n".join(map(str, signature(graph))), ())}
             check_params(params)
             check_values("init", params=params)
+            check_model("init", self._model, params)
             return {
                 "key": (key, ()),
                 **{p: (x, ()) for p, x in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)},
@@ -250,7 +258,7 @@ class CompiledStep(Compiled):
         """
         key = fzrandom.key(0) if key is None else key
         fzrandom.check_key("load", key)
-        key, model, graph = key.to(self.mesh.device), getattr(self.step.loss_fn, "model", None), None
+        key, model, graph = key.to(self.mesh.device), self._model, None
         weights = open_weights(path, self.mesh)
         known = self._last.inputs if params is None and model is None else None
         if params is None and model is not None:
@@ -261,6 +269,7 @@ class CompiledStep(Compiled):
         if callable(params):
             whole, graph = recorded(params, self.mesh.device_type)
         check_params(whole, "load")
+        agree.everywhere(self.mesh, "load", lambda: check_model("load", model, whole))
         self._resolve(whole)
         inputs = self._known(params_inputs(self.resolved, self.mesh, whole))
         plan = load.plan(weights, whole, inputs, names, model, graph)
@@ -324,7 +333,8 @@ class CompiledStep(Compiled):
             path: a checkpoint directory, or the directory of checkpoints (its latest), or a URL of one, or what
                 `fz.checkpoint.describe` returned.
             params: what the model is expected to look like: a pytree of tensors (meta will do) or an init function. By
-                default what `init` was called with, else what the checkpoint says.
+                default what `init` was called with, else that of the step's model (`fz.functionalize`), else what the
+                checkpoint says.
 
         Communication: a few bytes, to agree on the checkpoint (the latest is what the first rank finds) and that all
             ranks could read it; every rank reads the ranges it needs.
@@ -338,16 +348,16 @@ class CompiledStep(Compiled):
         from fzero import checkpoint
 
         index = checkpoint.describe(path, self.mesh)
+        model = self._model
+        agree.everywhere(self.mesh, "restore", lambda: check_model("restore", model))
         if params is None and self._last.inputs is not None:
             inputs = self._last.inputs
         else:
-            whole = (
-                checkpoint.structure(index).params
-                if params is None
-                else abstract(params)
-                if callable(params)
-                else params
-            )
+            if params is None:
+                whole = checkpoint.structure(index).params if model is None else model.params
+            else:
+                whole = abstract(params) if callable(params) else params
+                check_model(index.owner, model, whole, CheckpointError)
             self._resolve(whole)
             inputs = self._known(params_inputs(self.resolved, self.mesh, whole))
         opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
@@ -601,6 +611,7 @@ class CompiledStep(Compiled):
                 placed_inputs(state.params, self.mesh, mutable=self.resolved.mutates),
                 placed_inputs(state.opt_state, self.mesh, "opt_state"),
             )
+            check_model("step", self._model, abstract_params(found))
             self._resolve(abstract_params(found))
             check_layouts(self.resolved, self.mesh, state, found, opt)
             known = self._last.inputs

@@ -25,17 +25,18 @@ import sys
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from fzero.trace.settings_walk import Walk
+from fzero.trace.settings_walk import Standing, Walk
 
 GLOBAL_GENERATORS = ("random (Python's generator)", "numpy.random")
 
 
 class Settings(NamedTuple):
-    """Facts about what a function reads, in a fixed order, and where each was found. Two functions with equal facts and
-    equal arguments do the same."""
+    """Facts about what a function reads, in a fixed order, and where each was found; and objects that say themselves
+    what of them is read. Two functions with equal facts and equal arguments do the same."""
 
     facts: tuple[Hashable, ...]
     places: tuple[str, ...]
+    standing: tuple[Standing, ...] = ()
 
 
 def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] = lambda value: False) -> Settings:
@@ -58,7 +59,7 @@ def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] =
     """
     walk = Walk(strict, without)
     walk.run(values)
-    return Settings(tuple(walk.facts), tuple(walk.places))
+    return Settings(tuple(walk.facts), tuple(walk.places), tuple(walk.standing))
 
 
 def changes(old: Settings, new: Settings) -> list[str]:
@@ -103,7 +104,7 @@ def timed(*values: Any) -> list[str]:
 def _told(settings: Settings) -> dict[str, str]:
     """The values that can be shown, by place: plain ones, and the lengths of containers."""
     shown: dict[str, str] = {}
-    for fact, place in zip(*settings, strict=True):
+    for fact, place in zip(settings.facts, settings.places, strict=True):
         match fact:
             case (type() as kind, value):
                 shown[place] = str(value) if issubclass(kind, (float, complex)) else repr(value)

@@ -32,7 +32,7 @@ MOST = 20_000
 """Values that are looked at for one function, 1 to 2 us each."""
 _LONG = 32
 """Items of a container above which it is compared at once, if it holds plain values alone."""
-_KNOWN = frozenset(
+KNOWN = frozenset(
     {"torch", "torchgen", "functorch", "fzero", "numpy", "optree", *sys.stdlib_module_names} - {"__main__"}
 )
 """Packages whose objects have no settings unless they compare by value. PyTorch's own settings are `compat.ambient`."""
@@ -55,6 +55,17 @@ _NOT_CALLED = frozenset(
     }
 )
 _OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"})
+
+
+class Standing:
+    """An object that says itself what of it is read. It is one of this package's, whose objects are not looked into."""
+
+    def stands_for(self) -> tuple[Hashable, tuple[Any, ...]]:
+        """A fact about it, and values that are looked at in its place."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises if it cannot be used any more, whatever was traced."""
 
 
 class _Scope:
@@ -97,6 +108,7 @@ class Walk:
         self._whole: set[str] = set()  # names with which code does something else than to name items
         self._scopes: list[_Scope] = []
         self.states: dict[str, Hashable] = {}
+        self.standing: list[Standing] = []
         self.modules: set[str] = set()  # of what is read: themselves, classes and functions of them
         self._dicts: dict[int, tuple[_Scope, set[str]]] = {}  # dictionaries, and the names under which code reads each
 
@@ -143,7 +155,7 @@ class Walk:
         if known is None:
             if isinstance(x, enum.Enum):
                 return self._fact((kind, x.name), path)
-            if isinstance(x, _NUMBERS) and _package(kind.__module__) in _KNOWN:
+            if isinstance(x, _NUMBERS) and package(kind.__module__) in KNOWN:
                 return self._fact((kind, repr(x)), path)
             if isinstance(x, torch.Tensor):
                 return self._tensor(x, path)
@@ -180,7 +192,7 @@ class Walk:
                 self._todo.append((defaults, f"defaults of {fn.__name__}"))
         if vars(fn):
             self._scopes.append(_Scope(vars(fn), path or fn.__name__, ("__wrapped__",)))
-        if _installed(fn.__globals__.get("__name__")):
+        if installed(fn.__globals__.get("__name__")):
             return
         named = names_in(code)
         if named.environment:
@@ -212,16 +224,16 @@ class Walk:
     def _module(self, module: types.ModuleType, path: str) -> None:
         self._fact(module.__name__, path)
         self.modules.add(module.__name__)
-        if not _installed(module.__name__):
+        if not installed(module.__name__):
             self._scopes.append(_Module(vars(module), path))
 
     def _class(self, cls: type, path: str) -> None:
         self._fact(cls, path)
         self.modules.add(cls.__module__)
-        if not _installed(type(cls).__module__):
+        if not installed(type(cls).__module__):
             self._todo.append((type(cls), type(cls).__name__))
         for base in cls.__mro__:
-            if not _installed(base.__module__):
+            if not installed(base.__module__):
                 called = [
                     n
                     for n, x in vars(base).items()
@@ -288,7 +300,7 @@ class Walk:
 
     def _attributes(self, x: Any, path: str, always: Collection[str] = ()) -> None:
         """The attributes of an object beside its items: all that it has, if its code is not looked into."""
-        if _package(type(x).__module__) not in _KNOWN:
+        if package(type(x).__module__) not in KNOWN:
             held = dict(attributes_of(x))
             fields = [f.name for f in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else ()
             self._scopes.append(_Scope(held, path, held if any(map(_of_library, type(x).__mro__)) else always, fields))
@@ -299,17 +311,22 @@ class Walk:
         if (state := progress(x)) is not None:
             self.states[path] = state
         equal = kind.__eq__ is not object.__eq__
-        if isinstance(x, torch.nn.Module):
+        if isinstance(x, Standing):
+            fact, values = x.stands_for()
+            self._fact((kind, Same(x) if self._strict else None, fact), path)
+            self._todo += [(value, path) for value in values]
+            self.standing.append(x)
+        elif isinstance(x, torch.nn.Module):
             self._fact(kind, path)
             held = dict(attributes_of(x))
             layers = [base for base in kind.__mro__ if base not in (object, torch.nn.Module)]
             self._scopes.append(
-                _Scope(held, path, held if any(_installed(base.__module__) for base in layers) else _OF_MODULES)
+                _Scope(held, path, held if any(installed(base.__module__) for base in layers) else _OF_MODULES)
             )
             self._todo.append((kind, kind.__name__))
         elif (data := contents(x)) is not None:
             self._fact((kind, *data, Same(x) if self._strict and len(data) < 3 else None), path)
-        elif _package(kind.__module__) not in _KNOWN:
+        elif package(kind.__module__) not in KNOWN:
             self._fact((kind, repr(x)) if isinstance(x, _NUMBERS) else kind, path)
             self._attributes(x, path)
         elif equal and kind.__hash__ is not None and hashes(x):
@@ -358,20 +375,18 @@ _BY_TYPE = {
 """By their exact type those that most values are of."""
 
 
-def _package(name: Any) -> str:
+def package(name: Any) -> str:
     return str(name).partition(".")[0]
 
 
 @functools.cache
-def _installed(module: Any) -> bool:
+def installed(module: Any) -> bool:
     """Whether code is of a library, and not looked into: it has settings in its objects, all of which are read."""
-    package = _package(module)
-    file = str(getattr(sys.modules.get(package), "__file__", None) or "")
-    return package in _KNOWN or any(
-        f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages")
-    )
+    top = package(module)
+    file = str(getattr(sys.modules.get(top), "__file__", None) or "")
+    return top in KNOWN or any(f"{os.sep}{folder}{os.sep}" in file for folder in ("site-packages", "dist-packages"))
 
 
 def _of_library(cls: type) -> bool:
     """Whether code that is not looked into may read any attribute of an object of this class."""
-    return _installed(cls.__module__) and _package(cls.__module__) not in _KNOWN
+    return installed(cls.__module__) and package(cls.__module__) not in KNOWN

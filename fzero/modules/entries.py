@@ -1,0 +1,122 @@
+"""Maps the entries of a batch to the arguments of a forward, and finds those that nobody reads.
+
+An entry is read if the forward gets it, or if the loss function uses one of its tensors in any way, its shape included.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fzero import tree
+from fzero.errors import FzeroTypeError, TraceError, message
+
+
+class Arguments(NamedTuple):
+    """The arguments of a forward, and the entries of the batch that are none of them, by key."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    others: dict[Any, Any]
+
+
+def arguments(forward: Callable[..., Any], name: str, batch: Any, settings: dict[str, Any], alone: bool) -> Arguments:
+    """Forward's arguments in a batch; all of it if nobody else reads it. And the settings.
+
+    Args:
+        name: of the module.
+
+    Raises:
+        FzeroTypeError: forward does not take these, or needs more.
+    """
+    signature = inspect.signature(forward)
+    named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [p for p in named if p.default is p.empty and p.name not in settings]
+    args, kwargs, others = (), {}, {}
+    if isinstance(batch, Mapping):
+        names = {p.name for p in named}
+        kwargs = {k: x for k, x in batch.items() if alone or not named or k in names}
+        others = {k: x for k, x in batch.items() if k not in kwargs}
+    elif not isinstance(batch, (tuple, list)):
+        args = (batch,)
+    else:
+        count = len(batch) if alone else max(sum(p.kind is not p.KEYWORD_ONLY for p in needed), 1)
+        args, others = tuple(batch[:count]), dict(enumerate(batch[count:], count))
+    kwargs = {**kwargs, **settings}
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        problems = _misfit(error, signature, needed, args, kwargs)
+        entries = batch.items() if isinstance(batch, Mapping) else enumerate(args)
+        problems += [f"the batch has {k!r}: {tree.describe(x)}" for k, x in list(entries)[:16]]
+        fix = "name the entries of a batch as forward's arguments, or give model.train_step(..., name=value)"
+        what = f"a batch does not fit {name}.forward{signature}"
+        raise FzeroTypeError(message("functionalize", what, problems, fix)) from None
+    return Arguments(args, kwargs, others)
+
+
+def _misfit(
+    error: TypeError, signature: inspect.Signature, needed: Sequence[inspect.Parameter], args: Any, kwargs: Any
+) -> list[str]:
+    """The argument that forward has no parameter for; if there is none, the parameters that lack one."""
+    try:
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError as other:
+        return [str(other)]
+    return [f"missing: {p.name}" for p in needed if p.name not in bound] or [str(error)]
+
+
+class Reading(TorchFunctionMode):
+    """Notes which entries of a batch a function reads, while it runs.
+
+    Args:
+        given: forward's arguments, of which an entry may be one too.
+    """
+
+    def __init__(self, given: Arguments):
+        super().__init__()
+        self._others = given.others
+        self._seen = {id(x) for x in tree.leaves((given.args, given.kwargs))}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note(tree.leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, values: Collection[Any]) -> None:
+        self._seen.update(id(x) for x in values if isinstance(x, torch.Tensor))
+
+    def check(self, forward: Callable[..., Any], name: str, result: Any, could_take: bool) -> None:
+        """Raises if there are entries that neither forward nor the function has read.
+
+        Args:
+            result: of the function, which may be an entry.
+            could_take: whether only those count that forward might have been meant to get.
+        """
+        self.note(tree.leaves(result))
+        signature = inspect.signature(forward)
+        unread = {k: x for k, x in self._others.items() if not any(id(y) in self._seen for y in tree.leaves(x))}
+        if could_take and not _takes_more(signature, by_name=any(isinstance(k, str) for k in unread)):
+            return
+        if not unread:
+            return
+        found = [f"batch[{k!r}]: {tree.describe(x)}" for k, x in unread.items()]
+        what = f"neither {name}.forward{signature} nor the loss function reads these entries of the batch"
+        fix = (
+            "name entries as the arguments that they are, in a dict; or call the module yourself, "
+            "model.calling(lambda forward, batch: loss(forward(*batch[:2]), batch[2]), train=True) for fz.train_step; "
+            "or leave them out"
+        )
+        raise TraceError(message("functionalize", what, found, fix))
+
+
+def _takes_more(signature: inspect.Signature, by_name: bool) -> bool:
+    """Whether a forward takes arguments beyond those that it needs: by a name of any text, or by position."""
+    kinds = [(p.kind, p.default is not p.empty) for p in signature.parameters.values()]
+    if by_name:
+        return any(kind is inspect.Parameter.VAR_KEYWORD for kind, _ in kinds)
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(kind is inspect.Parameter.VAR_POSITIONAL or (kind in by_place and more) for kind, more in kinds)

@@ -1,0 +1,136 @@
+"""What of a batch a module's forward gets; an entry that nobody reads is refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import FzeroTypeError, TraceError
+
+
+class One(nn.Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(6, 3)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)
+
+
+class Many(One):
+    def forward(self, *xs: Any) -> Any:  # type: ignore[override]
+        return super().forward(sum(xs))
+
+
+class Masked(One):
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        return super().forward(x if mask is None else x * mask)
+
+
+class ByName(One):
+    def forward(self, x: Any, *, mask: Any = None) -> Any:
+        return super().forward(x if mask is None else x * mask)
+
+
+class Needed(One):
+    def forward(self, x: Any, *, mask: Any) -> Any:
+        return super().forward(x * mask)
+
+
+class More(One):
+    def forward(self, x: Any, **more: Any) -> Any:
+        return super().forward(x * more.get("mask", 1))
+
+
+X, Y, MASK = torch.randn(4, 6), torch.randn(4, 3), (torch.arange(24).reshape(4, 6) % 2).float()
+squares = fz.block(lambda params, out, y: F.mse_loss(out, y))
+
+
+def alone(out: Any, batch: Any) -> torch.Tensor:
+    return out.square().mean()
+
+
+def to(key: Any) -> Any:
+    return lambda out, batch: F.mse_loss(out, batch[key])
+
+
+def trained(net: nn.Module, batch: Any, fn: Any) -> float:
+    model = fz.functionalize(net)
+    train = fz.compile(model.train_step(optim.sgd(0.1), fn), fz.make_mesh(), backend="eager")
+    return train(train.init(model.params), batch)[1]["loss"].item()
+
+
+UNREAD = [
+    (Many, (X, MASK), alone, "batch[1]: float32[4, 6]"),
+    (Many, (X, MASK, Y), to(2), "batch[1]: float32[4, 6]"),
+    (Masked, (X, MASK), alone, "neither Masked.forward(x: 'Any', mask: 'Any' = None) -> 'Any' nor"),
+    (Masked, (X, MASK, Y), to(2), "batch[1]: float32[4, 6]"),
+    (Masked, {"x": X, "masks": MASK, "y": Y}, to("y"), "batch['masks']: float32[4, 6]"),
+    (ByName, (X, MASK), alone, "batch[1]: float32[4, 6]"),
+    (More, {"x": X, "mask": MASK, "y": Y}, to("y"), "batch['mask']: float32[4, 6]"),
+    (More, (X, MASK, Y), to(2), "batch[1]: float32[4, 6]"),
+    (One, {"x": X, "y": Y, "index": {"row": MASK}}, to("y"), "batch['index']: "),
+]
+
+
+@pytest.mark.parametrize(("net", "batch", "fn", "says"), UNREAD)
+def test_an_entry_that_nobody_reads_is_refused_by_name(net: Any, batch: Any, fn: Any, says: str) -> None:
+    with pytest.raises(TraceError, match=re.escape(says)):
+        trained(net(), batch, fn)
+
+
+READ = [
+    (One, (X, Y), to(1), lambda m: F.mse_loss(m(X), Y)),
+    (One, (X, Y), lambda out, b: out.sum() / len(b[1]), lambda m: m(X).sum() / 4),
+    (One, (X, Y), lambda out, b: squares({}, out, b[1]), lambda m: F.mse_loss(m(X), Y)),
+    (One, (X, {"y": Y, "unused": MASK}), lambda out, b: F.mse_loss(out, b[1]["y"]), lambda m: F.mse_loss(m(X), Y)),
+    (Many, (X, Y), to(1), lambda m: F.mse_loss(m(X), Y)),
+    (Masked, (X, Y), to(1), lambda m: F.mse_loss(m(X), Y)),
+    (Masked, {"x": X, "mask": MASK, "y": Y}, to("y"), lambda m: F.mse_loss(m(X, MASK), Y)),
+    (ByName, {"x": X, "mask": MASK, "y": Y}, to("y"), lambda m: F.mse_loss(m(X, mask=MASK), Y)),
+    (Needed, {"x": X, "mask": MASK, "y": Y}, to("y"), lambda m: F.mse_loss(m(X, mask=MASK), Y)),
+    (More, {"x": X, "y": Y}, to("y"), lambda m: F.mse_loss(m(X), Y)),
+]
+
+
+@pytest.mark.parametrize(("net", "batch", "fn", "plain"), READ)
+def test_a_batch_means_what_it_does_in_pytorch(net: Any, batch: Any, fn: Any, plain: Any) -> None:
+    assert trained(net(), batch, fn) == pytest.approx(plain(net()).item(), rel=1e-6)
+
+
+def test_a_needed_argument_by_name_is_not_taken_by_place() -> None:
+    with pytest.raises(FzeroTypeError, match="missing: mask"):
+        trained(Needed(), (X, MASK), alone)
+
+
+def test_an_evaluation_may_leave_labels_unread() -> None:
+    def outputs(net: Any, batch: Any) -> torch.Tensor:
+        model = fz.functionalize(net)
+        return fz.compile(model.eval_step(lambda out, b: out), fz.make_mesh(), backend="eager")(model.params, batch)
+
+    torch.testing.assert_close(outputs(One(), (X, Y)), One()(X).detach())
+    torch.testing.assert_close(outputs(Masked(), {"x": X, "y": Y}), One()(X).detach())
+    for net, batch in ((Masked(), (X, MASK)), (Many(), (X, MASK)), (More(), {"x": X, "mask": MASK})):
+        with pytest.raises(TraceError, match="reads these entries"):
+            outputs(net, batch)
+
+
+def test_code_that_calls_the_module_itself_gives_it_what_it_gives_in_pytorch() -> None:
+    """The way out of the refusal: `model(*inputs)`."""
+    model = fz.functionalize(Many())
+    step = fz.train_step(
+        model.calling(lambda forward, batch: F.mse_loss(forward(*batch[:2]), batch[2]), train=True),
+        optim.sgd(0.1),
+        trainable=model.trainable,
+        mutable=model.mutable,
+    )
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    loss = train(train.init(model.params), (X, MASK, Y))[1]["loss"].item()
+    assert loss == pytest.approx(F.mse_loss(Many()(X, MASK), Y).item(), rel=1e-6)
