@@ -345,6 +345,11 @@ def test_the_readmes_figures_are_those_measured():
         name, *figures = (cell.strip() for cell in row.strip("|").split("|"))
         other = [large[name][i] for i in (0, 5, 3)] if name in large else ["", "", ""]
         assert figures == [*(small[name][i] for i in (0, 5, 3)), *other], name
+    plan = (ROOT / "docs" / "cli.md").read_text().partition("--hf examples/llama_3_8b.json")[2]
+    step, rate, whole = (
+        re.search(f, plan)[1] for f in (r"a step\s+│ ([\d.]+) ms", r"([\d,]+) tokens/s", r"in all\s+│\s+([\d.]+ GiB)")
+    )
+    assert f"{float(step):.0f} ms a step, {rate} tokens/s, {whole} for each process" in readme
     seconds, tokens, share = measured("headline.md")["4, vertical"][1:4]
     assert f"**{float(seconds):.0f} s a step, {tokens} million tokens a day**, at {share[:-1]} %" in readme
     lost = measured("elastic_peers.md")
