@@ -184,7 +184,7 @@ def _mode(directory: Path) -> int:
 
 
 def _pointer(root: Path, draft: Draft) -> Path:
-    """What becomes `latest`."""
+    """The file that becomes `latest`."""
     return root / f"{TEMPORARY}{LATEST}{Path(draft.directory).suffix}"
 
 

@@ -164,7 +164,7 @@ class Reserved(NamedTuple):
 
 
 def inode_of(path: Path) -> tuple[int, int] | None:
-    """Which file has a name; None if there is none."""
+    """The device and inode of the file of this name; None if there is none."""
     try:
         found = os.stat(path)
     except OSError:
