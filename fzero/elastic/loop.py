@@ -513,7 +513,7 @@ class Run:
             logger.warning(text, self._known[0], unless, self._path)
 
     def _next_start(self) -> str:
-        """A line on where the next start goes on from, the last state of this one not being on disk. All ranks call it."""
+        """A line on where the next start goes on from, if the last state is not on disk. All ranks call it."""
         if self._vault is not None and launcher.starts_again():
             return "the hosts' memory has it: torchrun starts the ranks again, and they go on from there"
         try:
