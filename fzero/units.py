@@ -72,14 +72,17 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
     return found[0], found[1], found[2]
 
 
-def gib(nbytes: int) -> str:
+def as_argument(nbytes: int) -> str:
     """Bytes as an argument of a command, never more than they are, in the unit in which they are printed.
 
     Example:
-        >>> gib(80 * 10**9), gib(24 << 30), size(80 * 10**9)
-        ('74.5GiB', '24GiB', '74.51 GiB')
+        >>> as_argument(80 * 10**9), as_argument(24 << 30), as_argument(893000), size(80 * 10**9)
+        ('74.5GiB', '24GiB', '872.07KiB', '74.51 GiB')
     """
-    return f"{nbytes * 100 // _UNITS['GI'] / 100:g}GiB"
+    for unit in ("GI", "MI", "KI"):
+        if nbytes >= _UNITS[unit]:
+            return f"{nbytes * 100 // _UNITS[unit] / 100:.10g}{unit.replace('I', 'i')}B"
+    return f"{nbytes}B"
 
 
 def size(nbytes: float) -> str:

@@ -104,7 +104,7 @@ def test_auto_says_what_fills_the_device() -> None:
 
 def test_sizes_below_a_mebibyte_can_be_told_apart() -> None:
     assert (
-        "B, " in (first := refused(PLAIN, budget=1000)[1])
+        "B, " in (first := refused(PLAIN, budget="1000B")[1])
         and first.count("KiB") == 2
         and first.endswith("more than the 1000 B it may have")
     )

@@ -105,7 +105,8 @@ class _OfTarget:
             self._check()
             axes, device = self._devices()
             mesh = AbstractMesh(**axes).of_type("cuda" if device.asynchronous else "cpu")
-            limits = parse_budgets(self.budget_bytes, _bytes(self.host_budget), _bytes(self.disk_budget))
+            given = [_bytes(size) for size in (self.budget, self.host_budget, self.disk_budget)]
+            limits = parse_budgets(*(n and f"{n}B" for n in given))  # a unit was said, or many bytes
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
             print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
         made, interpreter, likely = None, 0, 0.0

@@ -18,7 +18,7 @@ from fzero.plan.render import Table, draw, plain, tables
 from fzero.program.ir import Program
 from fzero.program.show import statements
 from fzero.testing import Report
-from fzero.units import duration, gib, rate, size
+from fzero.units import as_argument, duration, rate, size
 
 
 def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: str = "") -> None:
@@ -37,7 +37,7 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: s
             fits.append(f"fits {has}: {size(plan.peak_bytes)} at the peak, {size(left)} to spare")
         else:
             more = f"{size(plan.peak_bytes)} at the peak, {size(-left)} more"
-            looked = f"--budget {gib(memory)} looks for what does, and says what would help"
+            looked = f"--budget {as_argument(memory)} looks for what does, and says what would help"
             fits.append(
                 f"does not fit {has}: {more}. Fix: {f'the state alone is too large: {short}' if short else looked}"
             )
