@@ -171,7 +171,7 @@ class Log:
         return "  ".join([described(record), *named])
 
     def below(self, record: Record) -> RenderableType | None:
-        """What a terminal shows below the line."""
+        """The renderable below the line on a terminal, if there is one."""
         return self._below(record) if self._below else None
 
 
