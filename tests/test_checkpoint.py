@@ -680,6 +680,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, error: int, when: Any) -
         ("write", errno.ENOSPC, "rank-00002.json", "rank 2: OSError"),
         ("write", errno.ENOSPC, "index.json", "rank 0: OSError"),
         ("write", errno.ENOSPC, ".tmp-latest", "rank 0: OSError"),
+        ("write", errno.ENOSPC, "writer.json", "rank 0: OSError"),
         ("rename", errno.EIO, ".tmp-step-00000002", "rank 0: OSError"),
         ("mkdir", errno.EACCES, ".tmp-step-00000002", "rank 0: PermissionError"),
     ],

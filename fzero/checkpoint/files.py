@@ -121,10 +121,13 @@ class Files(Storage):
                     os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
         directory = root / f"{TEMPORARY}{name}.{uuid.uuid4().hex[:8]}"
         directory.mkdir(_PRIVATE if private else 0o777)
-        self.write(directory / WRITER, writers.note())
-        if (other := self._another(root)) is not None:  # which began at the same moment
+        try:
+            self.write(directory / WRITER, writers.note())
+            if (other := self._another(root)) is not None:  # which began at the same moment
+                raise other
+        except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
-            raise other
+            raise
         return Draft(directory, "")
 
     def publish(
