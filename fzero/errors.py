@@ -11,9 +11,12 @@ All errors fzero raises on purpose subclass `FzeroError` and the built-in class 
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from fzero.memory_error import OutOfMemory
 
 __all__ = [
     "FzeroError",
@@ -22,6 +25,7 @@ __all__ = [
     "TransformError",
     "TraceError",
     "BudgetError",
+    "OutOfMemory",
     "VerifyError",
     "DivergenceError",
     "RankLost",
@@ -116,15 +120,6 @@ class BudgetError(FzeroValueError):
         ... except fz.errors.BudgetError as error:
         ...     print(str(error).splitlines()[0])
         fzero.memory_budget: the step does not fit
-    """
-
-
-class OutOfMemory(FzeroError, torch.OutOfMemoryError):
-    """A memory that was full while a step ran, with what would take less. The state of a training step is lost.
-
-    Example:
-        >>> issubclass(OutOfMemory, RuntimeError)
-        True
     """
 
 
@@ -290,3 +285,11 @@ def left(where: str, rank: int, size: int) -> RankLost:
             "look at that rank's errors; go on from the last checkpoint",
         )
     )
+
+
+def __getattr__(name: str) -> Any:
+    """`OutOfMemory`, when it is asked for: it is PyTorch's error too, and who watches a rank imports no PyTorch."""
+    if name != "OutOfMemory":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = importlib.import_module("fzero.memory_error").OutOfMemory
+    return found

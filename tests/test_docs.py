@@ -170,7 +170,8 @@ def test_the_reference_has_every_public_name() -> None:
     assert page == reference.index(page), "python tests/test_docs.py docs/api.md"
     modules = {name for name in fz.__all__ if inspect.ismodule(getattr(fz, name))}
     assert {f"fz.{name}" for name in modules} | {"fz"} == {*reference.ROOMS}
-    errors = {name for name, kind in vars(fz.errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
+    kinds = {name: getattr(fz.errors, name) for name in {*vars(fz.errors), *fz.errors.__all__}}
+    errors = {name for name, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, Exception)}
     assert errors == {*fz.errors.__all__}
 
 
