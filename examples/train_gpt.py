@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,8 @@ def run(args: argparse.Namespace) -> None:
         return gpt(params, tokens, heads=args.heads).index_select(1, position).flatten()
 
     train = fz.compile(step, mesh, backend=args.backend)
+    if args.stop_on_nan:  # and says so itself
+        warnings.filterwarnings("ignore", "fzero.step: parameters are not finite")
     # the same transforms, forward only;
     validate = fz.compile(spread(fz.eval_step(validation_loss)), mesh, backend="eager")
     predict = fz.compile(spread(fz.eval_step(logits_at)), mesh, backend="eager")  # few calls: not worth compiling

@@ -218,7 +218,7 @@ def test_one_command_starts_and_goes_on(run_ranks, straight, tmp_path):
 
 DAMAGES = (
     lambda out: (out / "step-00000004" / "index.json").unlink(),
-    lambda out: (out / "latest").write_text("step-00000009"),
+    lambda out: (out / "latest").write_text("not a step"),
     lambda out: (out / "step-00000004" / "index.json").write_text("{}"),
 )
 
