@@ -527,7 +527,7 @@ def test_on_one_memory_auto_goes_to_disk_alone() -> None:
 
 def test_what_nothing_makes_fit_says_what_the_least_takes_of_each_tier() -> None:
     with pytest.raises(errors.BudgetError) as caught:
-        auto(0.05, "/scratch", host_budget=1000, disk_budget=2000)
+        auto(0.05, "/scratch", host_budget="1000B", disk_budget=2000)
     lines = str(caught.value).splitlines()
     assert lines[0] == "fzero.offload: nothing that 'auto' can move makes the step fit" and lines[-1].startswith(
         "Fix: raise a budget"
