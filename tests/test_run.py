@@ -125,12 +125,12 @@ def test_a_memory_that_somebody_removes_is_made_anew(run_ranks: Any, tmp_path: P
     calm.mkdir()
     run_ranks(2, plainly, str(calm), 8)
     faults = ["1.0.2:gone", "1.0.4:kill", "0.0.6:stop"]
-    with keepers(out, 8, *faults, flags=("--hang", "5"), env={"SURVIVOR_NOWHERE": ""}) as started:
+    with keepers(out, 8, *faults, flags=("--hang", "12"), env={"SURVIVOR_NOWHERE": ""}) as started:
         texts = [ended(one) for one in started]
     text = "\n".join(text for _, text in texts)
     assert [code for code, _ in texts] == [0, 0], text
     assert re.search("somebody has removed files of rank 1 .*RemoveIPC.*: they are made anew", text), text
-    assert "rank 0 has done nothing for 5 s in step 6; its stacks:" in text
+    assert "rank 0 has done nothing for 12 s in step 6; its stacks:" in text
     assert (out / "sources-1").read_text().split("\n")[:-1] == ["init 0", "memory 4", "memory 6"], text
     assert logged(out) == logged(calm)
     assert not [*out.glob("memory-*/*")]
