@@ -205,4 +205,4 @@ def test_progress_is_a_line_over_itself_on_a_terminal_and_seldom_elsewhere(monke
                 and lines.endswith("\r")
             )
         else:
-            assert lines == "search: 5 s, 5 tried\nsearch: 20 s, 20 tried\nsearch: 35 s, 35 tried\n"
+            assert lines == "search: 2 s, 2 tried\nsearch: 17 s, 17 tried\nsearch: 32 s, 32 tried\n"
