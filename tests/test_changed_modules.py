@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,6 +113,88 @@ def test_a_change_is_refused_by_name(what: str) -> None:
         with pytest.raises(FzeroValueError, match=re.escape(says)) as error:
             act()
         assert "Net is not what it was when it was given to functionalize" in str(error.value)
+
+
+class Slotted:
+    __slots__ = ("note", "scale")
+
+    def __init__(self) -> None:
+        self.scale, self.note = 1.0, ""
+
+
+class Fixed:
+    scale = 1.0
+
+
+class Named:
+    def __init__(self) -> None:
+        self._values, self.note = {"scale": 1.0}, ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(name)
+        return self._values[name]
+
+
+@dataclasses.dataclass
+class Data:
+    of: float = 1.0
+    note: str = ""
+
+    @property
+    def scale(self) -> float:
+        return self.of
+
+
+class Scaled(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.a, self.config = nn.Linear(6, 3), config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * self.config.scale
+
+
+def set_scale(config: Any) -> None:
+    config.scale = 3.0
+
+
+CONFIGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
+    "namespace": (lambda: types.SimpleNamespace(scale=1.0), set_scale, "config.scale: 1.0 then, 3.0 now\n"),
+    "slots": (Slotted, set_scale, "config.scale: 1.0 then, 3.0 now\n"),
+    "class": (lambda: Fixed, set_scale, "scale: 1.0 before, 3.0 now\n"),
+    "class of an object": (Fixed, lambda c: set_scale(type(c)), "scale: 1.0 before, 3.0 now\n"),
+    "set over its class": (Fixed, set_scale, "config.scale: none then, 3.0 now\n"),
+    "__getattr__": (Named, lambda c: c._values.update(scale=3.0), "config._values['scale']: 1.0 then, 3.0 now\n"),
+    "property": (Data, lambda c: setattr(c, "of", 3.0), "config.of: 1.0 then, 3.0 now\n"),
+    "array": (
+        lambda: types.SimpleNamespace(scale=np.ones(3, dtype=np.float32)),
+        lambda c: c.scale.fill(3.0),
+        "config.scale: a ndarray then, another ndarray now\n",
+    ),
+}
+
+
+class Arrays(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * float(self.config.scale[0])
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_a_change_inside_an_attribute_is_refused(what: str) -> None:
+    make, change, says = CONFIGS[what]
+    config = make()
+    try:
+        _, train, state = started((Arrays if what == "array" else Scaled)(config))
+        state, _ = train(state, batch())
+        if not isinstance(config, (type, Fixed)):
+            config.note = "nothing reads it"
+            state, _ = train(state, batch())
+        change(config)
+        with pytest.raises(FzeroValueError, match=re.escape(says)):
+            train(state, batch())
+    finally:
+        Fixed.scale = 1.0
 
 
 def test_what_a_forward_reads_besides_is_refused_when_it_changes() -> None:

@@ -8,6 +8,7 @@ It must not know of steps.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import enum
 import functools
@@ -25,12 +26,21 @@ from fzero.errors import FzeroValueError, message
 from fzero.modules import capture
 from fzero.trace.code_names import WHOLE, names_in
 from fzero.trace.settings_walk import KNOWN, Walk, installed, package
-from fzero.trace.value_keys import PLAIN_TYPES, Same, contents, exact
+from fzero.trace.value_keys import PLAIN_TYPES, Same, attributes_of, contents, exact
 
 _DEPTH = 4
 """Containers and objects within each other in an attribute, beyond which nothing is compared."""
 _MANY = 1000
 """Items of a container above which their number alone is compared."""
+_SMALL = 4096
+"""Bytes of an array above which a change in place is not looked for."""
+_RECORDS = (types.SimpleNamespace, argparse.Namespace)
+"""Classes of Python's own whose objects have the attributes that they are given."""
+_NOT_READ = frozenset(
+    {"__init__", "__new__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__"}
+    | {"__str__", "__del__", "__copy__", "__deepcopy__"}
+)
+"""Methods of an object that a forward does not call where it names none; dataclasses name all that they hold there."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BY_TORCH = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl"}
 """Attributes of PyTorch's own, of which those that matter are compared by themselves."""
@@ -74,10 +84,13 @@ class Original:
         classes = dict.fromkeys(type(m) for m in module.modules() if not installed(type(m).__module__))
         walk = Walk(strict=False)
         walk.run([*classes, *(hook for m in module.modules() for _, _, hook in _hooks(m))])
-        self._names, self._unnamed = walk.names | _reached(module), not WHOLE.isdisjoint(walk.names)
-        self._known: dict[str, _Fact] = {}
+        self._unnamed, self._known = not WHOLE.isdisjoint(walk.names), dict[str, _Fact]()
         self._flags = [m.training for m in module.modules()]
-        self._known, self._look = self._facts()
+        held = -1
+        while held != (held := len(self._functions)):  # the classes of what it holds name attributes of that
+            self._names = walk.names | _reached(module, [x for x in self._functions.values() if isinstance(x, type)])
+            known, self._look = self._facts()
+        self._known = known
         self.read = (*classes, *self._functions.values())
 
     def changes(self) -> list[str]:
@@ -122,6 +135,8 @@ class Original:
     def _facts(self) -> tuple[dict[str, _Fact], _Look]:
         """All that is compared, by name; and what it takes to see that nothing is another."""
         self._live: list[Any] = []
+        self._slotted: list[Any] = []
+        self._arrays: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         found: dict[str, _Fact] = {}
         first: dict[int, str] = {}
@@ -146,7 +161,7 @@ class Original:
             for own, x in list(vars(m).items()):
                 if own not in _BY_TORCH and not _own_method(m, own, x) and self._counts(m, own, f"{prefix}{own}"):
                     self._value(found, f"{prefix}{own}", own, x, seen, _DEPTH)
-        return found, _Look(list(self._module.modules()), self._tensors, self._live)
+        return found, _Look(list(self._module.modules()), self._tensors, self._live, self._slotted, self._arrays)
 
     def _tensor(self, found: dict[str, _Fact], path: str, own: str, kind: str, x: Any, first: dict[int, str]) -> None:
         if x is None:
@@ -176,7 +191,7 @@ class Original:
         if (self._known and path not in self._known) or callable(getattr(type(owner), name, None)):
             return False
         return self._unnamed or any(
-            c not in (nn.Module, object) and installed(c.__module__) for c in type(owner).__mro__
+            c not in (nn.Module, object, *_RECORDS) and installed(c.__module__) for c in type(owner).__mro__
         )
 
     def _value(self, found: dict[str, _Fact], path: str, own: str, x: Any, seen: set[int], depth: int) -> None:
@@ -187,10 +202,12 @@ class Original:
             found[path] = _Fact((x.shape, x.dtype), f"a tensor {tree.describe(x)}")
         elif isinstance(x, (nn.Module, type, *_FUNCTIONS)):
             found[path] = _Fact(Same(x), getattr(x, "__name__", kind.__name__))
-            if isinstance(x, _FUNCTIONS):
+            if isinstance(x, _FUNCTIONS) or (isinstance(x, type) and not installed(x.__module__)):
                 self._functions.setdefault(id(x), x)
         elif (numbers := contents(x)) is not None:
             found[path] = _Fact((kind, *numbers), f"a {kind.__name__}")
+            if memoryview(x).nbytes <= _SMALL:
+                self._arrays.append(x)
         elif isinstance(x, (dict, list, tuple, set, frozenset, collections.deque)):
             found[path] = _Fact((kind, len(x)), f"a {kind.__name__} of {len(x)}")
             if id(x) in seen or not depth or len(x) > _MANY:
@@ -205,13 +222,20 @@ class Original:
             items = x.items() if isinstance(x, dict) else enumerate(x)
             for key, y in list(items):
                 self._value(found, f"{path}[{key!r}]", own, y, seen, depth - 1)
-        elif hasattr(x, "__dict__") and package(kind.__module__) not in KNOWN:
+        elif isinstance(x, _RECORDS) or (
+            package(kind.__module__) not in KNOWN and (hasattr(x, "__dict__") or _slots(kind))
+        ):
             found[path] = _Fact(kind, f"a {kind.__name__}")
             if id(x) in seen or not depth:
                 return
             seen.add(id(x))
-            self._live.append(vars(x))
-            for name, y in list(vars(x).items()):
+            if not installed(kind.__module__):
+                self._functions.setdefault(id(kind), kind)
+            if hasattr(x, "__dict__"):
+                self._live.append(vars(x))
+            if _slots(kind):
+                self._slotted.append(x)
+            for name, y in list(attributes_of(x)):
                 if self._counts(x, name, f"{path}.{name}"):
                     self._value(found, f"{path}.{name}", name, y, seen, depth - 1)
         else:
@@ -239,17 +263,39 @@ def _said(path: str, then: str, now: str) -> str:
 class _Look:
     """Copies of what a module consists of, to be compared with it."""
 
-    def __init__(self, modules: list[nn.Module], tensors: list[torch.Tensor], live: list[Any]):
-        self._modules, self._tensors, self._live = modules, tensors, live
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        tensors: list[torch.Tensor],
+        live: list[Any],
+        slotted: list[Any],
+        arrays: list[Any],
+    ):
+        self._modules, self._tensors, self._live, self._slotted, self._arrays = modules, tensors, live, slotted, arrays
         self._copies = [dict(x) if isinstance(x, dict) else x.copy() for x in live]
         self._classes, self._of_tensors = list(map(type, modules)), list(map(_TENSOR, tensors))
+        self._of_slots, self._of_arrays = list(map(_in_slots, slotted)), list(map(contents, arrays))
 
     def same(self) -> bool:
         return (
             self._live == self._copies
             and list(map(type, self._modules)) == self._classes
             and list(map(_TENSOR, self._tensors)) == self._of_tensors
+            and list(map(_in_slots, self._slotted)) == self._of_slots
+            and list(map(contents, self._arrays)) == self._of_arrays
         )
+
+
+@functools.cache
+def _slots(cls: type) -> tuple[str, ...]:
+    """The names of the slots of a class's objects."""
+    own = [vars(base).get("__slots__", ()) for base in cls.__mro__]
+    names = [name for x in own for name in ((x,) if isinstance(x, str) else x)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _in_slots(x: Any) -> list[Any]:
+    return [getattr(x, name, None) for name in _slots(type(x))]
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
@@ -269,13 +315,17 @@ def _own_method(m: nn.Module, name: str, x: Any) -> bool:
     return isinstance(x, types.MethodType) and x.__self__ is m and x.__func__ is getattr(type(m), name, None)
 
 
-def _reached(module: nn.Module) -> frozenset[str]:
-    """The names in the forwards of a module's classes, and in the methods that these name."""
+def _reached(module: nn.Module, held: list[type]) -> frozenset[str]:
+    """The names in the forwards of a module's classes, and in the methods that these name, or that Python calls of
+    objects that it holds."""
     methods: dict[str, list[types.CodeType]] = {}
-    for cls in dict.fromkeys(c for m in module.modules() for c in type(m).__mro__ if c not in (nn.Module, object)):
+    kinds = [*(type(m) for m in module.modules()), *held]
+    for cls in dict.fromkeys(c for kind in kinds for c in kind.__mro__ if c not in (nn.Module, object)):
         for name, code in _methods(cls):
             methods.setdefault(name, []).append(code)
-    found, todo = {"forward"}, ["forward"]
+    called = {n for cls in held for c in cls.__mro__ if not installed(c.__module__) for n, _ in _methods(c)}
+    todo = ["forward", *(n for n in called if n.startswith("__") and n not in _NOT_READ)]
+    found = set(todo)
     while todo:
         new = frozenset[str]().union(*(names_in(code).attributes for code in methods.get(todo.pop(), ()))) - found
         found |= new
