@@ -197,6 +197,34 @@ def test_a_change_inside_an_attribute_is_refused(what: str) -> None:
         Fixed.scale = 1.0
 
 
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+
+class Asking(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x) if self.a.training else 3 * self.a(x))
+
+
+class AskingItself(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x) if self.training else 3 * self.a(x))
+
+
+def test_the_mode_of_a_part_that_another_reads() -> None:
+    for net, refused in ((Asking(), True), (AskingItself(), False)):
+        _, train, state = started(net)
+        state, _ = train(state, batch())
+        net.a.eval()
+        if refused:
+            with pytest.raises(FzeroValueError, match=r"a\.training: True then, False now\n"):
+                train(state, batch())
+            net.a.train()
+        train(state, batch())
+
+
 def test_what_a_forward_reads_besides_is_refused_when_it_changes() -> None:
     global RATE
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dis
 import enum
 import functools
 import inspect
@@ -250,7 +251,8 @@ class Original:
         if not any(now) or len(now) != len(self._flags):
             return []
         names = [name for name, _ in self._module.named_modules()]
-        asked = [i for i, m in enumerate(modules) if _asks_mode(type(m))]
+        of_parts = {id(part) for m in modules if _asks_parts(type(m)) for part in m.modules() if part is not m}
+        asked = [i for i, m in enumerate(modules) if id(m) in of_parts or _asks_mode(type(m))]
         wrong = [[i for i in asked if now[i] != then[i]] for then in (self._flags, self._training)]
         return [f"{names[i]}.training: {not now[i]} then, {now[i]} now".lstrip(".") for i in min(wrong, key=len)]
 
@@ -348,3 +350,23 @@ def _asks_mode(cls: type) -> bool:
     if not all(c.__module__.startswith("torch.nn.") for c in classes if issubclass(c, nn.Module)):
         return True
     return any("training" in names_in(code).attributes for c in classes for _, code in _methods(c))
+
+
+@functools.cache
+def _asks_parts(cls: type) -> bool:
+    """Whether a class that is no library's may read the mode of its parts: a `training` that is not `self.training`."""
+    codes = [code for c in cls.__mro__ if not installed(c.__module__) for _, code in _methods(c)]
+    return any(_reads_training(code, code.co_varnames[:1]) for code in codes)
+
+
+def _reads_training(code: types.CodeType, own: tuple[str, ...]) -> bool:
+    """Whether code reads `training` of another object than that of this name."""
+    if any(_reads_training(c, own) for c in code.co_consts if isinstance(c, types.CodeType)):
+        return True
+    held: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.argval == "training" and instruction.opname == "LOAD_ATTR" and held not in own:
+            return True
+        loaded = instruction.argval if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
+        held = loaded[-1] if isinstance(loaded, tuple) else loaded
+    return False
