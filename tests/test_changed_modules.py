@@ -225,6 +225,19 @@ def test_the_mode_of_a_part_that_another_reads() -> None:
         train(state, batch())
 
 
+@pytest.mark.parametrize("what", ["tie", "another layer", "wider layer", "no bias", "dtype"])
+def test_write_back_into_a_changed_module_is_refused_alike(what: str) -> None:
+    change, says = CHANGES[what]
+    net = Net()
+    model = fz.functionalize(net)
+    params = fz.tree.map(torch.clone, model.params)
+    change(net)
+    before = {name: x.clone() for name, x in net.state_dict().items()}
+    with pytest.raises(FzeroValueError, match=re.escape(says)):
+        model.write_back(params)
+    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+
+
 def test_what_a_forward_reads_besides_is_refused_when_it_changes() -> None:
     global RATE
     try:

@@ -297,12 +297,11 @@ class Functional(Standing):
 
         Raises:
             FzeroTypeError: a tree with other leaves.
-            FzeroValueError: listing leaves of another shape: shards.
+            FzeroValueError: listing leaves of another shape: shards; or what of the module has changed.
         """
         check_whole(params, "write_back")
         given = self._flat(params, whole=False)
-        if any(name not in self._leaf_of for name, _ in named(self._module)):
-            self.check()  # it has other tensors now
+        self.check()  # else weights are lost where it has others now
         slots = list(self.slots(self._module).values())
         wrong = [
             f"{s.name}: {tree.describe(given[s.name])}, not {list(s.get().shape)}"
