@@ -21,6 +21,20 @@ class Weighted(NamedTuple):
     total: torch.Tensor
     count: torch.Tensor
 
+    def __add__(self, other: Any) -> Any:
+        """Refused, as the other operators are: a tuple's `+` would concatenate."""
+        raise FzeroTypeError(
+            message(
+                "weighted",
+                "a fz.weighted result has no arithmetic",
+                [f"it is a sum and its count, averaged by the step; the other operand is {_operand(other)}"],
+                "compute with the totals, scaled to the same count, before: fz.weighted(total + 0.1 * penalty * count, "
+                "count)",
+            )
+        )
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
+
 
 class Loss(NamedTuple):
     total: torch.Tensor
@@ -45,6 +59,8 @@ def split_loss(result: Any, has_aux: bool, mutates: bool = False) -> tuple[Loss,
             if asked
             else "pass has_aux=True to return (loss, aux), or mutable=predicate to return (loss, new)"
         )
+        if mutates and not has_aux and len(parts) == 3:
+            fix += ", or pass has_aux=True to return (loss, aux, new)"
         raise FzeroTypeError(message("train_step", what, fix=fix))
     result, found = parts[0], dict(zip(asked, parts[1:], strict=True))
     loss = Loss(*result) if isinstance(result, Weighted) else Loss(result, None)
@@ -222,3 +238,7 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
     if not isinstance(count, torch.Tensor):
         count = torch.full((), float(count), dtype=torch.float32, device=total.device)
     return Weighted(total, count)
+
+
+def _operand(x: Any) -> str:
+    return "fz.weighted too" if isinstance(x, Weighted) else shown(x)

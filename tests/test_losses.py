@@ -3,6 +3,7 @@ fz.weighted is exact."""
 
 from __future__ import annotations
 
+import operator
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,35 @@ def test_means_of_ragged_micro_batches_are_wrong_and_weighted_ones_exact():
         assert max(errors(weighted, num).values()) < 1e-5, num
     assert max(errors(by_means, 1).values()) < 1e-5
     assert min(errors(by_means, 8).values()) > 0.05  # not rounding: another loss
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "reflected"])
+@pytest.mark.parametrize("op", [operator.add, operator.sub, operator.mul, operator.truediv])
+@pytest.mark.parametrize("other", [0.1, torch.tensor(0.1), fz.weighted(torch.tensor(1.0), 2), (1.0, 2.0)])
+def test_arithmetic_of_a_weighted_result_is_refused(op, other, swapped):
+    ours = fz.weighted(torch.tensor(6.0), 3)
+    with pytest.raises(fz.errors.FzeroTypeError, match=r"(?s)^fzero.weighted: .*Fix: .*fz.weighted\(total \+ 0.1"):
+        op(other, ours) if swapped else op(ours, other)
+
+
+def test_a_term_added_to_the_total_of_a_weighted_loss_is_exact():
+    """As the message says, and in `aux` a sum of two is refused as well."""
+    batch = {"x": torch.randn(8, 12, 5), "real": torch.arange(12) < torch.tensor([12, 1, 2, 1, 9, 1, 1, 3])[:, None]}
+
+    def penalized(params: Any, batch: Any) -> Any:
+        total, count, _ = ragged(params, batch)
+        return fz.weighted(total + 0.1 * params["w"].square().sum() * count, count)
+
+    def added(params: Any, batch: Any) -> Any:
+        loss, aux = weighted(params, batch)
+        return loss, {"both": aux["low"] + aux["low"]}
+
+    states = []
+    for num in (1, 4):
+        step = fz.accumulate(fz.train_step(penalized, optim.sgd(1.0)), num)
+        train = fz.compile(step, fz.make_mesh(), backend="eager")
+        states.append(train(train.init({"w": torch.ones(5)}), batch)[0].params["w"])
+    torch.testing.assert_close(*states)
+    step = fz.train_step(added, optim.sgd(1.0), has_aux=True)
+    with pytest.raises(fz.errors.FzeroTypeError, match="has no arithmetic"):
+        step(step.init({"w": torch.ones(5)}), batch)
