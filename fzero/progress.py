@@ -101,7 +101,12 @@ def moving(what: str, doing: str, rank: int) -> Iterator[None]:
         rank: of this process.
     """
     before = _MOVED[0]
-    with nullcontext() if rank else shown(what, lambda: f"{size(_MOVED[0] - before)} {doing}"):
+
+    def text() -> str:
+        nbytes = _MOVED[0] - before
+        return f"{size(nbytes)} {doing}" if nbytes else "starting"
+
+    with nullcontext() if rank else shown(what, text):
         yield
 
 

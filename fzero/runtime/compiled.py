@@ -355,11 +355,11 @@ class Compiled:
 
         def progress(compiled: int, num: int, name: str) -> None:
             nonlocal far
-            far = f"compiling, {compiled} of {num} functions, {name} the last"
+            far = f"compiling, {compiled} of {num} functions done"
 
         if self.backend == "eager" or self.mesh.rank:
             return build(functions, self.backend, self.mesh)
-        with shown("fzero.compile", lambda: f"{far} (kept for the next start; backend='eager' does not compile)"):
+        with shown("fzero.compile", lambda: f"{far}; the result is cached (backend='eager' starts without compiling)"):
             return build(functions, self.backend, self.mesh, progress)
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
