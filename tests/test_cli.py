@@ -394,6 +394,26 @@ def test_a_users_own_traceback(run, function, names, last):
     assert "fzero" not in err.replace("fz.", "") and "torch/" not in err and "failed while attempting" not in err
 
 
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (("--sequence", "2048"), "--sequence: did you mean --seq?"),
+        (("--sequence=2048",), "--sequence: did you mean --seq?"),
+        (("--memory_budget", "8GB"), "--memory-budget: did you mean --host-budget?"),
+    ],
+)
+def test_an_unknown_flag_names_the_nearest(run, args, line):
+    code, out, err = run("plan", "targets.py:good", *MESH, *args)
+    assert code == 2 and not out and err.splitlines()[-1] == line
+
+
+def test_known_flags_are_not_corrected(run):
+    code, _, err = run("plan", "targets.py:good", *MESH, "--host-budget", "1GB", "--seq", "many")
+    assert code == 2 and "did you mean" not in err
+    code, _, err = run("plan", "targets.py:good", *MESH, "--xyzzyx")
+    assert code == 2 and "did you mean" not in err
+
+
 def test_an_exit_of_the_users(run):
     code, _, err = run("plan", "targets.py:leaves", *MESH)
     assert (

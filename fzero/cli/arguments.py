@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from typing import Annotated, Union
 
 import tyro
@@ -56,4 +59,27 @@ def parse(args: Sequence[str]) -> Plan | Show | Check | Calibrate:
     kinds = {"plan": Plan, "show": Show, "check": Check, "calibrate": Calibrate}
     each = tuple(Annotated[kind, told(name, kind)] for name, kind in kinds.items())
     commands = Union[each]  # noqa: UP007  # made of a list
-    return tyro.cli(commands, prog="fzero", description=_ABOUT, args=list(args), config=_STYLE)  # type: ignore[arg-type]
+    try:
+        return tyro.cli(commands, prog="fzero", description=_ABOUT, args=list(args), config=_STYLE)  # type: ignore[arg-type]
+    except SystemExit as stop:
+        if stop.code and args and args[0] in kinds:
+            for line in _meant(args[1:], _flags(kinds[args[0]])):
+                print(line, file=sys.stderr)
+        raise
+
+
+def _meant(args: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """A line for each unknown flag that is like a known one; tyro suggests only those that are very like."""
+    given = [arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")]
+    near = {flag: get_close_matches(flag, flags, n=1) for flag in given if flag not in (*flags, "--help")}
+    return [f"{flag}: did you mean {found[0]}?" for flag, found in near.items() if found]
+
+
+def _flags(kind: type) -> list[str]:
+    """The flags of a command: its fields but the positional one, and those of the groups among them."""
+    found = list[str]()
+    for field in (f for f in fields(kind) if f.name != "target"):
+        group = field.default_factory
+        nested = group is not MISSING and is_dataclass(group)
+        found += _flags(group) if nested else [f"--{field.name.replace('_', '-')}"]  # type: ignore[arg-type]
+    return found
