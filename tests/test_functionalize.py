@@ -387,6 +387,29 @@ def test_settings_are_none_of_a_batch_s_entries():
     step(step.init(model.params), (torch.ones(2, 4), torch.ones(2, 4)))
 
 
+@pytest.mark.parametrize("writes", [False, True], ids=["", "buffers"])
+def test_a_loss_with_aux(writes):
+    """Of a forward that writes buffers the new values come third."""
+    model = fz.functionalize(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3) if writes else nn.Identity()))
+
+    def loss(out, batch):
+        return out.square().mean(), {"largest": out.detach().max(), "rows": fz.weighted(out.detach().sum(), 3)}
+
+    x = torch.randn(6, 4)
+    step = model.train_step(optim.sgd(0.1), loss, has_aux=True)
+    state, metrics = step(step.init(model.params), x)
+    assert set(metrics["aux"]) == {"largest", "rows"}
+    if writes:
+        assert not torch.equal(named(state.params)["1.running_mean"], named(model.params)["1.running_mean"])
+    else:
+        torch.testing.assert_close(metrics["aux"]["largest"], model.apply(model.params, x).max())
+    wrong = model.train_step(optim.sgd(0.1), loss)
+    with pytest.raises(fz.errors.FzeroTypeError, match="pass has_aux=True to return"):
+        wrong(wrong.init(model.params), x)
+    with pytest.raises(fz.errors.FzeroTypeError, match=r"the model's own loss has no aux\nFix: model.train_step"):
+        model.train_step(optim.sgd(0.1), has_aux=True)
+
+
 # --- buffers ---
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from fzero import compat, tree
 from fzero.arguments import Predicate, function, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, message
+from fzero.loss import Weighted
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten, written_names
 from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw, undropped
@@ -216,9 +217,9 @@ class Functional(Standing):
         """A loss function `(params, batch, *, key)` for `fz.train_step`, of the module in training mode.
 
         Args:
-            fn: `(outputs, batch) -> loss`, a scalar or `fz.weighted`. None: the model's own, the `loss` among its
-                outputs. If one cross entropy is computed for it, it is averaged over the targets that are not ignored,
-                exactly, whatever the parts of the batch have of them.
+            fn: `(outputs, batch) -> loss`, a scalar or `fz.weighted`, or `(loss, aux)` for `has_aux`. None: the model's
+                own, the `loss` among its outputs. If one cross entropy is computed for it, it is averaged over the
+                targets that are not ignored, exactly, whatever the parts of the batch have of them.
             settings: further arguments of the forward, the same in each call.
 
         `batch` is a dict of forward's arguments (with `fn`, entries that forward has no parameter for are `fn`'s
@@ -237,14 +238,26 @@ class Functional(Standing):
             given = Given(self._flat(params), key, _rows(batch), found.args, found.kwargs)
             out, new = self._call(self._train, given, counting)
             loss = own_loss(out, counting, self._name) if fn is None else self._read(fn, out, batch, found, False)
-            return loss if new is None else (loss, new)
+            if new is None:
+                return loss
+            with_aux = isinstance(loss, tuple) and not isinstance(loss, Weighted)
+            return (*loss, new) if with_aux else (loss, new)
 
         return self.marked(loss_fn, "loss")
 
-    def train_step(self, optimizer: GradientTransformation, loss: Loss | None = None, **settings: Any) -> Step:
-        """`fz.train_step(self.loss(loss), optimizer, trainable=self.trainable, mutable=self.mutable)`; with
-        `fz.remat("full")` if gradient checkpointing was enabled in the module."""
-        step = train_step(self.loss(loss, **settings), optimizer, trainable=self.trainable, mutable=self.mutable)
+    def train_step(
+        self, optimizer: GradientTransformation, loss: Loss | None = None, *, has_aux: bool = False, **settings: Any
+    ) -> Step:
+        """`fz.train_step(self.loss(loss, **settings), optimizer, has_aux=has_aux, trainable=self.trainable,
+        mutable=self.mutable)`; with `fz.remat("full")` if gradient checkpointing was enabled in the module.
+
+        With `has_aux`, `loss` returns `(loss, aux)`. A forward's own argument `has_aux` is given to `self.loss`.
+        """
+        if has_aux and loss is None:
+            fix = "model.train_step(optimizer, lambda out, batch: (out.loss, {'metric': ...}), has_aux=True)"
+            raise FzeroTypeError(message("functionalize", "has_aux=True, but the model's own loss has no aux", fix=fix))
+        loss_fn = self.loss(loss, **settings)
+        step = train_step(loss_fn, optimizer, has_aux=has_aux, trainable=self.trainable, mutable=self.mutable)
         if any(getattr(m, "gradient_checkpointing", False) is True for m in self._module.modules()):
             _log.info("gradient checkpointing of %s: fz.remat('full')", self._name)
             return remat(step, "full")
