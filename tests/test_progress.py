@@ -55,9 +55,10 @@ def test_a_step_says_that_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FIRST", (0.0, 0.0))
     monkeypatch.setenv("FZERO_PROGRESS", "on")
     monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+    written = terminal.written
 
     def slow(p: Any, x: Any) -> Any:
-        assert terminal.written.wait(60), "while it is traced"
+        assert written.wait(60), "while it is traced"
         return (x @ p["w"]).square().mean()
 
     train = fz.compile(fz.train_step(slow, fz.optim.sgd(0.1)), fz.make_mesh(), backend="eager")

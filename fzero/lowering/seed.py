@@ -75,8 +75,11 @@ def seed_of(loss: Loss, num_parts: int, scale: torch.Tensor | None, given: torch
 
 def rounded(num_parts: int, dtype: torch.dtype) -> float | None:
     """The factor that the seed of a mean of parts lacks for being rounded to a dtype of less than 32 bits."""
-    factor = torch.full((), 1.0 / num_parts, dtype=dtype).item() * num_parts
-    return None if dtype.itemsize >= 4 or factor == 1.0 else 1.0 / factor
+    if dtype.itemsize >= 4:
+        return None
+    with compat.no_modes(), compat.no_function_modes():  # a number of this process, not of the trace
+        factor = torch.full((), 1.0 / num_parts, dtype=dtype, device="cpu").item() * num_parts
+    return None if factor == 1.0 else 1.0 / factor
 
 
 def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names) -> Ahead:
