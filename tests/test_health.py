@@ -334,6 +334,7 @@ def test_numbers_that_jump() -> None:
     assert jumps.found({"loss": -100.0, "norm": 2.9}) == ""
 
 
+@pytest.mark.filterwarnings("ignore:fzero.step. parameters are not finite:RuntimeWarning")
 def test_wrong_arguments_and_what_cannot_be_done_again(tmp_path: Path) -> None:
     step = fz.train_step(lambda p, x: (p["w"] * x).sum().square(), fz.optim.sgd(0.01))
 

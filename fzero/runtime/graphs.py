@@ -95,6 +95,10 @@ def obstacles(program: Program) -> list[str]:
     return list(found.values())
 
 
+class NotCaptured(FzeroValueError):
+    """A capture that failed: nothing was carried out, and the state is as it was."""
+
+
 def check(program: Program, owner: str) -> None:
     """Raises FzeroValueError if a program cannot be captured."""
     if problems := obstacles(program):
@@ -157,7 +161,7 @@ class Replayed:
         self.refused = "; ".join(said)
         if self._required:
             fix = "leave out cuda_graphs=True; the state is as it was"
-            raise FzeroValueError(message("step", "the step cannot be captured as a CUDA graph", said, fix))
+            raise NotCaptured(message("step", "the step cannot be captured as a CUDA graph", said, fix))
         if self._mesh.rank == 0:
             logger.warning("fzero.step: runs without CUDA graphs, for its capture failed: %s", self.refused)
 

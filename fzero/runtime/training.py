@@ -41,6 +41,7 @@ from fzero.plan.devices import get_device
 from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
+from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.out_of_memory import raise_out_of_memory
 from fzero.runtime.promote import Safer
 from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, check_finite
@@ -446,6 +447,8 @@ class CompiledStep(Compiled):
         try:
             with torch.no_grad():
                 outputs = run(*trees, batch, guesses=guesses)
+        except NotCaptured:
+            raise
         except BaseException as error:
             mark_broken(state, error)
             self._last.let_go()  # the next call looks at its state
