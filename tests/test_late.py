@@ -17,6 +17,8 @@ from offloads import EXTRAS, OFFLOADS, same, trained
 
 import fzero as fz
 
+pytestmark = pytest.mark.filterwarnings("ignore:fzero.step. .*parameters.* are not finite:RuntimeWarning")
+
 KINDS = [
     ("cpu all", "bf16", "gpt"),
     ("cpu params", "accumulate", "mixed"),

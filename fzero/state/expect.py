@@ -44,5 +44,5 @@ def check_model(
         what = (
             f"these are the parameters of another model: {len(wrong)} of {len(given.keys() | own.keys())} leaves differ"
         )
-        fix = "give those of the model that the step was made of, or make a step of the other model"
+        fix = "give model.params, of the model that the step was made of, or make a step of the other model"
         raise error(message(owner, what, wrong, fix))
