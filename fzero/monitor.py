@@ -22,6 +22,7 @@ from fzero import tree
 from fzero.arguments import count, function, number, path_like, shown
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.runtime.compiled import Compiled
+from fzero.runtime.watch import fetched
 from fzero.step import State
 
 if TYPE_CHECKING:
@@ -277,26 +278,27 @@ def sparkline(values: Iterable[float], width: int = _SHOWN) -> str:
 
 
 class _Later:
-    """Numbers on their way from a device: copied behind the step that makes them, read when they are there."""
+    """Numbers of a step. Those on a device are copied behind the step that makes them, and read when they are there."""
 
     def __init__(self, values: Mapping[str, Any]):
-        tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-        self._numbers = {name: float(x) for name, x in values.items() if name not in tensors}
-        self._order, self._names = list(values), list(tensors)
-        self.on_device = any(x.device.type != "cpu" for x in tensors.values())
-        self._copy = torch.stack([x.detach().double() for x in tensors.values()]) if tensors else None
-        self._event = None
-        if self.on_device and self._copy is not None:
-            there = torch.empty(self._copy.shape, dtype=self._copy.dtype, pin_memory=True)
-            self._copy = there.copy_(self._copy, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        far = {name: x for name, x in values.items() if isinstance(x, torch.Tensor) and x.device.type != "cpu"}
+        near = {name: x for name, x in values.items() if name not in far}
+        self._near = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in near.items()}
+        self._order, self._far = list(values), list(far)
+        self._copy = fetched(torch.stack([x.detach().double() for x in far.values()])) if far else None
+
+    @property
+    def on_device(self) -> bool:
+        return self._copy is not None
 
     def read(self) -> Record:
-        if self._event is not None:
-            self._event.synchronize()
-        read = {} if self._copy is None else dict(zip(self._names, self._copy.tolist(), strict=True))
-        return {name: read.get(name, self._numbers.get(name)) for name in self._order}
+        found = self._near
+        if self._copy is not None:
+            values, event = self._copy
+            if event is not None:
+                event.synchronize()
+            found = found | dict(zip(self._far, values.tolist(), strict=True))
+        return {name: found[name] for name in self._order}
 
 
 def _entries(given: Mapping[str, Any]) -> tuple[Record, Record]:

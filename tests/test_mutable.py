@@ -342,7 +342,7 @@ def test_a_device_behind_the_host_is_not_waited_for(monkeypatch):
         events.append(Late(waited))
         return flag, events[-1]
 
-    monkeypatch.setattr(watch, "_fetched", fetched)
+    monkeypatch.setattr(watch, "fetched", fetched)
     look = watch.Agreement()
     look(torch.tensor([True, True]), ["a", "b"])
     look(torch.tensor([True, False]), ["a", "b"])

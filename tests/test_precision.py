@@ -602,7 +602,7 @@ def test_a_device_behind_the_host_is_not_waited_for(monkeypatch):
         events.append(Late(waited))
         return flag, events[-1]
 
-    monkeypatch.setattr(watch, "_fetched", fetched)
+    monkeypatch.setattr(watch, "fetched", fetched)
     flags, mesh = [torch.tensor(x) for x in (False, True, False, False)], fz.make_mesh(data=1)
     warns = watch.AtMinimum(mesh, 1.0, raises=False)
     for flag in flags[:3]:

@@ -12,7 +12,7 @@ from fzero.cli.hf import OfModel, Script
 from fzero.lowering.lowered import Lowered
 from fzero.plan.cost import DISK
 from fzero.plan.plan import Plan
-from fzero.plan.process import Part
+from fzero.plan.process import ProcessPart
 from fzero.plan.render import Table, assumed
 from fzero.units import duration, rate, size
 
@@ -30,7 +30,7 @@ WORDS = {
 }
 """The roles of bytes (plan/memory.py) as users know them."""
 AT_THE_LOSS = {"temporaries": "logits and loss", "activations": "activations and logits"}
-"""Of a peak at the head, which reads the labels: the last line that computes with the batch, not the first."""
+"""The roles at a peak at the head: the last line that computes with the batch, which reads the labels."""
 TYPICAL_MFU = 0.4
 """Published runs on H100: 38 to 43 % (Dubey et al., The Llama 3 herd of models, 2024, table 4)."""
 MUCH, LITTLE = 0.1, 0.5
@@ -50,7 +50,7 @@ class Answer:
     plan: Plan
     of: OfModel
     script: Script
-    process: Sequence[Part]
+    process: Sequence[ProcessPart]
 
     @property
     def num_ranks(self) -> int:

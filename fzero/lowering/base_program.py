@@ -17,7 +17,7 @@ from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.errors import TraceError, message
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
-from fzero.lowering.seed import DTYPE, SCALE, SEED, Ahead, made_ahead, rounded, seed_of
+from fzero.lowering.seed import DTYPE, SCALE, SEED, CountAhead, made_ahead, rounded, seed_of
 from fzero.lowering.training import DType, Found, Precision, Training, grad_name
 from fzero.lowering.update_graph import AGREED, record_update
 from fzero.mesh import AbstractMesh
@@ -115,7 +115,7 @@ def lower_train(t: Training) -> Lowered:
 
 def _record_loss(
     t: Training, places: Sequence[Any], functions: Functions, names: Names
-) -> tuple[Recorded, Found, fx.Node, Ahead]:
+) -> tuple[Recorded, Found, fx.Node, CountAhead]:
     """Records sums and gradients: the loss's total, its count unless it is made ahead, the auxiliary sums and the new
     values that are averaged, then a gradient for each leaf that has one, then the new values that must agree, as one
     vector. The node is that of the seed, from which gradients are computed."""
@@ -169,7 +169,7 @@ def _record_loss(
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
     graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)
-    (found,), ahead = made, Ahead()
+    (found,), ahead = made, CountAhead()
     if found.weighted and t.num_parts > 1:
         ahead = made_ahead(t, graph, functions, names)
     seed, *outputs = graph.outputs

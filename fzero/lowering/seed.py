@@ -43,7 +43,7 @@ DTYPE = torch.float64
 
 
 @dataclass(frozen=True)
-class Ahead:
+class CountAhead:
     """The lines that come ahead of the backward, of a weighted loss whose batch is cut in parts.
 
     Attributes:
@@ -82,7 +82,7 @@ def rounded(num_parts: int, dtype: torch.dtype) -> float | None:
     return None if factor == 1.0 else 1.0 / factor
 
 
-def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names) -> Ahead:
+def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names) -> CountAhead:
     """Makes the seed of a weighted loss whose batch is cut in parts; of a count that is a literal in the graph itself.
 
     Args:
@@ -100,7 +100,7 @@ def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names)
     if blocks := [n for n in graph.graph.nodes if n in needed and n.target in (call_block, call_vjp)]:
         _check_range(t, blocks)
         one = functions.add("seed", _recorded(t, [], lambda: 1.0))
-        return Ahead(seed=[Line("call", (), (value,), one)], of_sum=True)
+        return CountAhead(seed=[Line("call", (), (value,), one)], of_sum=True)
     if not places:
         made = extract(graph, [], [node])
         count = Known(made.graph, made.constants).compute(aten._local_scalar_dense.default, (made.outputs[0],), {})
@@ -108,13 +108,13 @@ def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names)
         first = next(n for n in graph.graph.nodes if place in n.all_input_nodes)
         _, (seed,) = inlined(graph.graph, first, _recorded(t, scale, lambda x=1.0: x / whole), scale)
         place.replace_all_uses_with(seed)
-        return Ahead()
+        return CountAhead()
     count = Value(names("count"), (), node.meta["val"].dtype)
     fn = functions.add("count", extract(graph, places, [node]))
     line = Line("call", tuple(n.meta["name"] for n in places), (count,), fn)
     seed = functions.add("seed", _recorded(t, [*scale, node], lambda *x: (x[0] if scale else 1.0) / x[-1]))
     args = (*(n.meta["name"] for n in scale), count.name)
-    return Ahead([line], count, [Line("call", args, (value,), seed, CallAttrs(of_sums=True))])
+    return CountAhead([line], count, [Line("call", args, (value,), seed, CallAttrs(of_sums=True))])
 
 
 def _recorded(t: Training, of: Sequence[fx.Node], seed: Callable[..., Any]) -> Recorded:

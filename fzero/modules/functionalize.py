@@ -48,7 +48,7 @@ from fzero.step import EvalStep, Step, eval_step, train_step
 from fzero.step.whole import check_whole
 from fzero.trace import checks
 from fzero.trace.refusals import lines_through
-from fzero.trace.settings_walk import Standing
+from fzero.trace.settings_walk import SelfChecked
 from fzero.trace.untouched import Untouched
 from fzero.transforms.remat import remat
 
@@ -93,7 +93,7 @@ def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: S
     return Functional(module, blocks, mutable)
 
 
-class Functional(Standing):
+class Functional(SelfChecked):
     """A module as functions of its tensors. Made by `functionalize`.
 
     Attributes:

@@ -25,7 +25,7 @@ COMPILED, KEPT = 100 << 20, 0.1
 (planned peaks of 143 to 1,406 MiB) took 94 to 236 MiB beyond their peak and the interpreter."""
 
 
-class Part(NamedTuple):
+class ProcessPart(NamedTuple):
     """Bytes of one rank's process besides the program, on its device or host: what they are, whether measured here."""
 
     where: str
@@ -42,7 +42,7 @@ def resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def parts(plan: Plan, interpreter: int, several: bool) -> list[Part]:
+def parts(plan: Plan, interpreter: int, several: bool) -> list[ProcessPart]:
     """The parts of a process besides the program of a plan.
 
     Args:
@@ -50,13 +50,13 @@ def parts(plan: Plan, interpreter: int, several: bool) -> list[Part]:
         interpreter: bytes that were resident when its model was made.
         several: whether there are several ranks.
     """
-    libraries = Part("host", "interpreter, torch, transformers", interpreter, True)
+    libraries = ProcessPart("host", "interpreter, torch, transformers", interpreter, True)
     if not plan.device.asynchronous:
         kept = COMPILED + int(KEPT * plan.peak_bytes)
-        return [libraries, Part("host", "compiled code, memory that the allocator keeps", kept, False)]
-    out = [Part("device", "CUDA context, kernels, workspaces", CONTEXT, False)]
-    out += [Part("device", "buffers of NCCL", NCCL, False)] if several else []
-    return [*out, libraries, Part("host", "libraries of CUDA", CUDA_LIBRARIES, False)]
+        return [libraries, ProcessPart("host", "compiled code, memory that the allocator keeps", kept, False)]
+    out = [ProcessPart("device", "CUDA context, kernels, workspaces", CONTEXT, False)]
+    out += [ProcessPart("device", "buffers of NCCL", NCCL, False)] if several else []
+    return [*out, libraries, ProcessPart("host", "libraries of CUDA", CUDA_LIBRARIES, False)]
 
 
 def room(device: Device, several: bool, interpreter: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from fzero.errors import FzeroError, OutOfMemory, message
 
 _TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory")
-"""Of RuntimeErrors that allocators of PyTorch raise, on CPUs too."""
+"""Parts of the texts of RuntimeErrors that PyTorch's allocators raise, on CPUs too."""
 
 
 def raise_out_of_memory(error: Exception, owner: str, advice: Callable[[], list[str]]) -> None:

@@ -61,7 +61,7 @@ class Arriving:
 
     def __call__(self, flag: torch.Tensor) -> Iterator[torch.Tensor]:
         """Flags that have arrived, with that of another step on its way."""
-        self._under_way.append(_fetched(flag))
+        self._under_way.append(fetched(flag))
         while self._under_way and self._is_there(self._under_way[0][1]):
             yield self._under_way.popleft()[0]
 
@@ -172,7 +172,7 @@ class NotFinite:
         warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
-def _fetched(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+def fetched(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """A flag in host memory, and the event after which it is there."""
     if flag.device.type != "cuda":
         return flag, None

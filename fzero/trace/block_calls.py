@@ -18,7 +18,7 @@ from fzero.trace.block_body import Body, arguments, casting, check_bare, name_of
 from fzero.trace.joint import OTHERWISE, Joint, call_block, call_vjp, trace_joint
 from fzero.trace.recorder import Recorder
 from fzero.trace.settings import Settings, changes, settings
-from fzero.trace.settings_walk import Standing
+from fzero.trace.settings_walk import SelfChecked
 from fzero.trace.subgraph import signature as function_signature
 from fzero.trace.switches import (
     autocast,
@@ -173,7 +173,7 @@ class Blocks:
             self.recorder.source,
             strict=False,
             without=lambda x: (
-                isinstance(x, Standing) or BLOCK in getattr(x, "__dict__", ()) or any(x is one for one in owners)
+                isinstance(x, SelfChecked) or BLOCK in getattr(x, "__dict__", ()) or any(x is one for one in owners)
             ),
         )
 

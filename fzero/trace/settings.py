@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from fzero.trace.settings_walk import Standing, Walk
+from fzero.trace.settings_walk import SelfChecked, Walk
 
 GLOBAL_GENERATORS = ("random (Python's generator)", "numpy.random")
 
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
 
     facts: tuple[Hashable, ...]
     places: tuple[str, ...]
-    standing: tuple[Standing, ...] = ()
+    standing: tuple[SelfChecked, ...] = ()
 
 
 def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] = lambda value: False) -> Settings:

@@ -57,7 +57,7 @@ _NOT_CALLED = frozenset(
 _OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"})
 
 
-class Standing:
+class SelfChecked:
     """An object that says itself what of it is read. It is one of this package's, whose objects are not looked into."""
 
     def stands_for(self) -> tuple[Hashable, tuple[Any, ...]]:
@@ -108,7 +108,7 @@ class Walk:
         self._whole: set[str] = set()  # names with which code does something else than to name items
         self._scopes: list[_Scope] = []
         self.states: dict[str, Hashable] = {}
-        self.standing: list[Standing] = []
+        self.standing: list[SelfChecked] = []
         self.modules: set[str] = set()  # of what is read: themselves, classes and functions of them
         self._dicts: dict[int, tuple[_Scope, set[str]]] = {}  # dictionaries, and the names under which code reads each
 
@@ -311,7 +311,7 @@ class Walk:
         if (state := progress(x)) is not None:
             self.states[path] = state
         equal = kind.__eq__ is not object.__eq__
-        if isinstance(x, Standing):
+        if isinstance(x, SelfChecked):
             fact, values = x.stands_for()
             self._fact((kind, Same(x) if self._strict else None, fact), path)
             self._todo += [(value, path) for value in values]
