@@ -5,6 +5,7 @@ It reads the metrics of steps. It must not change a step, nor wait for a device 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -368,6 +369,7 @@ def _tensorboard(path: Path | None) -> Tracker:
     with _installed("tensorboard", "tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
     writer = SummaryWriter(None if path is None else str(path.parent / "tensorboard"))
+    atexit.register(writer.close)  # it writes from time to time
 
     def track(record: Record) -> None:
         for name, value in _scalars(record).items():

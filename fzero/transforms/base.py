@@ -87,11 +87,12 @@ class Transform:
 
     def idle_in(self, program: Program) -> str | None:
         """Why `rewrite` may leave a program as it is, or None. By default: an evaluation, and a mesh that has one rank
-        along the transform's `axis`."""
+        along the transform's `axis`, or along each of them."""
         axis = getattr(self, "axis", None)
+        axes = (axis,) if isinstance(axis, str) else axis if isinstance(axis, tuple) else ()
         if not program.assigns:
             return "an evaluation has no gradients and no update"
-        return f"one rank along {axis!r}" if isinstance(axis, str) and program.mesh.axes.get(axis, 1) == 1 else None
+        return f"one rank along {axis!r}" if axes and all(program.mesh.axes.get(x, 1) == 1 for x in axes) else None
 
     def in_program(self) -> str:
         """As a program's header has it: the same on every rank and every machine."""
