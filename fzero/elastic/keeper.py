@@ -207,7 +207,8 @@ class Keeper:
         if known > 1:
             self._say("has ended with code 0, before it called fz.run: if another rank calls it, the run ends here")
         host.is_absent(self._memory, self._rank)
-        while len(host.absent(self._memory)) < known and not self._told:
+        # the first keeper that has seen all of them removes the directory, with their notes
+        while self._memory.is_dir() and len(host.absent(self._memory)) < known and not self._told:
             time.sleep(_STACKS)  # of an earlier start, what the others have said before that
             self._hosts.look()
             found = hosts.silent(self._memory)
