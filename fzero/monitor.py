@@ -22,6 +22,7 @@ import torch
 from fzero import tree
 from fzero.arguments import count, function, number, path_like, shown
 from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.read_json import parsed
 from fzero.runtime.compiled import Compiled
 from fzero.runtime.watch import fetched
 from fzero.step import State
@@ -331,7 +332,7 @@ def _place(step: int, steps: int | None) -> str:
 
 def _before(line: str, first: int) -> bool:
     try:
-        return json.loads(line)["step"] < first
+        return parsed(line, dict[str, Any])["step"] < first
     except (ValueError, KeyError, TypeError):  # a line that a kill cut off
         return False
 

@@ -18,10 +18,10 @@ def _step() -> fz.Step:
     return fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), optim.sgd(0.1)))
 
 
-def _trained(root: str) -> None:
+def _trained(root: str, scale: float = 36) -> None:
     """Checkpoints of steps 1 and 2."""
     train = fz.compile(_step(), fz.make_mesh(), backend="eager")
-    state = train.init({"w": torch.arange(36.0).view(6, 6) / 36})
+    state = train.init({"w": torch.arange(36.0).view(6, 6) / scale})
     for _ in range(2):
         state, _ = train(state, torch.ones(4, 6))
         checkpoint.save(root, state)
@@ -51,11 +51,10 @@ def test_a_rank_that_sees_an_older_latest_restores_what_the_first_does(run_ranks
 
 
 def test_ranks_with_other_checkpoints_name_both(run_ranks: Any, tmp_path: Path) -> None:
-    root, copy, older = tmp_path / "shared", tmp_path / "local", tmp_path / "older"
+    root, copy, older, renamed = (tmp_path / name for name in ("shared", "local", "older", "renamed"))
     run_ranks(2, _trained, str(root))
-    run_ranks(2, _trained, str(copy))  # what a host has of its own
-    shutil.rmtree(copy / "step-00000002")
-    shutil.copytree(copy / "step-00000001", copy / "step-00000002")
+    run_ranks(2, _trained, str(copy), 40)  # what a host has of its own
+    shutil.copytree(root / "step-00000001", renamed / "step-00000002")
     shutil.copytree(root / "step-00000001", older / "step-00000001")
     for other, words in {
         str(root / "step-00000001"): [
@@ -64,7 +63,8 @@ def test_ranks_with_other_checkpoints_name_both(run_ranks: Any, tmp_path: Path) 
             "rank 1: ",
             "step-00000001, step 1, index ",
         ],
-        str(copy): [f"rank 0: {root}/step-00000002, step 2", f"rank 1: {copy}/step-00000002, step 1"],
+        str(copy): [f"rank 0: {root}/step-00000002, step 2", f"rank 1: {copy}/step-00000002, step 2"],
+        str(renamed): ["cannot read step-00000002, the checkpoint that rank 0", "step 1", "directory named for step 2"],
         str(older): [
             f"rank 1: fzero.checkpoint: cannot use the checkpoint {older}/step-00000002",
             "the checkpoint that rank 0 found",

@@ -314,7 +314,13 @@ def test_leaves_that_ranks_of_a_host_have_in_common_are_no_alarm(run_ranks: Any,
 def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:
     """How many sends each turn has, of which the fourth has two steps, and what is said of one that nobody keeps."""
     mesh, said = fz.make_mesh(data=2), list[str]()
-    logging.getLogger("fzero").addFilter(lambda record: bool(said.append(record.getMessage()) or 0))
+
+    def heard(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return False
+
+    log = logging.getLogger("fzero")
+    log.addFilter(heard)
     frozen = fz.train_step(loss_fn, adamw(), trainable=lambda path, x: "scale" not in path)
     step = fz.redundant(fz.shard_params(frozen), every=3)
     train, carrier, counts = fz.compile(step, mesh, backend="eager"), transport(mesh), [0] * 10
@@ -346,6 +352,7 @@ def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:
             shutil.copytree(here, Path(memory) / f"then-{mesh.rank}")
     wards.begin(10)
     fz.close_mesh()
+    log.removeFilter(heard)
     return counts, said
 
 

@@ -18,7 +18,8 @@ EXAMPLE = Script(
     "train_big.py",
     ("--memory", "600MB", "--params", "200K", "--width", "64", "--seq", "32", "--batch", "2", "--backend", "eager"),
 )
-KEYS = {"step", "loss", "tokens_per_s", "step_s", "resident_bytes", "speed_of_light", "links", "bound_by"}
+KEYS = {"step", "loss", "grad_norm", "finite", "tokens_per_s", "step_s", "resident_bytes", "peak_bytes"}
+KEYS |= {"speed_of_light", "links", "bound_by"}
 P = 4 * (12 * 64**2 + 2 * 64) + 513 * 64  # parameters: 4 layers
 
 

@@ -124,7 +124,7 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "the plain step's": (
         _plain_init_of_a_state_dict,
-        ("params['a.bias']: float32[8], not of the model", "give model.params"),
+        ("these are the tensors of a module", "params['a.bias'], not params['a']['bias']", "give model.params"),
     ),
     "a mapping": (_train(UserDict({"x": X})), ("batch: UserDict\nFix: give dict(batch) for a UserDict",)),
     "an array": (_train((X.numpy(), Y)), ("batch[0]: ndarray\nFix: give torch.as_tensor(x) for an array",)),

@@ -54,7 +54,7 @@ def within(budget: int) -> str:
     step = fz.offload("auto")(fz.train_step(MODELS["bare"].loss, OPTIMIZERS["clipped"]()))
     params, batch = meta(MODELS["bare"].init(fz.random.key(0))), meta_part(batches(1)[0], 1)
     try:
-        found = fz.lower(step, fz.AbstractMesh(data=1), params, batch, memory_budget=budget, device="h100")
+        found = fz.lower(step, fz.AbstractMesh(data=1), params, batch, memory_budget=f"{budget}B", device="h100")
     except BudgetError as error:
         return str(error)
     return "\n".join((*map(str, found.plan.decisions), describe(found.program)))

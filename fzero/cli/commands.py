@@ -129,7 +129,7 @@ class _OfTarget:
                     importlib.import_module("transformers")
                     budgets["memory_budget"] = _rounded(room(device, mesh.size > 1, resident()))
                 made = script(self.model, axes, device.devices_per_host, budgets)
-                limits = parse_budgets(*map(_bytes, budgets.values()))
+                limits = parse_budgets(*(n and f"{n}B" for n in map(_bytes, budgets.values())))
                 step, params, batch, blocks = load_model(self.model, made)
                 stage, interpreter = "tracing and planning", resident()
                 likely = _likely(blocks, self.model.offload == "auto")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import arg
 
+from fzero import read_json
 from fzero.cli.target import UsageError, users_code
 from fzero.errors import message
 from fzero.step import Step
@@ -198,7 +199,7 @@ def _configuration(given: str) -> tuple[Path, Any]:
         fix = "AutoConfig.from_pretrained(NAME).save_pretrained(DIR) writes one"
         raise UsageError(message("hf", f"{path} has no config.json", fix=fix))
     try:
-        data = json.loads(file.read_text())
+        data = read_json.read(file)
         if not isinstance(data, dict) or "model_type" not in data:
             raise ValueError("it names no model_type")
         return path, AutoConfig.from_pretrained(str(path), local_files_only=True)

@@ -23,7 +23,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero import read_json
 from fzero.elastic import host
+from fzero.read_json import Malformed, parsed
 
 _MOST_RANKS = 1 << 20
 _BEAT = 1.0  # seconds between two life signs
@@ -120,8 +122,8 @@ class Watch:
 def silent(memory: Path) -> Silent | None:
     """The host that this host's process takes for silent longest; None if it has not written for a while."""
     try:
-        found = Silent(*json.loads((memory / "hosts").read_text()))
-    except (OSError, ValueError, TypeError):
+        found = read_json.read(memory / "hosts", Silent)
+    except (OSError, Malformed):
         return None
     return found if time.monotonic() - found.now < _FRESH else None
 
@@ -142,11 +144,10 @@ class _Sign(NamedTuple):
     def of(cls, text: bytes) -> _Sign | None:
         """None if it is no sign: everyone on the network can write to the store."""
         try:
-            number, left, called, absent = json.loads(text)
-        except (ValueError, TypeError, RecursionError):
+            sign = parsed(text, cls)
+        except Malformed:
             return None
-        whole = type(number) is int and isinstance(absent, list) and all(type(rank) is int for rank in absent)
-        return cls(number, bool(left), bool(called), [r for r in absent if 0 <= r < _MOST_RANKS]) if whole else None
+        return sign._replace(absent=[r for r in sign.absent if 0 <= r < _MOST_RANKS])
 
 
 class _Signs:
