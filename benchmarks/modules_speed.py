@@ -3,6 +3,7 @@ under FSDP2 and DeepSpeed; and how building it grows with depth.
 
     python benchmarks/modules_speed.py              # a Llama of 8 layers of width 512: about 12 minutes on 2 cores
     python benchmarks/modules_speed.py --rounds 0 --name modules_build    # building alone: about 4 minutes
+    python benchmarks/modules_speed.py --first 3 --layers 4               # the first step alone: about 6 minutes
 
 Steps are measured as peers.py measures them: all contestants alive, short rounds in an order of their own, ratios
 within a round. Building: CPU seconds, those of the compiler's processes included, from `fz.compile` to the end of the
@@ -12,6 +13,7 @@ first step, in a fresh process with an empty cache; and from functions to the fi
 from __future__ import annotations
 
 import argparse
+import random
 import resource
 import statistics
 import sys
@@ -19,13 +21,14 @@ import time
 from typing import Any
 
 from common import Group, model_flags, publish, script_flags, serve, settings, verdict
-from contestants import CONTESTANTS, contest_flags, installed
+from contestants import CONTESTANTS, contest_flags, installed, start
 from peers import measure
 
 NAMES = ("llama_module", "llama_functions", "llama_fsdp2", "llama_deepspeed")
 LIMITS = {"llama_functions": 1.03, "llama_fsdp2": 0.95, "llama_deepspeed": 0.9}  # of the module's CPU seconds
 LOSS_LIMIT = 1e-4  # relative
 BUILD_LIMIT = 1.3  # of the deepest over the shallowest
+FIRST_LIMIT = 0.8  # of the module's first step over that of torch.compile
 
 
 # --- building ---
@@ -100,6 +103,44 @@ def builds(args: argparse.Namespace) -> list[dict[str, Any]]:
         {"kind": kind, "depth": depth, **{k: statistics.median(x[k] for x in each) for k in each[0]}, "each": each}
         for (kind, depth), each in found.items()
     ]
+
+
+# --- the first step ---
+
+
+def first_steps(args: argparse.Namespace, names: list[str]) -> dict[str, list[dict[str, float]]]:
+    """Seconds from the libraries' import to the end of the first step, by contestant: each alone on the machine, from
+    an empty cache, in turns. CPU seconds are of all its processes, imports and compilers included."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for turn in range(args.first):
+        for name in random.Random(turn).sample(names, len(names)):
+            since = _cpu_s()
+            with start(name, args, args.processes) as group:
+                built, first = group.ask("build"), group.ask("steps", count=1)
+            wall = max(a["setup_s"] + b["wall_s"] for a, b in zip(built, first, strict=True))
+            found[name].append({"wall_s": wall, "cpu_s": _cpu_s() - since})
+            print(f"first step {turn + 1}: {name}: {found[name][-1]}", file=sys.stderr, flush=True)
+    return found
+
+
+def report_first(args: argparse.Namespace, found: dict[str, list[dict[str, float]]]) -> None:
+    middle = {n: {k: statistics.median(x[k] for x in each) for k in each[0]} for n, each in found.items()}
+    rows = [(CONTESTANTS[n].title, f"{x['wall_s']:.1f}", f"{x['cpu_s']:.1f}") for n, x in middle.items()]
+    notes = [
+        f"Llama of {args.layers} layers of width {args.width}, sequence {args.seq}, global batch {args.batch}, fp32; "
+        f"{args.processes} processes with one thread each. Each alone on the machine, from empty caches; medians of "
+        f"{args.first} turns. CPU seconds: of all processes, imports and compilers included."
+    ]
+    data: dict[str, Any] = {"settings": settings(args), "contestants": found}
+    if {"llama_module", "llama_fsdp2"} <= middle.keys():
+        ratio = middle["llama_module"]["wall_s"] / middle["llama_fsdp2"]["wall_s"]
+        data["ratio"] = {"value": ratio, "limit": FIRST_LIMIT}
+        notes.append(
+            f"first step, functionalized / {CONTESTANTS['llama_fsdp2'].title}: {ratio:.2f}, at most {FIRST_LIMIT:g} "
+            f"wanted: {verdict(ratio, FIRST_LIMIT)}"
+        )
+    columns = ("", "first step s", "CPU s")
+    publish(f"{args.name}_first", "The first step from empty caches", columns, rows, notes, data, args.out)
 
 
 # --- comparing ---
@@ -187,6 +228,9 @@ def main() -> None:
     names = [n for n in args.only if installed(n)]
     if missing := [n for n in args.only if n not in names]:
         print(f"not installed: {', '.join(missing)}; the extra `bench` brings DeepSpeed", file=sys.stderr)
+    if args.first:
+        report_first(args, first_steps(args, names))
+        return
     report(args, measure(args, names) if args.rounds else {}, builds(args) if args.builds else [])
 
 
@@ -200,6 +244,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--builds", type=int, default=2, help="how often each depth is built")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="TURNS", help="measure the first step, and nothing else"
+    )
     parser.set_defaults(turns=False)
     contest_flags(parser)
     script_flags(parser, "modules_speed")
