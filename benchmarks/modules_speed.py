@@ -244,9 +244,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--builds", type=int, default=2, help="how often each depth is built")
-    parser.add_argument(
-        "--first", type=int, default=0, metavar="TURNS", help="measure the first step, and nothing else"
-    )
+    parser.add_argument("--first", type=int, default=0, metavar="TURNS", help="measure the first step alone")
     parser.set_defaults(turns=False)
     contest_flags(parser)
     script_flags(parser, "modules_speed")

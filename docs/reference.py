@@ -80,12 +80,22 @@ def names(room: str) -> Iterator[Name]:
             yield Name(f"{room}.{name}", f"{home}.{name}", found)
 
 
+def signature(name: Name) -> str | None:
+    """How a function is called: names and defaults."""
+    if not inspect.isfunction(name.found):
+        return None
+    plain = [x.replace(annotation=inspect.Parameter.empty) for x in inspect.signature(name.found).parameters.values()]
+    return f"{name.text}{inspect.Signature(plain)}"
+
+
 def index(before: str) -> str:
     """The text of docs/api.md; up to the mark as it was before."""
     out = [before.partition(MARK)[0] + MARK]
     for room, (_, title) in ROOMS.items():
         rows = [f"| [`{n.text}`]({n.source}) | {n.summary.replace('|', chr(92) + '|')} |" for n in sorted(names(room))]
-        out.append("\n".join([f"## {title}", "", "| | |", "|---|---|", *rows]) + "\n")
+        called = [text for n in sorted(names(room)) if (text := signature(n)) is not None]
+        fence = ["", "```text", *called, "```"] if called else []
+        out.append("\n".join([f"## {title}", "", "| | |", "|---|---|", *rows, *fence]) + "\n")
     return "\n".join(out)
 
 

@@ -114,6 +114,14 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: fz.train_step(fz.functionalize(Net()), optim.sgd(0.1)),
         ("loss_fn is Functional, not a function\nFix:", "model.train_step(optimizer)"),
     ),
+    "a module for a step": (
+        lambda: fz.compile(Net(), fz.make_mesh()),  # type: ignore[arg-type]
+        ("fzero.compile: compiles a step, not Net", "Fix: fz.functionalize(module).train_step(optimizer"),
+    ),
+    "a model for a step": (
+        lambda: fz.shard_params(fz.functionalize(Net())),
+        ("transforms a step, not Functional", "Fix: a model has a step of its own: model.train_step(optimizer)"),
+    ),
     "PyTorch's optimizer": (
         lambda: fz.train_step(_own, torch.optim.AdamW),
         ("AdamW is an optimizer of PyTorch's,", "Fix:", "optim.adamw(3e-4)"),

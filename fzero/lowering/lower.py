@@ -32,7 +32,7 @@ from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.progress import within
 from fzero.step import EvalStep, Step
-from fzero.step.checks import check_arguments, check_params
+from fzero.step.checks import check_arguments, check_params, no_step
 from fzero.trace.record import uncollected
 from fzero.transforms import accumulate
 from fzero.transforms.base import find
@@ -85,13 +85,7 @@ def lower(
         ['all_gather_start', 'all_reduce_start', 'reduce_scatter_start', 'all_reduce_start']
     """
     if not isinstance(step, (Step, EvalStep)):
-        raise FzeroTypeError(
-            message(
-                "lower",
-                f"lowers a step, not {type(step).__name__}",
-                fix="wrap the loss: fz.train_step(loss_fn, optimizer)",
-            )
-        )
+        raise no_step("lower", "lowers", step)
     if not isinstance(mesh, AbstractMesh):
         raise FzeroTypeError(
             message(

@@ -12,6 +12,7 @@ from fzero.runtime.evaluation import CompiledEval
 from fzero.runtime.graphs import graphs_of
 from fzero.runtime.training import CompiledStep
 from fzero.step import EvalStep, Step
+from fzero.step.checks import no_step
 from fzero.transforms.base import find
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision, begun
@@ -89,13 +90,7 @@ def compile(
         (tensor(4.), tensor([0.6000, 0.6000]))
     """
     if not isinstance(step, (Step, EvalStep)):
-        raise FzeroTypeError(
-            message(
-                "compile",
-                f"compiles a step, not {type(step).__name__}",
-                fix="wrap the loss: fz.train_step(loss_fn, optimizer)",
-            )
-        )
+        raise no_step("compile", "compiles", step)
     if not isinstance(mesh, Mesh):
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
         raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))

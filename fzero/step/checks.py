@@ -58,6 +58,16 @@ def check_arguments(fn: Callable[..., Any], num: int) -> None:
         ) from None
 
 
+def no_step(component: str, verb: str, given: Any, fix: str = "") -> FzeroTypeError:
+    """The error of something that should be a step, with a way out for modules, models and whatever else."""
+    fix = fix or "wrap the loss: fz.train_step(loss_fn, optimizer)"
+    if isinstance(given, torch.nn.Module):
+        fix = "fz.functionalize(module).train_step(optimizer, lambda out, batch: ...) is the step of a module"
+    elif hasattr(given, "train_step"):
+        fix = "a model has a step of its own: model.train_step(optimizer)"
+    return FzeroTypeError(message(component, f"{verb} a step, not {type(given).__name__}", fix=fix))
+
+
 def check_init(init_fn: Any) -> None:
     """Raises if what should be an init function is a module, or takes no key."""
     if isinstance(init_fn, torch.nn.Module):

@@ -12,11 +12,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from fzero.boxes import Dim
-from fzero.errors import FzeroTypeError, TransformError, message
+from fzero.errors import TransformError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.program.ir import Program
 from fzero.step import EvalStep, Step
+from fzero.step.checks import no_step
 
 T = TypeVar("T", bound="Transform")
 
@@ -46,13 +47,7 @@ class Transform:
     def add(self, step: Any) -> Any:
         """The step with this spec, whether it does anything to it or not."""
         if not hasattr(step, "transforms"):
-            raise FzeroTypeError(
-                message(
-                    self.name,
-                    f"transforms a step, not {type(step).__name__}",
-                    fix=f"fz.{self.name}(...)(fz.train_step(loss_fn, optimizer))",
-                )
-            )
+            raise no_step(self.name, "transforms", step, f"fz.{self.name}(...)(fz.train_step(loss_fn, optimizer))")
         for other in step.transforms:
             if other == self:
                 return step
