@@ -6,17 +6,17 @@ number of elements whatever the shape, and gathering is one contiguous all_gathe
 
 [Note: several axes] A leaf may be sharded over several axes: the first cuts the whole, the next one cuts each part, and
 so on. What is gathered over the last axis is then a shard over those before it, contiguous too. For that all of them
-are cut from the same padded whole: the *grid* is the axes of the finest cut that a leaf has anywhere (of its optimizer
-state), which begin with its own, and padding is for the grid.
+are cut from the same padded whole. The *grid* is the axes of a leaf's finest cut anywhere (in its optimizer state); it
+begins with the leaf's own axes, and padding is for the grid.
 
 [Note: dims] The first of those axes may each cut the leaf along a dim instead (`Layout.dims`, fzero/boxes.py): what is
 left is a part of the leaf, row-major, and the other axes cut that flat. So where all of them cut along dims it rests
 1-D too. Parts are equal: a dim that does not divide is refused.
 
-[Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256, so that
-no *block*, 256 consecutive elements of the flattened leaf, is ever cut: what is quantised block by block is the same
-numbers on every mesh, and resharding moves whole blocks. A leaf with one number for each block of another has the shape
-[num_blocks, 1]; a last dim of 1 says that its elements stand alone, so its shards are those of the other's blocks.
+[Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256. So no
+*block*, 256 consecutive elements of the flattened leaf, is ever cut. Quantised blocks are the same on every mesh, and
+resharding moves whole blocks. A leaf with one number for each block of another has the shape [num_blocks, 1]; a last
+dim of 1 says that its elements stand alone, so its shards are those of the other's blocks.
 
 The tensors of a state carry the `Leaf` they are part of (`place`, `leaf_of`), so that a checkpoint can be written, and
 an evaluation run, from the state alone.
@@ -45,9 +45,9 @@ GRADIENTS = "extras['gradients']"
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes a leaf is sharded over, the first cuts first (`()`: whole on every rank), its tier (one of `TIERS`),
-    the dtype it is stored in, the axes that it is padded for where they are more than its own ([Note: several axes]),
-    and how the first of its axes cut it along dims ([Note: dims])."""
+    """The mesh axes a leaf is sharded over, the first cuts first (`()`: whole on every rank), its tier (one of `TIERS`)
+    and its dtype at rest. Also the axes it is padded for, if they are more than its own ([Note: several axes]), and its
+    cuts along dims ([Note: dims])."""
 
     dtype: torch.dtype
     axes: tuple[str, ...] = ()
@@ -240,8 +240,7 @@ _EVERY, _GAP = 16 << 20, 68 << 10  # bytes
 
 
 def padded(nbytes: int) -> int:
-    """Bytes that a leaf takes on disk: whole sectors, which is what offsets, sizes and addresses of direct I/O are
-    multiples of on every disk that is sold.
+    """Bytes of a leaf on disk, rounded up to a sector: O_DIRECT needs aligned offsets, sizes and addresses.
 
     Example:
         >>> padded(0), padded(1), padded(4096)

@@ -195,10 +195,10 @@ def log(
     On a terminal it is one live line, with a curve of the loss; elsewhere about twenty plain lines a run. Each step is
     a JSON line of `path`. The first rank alone writes; the others may call it.
 
-    A record has `step`, the scalars of the metrics (`loss`, `grad_norm`, `finite`, ...), those of `aux` by their dotted
-    names, `step_s` (seconds since the record before), `peak_bytes` (of the device, on a CPU of the process),
-    `tokens_per_s` and `lr` if they were given, `mfu` on a device whose peak is known (model FLOPs utilisation, as
-    `Plan.mfu`), `links` and `bound_by` where something is off the device, and what else the call names.
+    A record has `step`, the scalars of the metrics (`loss`, `grad_norm`, `finite`, ...) and of `aux` by dotted names,
+    `step_s` (seconds since the record before) and `peak_bytes` (of the device; on a CPU, of the process). If given,
+    `tokens_per_s` and `lr`. `mfu` on a device of known peak (model FLOPs utilisation, as `Plan.mfu`); `links` and
+    `bound_by` with leaves off the device; and the call's own keywords.
 
     Args:
         train: the compiled step: its mesh says which rank writes, its plan how many FLOPs a step has. None: every

@@ -1,18 +1,18 @@
 """Draws counter-based random numbers: a draw is a function of a key and a global index, never of the mesh.
 
 [Note: keys and parts] A key is an int64 tensor of shape [3]: two 32-bit words and a *part*. Element `i` of a draw of
-`n` elements is Threefry-2x32 of the counter `part * n + i` under the two words. The part says which contiguous piece of
-the global batch a process or micro-batch serves: with M micro-batches, rank r gives its m-th one the part `r * M + m`,
-and `dropout(key, x)` with the batch as leading dim then drops exactly what one draw for the whole batch would have
-dropped there. `split` and `fold_in` keep the part and do not hash it, so keys derived for a layer agree on every rank;
-`replicated` sets it to 0, for noise that must be the same everywhere.
+`n` elements is Threefry-2x32 of the counter `part * n + i` under the two words. The part is the number of the
+contiguous piece of the global batch that a process or micro-batch serves: with M micro-batches, rank r gives its m-th
+one the part `r * M + m`. Then `dropout(key, x)` with the batch as leading dim drops exactly the elements of one draw
+for the whole batch. `split` and `fold_in` keep the part and do not hash it, so keys derived for a layer agree on every
+rank; `replicated` sets it to 0, for noise that must be the same everywhere.
 
-[Note: operators] Under tracing every draw is one node, `fzero::draw(key, shape, numel, start, kind)`: elements
-`start, start + 1, ...` of a draw of `numel` elements, in `shape`. A piece of a draw is the same operator with another
-shape and start (`sub_range`), so a rewrite can shard a draw without drawing the whole; `fzero::draw_from` is that
-operator with a start that is known when it runs (`from_start`), so that one function draws for every rank and every
-leaf. Deriving a key is one node as well, `fzero::derive`. `DECOMPOSITIONS` expands them into pointwise operations for a
-compiler to fuse; run eagerly they work in place on blocks that stay in cache.
+[Note: operators] Under tracing every draw is one node, `fzero::draw(key, shape, numel, start, kind)`: elements `start,
+start + 1, ...` of a draw of `numel` elements, in `shape`. A piece of a draw is the same operator with another shape and
+start (`sub_range`), so a rewrite can shard a draw without drawing the whole. `fzero::draw_from` is that operator with a
+start known at run time (`from_start`), so one function draws for every rank and every leaf. Deriving a key is one node
+as well, `fzero::derive`. `DECOMPOSITIONS` expands them into pointwise operations for a compiler to fuse; run eagerly
+they work in place on blocks that stay in cache.
 
 Generator: Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC
 2011).
@@ -268,8 +268,8 @@ def bernoulli(key: torch.Tensor, shape: Sequence[int], p: float = 0.5) -> torch.
 def dropout(key: torch.Tensor, x: torch.Tensor, rate: float) -> torch.Tensor:
     """`x` with each element zeroed with probability `rate` and the others divided by `1 - rate`.
 
-    What is dropped depends on the key and on the element's place in the global batch, see [Note: keys and parts]: the
-    leading dim of `x` must be the batch (or `key` replicated, if `x` is the same on every rank).
+    An element is dropped by the key and its place in the global batch ([Note: keys and parts]). So the leading dim of
+    `x` must be the batch, or `key` replicated, if `x` is the same on every rank.
 
     Args:
         key: int64[3], on the device of `x`.

@@ -4,10 +4,10 @@ Everything happens in the buffers a program planned (see [Note: pool] in program
 lie there already, the collective works from and to them, and a wait hands out views. On CUDA gathers have process
 groups of their own, for one NCCL communicator is one stream and would run them behind the reductions.
 
-[Note: abandoned] gloo cannot give up a collective, and who lets go of a process group last waits for what is under way
-in it: until another rank lets go of its end, or the timeout is over, and wherever that happens to be, in a garbage
-collection too. There the rank would hold up whoever waits for it on its next mesh. So a thread keeps the process groups
-of a run that ended in the middle until nothing of it is under way.
+[Note: abandoned] gloo cannot give up a collective. Releasing the last reference to a process group waits for the
+collectives in flight, until another rank leaves or the timeout ends. A garbage collection can be the place of that
+wait. There the rank would hold up whoever waits for it on its next mesh. So a thread keeps the process groups of a run
+that ended in the middle until nothing of it is under way.
 """
 
 from __future__ import annotations

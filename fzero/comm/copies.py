@@ -20,8 +20,8 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy under way: the tensors that it fills, those that it reads, what waits for it, on CUDA the events at its
-    begin and end, and of one to the host what has the device alone wait for it."""
+    """A copy in flight: its destinations, its sources and a wait. On CUDA also its two events; a copy to the host also
+    has a wait of the stream alone."""
 
     filled: Tensors
     sources: Tensors

@@ -1,9 +1,9 @@
 """Reads and writes a rank's scratch files as one range of bytes, in threads while the caller goes on: host memory by
 system calls, a GPU's by GPUDirect Storage (gds.py).
 
-Nothing here knows what the bytes are. One pool of threads serves all files of a process: a system call of 4 MiB leaves
-the interpreter alone for as long as it takes, so a few Python threads keep a disk as busy as a C program would. Pieces
-are taken in the order in which they were submitted.
+Nothing here knows what the bytes are. One pool of threads serves all files of a process. A system call of 4 MiB
+releases the interpreter, so a few Python threads keep a disk as busy as a C program would. Pieces are taken in the
+order in which they were submitted.
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ class LateCopies:
     """Copies on a CPU whose host and device are taken for two memories (`make_mesh(unified_memory=False)`).
 
     A thread copies one after the other, late: what is read before its wait is not there yet, and what is written before
-    it is copied as it then is. Until then `into` has every bit set, which is a NaN in every floating point format; and
-    it has again for the host when the device alone has waited, until a copy back to the device
-    begins, or the host settles.
+    it is copied as it then is. Until then `into` has every bit set, a NaN in every floating point format. After a wait
+    of the device alone the host sees NaN again, until a copy back to the device begins, or the host settles.
 
     Args:
         timeout: seconds that a wait waits.

@@ -106,9 +106,8 @@ def _unlike(tables: Sequence[Mapping[str, tuple[str, str]]], name: str, ranks: S
 def digest(x: torch.Tensor | str) -> str:
     """16 hexadecimal digits of a tensor's shape, dtype and bits, or of a text.
 
-    Two tensors that differ in one element have two; so have, but for a chance of about 2**-30, two that differ in many,
-    also in signs alone or in where their values are: each row has a random weight, and a word's high bits count in its
-    low ones.
+    Tensors that differ in one element have different sums. So do tensors that differ in many, also in signs or in order
+    alone, but for a chance of about 2**-30: each row has a random weight, and a word's high bits count in its low ones.
 
     Memory: 8 MiB, also for a tensor that is not contiguous, and 1/4000 of the tensor. Time: 2.5 GB/s a core, a tenth of
         that for one that is not contiguous.

@@ -2,10 +2,9 @@
 
 A pool is a file in memory whose descriptor the ranks hand each other. A start tells the ranks along the axis that this
 rank's part is there, by adding one to a counter of the kernel (eventfd); a wait sleeps until theirs are, then reads
-them with one system call a leaf. Nothing is sent through a socket, copied twice or reduced twice: gathering is one copy
-of the other ranks' shards, reducing one pass over this rank's part of each rank's summand, in the order of the ranks,
-so that the result does not depend on who came first. A rank that leaves closes its connection, which is what a wait
-then sees.
+them with one system call a leaf. Nothing is sent through a socket, copied twice or reduced twice. Gathering is one copy
+of the other ranks' shards. Reducing is one pass over this rank's part of each summand, in the order of the ranks, so
+the result is the same in every run. A rank that leaves closes its connection, which is what a wait then sees.
 
 When a buffer may be written again is settled in the program: [Note: release] in program/liveness.py.
 """

@@ -26,9 +26,8 @@ from fzero.notes import exchanged
 
 @dataclass(frozen=True)
 class Arriving:
-    """A copy under way: what waits for it, the values it makes, if they are not told to lie elsewhere, its begin and
-    end, where they are events, how many bytes it reads from disk or writes there, and what has the device alone wait
-    for it."""
+    """A copy in flight: its wait, the values it makes unless they have a place, its events, the bytes it reads from
+    disk or writes there, and a wait of the device alone."""
 
     done: Callable[[], object]
     values: Sequence[torch.Tensor]

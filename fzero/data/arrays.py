@@ -25,9 +25,9 @@ class ArrayDataset(Steps):
     """Samples in arrays, of which the batch of any step can be asked for at any time, on any mesh.
 
     Args:
-        arrays: the data: tensors or arrays with one row a sample, given one by one, `ArrayDataset(x, y, ...)`, or as
-            one pytree of them, `ArrayDataset({"image": x, "label": y}, ...)`; or one map-style data set (`__len__` and
-            `__getitem__`, also that of the library `datasets`), whose samples are collated as a `DataLoader` does.
+        arrays: tensors or arrays with one row a sample, one by one, `ArrayDataset(x, y, ...)`, or as a pytree,
+            `ArrayDataset({"image": x, "label": y}, ...)`. Or one map-style data set (`__len__` and `__getitem__`, also
+            of the library `datasets`); its samples are collated as by a `DataLoader`.
         batch: rows of the *global* batch of a step.
         seed: of the order of the samples, and of the keys that `transform` gets.
         shuffle: every epoch in an order of its own; without it every epoch is in the order of the data.

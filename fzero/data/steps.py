@@ -2,10 +2,10 @@
 
 [Note: which sample when] A run sees an endless sequence of samples: sample `g` is the one numbered `g % num_samples` of
 epoch `g // num_samples`, in that epoch's own order. Step `s` takes samples `[s * batch, (s + 1) * batch)`, of which
-rank `r` of `size` takes the `r`-th of `size` equal parts. An epoch's order is a keyed permutation that is computed
-forwards, sample by sample, so nothing is shuffled, stored or restored: a Feistel network over the smallest `2**(2 *
-half) >= num_samples`, applied again to what falls outside (cycle walking; Black and Rogaway, Ciphers with arbitrary
-finite domains, CT-RSA 2002).
+rank `r` of `size` takes the `r`-th of `size` equal parts. An epoch's order is a keyed permutation, computed sample by
+sample, so nothing is shuffled, stored or restored. It is a Feistel network over the smallest `2**(2 * half) >=
+num_samples`, applied again to results outside. This is cycle walking (Black and Rogaway, Ciphers with arbitrary finite
+domains, CT-RSA 2002).
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Steps:
         return step
 
     def cursor(self, step: int) -> dict[str, Any]:
-        """The cursor to save with a state that has seen the batches before `step`: where in the data it is, and which
-        data in which order. JSON can hold it.
+        """The cursor to save with a state at `step`: the position in the data, and the identity and order of the data.
+        JSON can hold it.
 
         Example:
             >>> from fzero.data import TokenDataset

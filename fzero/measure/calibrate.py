@@ -32,7 +32,7 @@ from fzero.plan.calibration import calibration_path, cores, cpu_model, machine, 
 from fzero.plan.devices import KNOWN, Device, Link, peaks_of
 from fzero.read_json import parsed
 
-_PATIENCE = 300.0  # seconds that the processes get which measure together, besides those that measuring takes
+_PATIENCE = 300.0  # seconds for the processes that measure together, besides the time of measuring
 
 
 def calibrate(

@@ -1,8 +1,8 @@
 """Finds the buffers that a forward overwrites, by reading its code: they are leaves whose new values a loss returns.
 
-A buffer counts as overwritten where code of the modules binds it (`self.ema = ...`, `self.count += 1`), calls a method
-of it that writes (`self.ema.mul_(0.9)`), writes its items, or gives it to a function that writes what it is given. What
-is overwritten in another way is refused when it runs, and `mutable=` names it.
+A buffer counts as overwritten if code of the modules binds it (`self.ema = ...`, `self.count += 1`), calls a writing
+method (`self.ema.mul_(0.9)`), writes its items, or passes it to a function that writes its argument. What is
+overwritten in another way is refused when it runs, and `mutable=` names it.
 """
 
 from __future__ import annotations

@@ -61,16 +61,16 @@ def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: S
     """A module as a pytree of its tensors and pure functions of it.
 
     Nothing of the module is changed. Its forward is run, as it is written, on tensors that are given for each call; its
-    repeated layers are blocks. What does not survive that (an attribute that the forward changes, a buffer that it is
-    not known to overwrite, a value of a tensor that decides what is computed) is refused by name.
+    repeated layers are blocks. Refused by name: an attribute that the forward changes, a buffer it unexpectedly
+    overwrites, a branch on a tensor's value.
 
     Args:
         module: any module, real or on the meta device. Its training mode is that of `apply`.
         blocks: names of submodules ("model.layers.*": `*` is any text) and classes of them that become blocks; by
             default the repeated ones: members of a `ModuleList` or `Sequential` that has two or more of their class.
             Of modules within each other the outermost. `()`: none.
-        mutable: names of tensors that the forward overwrites ("teacher.*"): buffers, besides those of which its code
-            says so, and parameters that require no gradient, such as a teacher's that follows the student.
+        mutable: names of tensors that the forward overwrites ("teacher.*"): buffers, besides those found in its code,
+            and parameters without a gradient, such as those of a teacher.
 
     Raises:
         FzeroTypeError: what is not a module, or cannot be copied; scripted parts; lazy ones that have not run.

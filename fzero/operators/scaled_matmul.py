@@ -1,11 +1,11 @@
 """Multiplies matrices in 8-bit floating point: rounds the operands, and defines the operator.
 
-[Note: fp8] An operand is divided by a scale, a power of two, and rounded to nearest even: to float8_e4m3fn (3 bits of
-mantissa, up to 448) in the forward and for what the forward left, to float8_e5m2 (2 bits, up to 57344) where it depends
-on a gradient. The scale brings the largest magnitude of the operand (`rows`: of each row of the first, each column of
-the second) between half the format's largest number and that number. As powers of two, scales round nothing: it is the
-same whether they are multiplied in before or after a sum, in which order, and by which kernel. Sums are kept in
-float32, and rounded once to the dtype of the result.
+[Note: fp8] An operand is divided by a scale, a power of two, and rounded to nearest even. Values of the forward round
+to float8_e4m3fn (3 bits of mantissa, up to 448), gradients to float8_e5m2 (2 bits, up to 57344). The scale brings the
+largest magnitude of the operand (`rows`: of each row of the first, each column of the second) between half the format's
+largest number and that number. As powers of two, scales round nothing: it is the same whether they are multiplied in
+before or after a sum, in which order, and by which kernel. Sums are kept in float32, and rounded once to the dtype of
+the result.
 
 `scaled_mm` is one node of a recorded graph. A CUDA device runs products of its own; any other does the same arithmetic
 in float32, of operands that went through 8 bits.
@@ -68,8 +68,8 @@ def rounded(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def saturated(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As `rounded`, by a scale that may be too small: what is larger than the format's largest number becomes that;
-    what is not finite, NaN.
+    """As `rounded`, with a scale that may be too small: larger values saturate at the format's largest number; values
+    that are not finite become NaN.
 
     Example:
         >>> saturated(torch.tensor([3.0, -1e6]), torch.tensor(2.0), E4M3).float()

@@ -2,13 +2,12 @@
 for its share of it.
 
 A moment's elements differ by many orders of magnitude, and small ones matter: an update divides by the root of the
-second moment. So codes are not even steps of the number but of a root of it, whose steps grow with the number: of the
-mean of gradients the square root, with a sign; of the mean of squares the fourth root, which is the square root of what
-is divided by. Square roots are rounded alike on every device.
+second moment. So codes are even steps of a root of the number: the signed square root for the mean of gradients, the
+fourth root for the mean of squares (the square root of the divisor). Square roots are rounded alike on every device.
 
-Measured on 300 steps of the GPT of benchmarks/convergence.py (3 layers, width 96), held-out loss beside fp32 moments:
-these codes +0.1 %; even steps of the mean of gradients and of the root of the mean of squares +0.5 %; even steps of
-both moments diverge, for second moments become 0.
+Measured on 300 steps of the GPT of benchmarks/convergence.py (3 layers, width 96), held-out loss compared with fp32
+moments: these codes +0.1 %. Even steps of the mean of gradients and of the root of the mean of squares: +0.5 %. Even
+steps of both moments diverge, because second moments become 0.
 
 Paper: Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit optimizers via block-wise quantization, ICLR 2022; there the steps
     are those of a "dynamic tree".

@@ -1,9 +1,9 @@
 """Costs the lines of a program: floating point operations and bytes, from shapes alone; seconds, on a given device.
 
-[Note: seconds] A function's products take FLOPs / rate, or bytes / bandwidth where that is more; what lies between the
-products is fused by compilers, and each kernel of it (inductor/fusion.py) takes its bytes / bandwidth, or its
-transcendental functions / their rate where that is more. The two add up: products and the rest run one after the other.
-A roofline of the whole function, which takes the larger of the two, is below what is measured.
+[Note: seconds] A function's products take FLOPs / rate or bytes / bandwidth, whichever is more. Compilers fuse the
+operations between products. Each fused kernel (inductor/fusion.py) takes its bytes / bandwidth or its transcendental
+functions / their rate, whichever is more. The two add up: products and the rest run one after the other. A roofline of
+the whole function, which takes the larger of the two, is below what is measured.
 
 Each function is looked at once, however many lines call it: a program of a thousand layers costs what one of two does.
 """
@@ -161,9 +161,9 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
 
 
 def transfer_seconds(line: Line, program: Program, device: Device) -> float:
-    """Time of one transfer. Between ranks by a ring: each of its steps pays the latency of the link it crosses; of the
-    bytes, every rank of a host sends its share over the host's links to others, so an axis with k ranks on each host
-    has k of them."""
+    """Time of one transfer. Between ranks by a ring: each of its steps pays the latency of the link it crosses. Every
+    rank of a host sends its share of the bytes over the host's links, so an axis with k ranks on each host has k of
+    them."""
     mesh = program.mesh
     row = STARTS[line.op]
     if isinstance(row, Copy):

@@ -129,7 +129,7 @@ def _draw_memory(axes: Any, plan: Plan, budget: int | None, scale: float) -> Non
 
 def _over_time(plan: Plan) -> Iterator[tuple[float, Sample]]:
     """Samples with the seconds from which they hold: when compute comes to their lines. Turns of a loop after the
-    second are as that; of those that the timeline puts together, the most that one of them takes."""
+    second look like the second; of turns that the timeline merges, the largest counts."""
     spans = {(e.line, e.turn): (e.start, e.start + e.seconds) for e in plan.events if e.queue == COMPUTE}
     more = [e for e in plan.events if e.name.endswith(_MORE)]
     now, repeated = 0.0, list[Sample]()

@@ -3,15 +3,14 @@
 [Note: queues] Functions run one after the other in the queue `compute`. Transfers run in *channels*, each a queue of
 its own: `gather:data`, `reduce:data`, `to_host`, `to_device`, and `disk`, whose reads and writes share one device.
 Gathers and reductions over one axis share its link: one runs after the other, in the order of their starts, as if each
-had it to itself. On an asynchronous device, and to and from a disk, a start puts its transfer in its channel at the
-moment compute comes to it; the transfer begins once the channel is free, and a wait holds compute until it is done. On
-a device that is not, a transfer takes its time where it is waited for. Time that compute spends waiting is *exposed*.
+had it to itself. On an asynchronous device, and to and from a disk, a start queues its transfer in a channel when
+compute reaches it. The transfer begins once the channel is free, and a wait holds compute until it is done. On a device
+that is not, a transfer takes its time where it is waited for. Time that compute spends waiting is *exposed*.
 
-[Note: the host's thread] On an asynchronous device one thread of the host tells the device what to do. It takes no time
-for that and is as far ahead as it may be, but for three things that hold it: a function that the host computes, for as
-long as that takes (the queue `host`), and the waits of `disk`, and of `to_host` unless the device alone waits, until
-the transfer is done. Lines that come later begin no sooner than the thread is free again; what the device was told
-before goes on meanwhile. If the device runs out of work, that is exposed time of what holds the thread.
+[Note: the host's thread] On an asynchronous device one thread of the host tells the device what to do. Issuing takes no
+time, and three things hold it: a function on the host (the queue `host`), a wait for `disk`, and a wait for `to_host`
+unless the device alone waits. Lines that come later begin no sooner than the thread is free again; what the device was
+told before goes on meanwhile. If the device runs out of work, that is exposed time of what holds the thread.
 """
 
 from __future__ import annotations

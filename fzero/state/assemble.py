@@ -41,8 +41,8 @@ from fzero.step import State, Step
 def placed_inputs(
     values: Any, mesh: Mesh, role: str = "params", mutable: Callable[[Any], Sequence[bool]] | None = None
 ) -> Inputs:
-    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole. `mutable`: which of
-    the leaves the loss function returns anew; by default those of which it was said where they were made."""
+    """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole. `mutable`: the leaves
+    that the loss function returns anew; by default as declared when the step was made."""
     flat, structure = tree.flatten(values)
     known = [leaf_of(x) for x in flat]
     changes = mutable(values) if mutable else [at is not None and at[0].role == "mutable" for at in known]

@@ -1,10 +1,9 @@
 """Initialises a state: each leaf made as it rests, put where it rests, and dropped before the next one.
 
 An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the
-leaf (see trace/propagate.py). What cannot be is made whole, cut and dropped before the next one. Of what is only asked
-for its shape, as parameters are by most optimizers, no value is had; what is made of zeros is not made at all, but said
-to be; and a large leaf that rests elsewhere than on the device is made in parts, each as the shard of a larger mesh
-would be.
+leaf (see trace/propagate.py). What cannot be is made whole, cut and dropped before the next one. A tensor that is only
+asked for its shape, as parameters are by most optimizers, is never made. Zeros are recorded, not made. A large leaf off
+the device is made in parts, each like the shard of a larger mesh.
 """
 
 from __future__ import annotations

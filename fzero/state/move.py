@@ -126,8 +126,8 @@ class _Move:
 
 
 def _stays(leaf: Leaf) -> bool:
-    """Whether a leaf stays where it is wherever the rest goes: of the few bytes that say where a run is, and of where
-    gradients wait on disk, which has no value between steps."""
+    """Whether `move` leaves a leaf in place: step, key and small slots, and gradient buffers on disk, which are empty
+    between steps."""
     slot = SLOTS.get(leaf.role)
     return leaf.role in ("step", "key", "gradients") or (slot is not None and not slot.moves)
 

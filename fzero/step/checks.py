@@ -159,8 +159,8 @@ def _densely(x: Any, alone: bool) -> str:
 
 
 def check_bare(batch: Any, flat: list[Any]) -> None:
-    """Raises if a loss could read of the leaves of a batch what a program cannot: attributes that someone has set, the
-    methods of a class of the user's own, the graph that they come from, which a gradient would go on into."""
+    """Raises if the leaves of a batch carry more than values: attributes someone has set, methods of the user's own
+    class, or an autograd graph."""
     if all(type(x) is torch.Tensor and not x.__dict__ and not x.requires_grad and not x.is_nested for x in flat):
         return
     check_batch(batch)

@@ -269,9 +269,9 @@ def train_step(
     Memory and communication: none until it is compiled; each transform says what it adds.
 
     Raises:
-        FzeroTypeError: an optimizer without `init` and `update`, or that takes other arguments; from the step, a
-            complex leaf that is not refused; new values that are missing, of another shape or dtype, or of leaves that
-            `mutable` does not accept.
+        FzeroTypeError: an optimizer without `init` and `update`, or with other arguments. From the step: a complex
+            leaf, or new values that are missing, have another shape or dtype, or belong to leaves that `mutable`
+            rejects.
         FzeroValueError: from the step, a tied leaf that `trainable` or `mutable` accepts by some of its paths alone;
             new values that are not floating point and differ between ranks or micro-batches, on every rank alike.
         TraceError: from the step, a `weighted` loss whose count depends on trainable parameters.

@@ -1,9 +1,9 @@
 """Searches for the cause of a difference: the transform that brings it in, and the first line of the program whose
 value differs.
 
-Transforms are added one by one in the order in which they are rewritten; those that turn out to do no harm are then
-dropped from what is left, one by one. Without a parallel transform a step runs on each rank by itself, on the whole
-batch. Every rank asks the same questions and gets the same answers.
+Transforms are added one by one, in the order of their rewrites. Then harmless ones are dropped, one by one. Without a
+parallel transform a step runs on each rank by itself, on the whole batch. Every rank asks the same questions and gets
+the same answers.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 [Note: three accounts] A step is run once by its executable, and every line recorded (record.py). The same lines are
 then run by the interpreter, from the same state: what the program *says* (interpret.py). And the base program of the
 plain step is run on every part of the global batch (rank x micro-batch), with whole leaves: what the step *means*. The
-names of base programs survive in all that is made of them, so what a value stands for can be told from its name and the
-lines that moved it: the sum of some parts' values, a leaf before or after the update, a metric; whole, or this rank's
-shard of it. So there are three ways in which a line can be the first:
+names of base programs survive in all programs made of them. So a value's meaning follows from its name and the lines
+that moved it: a sum over parts, a leaf before or after the update, a metric; whole, or this rank's shard. So there are
+three ways in which a line can be the first:
 
   it made something else than the program says       a function, a transfer or a buffer is at fault
   it read something else than was made               a buffer was overwritten, or read too early

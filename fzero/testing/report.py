@@ -11,7 +11,7 @@ from typing import Any
 from fzero.plan.render import Table, brief, plain
 
 NUM_ROWS = 12
-"""Leaves that a table shows: those that differ first, then those that come closest to it."""
+"""The leaves of a table: different ones first, then the closest to being different."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ def simulate(
     """Takes steps on a mesh of devices that one does not have: every rank is a thread of this process, which interprets
     the step's program.
 
-    What comes out is what the program means on that mesh; that the fast way of running it does the same is for
-    `check_equivalent`, on a mesh of processes.
+    The result is the meaning of the program on that mesh. `check_equivalent`, on a mesh of processes, compares it with
+    the compiled run.
 
     Args:
         step: a training step with its transforms.

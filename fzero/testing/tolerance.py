@@ -21,9 +21,9 @@ random by `lambda roundoff` relative to itself, and every gradient by as much re
 leaf: up in two runs, down in two. What that does to the gradients of each step is their noise: of an element what it
 moved by, or the root mean square of that over its leaf if it is more, for some runs may miss what another shows. They
 are four because of leaves of one element, whose gradient is a sum that cancels: two runs miss its noise once in some
-hundred models. In two further runs every gradient is moved by its noise: up in one, down in the other. So an element
-whose update hangs on the sign of a gradient near 0, as Adam's and Lion's do, goes both ways, and a gradient that is
-nothing but rounding, as that of the bias of attention's keys, gets the tolerance that it needs. With
+hundred models. In two further runs every gradient is moved by its noise: up in one, down in the other. So an update
+that depends on the sign of a gradient near 0, as Adam's and Lion's do, goes both ways. A gradient of rounding alone, as
+for the bias of attention's keys, gets the tolerance it needs. With
 
     moved    the most that its elements moved in these runs
     come     how far it has come since the start; of a metric its size

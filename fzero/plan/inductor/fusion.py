@@ -1,12 +1,12 @@
 """Predicts the kernels of a compiled function, and their reads and writes, from the recorded graph.
 
-[Note: kernels] A recorded graph names every intermediate value; a compiled function writes few of them to memory. Those
-are the operands and results of products (matrix products, convolutions, attention), what is scattered, concatenated,
-reduced or returned, and pointwise values that so much would have to be read again for that the compiler keeps them.
-Everything else is computed inside the kernels that read it, again in each. What lies between the same products and
-reads the same values is one kernel. A *buffer* is memory that is written once and perhaps viewed many times; it is
-named by the node that makes it. An eager function writes every value that is no view, a kernel each. The rules are
-those of torch's Inductor, as its code has them.
+[Note: kernels] A recorded graph names every intermediate value; a compiled function writes few of them to memory. These
+are operands and results of products (matrix products, convolutions, attention), values that are scattered,
+concatenated, reduced or returned, and pointwise values that are too expensive to recompute. Everything else is computed
+inside the kernels that read it, again in each. What lies between the same products and reads the same values is one
+kernel. A *buffer* is memory that is written once and perhaps viewed many times; it is named by the node that makes it.
+An eager function writes every value that is no view, a kernel each. The rules are those of torch's Inductor, as its
+code has them.
 
 It must not know how fast a device is.
 """
@@ -315,7 +315,7 @@ class _Analysis:
         return self.readers[node] <= inside
 
     def _before(self, made: list[Kernel]) -> tuple[frozenset[int], ...]:
-        """For each kernel those that write what it reads, or read what it overwrites."""
+        """For each kernel, the kernels that write its inputs or read the memory it overwrites."""
         if self.eager:
             return tuple(frozenset([i - 1] if i else []) for i in range(len(made)))
         writers: dict[fx.Node, list[int]] = defaultdict(list)

@@ -1,9 +1,8 @@
 """Predicts a compiler's memory layout inside a function: the order of its kernels, and which buffers reuse memory.
 
-Both are choices of torch's Inductor, repeated here as its code makes them (torch/_inductor/memory.py,
-codegen/wrapper.py): it takes, of a few orders, the one with the lowest peak, then lets a pointwise result overwrite an
-operand that nobody reads after, and a new buffer take the place of one of the same size and dtype that was let go of,
-if holding that one does not raise the peak.
+Both repeat choices of torch's Inductor (torch/_inductor/memory.py, codegen/wrapper.py). It takes the order with the
+lowest peak, of a few. A pointwise result overwrites an operand after its last use. A new buffer reuses a freed one of
+the same size and dtype, if holding it does not raise the peak.
 """
 
 from __future__ import annotations

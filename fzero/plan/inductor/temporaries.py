@@ -22,8 +22,8 @@ _peaks: dict[object, weakref.WeakKeyDictionary[Function, int]] = {}
 def temporaries(function: Function, backend: str = "inductor", device: torch.device | None = None) -> int:
     """Most bytes alive at once inside a call beyond its inputs and outputs, worked out once per function and backend.
 
-    Outputs count from the kernel that makes them, so what is alive before that may take their place; but those that are
-    made in buffers given for them (`function.into`) are there all along.
+    Outputs count from the kernel that makes them, so earlier temporaries may use their place. Outputs with a buffer of
+    their own (`function.into`) count all along.
 
     Args:
         function: a function of a program.
