@@ -1,9 +1,9 @@
 """Exchanges small values between the ranks of the default process group, as JSON: what comes over a connection, or lies
 in a store that anybody may write to, is data and never code.
 
-[Note: the open store] torchrun's store, and that of rank 0, take every connection that can reach their port: a note
-may be a stranger's. So all notes are JSON of a form that is checked. Those that end a run, and those of a save behind
-the training, are signed with a secret, which rank 0 draws and the ranks get over the process group.
+[Note: the open store] torchrun's store, and that of rank 0, take every connection that can reach their port: a note may
+be a stranger's. So all notes are JSON of a form that is checked. Notes that end a run, and notes of a save in the
+background, are signed. Rank 0 draws the secret and shares it over the process group.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def _undo(ranks: Ranks, root: Place | None, draft: Draft | None) -> None:
 
 
 def _read(job: Job) -> dict[str, torch.Tensor]:
-    """The tensors that a rank reads: those of which it writes parts, and those that are compared."""
+    """The tensors that a rank reads: the ones it writes parts of, and the ones that are compared."""
     plan, rank = job.plan, job.ranks.rank
     names = {name for name, parts in plan.parts.items() if any(r == rank for r, _ in parts)}
     if job.check_replicas and job.ranks.size > 1:

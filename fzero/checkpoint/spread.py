@@ -1,4 +1,4 @@
-"""Reads what is spread over the ranks: each asks for the bytes that it needs, and gives those that others ask for."""
+"""Reads data spread over the ranks: each rank asks for the bytes it needs and answers the other ranks."""
 
 from __future__ import annotations
 

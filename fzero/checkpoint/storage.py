@@ -22,7 +22,7 @@ from fzero.read_json import MOST, Malformed
 
 
 class Draft(NamedTuple):
-    """A checkpoint that is being written: where its files lie, and what their names have that no other's have."""
+    """A checkpoint in progress: the place of its files, and a suffix that makes their names unique."""
 
     directory: Place
     mark: str

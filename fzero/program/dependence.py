@@ -1,8 +1,7 @@
 """Finds which lines of a program must come after which, and puts lines in an order that this allows: a list scheduler.
 
-All that keeps one line behind another is here, from what the op table says of each: what it reads, what it writes and
-what shares memory with what. Where a line is best placed, within that, is for the passes that ask (passes/overlap.py,
-passes/hoist_updates.py).
+The order of lines follows from the op table: reads, writes, and shared memory of each line. Where a line is best
+placed, within that, is for the passes that ask (passes/overlap.py, passes/hoist_updates.py).
 
 [Note: dependences] A line comes after
   - the line that makes what it reads, and the last one that wrote in the memory in which that lies;

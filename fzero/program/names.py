@@ -1,8 +1,7 @@
 """Names the values of a program: Python identifiers, each assigned once, none of which hides another.
 
-A program is Python that runs. Whatever a user calls a leaf (`class`, `step`, `0`) or a block (`wait`, `embed` beside a
-leaf `embed`), a name in it must be an identifier, and must not hide an argument, a primitive or a function that a later
-line uses.
+A program is Python that runs. A user may call a leaf `class`, `step` or `0`, and a block `wait`. A name in the program
+must be an identifier, and must not hide an argument, a primitive or a function of a later line.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
 
 
 def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
-    """The names that each line makes or reads, and with what is added to totals those that it was made of: all
-    micro-batches let go at the same place."""
+    """Names that each line defines or uses. An accumulation also uses the arguments of its summand, so that all
+    micro-batches free them at the same line."""
     read: tuple[str, ...] = ()
     for line in lines:
         read = line.args if line.fn and line.micro is not None else read

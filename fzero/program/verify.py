@@ -7,9 +7,8 @@ placed accordingly. What is written is a leaf of the state (or its shard), once,
 and nothing reads the old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor
 overwritten. A line reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy
 of a leaf that is written is stored. What is written on a guess is written, from its old value, by the redo that
-follows, and by nothing else; what it waits for has arrived by then. Every leaf that the step assigns is written, and
-besides those only the copies that are computed with, and those in which gradients wait: these are read once they are
-written, and not before.
+follows, and by nothing else; what it waits for has arrived by then. Every leaf that the step assigns is written. The
+only other written leaves are compute copies and waiting gradients, which are read only after they are written.
 
 Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops does
 not list is a violation, and so is an axis that the mesh does not have. The row of an op has its rule.

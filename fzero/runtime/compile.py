@@ -34,9 +34,9 @@ def compile(
     """A step on a mesh, ready to run.
 
     Nothing happens until it is called: the first call with a new kind of batch traces the step, compares the program
-    with all ranks, compiles each distinct block once and runs. A program is kept for each kind of batch and of
-    parameters, and each setting of autocast and PyTorch's other switches, 16 of them at most: the one used longest
-    ago leaves first, with its pool, and is made again when it is needed. So pad batches to a few lengths.
+    with all ranks, compiles each distinct block once and runs. One program is kept for each kind of batch and
+    parameters and each setting of autocast and PyTorch's other switches, at most 16. The least recently used leaves
+    first, with its pool, and is made again when needed. So pad batches to a few lengths.
 
     What is traced is traced with the values that Python has then: a number in a closure, a global, an attribute of an
     object is a constant of the program. The values that the loss and the optimizer read so are compared at each of the
@@ -54,8 +54,8 @@ def compile(
         step: from `train_step` or `eval_step`, with its transforms.
         mesh: from `make_mesh`.
         memory_budget: bytes of each rank, or text ("80GB"): of the programs whose planned peak fits it, the one that is
-            predicted to be fastest runs. By default the one that keeps at most two blocks' parameters whole, which is
-            the one that needs least.
+            predicted to be fastest runs. By default the program that needs least, with at most two blocks' parameters
+            whole.
         host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch
             files.
         batch: an example of this rank's batch, which `offload("auto")` is resolved for; meta tensors will do. Other
@@ -75,9 +75,9 @@ def compile(
         FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this
             machine; `offload("auto")` without what it is resolved for: a memory budget and a batch; `cuda_graphs=True`
             on a mesh whose device has none.
-        FzeroValueError: from a step, if a value that its functions read beside their arguments is another than when it
-            was traced, or if it is called under a `TorchFunctionMode` or `saved_tensors_hooks` of the user's own; with
-            "inductor", whose kernels it does not see into, a `TorchDispatchMode`.
+        FzeroValueError: from a step, if a value read besides the arguments has changed since tracing, or if the caller
+            has a `TorchFunctionMode` or `saved_tensors_hooks` of their own; with "inductor", a `TorchDispatchMode` too,
+            because it does not see into kernels.
         BudgetError: from `init`, if the state alone is more than the budget; from the first call, if its plan is.
 
     Example:

@@ -69,15 +69,15 @@ MOST_PROGRAMS = 16
 and is made again when it is needed."""
 
 LOOKED_AT_EVERY = 16
-"""Calls of a program after which what its functions read beside their arguments is compared; at each of as many first
-ones; and whenever the time since the last call is so long that a look takes less than `_SHARE` of it."""
+"""Values that functions read besides their arguments are compared every so many calls and at each of the first ones;
+also when the time since the last call makes the look cheaper than `_SHARE` of it."""
 _SHARE = 0.002
 
 
 @dataclass
 class _Kept:
-    """A program that runs: what it was lowered to, what runs it, what its functions read when it was made, where they
-    ask for strides, and how often it was called."""
+    """A program that runs: the lowered program, its runner, the values its functions read when it was made, the places
+    that ask for strides, and the number of calls."""
 
     lowered: Lowered
     run: Callable[..., Any]
@@ -311,9 +311,9 @@ class Compiled:
         return [x.clone() if storage_of(x) in written else x for x in found]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
-        """Lowers the step; once more if that has changed what its functions read, for what is kept from call to call or
-        only written down is then as it was to the program, and what is counted, drawn or used up is not; and if they
-        read the clock, which is let be where it is only written down."""
+        """Lowers the step. If tracing changed a value that the user's functions read, or they read the clock, it is
+        lowered again. Equal programs mean a cache or a log, and are accepted. Different ones mean that the function
+        counts, draws or consumes; that raises."""
         read, before = self._settings(), counted(*self._functions())
         lowered = lower_inputs(self.resolved, self.mesh, params, batch_inputs(batch), self._rates())
         now, first = self._settings(), counted(*self._functions())

@@ -146,10 +146,9 @@ class CompiledStep(Compiled):
 
         Communication: about a hundred bytes through the store, to compare what was given (the leaves are read once for
             it, 2.5 s of a core for 6 GB); every rank computes its own shards.
-        Memory: this rank's part of the state and, for an init function, one whole leaf at most: draws and pointwise
-            operations are made shard by shard, and in parts of 32 MiB where they rest off the device; what cannot be is
-            made whole and cut. What rests on disk is written, through two buffers of 16 MiB, before the next leaf is
-            made.
+        Memory: this rank's part of the state and, for an init function, at most one whole leaf. Draws and pointwise
+            operations are made shard by shard, in parts of 32 MiB for leaves off the device; other leaves are made
+            whole and cut. What rests on disk is written, through two buffers of 16 MiB, before the next leaf is made.
 
         Raises:
             FzeroTypeError: leaves that are not tensors.
@@ -229,10 +228,10 @@ class CompiledStep(Compiled):
 
         Args:
             path: the directory, or a .safetensors file; or the URL of one.
-            params: what the model looks like: a function of a key that returns a pytree of tensors; or such a pytree
-                with whole leaves, whose values are used for what is not in the files (without values, on the meta
-                device, all must be there). By default that of the step's model (`fz.functionalize`), else what was
-                last made or restored, else nested dicts and lists as the files' names say, in their dtypes.
+            params: the form of the model: a function of a key that returns a pytree of tensors, or such a pytree with
+                whole leaves. Its values stand for leaves missing from the files; on the meta device no leaf may be
+                missing. By default that of the step's model (`fz.functionalize`), else what was last made or restored,
+                else nested dicts and lists as the files' names say, in their dtypes.
             key: int64[3]; by default `fz.random.key(0)`.
             names: the stored names of leaves that have others there. By default the model says what it is made of
                 (`fz.hf`: renamed and fused weights too).
@@ -425,12 +424,12 @@ class CompiledStep(Compiled):
 
         Raises:
             FzeroTypeError: more arguments than a state and one batch.
-            FzeroValueError: before a state's first step, trained parameters that are not finite, of those in memory; a
-                state laid out for another step; new values of leaves (`train_step(mutable=...)`) that must agree and do
-                not, in that step or, on a device that runs behind the host, in the next.
+            FzeroValueError: before a state's first step, trained parameters in memory that are not finite; a state laid
+                out for another step; new values of leaves (`train_step(mutable=...)`) that must agree and do not. On an
+                asynchronous device the last comes one step later.
             DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says;
-                ranks that make different calls; a call that has ended in the middle, on this rank or another: then, and
-                at every later call on the mesh (docs/restarts.md).
+                ranks that make different calls; a call that has ended in the middle, on this rank or another, at that
+                call and every later one on the mesh (docs/restarts.md).
             BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and
                 `fz.checkpoint.save` are for one thread at a time.
             OutOfMemory: of the device or the host. Whatever ends a step in the middle, Ctrl-C too, its state is of no

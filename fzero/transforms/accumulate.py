@@ -88,8 +88,8 @@ def accumulate(
 ) -> Any:
     """Cuts each rank's batch into `num_micro_batches` along dim 0 and runs them one after the other.
 
-    Equal to the untransformed step up to the order of summation: a mean is the mean over the whole batch, a `weighted`
-    loss is divided by the whole count, and draws with the step's key are those of the whole batch. `vertical` changes
+    Equal to the untransformed step up to the order of summation. A mean is the mean over the whole batch, a `weighted`
+    loss is divided by the whole count, and draws with the step's key equal those of the whole batch. `vertical` changes
     when a line runs and not what it computes: on one process the same bits.
 
     Args:
@@ -106,10 +106,10 @@ def accumulate(
         `shard_grads` and `shard_params` once a micro-batch, so that no whole gradient outlives its block. Vertically
         once a step whatever the stage, as the last micro-batch leaves the block, and parameters travel as often as
         without `accumulate`.
-    Memory: activations of one micro-batch; the accumulated gradients, sharded or whole. Vertically: what passes between
-        blocks and what they keep for their backward of all micro-batches, as without `accumulate` (`remat("full")`
-        keeps only the former), and inside a block that of one; two blocks' whole gradients, the sum and one
-        micro-batch's, and those of a parameter that several blocks read, from each of them, of all micro-batches.
+    Memory: activations of one micro-batch; the accumulated gradients, sharded or whole. Vertical: block inputs and
+        saved activations of all micro-batches (`remat("full")` keeps only the inputs), temporaries of one. Whole
+        gradients of two blocks, a sum and a summand. A parameter that several blocks share has one gradient per block
+        and micro-batch.
 
     Raises:
         FzeroValueError: no number, or one below 1; when the program is built, a batch that it does not divide, or whose

@@ -115,19 +115,19 @@ def offload(
             What lies there is scratch of this run, never a checkpoint. "auto" uses a disk if there is a path.
         fraction: the share of the leaves, by bytes, that is sent off, in (0, 1]; spread evenly over the model.
         where: predicate `(path, leaf)` of the parameters that it is about, by default all. `leaf` is a meta tensor.
-        update_on: "host" runs the optimizer where its state rests, "device" brings the state to the device; "auto" lets
-            the plan choose: the host updates all blocks, none, or a part of them while the state of the others streams
-            through the device, whichever it predicts to be fastest.
+        update_on: "host" runs the optimizer in host memory, "device" brings the state to the device. With "auto" the
+            plan takes the fastest by prediction: the host updates all blocks, none, or some while the state of the
+            others streams through the device.
 
-    Communication: none between ranks. Per rank and step, over the link between host and device, of P parameters whose
-        Adam state rests there: an update on the host 4P bytes of gradients out (2P if they are reduced in bf16) and,
-        under mixed precision, 2P in of what is computed with; in fp32, where parameters rest on the device, these
-        travel too, 4P each way. It moves 28P through host memory. An update on the device 8P each way, 12P with
-        masters. Offloaded parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per
-        micro-batch. State on disk is read and written once, 8P bytes each way, 12P with masters or parameters, and
-        gradients on disk, 4P (2P); what the vjp has read is not read again. Twice that of state in a step that guessed
-        wrongly that nothing is clipped; within a host budget an update of state in host memory may be on a guess, too,
-        and then moves 24P more (docs/transforms/offload.md).
+    Communication: none between ranks. Per rank and step, over the link between host and device, for P parameters with
+        Adam state on the host. An update on the host sends 4P bytes of gradients out (2P if reduced in bf16) and, under
+        mixed precision, 2P of compute parameters in. In fp32 with parameters on the device these travel too, 4P each
+        way. It moves 28P through host memory. An update on the device 8P each way, 12P with masters. Offloaded
+        parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per micro-batch. State on
+        disk is read and written once, 8P bytes each way, 12P with masters or parameters, and gradients on disk, 4P
+        (2P); what the vjp has read is not read again. Twice that of state in a step that guessed wrongly that nothing
+        is clipped; within a host budget an update of state in host memory may be on a guess, too, and then moves 24P
+        more (docs/transforms/offload.md).
     Memory: what is offloaded is not at rest on the device: 12P bytes less with fp32 Adam and all of it; during the step
         the buffers of the blocks that are under way. On disk it takes no host memory at rest either, and with clipping
         by the global norm twice its bytes. On a mesh whose device is the CPU, host and device are one memory: "cpu"
@@ -135,9 +135,8 @@ def offload(
 
     Raises:
         FzeroValueError: an unknown tier, role or side; "nvme" without a path, or a path with "cpu"; a tier that cannot
-            hold a role (activations on disk, gradients in host memory);
-            a fraction outside (0, 1]; from `init` and `restore`, a path that is missing, not writable or too small,
-            with the numbers.
+            hold a role (activations on disk, gradients in host memory); a fraction outside (0, 1]. From `init` and
+            `restore`: a path that is missing, not writable or too small, with the numbers.
         TransformError: two of them for one role; one without parameters given to an evaluation that has no masters;
             when the program is built, gradients on disk that a loop over micro-batches adds up.
 

@@ -24,8 +24,8 @@ class OnceAStep(Transform):
         return "an evaluation gathers each parameter once, and reduces no gradient"
 
     def before(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the axes that a leaf is cut over which cut before this one does; all where none does, as on a mesh
-        that has one rank along each of them: gathered over this one it would be whole."""
+        """The axes of a leaf that cut before this one; all axes if none does, as on a mesh with one rank along each of
+        them. Gathered over this axis, such a leaf would be whole."""
         return axes[: axes.index(self.axis)] if self.axis in axes[1:] else axes
 
     @property
@@ -58,16 +58,16 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
         reductions: whether the gradients of micro-batches add up as shards over the axes that cut before this one, and
             are reduced over it after the last micro-batch. Otherwise once a micro-batch.
 
-    Communication: over `axis`, of M ranks, with L along the axes that cut before it, (M-1)/M x (2P + 4P)/L bytes sent
-        per rank and step with bf16 compute and fp32 reductions, whatever the number of micro-batches; without it 2 x 2P
-        + 4P for each of them. Over the other axes as without it.
+    Communication: over `axis` with M ranks, and L ranks along the axes that cut before it, (M-1)/M x (2P + 4P)/L bytes
+        sent per rank and step with bf16 compute and fp32 reductions. The number of micro-batches does not matter;
+        without `once_a_step` each costs 2 x 2P + 4P. Over the other axes as without it.
     Memory: 2P/L bytes per rank for what stays gathered (4P/L in fp32), during the step, and with `accumulate` 4P/L for
         the sums instead of 4P/(L M).
 
     Raises:
         FzeroTypeError: an `axis` that is not a name, `reductions` that is no flag.
-        FzeroValueError: a share that is none; when the program is built, an axis that the mesh does not have, that no
-            leaf is sharded over, or that cuts first.
+        FzeroValueError: an invalid share. When the program is built: an axis missing from the mesh, without a sharded
+            leaf, or cutting first.
         TransformError: a second, different `once_a_step`; an evaluation.
 
     Paper: Wang et al., ZeRO++: extremely efficient collective communication for giant model training, 2023 (the

@@ -156,17 +156,17 @@ def mixed_precision(
     block after it does not.
 
     With "fp16" gradients are those of the scaled loss, and are unscaled in float32 before the optimizer sees them. If
-    one of them, after all reductions, is not finite, on whichever rank or in whichever micro-batch it arose, the step
-    is skipped on every rank: parameters, optimizer state (with the count that schedules go by) and step count keep
-    their bits, and the next step draws with the same key. The scale moves as `LossScale` says; it rests in
-    `state.extras["loss_scale"]`, and checkpoints have it.
+    one is not finite after all reductions, the step is skipped on every rank, whichever rank or micro-batch it came
+    from. Parameters, optimizer state (with the schedules' count) and step count keep their bits, and the next step
+    draws with the same key. The scale moves as `LossScale` says; it rests in `state.extras["loss_scale"]`, and
+    checkpoints have it.
 
     With "auto" the step begins in `start`, is watched, and counts for each block how often it overflows, or more than
-    half of its gradient, zeros aside, underflows. When a step is built, that is by a `compile` whose state is restored,
-    or for a batch of another shape, the blocks whose count has reached its limit compute in fp32 from then on: the log
-    and `plan.decisions` say which, and why. Blocks cast their arguments as with `where`. What rests, and where, does
-    not change; the counts are a part of the state, `state.extras["precision"]`, and checkpoints have them.
-    `train.resolved` is the step as it is built. Code outside blocks stays as it is, and must itself cast what it
+    half of its gradient, zeros aside, underflows. Whenever a step is built, after a restore or for a batch of another
+    shape, blocks over their limit compute in fp32 from then on. The log and `plan.decisions` name them with the reason.
+    Blocks cast their arguments as with `where`. What rests, and where, does not change; the counts are a part of the
+    state, `state.extras["precision"]`, and checkpoints have them. `train.resolved` is the step as it is built. Code
+    outside blocks stays as it is, and must itself cast what it
     multiplies: a moved block returns fp32.
 
     Args:
@@ -207,10 +207,9 @@ def mixed_precision(
         (2 bytes a parameter) exists during the step only. A loss scale: 28 bytes. The counts of "auto": 8 bytes a leaf.
 
     Raises:
-        FzeroValueError: an unknown dtype or rounding; a `start` without "auto", or one that no block can be moved from;
-            a rounding where parameters do not rest in bf16; a loss scale that is not above 0, or one where nothing is
-            in fp16: bf16 has the range of fp32; from `compile`, a dtype that the device does not compute in, with those
-            it does.
+        FzeroValueError: an unknown dtype or rounding; a `start` without "auto", or from which no block can move; a
+            rounding without parameters stored in bf16; a loss scale that is not above 0, or without fp16 (bf16 has the range of
+            fp32). From `compile`: a dtype without support on the device, with the supported ones.
         TransformError: another mixed_precision of the step; when the program is built, a tied leaf of which `where`
             accepts one path and not another.
         LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.

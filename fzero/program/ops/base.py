@@ -1,9 +1,8 @@
 """Defines the row of an op: the class that every op in the table subclasses.
 
-A row has all that the rest of the package asks of a line: its form and its rule (verify), what shares memory (views,
-the pool), where it computes, the bytes it touches or sends (cost), its text (show), how it runs (execute), what it
-means (the interpreter) and what its results stand for (blame). A new op is a new row, and the rewrite that makes lines
-of it.
+A row answers every question about a line: its form and rule (verify), shared memory (views, the pool), the place of
+computation, bytes touched or sent (cost), text (show), execution (execute), meaning (the interpreter), and the meaning
+of its results (blame). A new op is a new row, and the rewrite that makes lines of it.
 """
 
 from __future__ import annotations
