@@ -1,25 +1,24 @@
 """Derives tolerances for two ways of carrying out one step: from dtypes and the lengths of reductions, through the
 step's own amplification of an error.
 
-[Note: tolerance] Let u be a dtype's unit roundoff. Roundings are modelled as independent and of mean zero; then the
-relative error of n of them in a row stays below `lambda * sqrt(n) * u` with a probability of at least 1 - 2 n
-exp(-lambda^2 / 2), where the worst case is n u (Higham and Mary, A new approach to probabilistic rounding error
-analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4; Higham, Accuracy and Stability of Numerical Algorithms, 2nd
-ed., 2002, chapter 3, for the worst case and for what a dtype's u is). Here
+[Note: tolerance] Let u be a dtype's unit roundoff. Roundings are modelled as independent and of mean zero. Then the
+relative error of n roundings in a row stays below `lambda * sqrt(n) * u` with a probability of at least 1 - 2 n
+exp(-lambda^2 / 2). The source is Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci.
+Comput. 41(5), 2019, theorem 2.4. The worst case is n u (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+ed., 2002, chapter 3). Here
 
     roundoff = sqrt(n u_sum^2 + parts u_reduce^2 + u_compute^2)
 
-with n the longest chain of summations and operations that a value of the step goes through (a product of matrices
-counts its inner dim, a sum its length, any other operation one), in the dtype that sums are kept in, which is float32
-or wider; parts = ranks x micro-batches, whose sums are rounded to the dtype that gradients are reduced in; and one
-rounding of every parameter and input to the dtype that is computed in, or that operands of products are rounded to, if
-it is a lower one.
+Here n is the longest chain of summations and operations in the step: a matrix product counts its inner dim, a sum its
+    length, any other operation one. u_sum is of the dtype of sums, float32 or wider. parts = ranks x micro-batches, and
+    u_reduce is of the dtype of reduced gradients. u_compute is one rounding of every parameter and input to the compute
+    dtype, or to that of products' operands if it is lower.
 
 What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured, by runs of
-the plain step. In four of them it is computed in the compute dtype, with every parameter that the loss reads moved at
-random by `lambda roundoff` relative to itself, and every gradient by as much relative to the root mean square of its
-leaf: up in two runs, down in two. What that does to the gradients of each step is their noise: of an element what it
-moved by, or the root mean square of that over its leaf if it is more, for some runs may miss what another shows. They
+the plain step. Four of them run in the compute dtype, with random moves of relative size `lambda roundoff`: of every
+parameter that the loss reads, and of every gradient, relative to the root mean square of its leaf. Moves go up in two
+runs, down in two. The resulting moves of the gradients are their noise. An element's noise is its own move or its
+leaf's root mean square, whichever is larger, because some runs may miss a move. They
 are four because of leaves of one element, whose gradient is a sum that cancels: two runs miss its noise once in some
 hundred models. In two further runs every gradient is moved by its noise: up in one, down in the other. So an update
 that depends on the sign of a gradient near 0, as Adam's and Lion's do, goes both ways. A gradient of rounding alone, as
