@@ -599,7 +599,6 @@ def fp8(args: argparse.Namespace) -> Found:
     found = {"bf16 s": seconds_a_step(args, config, bf16)}
     for name, transform in {
         "tensor": fz.fp8(),
-        "delayed": fz.fp8(scaling="delayed"),
         "row": fz.fp8(scales="row"),
     }.items():
         torch.cuda.empty_cache()

@@ -90,11 +90,11 @@ class BlockCall(Attrs):
 
 @dataclass(frozen=True, kw_only=True)
 class CallAttrs(Repeated, Guessed, Side):
-    """`scales`: that it makes scales of 8 bits, of "shards" or of a "history"; `of_sums`: that it reads what the sums
-    of ranks and micro-batches add up to, where other lines read this one's own."""
+    """`scales`: that it makes scales of 8 bits, of shards; `of_sums`: that it reads what the sums of ranks and
+    micro-batches add up to, where other lines read this one's own."""
 
     block: BlockCall | None = None
-    scales: Literal["", "shards", "history"] = ""
+    scales: bool = False
     of_sums: bool = False
 
 

@@ -214,9 +214,9 @@ class Line(Generic[A]):
         return self.block is not None and self.block.part == "backward"
 
     @property
-    def scales(self) -> str:
-        """The source of the 8-bit scales that it makes, if it does."""
-        return self.attrs.scales if isinstance(self.attrs, CallAttrs) else ""
+    def scales(self) -> bool:
+        """Whether it makes scales of 8 bits."""
+        return isinstance(self.attrs, CallAttrs) and self.attrs.scales
 
     @property
     def of_sums(self) -> bool:
