@@ -207,9 +207,7 @@ class ScatterAttrs(ReduceAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyAttrs(Repeated, Guessed):
-    """`memory`: which memory a disk reads to or writes from."""
-
-    memory: Literal["host", "device"] = "host"
+    """Of a copy between tiers."""
 
 
 @dataclass(frozen=True, kw_only=True)

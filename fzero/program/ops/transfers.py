@@ -328,7 +328,7 @@ class ToDevice(Copy):
 
 
 class OnDisk(Copy):
-    """To or from a disk, of what is in host memory, or, as its `memory` says, in the device's."""
+    """To or from a disk, of values in host memory."""
 
     def channel(self, line: Line[CopyAttrs]) -> str:
         return DISK
@@ -347,10 +347,10 @@ class DiskRead(OnDisk):
     hoisted = "ahead"
 
     def tiers(self, line: Line) -> tuple[str, str]:
-        return DISK, line.says(CopyAttrs).memory
+        return DISK, "host"
 
     def way(self, line: Line[CopyAttrs]) -> str:
-        return "from disk" if self.tiers(line)[1] == "host" else "from disk to device"
+        return "from disk"
 
 
 class DiskWrite(OnDisk):
@@ -361,10 +361,7 @@ class DiskWrite(OnDisk):
     link = "disk_write"
 
     def tiers(self, line: Line) -> tuple[str, str]:
-        return line.says(CopyAttrs).memory, DISK
-
-    def way(self, line: Line[CopyAttrs]) -> str:
-        return "to disk" if self.tiers(line)[0] == "host" else "from device to disk"
+        return "host", DISK
 
 
 class Wait(Op[WaitAttrs]):
