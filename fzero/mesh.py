@@ -109,8 +109,6 @@ class Keeps(Protocol):
 
     def places(self, leaves: Sequence[str], every: int = ..., once: bool = ...) -> list[torch.Tensor] | None: ...
 
-    def come(self, leaves: Sequence[str], places: Sequence[torch.Tensor]) -> None: ...
-
 
 class Context:
     """The context of a mesh: all that runs on it, made on first use and kept as long as the mesh, which is frozen.

@@ -63,8 +63,8 @@ class Health:
         spikes: a loss or a gradient norm of so many times the median of the last 64, or that is not finite: `run.step`
             does the step again, and if it comes to the same goes back and leaves the batch out. None: they are taken.
         replicas: of so many steps `run.step` compares what ranks hold in common (`check_replicas`). None: never.
-        sent: of so many states one that ranks sent each other (`fz.redundant`, but as parity) is compared with what
-            their owners kept. None: none is.
+        sent: of so many states one that ranks sent each other (`fz.redundant`) is compared with what their owners kept.
+            None: none is.
 
     Example:
         >>> import fzero as fz

@@ -230,7 +230,7 @@ class Run:
             if ward is not None:  # all are here; a step would wait for one that is lost meanwhile
                 transport(self.mesh).connect(ward.spec.axis)
             self.mesh.context.wards = vault.wards
-            if ward is not None and not ward.route.group and self._care.sent is not None:
+            if ward is not None and self._care.sent is not None:
                 self._sent = Sent(self.mesh, vault, ward, self._care.sent)
             if self.source != "memory" or not vault.has(self._seen):  # another host's, or of another number of ranks
                 vault.keep(state, self._seen)
@@ -565,7 +565,7 @@ class Run:
             what = f"{spec} sends states that fz.run(every={self._every}) does not keep"
             fix = f"send every {self._every} steps, or a multiple: fz.redundant(every={self._every})"
             raise FzeroValueError(message("run", what, fix=fix))
-        return Ward(spec, spec.route(self.mesh))
+        return Ward(spec, spec.shift(self.mesh))
 
     def _told_to_stop(self, step: int) -> bool:
         """Whether the run ends before this step: a rank that was told tells the others before it begins one, and none

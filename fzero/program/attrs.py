@@ -212,13 +212,11 @@ class CopyAttrs(Repeated, Guessed):
 
 @dataclass(frozen=True, kw_only=True)
 class SendAttrs(Over):
-    """`shift`: to the rank so much further along its one axis, or with `group` a part to each of the others among so
-    many ranks that are so far apart (`fzero.routes.Route`); `every`: of so many steps in one; `once`: of what no
+    """`shift`: to the rank so much further along its one axis; `every`: of so many steps in one; `once`: of what no
     step writes, so that it need not be sent again; `leaves`: the paths of what it sends; `number`: its own among the
     sends."""
 
     shift: int
-    group: int = 0
     every: int = 1
     once: bool = False
     leaves: tuple[str, ...] = ()
