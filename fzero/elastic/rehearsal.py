@@ -58,14 +58,14 @@ def stand_by(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]
     spares.stand_by(memory)
 
 
-def rehearse(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]) -> None:
-    """Calls `main` up to its first step."""
+def rehearse(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]) -> str:
+    """Calls `main` up to its first step, and says how far it came."""
     begin = time.process_time()
     for name in _LATER:
         importlib.import_module(name)
     mesh = unjoined(**{"timeout": timeout, **_arguments(axes)})
     if mesh.device_type != "cpu":
-        return
+        return "modules are imported"
     try:
         main(Rehearsal(mesh))
         came = "main has returned without a step"
@@ -74,6 +74,7 @@ def rehearse(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]
     except Exception as error:
         came = f"main raised before its first step: {' '.join([type(error).__name__, *str(error).splitlines()[:2]])}"
     logger.info("fzero.run: a spare is ready: %s", came)
+    return came
 
 
 def _arguments(axes: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,9 +114,6 @@ class Rehearsal(Run):
         return train(state, batch)
 
     def keep(self, state: State) -> None:
-        raise _Rehearsed
-
-    def check(self) -> Any:
         raise _Rehearsed
 
     def save(self, state: State, **_: Any) -> Any:
