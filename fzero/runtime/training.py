@@ -574,10 +574,6 @@ class CompiledStep(Compiled):
             )
         return self._guesses[2]
 
-    def leave_nonfinite(self) -> None:
-        """Says nothing of parameters that are not finite: who calls it looks after that."""
-        self._not_finite = None
-
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path,
         measured)` shows it beside the plan.
