@@ -27,7 +27,6 @@ PRECISIONS: dict[str, dict[str, str]] = {
     "bf16": {"dtype": "bf16"},
     "fp16": {"dtype": "fp16"},
     "bf16, products in fp8": {"dtype": "bf16", "fp8": "tensor"},
-    "bf16, products in fp8, delayed": {"dtype": "bf16", "fp8": "delayed"},
     "bf16, int8 moments": {"dtype": "bf16", "state_dtype": "int8"},
     "bf16-stochastic": {"dtype": "bf16", "params": "bf16"},
     "bf16-stochastic, int8 moments": {"dtype": "bf16", "params": "bf16", "state_dtype": "int8"},

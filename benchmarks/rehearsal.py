@@ -80,7 +80,7 @@ def rehearse(program: Program) -> Told:
         mock.patch.object(execute, "host_pool", lambda nbytes, mesh: torch.empty(nbytes, dtype=torch.uint8)),
         mock.patch.object(execute, "limits_of", return_value=None),  # marks of time, a few a transfer
     ):
-        mesh = _Mesh(program.mesh.axes, 0, _cuda(), gpu_direct=program.mesh.gpu_direct)
+        mesh = _Mesh(program.mesh.axes, 0, _cuda())
         mesh.context.transport, mesh.context.copies = ProcessGroups(mesh), _Copies()
         used = {line.fn for line, _ in program.walk() if line.fn}
         functions = building.build({n: f for n, f in program.functions.items() if n in used}, "inductor", mesh)
@@ -268,9 +268,6 @@ class _Copies:
     to_device_start = to_host_start
 
     def settle(self, written: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def reached(self) -> None:
         pass
 
 

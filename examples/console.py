@@ -187,8 +187,8 @@ def parse_args(description: str | None) -> argparse.Namespace:
     )
     p.add_argument(
         "--fp8",
-        choices=("tensor", "row", "delayed"),
-        help="the layers' products in 8 bits: a scale for each operand, or row, or of earlier steps",
+        choices=("tensor", "row"),
+        help="the layers' products in 8 bits: a scale for each operand, or row",
     )
     p.add_argument(
         "--params", choices=("fp32", "bf16"), default="fp32", help="what parameters rest in; bf16: no masters"

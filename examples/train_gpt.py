@@ -123,8 +123,7 @@ def training(args: argparse.Namespace):
     spread = fz.compose(zero(axis="data"), fz.mixed_precision(args.dtype, params=args.params, rounding=args.rounding))
     if args.fp8:
         fp8 = fz.fp8(
-            scales="row" if args.fp8 == "row" else "tensor",
-            scaling="delayed" if args.fp8 == "delayed" else "current",
+            scales=args.fp8,
             where=lambda path, leaf: "layers" in path and leaf.ndim == 2,  # all but embedding and head
         )
         spread = fz.compose(spread, fp8)

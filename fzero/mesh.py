@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import difflib
-import importlib.util
 import itertools
 import logging
 import math
@@ -50,7 +49,6 @@ class AbstractMesh:
         shared_memory: whether the ranks read each other's buffers, as CPU ranks of one host do and are taken to do
             here: what one has read is known later, so a program's pool is larger.
         unified_memory: whether host and device are one memory, as on a CPU: what moves between them stays where it is.
-        gpu_direct: whether a disk reads and writes the device's memory, past the host's.
         **axes: the size of each axis.
 
     Example:
@@ -62,7 +60,6 @@ class AbstractMesh:
     device_type: str = "cpu"
     shared_memory: bool = True
     unified_memory: bool = True
-    gpu_direct: bool = False
 
     def __init__(
         self,
@@ -70,14 +67,12 @@ class AbstractMesh:
         device_type: str = "cpu",
         shared_memory: bool | None = None,
         unified_memory: bool | None = None,
-        gpu_direct: bool = False,
         **axes: int,
     ):
         object.__setattr__(self, "axes", _checked(axes))
         object.__setattr__(self, "device_type", device_type)
         object.__setattr__(self, "shared_memory", device_type == "cpu" if shared_memory is None else shared_memory)
         object.__setattr__(self, "unified_memory", device_type == "cpu" if unified_memory is None else unified_memory)
-        object.__setattr__(self, "gpu_direct", gpu_direct)
 
     def of_type(self, device_type: str) -> AbstractMesh:
         """The same axes of devices of another type; what was not said of the memories is as usual for them."""
@@ -85,9 +80,7 @@ class AbstractMesh:
         shared = None if self.shared_memory == usual else self.shared_memory
         unified = None if self.unified_memory == usual else self.unified_memory
         axes: dict[str, Any] = self.axes
-        return AbstractMesh(
-            device_type=device_type, shared_memory=shared, unified_memory=unified, gpu_direct=self.gpu_direct, **axes
-        )
+        return AbstractMesh(device_type=device_type, shared_memory=shared, unified_memory=unified, **axes)
 
     @property
     def size(self) -> int:
@@ -108,15 +101,13 @@ class AbstractMesh:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        return *self.axes.items(), self.device_type, self.shared_memory, self.unified_memory, self.gpu_direct
+        return *self.axes.items(), self.device_type, self.shared_memory, self.unified_memory
 
 
 class Keeps(Protocol):
     """Keeps what comes of another rank's state, as elastic/wards.py does."""
 
     def places(self, leaves: Sequence[str], every: int = ..., once: bool = ...) -> list[torch.Tensor] | None: ...
-
-    def come(self, leaves: Sequence[str], places: Sequence[torch.Tensor]) -> None: ...
 
 
 class Context:
@@ -171,7 +162,6 @@ class Mesh(AbstractMesh):
         shared_memory: bool = False,
         gather_groups: Mapping[str, Any] | None = None,
         unified_memory: bool | None = None,
-        gpu_direct: bool = False,
         store: dist.Store | None = None,
         secret: bytes = b"",
     ):
@@ -184,7 +174,6 @@ class Mesh(AbstractMesh):
         object.__setattr__(self, "shared_memory", shared_memory)
         object.__setattr__(self, "gather_groups", gather_groups or {})
         object.__setattr__(self, "unified_memory", device.type == "cpu" if unified_memory is None else unified_memory)
-        object.__setattr__(self, "gpu_direct", gpu_direct)
         object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
         object.__setattr__(self, "_store", store)
         object.__setattr__(self, "secret", secret)
@@ -291,7 +280,6 @@ def make_mesh(
     timeout: float = 600.0,
     shared_memory: bool = True,
     unified_memory: bool | None = None,
-    gpu_direct: bool | None = None,
     **axes: int | str,
 ) -> Mesh:
     """The mesh of all processes that torchrun started, this process among them.
@@ -303,8 +291,6 @@ def make_mesh(
             through gloo.
         unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is
             offloaded is copied, as for a GPU, by a thread (comm/late_copies.py): for tests and rehearsals.
-        gpu_direct: whether a disk reads and writes the device's memory, past the host's (GPUDirect Storage); by default
-            on CUDA where kvikio is installed.
         **axes: size of each axis, e.g. `replica=2, data=4`, the slowest first; their product is the number of
             processes. One may be -1: whatever is left. One may be "local": as many as a host has processes, for each
             place on the axes behind it, so that all of these lie within a host: `node=-1, data="local"`. Without any:
@@ -324,22 +310,17 @@ def make_mesh(
         (1, True)
     """
     problems = number("timeout", timeout, above=0) + flag("shared_memory", shared_memory)
-    problems += [
-        p
-        for name, value in (("unified_memory", unified_memory), ("gpu_direct", gpu_direct))
-        if value is not None
-        for p in flag(name, value)
-    ]
+    problems += flag("unified_memory", unified_memory) if unified_memory is not None else []
     if device is not None and not isinstance(device, str):
         problems.append(f"device={device!r}: must be 'cpu' or 'cuda'")
     if problems:
-        fix = "e.g. make_mesh(data=8, timeout=600); gpu_direct=True where kvikio is installed"
+        fix = "e.g. make_mesh(data=8, timeout=600)"
         raise FzeroValueError(message("make_mesh", "invalid arguments", problems, fix))
     if launcher.under_torchrun():
         launcher.die_with_parent()
     if launcher.under_torchrun() or Processes.of().world > 1:
         launcher.install_excepthook()
-    return _joined(unjoined(device, timeout, shared_memory, unified_memory, gpu_direct, axes))
+    return _joined(unjoined(device, timeout, shared_memory, unified_memory, axes))
 
 
 def unjoined(
@@ -347,7 +328,6 @@ def unjoined(
     timeout: float = 600.0,
     shared_memory: bool = True,
     unified_memory: bool | None = None,
-    gpu_direct: bool | None = None,
     axes: Mapping[str, int | str] | None = None,
 ) -> Mesh:
     """The mesh that `make_mesh` would make, without its process groups: what is lowered for it is the same."""
@@ -365,26 +345,16 @@ def unjoined(
     if unused and local == 0:
         warnings.warn(unused, stacklevel=2)
     device = where.type
-    has_kvikio = importlib.util.find_spec("kvikio") is not None
-    if gpu_direct and device == "cuda" and not has_kvikio:
-        raise FzeroValueError(
-            message(
-                "make_mesh",
-                "gpu_direct=True, and kvikio is not installed",
-                fix="pip install kvikio-cu12 (or -cu13), or leave it out",
-            )
-        )
     if device == "cuda":
         torch.cuda.set_device(where)
     else:
         keep_freed_memory()
         if local == 0 and (text := crowded(torch.get_num_threads(), locals_, len(os.sched_getaffinity(0)))):
             logger.warning("fzero.make_mesh: %s", text)
-    direct = device == "cuda" and has_kvikio if gpu_direct is None else gpu_direct
     if world == 1:
-        return Mesh(sizes, rank, where, unified_memory=unified_memory, gpu_direct=direct)
+        return Mesh(sizes, rank, where, unified_memory=unified_memory)
     shared = device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd")
-    return Mesh(sizes, rank, where, None, timeout, shared, unified_memory=unified_memory, gpu_direct=direct)
+    return Mesh(sizes, rank, where, None, timeout, shared, unified_memory=unified_memory)
 
 
 def _joined(mesh: Mesh) -> Mesh:
@@ -414,7 +384,7 @@ def _joined(mesh: Mesh) -> Mesh:
     grid = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     options = compat.nccl_ahead(datetime.timedelta(seconds=timeout)) if device == "cuda" else None
     gathers = None if options is None else groups_along(sizes, timeout, options)
-    settings = mesh.shared_memory, gathers, mesh.unified_memory, mesh.gpu_direct
+    settings = mesh.shared_memory, gathers, mesh.unified_memory
     return Mesh(sizes, rank, where, grid, timeout, *settings, store, drawn[8:])
 
 

@@ -112,9 +112,6 @@ class LateCopies:
         self._unsettled = [job for job in self._unsettled if job not in settled]
         self.num_settled += len(settled)
 
-    def reached(self) -> None:
-        pass
-
     def finish(self) -> None:
         """The device has done all that it was told."""
         self._catch_up(lambda job: True)

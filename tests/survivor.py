@@ -5,7 +5,7 @@
 Faults: `kill` before the step or `after` it, `stop` (SIGSTOP), `raise`, `flip` (a bit of what this rank kept last, and
 then `kill`), `node` (its host is lost, with its memory), `gone` (its host's memory is removed), `goner` (and then
 `kill`). OUT/log gets a line a step. With SURVIVOR_SENDS in the environment the step sends to another host what it
-keeps, or with "parity" parts of it to several; with SURVIVOR_SAVES every second state is saved behind the steps, to a
+keeps; with SURVIVOR_SAVES every second state is saved behind the steps, to a
 disk on which a rank's file takes half a second; with SURVIVOR_NOWHERE the run has no place for checkpoints.
 """
 
@@ -76,8 +76,7 @@ def flip(memory: Path, rank: int, leaf: str = "params.w") -> None:
 
 def train(run: Run, out: Path, steps: int, faults: dict[str, str], life: int = 0) -> int:
     """Trains on from where the run is. The path of checkpoints is OUT/saved."""
-    sends = os.environ.get("SURVIVOR_SENDS")
-    step_of_run = STEP if sends is None else fz.redundant(STEP, scheme="parity" if sends == "parity" else "buddy")
+    step_of_run = fz.redundant(STEP) if "SURVIVOR_SENDS" in os.environ else STEP
     compiled = fz.compile(step_of_run, run.mesh, backend="eager")
     state = run.state(
         compiled, init, fz.random.key(0), path=None if "SURVIVOR_NOWHERE" in os.environ else out / "saved"

@@ -116,7 +116,6 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fz.make_mesh(shared_memory=1), "shared_memory=1: neither True nor False"),
     (lambda: fz.make_mesh(unified_memory="no"), "unified_memory='no': neither True nor False"),
     (lambda: fz.make_mesh(device=0), "device=0: must be 'cpu' or 'cuda'"),
-    (lambda: fz.make_mesh(gpu_direct="x"), "gpu_direct='x'"),
     (lambda: fz.lower(STEP, fz.AbstractMesh(data=1), PARAMS, X, device=3), "3 is not a device"),
 ]
 

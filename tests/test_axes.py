@@ -394,7 +394,7 @@ def more_of(path: str) -> dict[str, tuple[list[Any], Any]]:
     """Other transforms and optimizers: 8-bit gathers and states, masters, loss scales, other tiers, other orders."""
     plain = optim.adamw(1e-3)
     return {
-        "fp8": ([fz.mixed_precision("bf16"), fz.fp8(scaling="delayed")], clipped()),
+        "fp8": ([fz.mixed_precision("bf16"), fz.fp8()], clipped()),
         "fp16": ([fz.mixed_precision("fp16"), fz.accumulate(2)], clipped()),
         "bf16 at rest": ([fz.mixed_precision("bf16", params="bf16")], plain),
         "8-bit state": ([fz.remat("none"), fz.accumulate(2)], optim.adamw(1e-3, state_dtype="int8")),

@@ -281,6 +281,20 @@ def test_products_however_written(in_block):
     assert found["mm"] == 6, "of a part of a leaf, and of a batch of matrices"
 
 
+@fz.block
+def heads(p, x):
+    return (x @ p["q"]) * (x @ p["k"]) + x @ p["v"]
+
+
+def test_what_several_parameters_multiply_is_rounded_once():
+    step = fz.train_step(lambda params, x: heads(params, x).square().mean(), optim.sgd(LR))
+    params = {n: torch.empty(16, 16) for n in "qkv"}
+    program = fz.lower(fz.fp8(step), fz.AbstractMesh(data=1), params, torch.empty(16, 16)).program
+    forward = program.functions[next(x.fn for x in program.lines if x.op == "call" and x.block is not None)].graph
+    rounded = [n for n in forward.graph.nodes if n.target is torch.ops.aten._to_copy.default]
+    assert len([n for n in rounded if n.meta["val"].dtype is E4M3]) == 4, "q, k, v, and x once"
+
+
 def test_formats_and_dtypes_of_the_products():
     step = fz.fp8(fz.mixed_precision(fz.train_step(LOSS, optim.sgd(LR)), "bf16"))
     program = fz.lower(step, fz.AbstractMesh(data=1), init, batches()[0]).program
@@ -347,7 +361,6 @@ def test_compiled_it_rounds_the_same(compiled_here):
     torch.testing.assert_close(eager[3].float(), compiled[3].float(), rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.exhaustive  # test_fp8_delayed.py has more in one compilation
 def test_a_compiled_step_is_the_eager_one(compiled_here):
     (want, _), (found, _) = alone(fz.fp8()), trained(fz.fp8(), backend="inductor")
     torch.testing.assert_close(torch.stack(found), torch.stack(want), rtol=2e-3, atol=0.0)
@@ -683,6 +696,8 @@ def test_a_step_without_any_product_in_8_bits():
 def test_arguments():
     with pytest.raises(FzeroValueError, match="unknown scales='column'"):
         fz.fp8(scales="column")
+    with pytest.raises(FzeroTypeError, match="no argument 'scaling'"):
+        fz.fp8(scaling="delayed")  # type: ignore[call-arg]
     with pytest.raises(FzeroTypeError, match="a predicate is a function"):
         fz.fp8(where="w")  # type: ignore[arg-type]
     with pytest.raises(TransformError, match="two different fp8"):

@@ -290,6 +290,19 @@ def test_without_params_the_files_say(tmp_path: Path) -> None:
     assert all(torch.equal(x, values()[n]) for n, x in whole(train, state).items())
 
 
+def test_names_make_lists_only_of_whole_numbers_from_zero(tmp_path: Path) -> None:
+    names = ("a.0", "a.2", "b.00", "c.1", "c.0.z")
+    save_file({n: torch.ones(1) for n in names}, tmp_path / "model.safetensors")
+    params = compiled(fz.make_mesh(data=1)).load(tmp_path).params
+    assert set(params["a"]) == {"0", "2"} and set(params["b"]) == {"00"} and isinstance(params["c"], list)
+    save_file({"a": torch.ones(1), "a.b": torch.ones(1)}, tmp_path / "model.safetensors")
+    train = compiled(fz.make_mesh(data=1))
+    with pytest.raises(fz.errors.CheckpointError, match=r"do not make a tree\n  a.b: another tensor's name") as caught:
+        train.load(tmp_path)
+    assert "pass as params a dict from each dotted name" in str(caught.value)
+    assert train.load(tmp_path, {n: torch.empty(1, device="meta") for n in ("a", "a.b")}).params.keys() == {"a", "a.b"}
+
+
 def refused(path: Path, params: Any = None, **settings: Any) -> str:
     train = compiled(fz.make_mesh(data=1), fz.shard_params())
     with pytest.raises(fz.errors.CheckpointError) as caught:

@@ -253,9 +253,8 @@ def test_groups_hold_the_ranks_that_differ_in_one_axis(run_ranks):
 
 def test_a_mesh_of_another_type_keeps_what_was_said_of_it() -> None:
     assert fz.AbstractMesh(data=4).of_type("cuda") == fz.AbstractMesh(data=4, device_type="cuda")
-    assert fz.AbstractMesh(data=4, gpu_direct=True).of_type("cuda").gpu_direct
     assert not fz.AbstractMesh(data=4, shared_memory=False).of_type("cuda").shared_memory
     step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1))
     params, batch = {"w": torch.empty(4, 4, device="meta")}, torch.empty(2, 4, device="meta")
-    mesh = fz.AbstractMesh(data=1, gpu_direct=True)
-    assert fz.lower(step, mesh, params, batch, device="h100").program.mesh.gpu_direct
+    mesh = fz.AbstractMesh(data=1, unified_memory=False)
+    assert not fz.lower(step, mesh, params, batch, device="h100").program.mesh.unified_memory

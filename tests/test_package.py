@@ -61,7 +61,7 @@ import sys
 import fzero
 assert not {"torch", "numpy", "rich"} & {*sys.modules}
 assert dir(fzero) == sorted([*fzero.__all__, "__version__"]), dir(fzero)
-import fzero.elastic.keeper, fzero.elastic.hosts, fzero.elastic.ahead
+import fzero.elastic.keeper, fzero.elastic.hosts
 assert "torch" not in sys.modules, "a process that watches a rank stays small"
 import fzero.lowering, fzero.step, fzero.runtime.compile
 assert callable(fzero.lower) and callable(fzero.compile) and fzero.random.key

@@ -17,15 +17,12 @@ from test_run import ended, keepers, logged, plainly
 import fzero as fz
 from fzero import optim
 from fzero.checkpoint.index import Index
-from fzero.checkpoint.ranks import world
 from fzero.comm.transport import transport
-from fzero.elastic import moving
 from fzero.elastic.sent import Sent
 from fzero.elastic.vault import Vault, held, is_whole
 from fzero.elastic.wards import Ward
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.program.verify import verify
-from fzero.routes import Route
 from fzero.testing import simulate
 
 
@@ -76,7 +73,7 @@ def trained(step: Any, mesh: fz.Mesh, memory: Path | None, every: int = 1, steps
     if memory is not None:
         vault = Vault(memory / f"host-{mesh.rank}", mesh.rank, mesh.size, [mesh.rank])
         (memory / f"host-{mesh.rank}").mkdir()
-        vault.open(state, 0, 1, mesh, Ward(spec, spec.route(mesh)))
+        vault.open(state, 0, 1, mesh, Ward(spec, spec.shift(mesh)))
         mesh.context.wards = vault.wards
 
         def counted(values: Any, *rest: Any) -> Any:
@@ -143,55 +140,6 @@ def test_numbers_stay_and_what_arrives_is_the_owners(run_ranks: Any, tmp_path: P
         assert set(values_of(other[3, 2], "ward-00000")) and len(sent) >= 7
 
 
-def parity_is_kept(memory: str, shared: bool) -> list[str]:
-    mesh = fz.make_mesh(data=3, shared_memory=shared)
-    names, bad = ["stage_3", "accumulate", "stage_1", "bf16", "offload"] if shared else ["stage_3", "fp16"], []
-    for name in names:
-        step = CASES[name](fz.train_step(loss_fn, adamw()))
-        here = Path(memory) / name
-        here.mkdir(exist_ok=True)
-        plain, _, _ = trained(step, mesh, None)
-        kept, sent, planned = trained(fz.redundant(step, scheme="parity"), mesh, here)
-        same = all(torch.equal(a, b) for a, b in zip(fz.tree.leaves(plain), fz.tree.leaves(kept), strict=True))
-        bad += [] if same else [f"{name}: another state"]
-        bad += [] if 0 < sent == 4 * planned else [f"{name}: {sent} sent, {planned} planned"]
-        lost, survivor = 1, mesh.rank != 1
-        want = values_of(held(here / f"host-{lost}")[3, 3], f"rank-{lost:05d}")
-        torch.distributed.barrier()
-        if not survivor:  # with its memory
-            shutil.rmtree(here / f"host-{lost}")
-            (here / f"host-{lost}").mkdir()
-        torch.distributed.barrier()
-        index, _ = moving.newest(here / f"host-{mesh.rank}", mesh, world())
-        found = None if index is None else index.step
-        bad += [] if found == 3 else [f"{name}: of state {found}"]
-        made = held(here / "host-1").get((3, 3))
-        got = {} if made is None else values_of(made, "ward-00001")
-        same = bool(got) and got.items() <= want.items()
-        missing = {n for n, *_ in want} - {n for n, *_ in got}
-        odd = sorted(n for n in got if got[n] != want.get(n))
-        bad += [] if same else [f"{name}: {len(odd)} of {len(got)} leaves are not what was lost: {odd[:3]}"]
-        bad += [f"{name}: {n} is nowhere" for n in missing if index is not None and not index.parts[n]]
-        torch.distributed.barrier()
-        if mesh.rank:  # two of a group
-            shutil.rmtree(here / f"host-{mesh.rank}")
-            (here / f"host-{mesh.rank}").mkdir()
-        torch.distributed.barrier()
-        none, lost_now = moving.newest(here / f"host-{mesh.rank}", mesh, world())
-        bad += [] if none is None and "what ranks 1, 2 had" in lost_now else [f"{name}: {lost_now}"]
-    fz.close_mesh()
-    return bad
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_parity_gives_back_what_a_rank_had(run_ranks: Any, tmp_path: Path, shared: bool) -> None:
-    """To the bit, padding or not; two of a group that are lost are not made again."""
-    assert run_ranks(3, parity_is_kept, str(tmp_path), shared) == [[]] * 3
-    here = tmp_path / "stage_3"
-    parity, own = (sum(p.stat().st_size for p in here.glob(f"host-0/of-*/{kind}-*.0.*")) for kind in ("parity", "rank"))
-    assert parity < 0.75 * own, "half, and headers"
-
-
 def over_two_axes(memory: str) -> list[str]:
     mesh = fz.make_mesh(node=2, data=2)
     step = fz.shard_params(fz.train_step(loss_fn, adamw()), axis=("data", "node"))
@@ -230,23 +178,6 @@ def test_a_host_is_lost_and_then_another(run_ranks: Any, tmp_path: Path) -> None
     assert (out / "sources-1").read_text().split("\n")[:-1] in (["init 0", "memory 2", f"memory {s}"] for s in (4, 5))
 
 
-def test_a_host_is_lost_and_made_again_from_parity(tmp_path: Path) -> None:
-    """One of three, and then another, as fresh interpreters: the curve to the bit as without faults."""
-    said = {}
-    for out, faults in ((tmp_path / "struck", ["1.0.3:node", "0.0.5.after:node"]), (tmp_path / "calm", [])):
-        out.mkdir()
-        with keepers(out, 8, *faults, ranks=3, hosts=3, env={"SURVIVOR_SENDS": "parity"}) as processes:
-            texts = [ended(process) for process in processes]
-        said[out.name] = "\n".join(text for _, text in texts)
-        assert all(code == 0 for code, _ in texts), said
-    out, calm = tmp_path / "struck", tmp_path / "calm"
-    assert "made again from parity after" in said["struck"] and "parity" not in said["calm"]
-    steps = logged(out)
-    assert sorted({tuple(line) for line in steps}) == [tuple(line) for line in logged(calm)]
-    assert len(steps) - 8 <= 2, [step for step, _ in steps]
-    assert "disk" not in (out / "sources-2").read_text()
-
-
 def test_a_run_whose_state_is_lost_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
     with keepers(tmp_path, 8, "1.0.3:node", hosts=2, env={"SURVIVOR_NOWHERE": ""}) as processes:
         texts = [ended(process) for process in processes]
@@ -268,7 +199,7 @@ def compared(memory: str, sends: int, odd: int | None, nodes: int = 0) -> list[A
     here = Path(memory) / f"host-{mesh.rank}"
     here.mkdir()
     host = [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1] if nodes else [mesh.rank]
-    vault, ward = Vault(here, mesh.rank, mesh.size, host), Ward(step.transforms[-1], Route(2, 1))
+    vault, ward = Vault(here, mesh.rank, mesh.size, host), Ward(step.transforms[-1], 1)
     vault.open(state, 0, 1, mesh, ward)
     vault.keep(state, 0)
     mesh.context.wards = wards = vault.wards
@@ -338,7 +269,7 @@ def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:
     for turn in range(10):
         if turn in (0, 7):  # a run that begins, and one that goes on
             vault = Vault(here, mesh.rank, mesh.size, [mesh.rank])
-            vault.open(state, turn, 1, mesh, Ward(step.transforms[-1], Route(mesh.size, 1)))
+            vault.open(state, turn, 1, mesh, Ward(step.transforms[-1], 1))
             vault.keep(state, turn)
             mesh.context.wards = wards = vault.wards
         wards.begin(turn)
@@ -390,10 +321,6 @@ def test_what_is_sent_is_what_the_ranks_do_not_share() -> None:
     assert lowered(mesh, fz.shard_opt_state(), fz.redundant(every=3)).plan.ward_bytes == 2 * 8 * num // 2
     assert lowered(mesh, fz.shard_params()).plan.ward_bytes == 0
     assert sent(fz.shard_params(), fz.redundant(every=3)) == sum(12 * n // 2 // 3 for n in (20, 20, 4))
-    shards = [12 * n // 4 for n in (20, 20, 4)]
-    parity = lowered(fz.AbstractMesh(data=4), fz.shard_params(), fz.redundant(scheme="parity"))
-    assert "group=4" in str(parity.program) and parity.plan.channels["send:data"].bytes == sum(shards)
-    assert parity.plan.ward_bytes == 2 * 3 * (2 * (6 + 2) + 2), "a third of the 16 and 4 bytes of each"
     frozen = fz.train_step(loss_fn, adamw(), trainable=lambda path, x: "scale" in path)
     program = fz.lower(fz.redundant(fz.shard_params(frozen)), mesh, PARAMS, torch.ones(6, 4))
     assert "once=True" in str(program.program)
@@ -438,11 +365,6 @@ def test_a_step_in_one_process_means_the_same() -> None:
             r"(?s)axis 'node' has no other rank.*one rank: the mesh has node=1, data=2",
         ),
         (
-            {"data": 6},
-            [fz.shard_params(), fz.redundant(scheme="parity", group=4)],
-            r"(?s)groups of 4 do not come out even with hosts.*6 along axis 'data'",
-        ),
-        (
             {"data": 2},
             [fz.shard_params(), fz.offload("nvme", "opt_state", path="/scratch"), fz.redundant()],
             r"(?s)\d+ leaves rest on disk, and are not sent.*opt_state",
@@ -458,9 +380,8 @@ def test_wrong_arguments() -> None:
     step = fz.shard_params(fz.train_step(loss_fn, adamw()))
     with pytest.raises(fz.errors.FzeroTypeError, match=r"axis=\('data',\): the name of one axis"):
         fz.redundant(step, axis=("data",))  # type: ignore[arg-type]
-    for wrong in ({"scheme": "raid"}, {"group": 4}, {"scheme": "parity", "group": 1}):
-        with pytest.raises(FzeroValueError, match=r"scheme|group"):
-            fz.redundant(step, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(fz.errors.FzeroTypeError, match="no argument 'scheme'"):
+        fz.redundant(step, scheme="parity")  # type: ignore[call-arg]
     for every in (0, 1.5, True):
         with pytest.raises(FzeroValueError, match="every="):
             fz.redundant(step, every=every)  # type: ignore[arg-type]

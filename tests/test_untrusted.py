@@ -27,6 +27,7 @@ import fzero as fz
 from fzero import checkpoint
 from fzero.checkpoint import behind
 from fzero.checkpoint.ranks import Ranks
+from fzero.checkpoint.weight_files import entries_of
 from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError
 from fzero.notes import exchanged, gathered, gathered_tensors, proven, signed
 from fzero.plan.calibration import load_calibration
@@ -341,7 +342,7 @@ def test_a_damaged_weight_map_is_refused(tmp_path: Path) -> None:
     for data in [*DAMAGED, *(json.dumps({"weight_map": m}).encode() for m in maps)]:
         file.write_bytes(data)
         with pytest.raises(CheckpointError, match="cannot be understood"):
-            checkpoint.import_(tmp_path)
+            entries_of(tmp_path)
 
 
 def test_a_damaged_deepspeed_configuration_is_refused(tmp_path: Path) -> None:
@@ -383,7 +384,7 @@ def test_mutated_files_give_errors_of_ours_alone(tmp_path: Path) -> None:
     )
     acts = {
         index: lambda: checkpoint.verify(tmp_path / "run"),
-        weights: lambda: checkpoint.import_(tmp_path / "model"),
+        weights: lambda: entries_of(tmp_path / "model"),
         rates: lambda: get_device(rates),
         config: lambda: fz.deepspeed.load_config(config),
     }

@@ -161,18 +161,12 @@ def test_the_same_bits_as_where_nothing_leaves(
         assert len(on_disk(program)) == ON_DISK.get(name, 0), name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"unified_memory": True}, {"unified_memory": False, "gpu_direct": True}],
-    ids=["one memory", "past the host"],
-)
 @pytest.mark.usefixtures("all_leave")
-def test_on_disk_wherever_they_come_from(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Where host and device are one memory they are written as soon as they are made; so they are where a disk reads
-    the device's."""
+def test_on_disk_from_one_memory(tmp_path: Path) -> None:
+    """Where host and device are one memory they are written as soon as they are made."""
     resident, _ = trained(fz.make_mesh(data=1), ())
     for name in ("all on disk", "all on disk, streamed", "gradients on disk"):
-        found, program = trained(fz.make_mesh(data=1, **options), OFFLOADS[name](tmp_path))
+        found, program = trained(fz.make_mesh(data=1, unified_memory=True), OFFLOADS[name](tmp_path))
         assert same(found, resident), name
         assert len(on_disk(program)) == LAYERS, name
         (way,) = {
@@ -180,7 +174,7 @@ def test_on_disk_wherever_they_come_from(tmp_path: Path, options: dict[str, Any]
             for line, _ in program.walk()
             if line.op == "disk_write_start" and line.writes[0].startswith("extras")
         }
-        assert way == ("host" if options["unified_memory"] else "device", "disk")
+        assert way == ("host", "disk")
 
 
 def test_memory_does_not_grow_with_the_layers() -> None:

@@ -4,7 +4,7 @@ silence.
 save, read        a State to disk and back, from any mesh to any mesh; a `Saving` is one that goes on behind the steps
 Url               a place in an object store
 find, describe, structure, latest, check, verify  what is there, and whether it is whole and fits
-export, import_   Hugging Face's layout of safetensors files
+export            Hugging Face's layout of safetensors files; `train.load` reads it
 """
 
 from typing import NoReturn
@@ -12,7 +12,6 @@ from typing import NoReturn
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.directory import find, latest
 from fzero.checkpoint.exporting import export
-from fzero.checkpoint.importing import import_
 from fzero.checkpoint.index import Index, check, describe, structure
 from fzero.checkpoint.places import Url
 from fzero.checkpoint.reading import read, verify
@@ -27,7 +26,6 @@ __all__ = [
     "describe",
     "export",
     "find",
-    "import_",
     "latest",
     "read",
     "save",

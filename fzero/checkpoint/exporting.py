@@ -56,15 +56,15 @@ def export(
         CheckpointError: as for `read`; nothing under `prefix`; or `out` holds a model already.
 
     Example:
-        >>> import typing
+        >>> import typing, safetensors.torch
         >>> from fzero import checkpoint
         >>> State = typing.NamedTuple("State", [("step", int), ("params", dict)])
         >>> root = tempfile.mkdtemp()
         >>> _ = checkpoint.save(root, State(7, {"layers": [{"w": torch.ones(2)}]}))
         >>> [file.name for file in export(root, root + "/hf")]
         ['model.safetensors']
-        >>> checkpoint.import_(root + "/hf")
-        {'layers': [{'w': tensor([1., 1.])}]}
+        >>> safetensors.torch.load_file(root + "/hf/model.safetensors")
+        {'layers.0.w': tensor([1., 1.])}
     """
     out = local(out, "checkpoint.export", "models are exported to a directory")
     index = describe(path)

@@ -3,7 +3,7 @@
 A file is 8 bytes of little-endian header length, a JSON header, and the raw bytes of its tensors end to end. Everything
 moves through one staging buffer of `BLOCK` bytes, from and to any device, so no tensor is ever copied whole on the
 host: the `safetensors` library writes tensors that are whole in memory, and has no checksums. What it can do it does:
-importing.py reads other people's files by it. This file knows neither checkpoints nor ranks.
+weight_files.py reads other people's files by it. This file knows neither checkpoints nor ranks.
 """
 
 from __future__ import annotations

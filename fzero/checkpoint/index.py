@@ -183,7 +183,7 @@ def _read_index(directory: Place) -> Index:
     except Malformed as error:
         raise _error(directory, [f"{INDEX}: corrupt, {error}"]) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        fix = f"{GIVE}; fz.checkpoint.import_ reads Hugging Face directories"
+        fix = f"{GIVE}; train.load reads Hugging Face directories"
         raise _error(directory, [f"{INDEX}: not the index of a fzero checkpoint"], fix)
     if type(version := content.get("version")) is not int or version > VERSION:
         raise _error(directory, [f"{INDEX}: version {version!r}, this fzero reads up to {VERSION}"], "update fzero")

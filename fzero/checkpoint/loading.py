@@ -3,7 +3,7 @@ together each byte once.
 
 Ranges are read exactly (such files have no checksums), through buffers of 4 MiB. Of what several ranks hold alike, a
 leaf that rests whole or the replicas of a shard, each of them reads a part of every 4 MiB and gathers the rest. What
-files there are and what lies in them is `importing.py`'s, where a leaf rests the caller's.
+files there are and what lies in them is `weight_files.py`'s, where a leaf rests the caller's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 
 from fzero import agree
 from fzero.checkpoint.format import Entry, FormatError, Run
-from fzero.checkpoint.importing import entries_of
 from fzero.checkpoint.index import show
 from fzero.checkpoint.places import Place, as_path
 from fzero.checkpoint.storage import Reader, storage_of
+from fzero.checkpoint.weight_files import entries_of
 from fzero.comm.collectives import gather
 from fzero.errors import CheckpointError, message
 from fzero.layout import Leaf
@@ -63,7 +63,7 @@ def open_weights(path: str | os.PathLike[str], mesh: Mesh) -> Weights:
     Raises:
         CheckpointError: files that are missing, truncated or malformed, all of them at once.
     """
-    entries, tied = agree.everywhere(mesh, "load", lambda: entries_of(path, "load"))
+    entries, tied = agree.everywhere(mesh, "load", lambda: entries_of(path))
     found = Weights(as_path(path), entries, tied)
     seen = {name: (file.name, *vars(entry).values()) for name, (file, entry) in entries.items()}
     agree.same(

@@ -91,6 +91,8 @@ def decode(skeleton: Node, leaf: Callable[[str], Any]) -> tuple[Any, list[str]]:
             return (tuple if kind == "tuple" else list)(visit(n) for n in body)
         if kind in ("dict", "ordered_dict"):
             return (dict if kind == "dict" else OrderedDict)((k, visit(n)) for k, n in body)
+        if body in _REMOVED:
+            return None
         names = tuple(f for f, _ in node["fields"])
         children = {f: visit(n) for f, n in node["fields"]}
         cls, problem = _resolve(kind, body, names)
@@ -155,9 +157,10 @@ def _fields(cls: type) -> tuple[str, ...]:
 
 _MOVED = {
     "fzero.program.counters:PrecisionState": "fzero.precision.counters:PrecisionState",
-    "fzero.program.delayed:Fp8State": "fzero.precision.delayed:Fp8State",
 }
 """Types of a state by the module that held them when a checkpoint was written, each with that which holds them now."""
+_REMOVED = ("fzero.program.delayed:Fp8State", "fzero.precision.delayed:Fp8State")
+"""Slots of a state that fzero has no more. Each is read as None: nothing needs its values."""
 
 
 def _resolve(kind: str, where: str, fields: tuple[str, ...]) -> tuple[Any, str | None]:

@@ -26,7 +26,6 @@ from fzero import compat
 from fzero.comm.host import host_pool
 from fzero.errors import DivergenceError, message
 from fzero.mesh import Mesh, group_along
-from fzero.routes import Route
 
 _LOOK = 0.5  # seconds between two looks whether what was abandoned is done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -118,20 +117,19 @@ class ProcessGroups:
         self,
         values: Sequence[torch.Tensor],
         axis: str,
-        route: Route,
+        shift: int,
         into: Sequence[torch.Tensor],
         through: Sequence[torch.Tensor] = (),
     ) -> Moving:
-        """Values in host memory to other ranks along an axis, and what comes so `into` these places, in the order of
-        the ranks it comes from."""
+        """Values in host memory to the rank `shift` further along an axis, and what comes so `into` these places."""
         self.connect(axis)
-        group, here = self._sends[axis], self._mesh.index(axis)
+        group, here, size = self._sends[axis], self._mesh.index(axis), self._mesh.axes[axis]
         works = []
         for value, place in zip(values, into, strict=True):
             data, target = (x.detach().reshape(-1).view(torch.uint8) for x in (value, place))
             if data.numel():
-                to = [end - begin for begin, end in route.shares(here, len(data))]
-                of = [end - begin for begin, end in (route.shares(i, len(data))[here] for i in range(route.size))]
+                to, of = [0] * size, [0] * size
+                to[(here + shift) % size] = of[(here - shift) % size] = len(data)
                 works.append(dist.all_to_all_single(target, data, of, to, group, async_op=True))
         return self._moving(works, (), on_host=True)
 

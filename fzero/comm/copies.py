@@ -49,9 +49,6 @@ class Copies(Protocol):
         """Returns once the host may write these: on CUDA the wait for a copy may hold up the device alone, and the copy
         may still read or fill them."""
 
-    def reached(self) -> Callable[[], object] | None:
-        """A wait for the device to have done all that it was told before this call; None where it has."""
-
 
 def copies(mesh: Mesh) -> Copies:
     """The copier between device and host of a mesh, made on first use."""
@@ -79,9 +76,6 @@ class Unified:
     to_device_start = to_host_start
 
     def settle(self, written: Tensors) -> None:
-        pass
-
-    def reached(self) -> None:
         pass
 
 
@@ -115,11 +109,6 @@ class Streams:
         for done, used in self._using:
             if meet(used, written):
                 done.synchronize()
-
-    def reached(self) -> Callable[[], object]:
-        done = torch.cuda.Event(blocking=True)
-        done.record(torch.cuda.current_stream(self._device))
-        return done.synchronize
 
     def _start(
         self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None

@@ -1,5 +1,4 @@
-"""Reads and writes a rank's scratch files as one range of bytes, in threads while the caller goes on: host memory by
-system calls, a GPU's by GPUDirect Storage (gds.py).
+"""Reads and writes a rank's scratch files as one range of bytes, in threads while the caller goes on.
 
 Nothing here knows what the bytes are. One pool of threads serves all files of a process. A system call of 4 MiB
 releases the interpreter, so a few Python threads keep a disk as busy as a C program would. Pieces are taken in the
@@ -14,14 +13,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fzero.comm import scratch
-from fzero.comm.gds import GpuFile
 from fzero.comm.scratch import ALIGNMENT, PIECE, Part
 from fzero.errors import FzeroValueError, TierError, message
 
@@ -87,20 +85,19 @@ class Files:
         self._open = _Open(self._parts)
         self._finalizer = weakref.finalize(self, self._open.close)
 
-    def read(self, runs: Runs, after: Callable[[], object] | None = None) -> Transfer:
+    def read(self, runs: Runs) -> Transfer:
         """Starts to fill each run's memory with the bytes from its offset on.
 
         Args:
-            runs: `(offset, flat)`, uint8, all in host memory or all on a GPU; offset, size and address are multiples of
-                `ALIGNMENT`. Neighbours that adjoin in the file are one read, wherever their memory is.
-            after: returns when the memory may be written; called by the threads.
+            runs: `(offset, flat)`, uint8, in host memory; offset, size and address are multiples of `ALIGNMENT`.
+                Neighbours that adjoin in the file are one read, wherever their memory is.
         """
-        return self._start("read", runs, after)
+        return self._start("read", runs)
 
-    def write(self, runs: Runs, after: Callable[[], object] | None = None) -> Transfer:
-        """Starts to write each run's memory to the bytes from its offset on, once `after` has returned. Until the wait
-        the memory must not change."""
-        return self._start("write", runs, after)
+    def write(self, runs: Runs) -> Transfer:
+        """Starts to write each run's memory to the bytes from its offset on. Until the wait the memory must not
+        change."""
+        return self._start("write", runs)
 
     def extend(self, nbytes: int) -> int:
         """Makes room for more bytes behind the others.
@@ -134,7 +131,7 @@ class Files:
     def busy_seconds(self) -> float:
         return self._open.busy_seconds()
 
-    def _start(self, operation: str, runs: Runs, after: Callable[[], object] | None) -> Transfer:
+    def _start(self, operation: str, runs: Runs) -> Transfer:
         runs = list(runs)
         _check_runs(runs, self.nbytes)
         if self._open.pid != os.getpid():
@@ -146,9 +143,7 @@ class Files:
                 )
             )
         transfer = Transfer(self, operation)
-        transfer.start(
-            [_Piece(transfer, self._open, *located, after) for located in self._located(runs)], self._num_threads
-        )
+        transfer.start([_Piece(transfer, self._open, *located) for located in self._located(runs)], self._num_threads)
         return transfer
 
     def _located(self, runs: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[Part, int, int, int, Any]]:
@@ -158,7 +153,7 @@ class Files:
         spans: list[tuple[int, int]] = []  # of each piece: where it begins, and where it ends at the latest
         end = -1
         for offset, flat in runs:
-            view, done = flat.numpy().data if _in_host_memory(flat) else flat, 0
+            view, done = flat.numpy().data, 0
             while done < len(view):
                 if offset + done != end or end == spans[-1][1]:
                     end = offset + done
@@ -241,8 +236,7 @@ class _Piece:
     at: int
     offset: int
     nbytes: int
-    views: list[Any]  # memoryviews of the host's memory, or tensors on a GPU
-    after: Callable[[], object] | None
+    views: list[memoryview]
 
     def run(self) -> None:
         """Never raises: whatever happens, the transfer ends."""
@@ -250,12 +244,7 @@ class _Piece:
         try:
             self.open.begin()
             try:
-                if self.after is not None:
-                    self.after()
-                if isinstance(self.views[0], torch.Tensor):
-                    _move_to_gpu(self.transfer.operation, self.open.gpu_file(self.part), self.views, self.at)
-                else:
-                    _move(self.transfer.operation, self.part.fd, self.views, self.at, self.nbytes)
+                _move(self.transfer.operation, self.part.fd, self.views, self.at, self.nbytes)
             finally:
                 self.open.end()
             self.open.count(self.transfer.operation, self.nbytes)
@@ -285,14 +274,6 @@ def _move(operation: str, fd: int, views: Sequence[memoryview], at: int, nbytes:
             views = [views[0][num:], *views[1:]]
 
 
-def _move_to_gpu(operation: str, file: GpuFile, views: Sequence[Any], at: int) -> None:
-    """As `_move`, of memory on a GPU."""
-    for view in views:
-        if (num := file.move(operation, view, at)) != len(view):
-            raise OSError(errno.EIO, f"it stopped after {num} of {len(view)} bytes")
-        at += num
-
-
 class _Open:
     """The open files behind `Files`, apart from it so that they can be closed when it is gone; and what was done with
     them."""
@@ -303,14 +284,6 @@ class _Open:
         self._parts, self._closed = parts, False
         self._idle = threading.Condition()
         self._active, self._since, self._busy = 0, 0.0, 0.0
-        self._gpu_files: dict[Part, GpuFile] = {}
-
-    def gpu_file(self, part: Part) -> GpuFile:
-        """A file as a GPU reads and writes it."""
-        with self._idle:
-            if part not in self._gpu_files:
-                self._gpu_files[part] = GpuFile(part.data)
-            return self._gpu_files[part]
 
     def begin(self) -> None:
         """A piece begins: until its end the files stay open."""
@@ -343,8 +316,6 @@ class _Open:
             self._closed = True
             while self._active:
                 self._idle.wait()
-        for file in self._gpu_files.values():
-            file.close()
         for part in self._parts:
             part.remove()
 
@@ -381,28 +352,14 @@ def _work(pieces: queue.SimpleQueue[_Piece]) -> None:
 _pool = _Pool()
 
 
-def _in_host_memory(flat: torch.Tensor) -> bool:
-    return flat.device.type == "cpu"
-
-
 def _check_runs(runs: Sequence[tuple[int, torch.Tensor]], nbytes: int) -> None:
     problems = []
     for offset, flat in runs:
-        if (
-            flat.dtype != torch.uint8
-            or flat.dim() != 1
-            or not flat.is_contiguous()
-            or flat.device.type not in ("cpu", "cuda")
-        ):
+        if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous() or flat.device.type != "cpu":
             problems.append(
-                f"offset {offset}: {flat.dtype}{list(flat.shape)} on {flat.device} is not a flat uint8 in the "
-                f"memory of host or GPU"
+                f"offset {offset}: {flat.dtype}{list(flat.shape)} on {flat.device} is not a flat uint8 in host memory"
             )
-        elif (
-            offset % ALIGNMENT
-            or flat.numel() % ALIGNMENT
-            or (flat.numel() and _in_host_memory(flat) and flat.data_ptr() % ALIGNMENT)
-        ):
+        elif offset % ALIGNMENT or flat.numel() % ALIGNMENT or (flat.numel() and flat.data_ptr() % ALIGNMENT):
             problems.append(
                 f"offset {offset}: {flat.numel()} bytes at address {flat.data_ptr():#x} are not aligned to {ALIGNMENT}"
             )

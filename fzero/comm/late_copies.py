@@ -74,9 +74,6 @@ class LateCopies:
             for x, value in zip(there, held, strict=True):
                 x.copy_(value)
 
-    def reached(self) -> None:
-        pass
-
     def _wait(self, done: Future[None]) -> None:
         try:
             done.result(self._timeout)

@@ -34,7 +34,6 @@ from fzero.comm.collectives import merged, settle
 from fzero.errors import DivergenceError, RankLost, message
 from fzero.mesh import Mesh
 from fzero.rendezvous import absent, replaced
-from fzero.routes import Route
 
 logger = logging.getLogger("fzero")
 
@@ -49,7 +48,7 @@ _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 @dataclass(frozen=True)
 class Moving:
     """A transfer under way: its kind, and for each rank along the axis how many notices from it mean that its part is
-    there; of what is sent to some, its route."""
+    there."""
 
     kind: str
     axis: str
@@ -57,7 +56,6 @@ class Moving:
     due: dict[int, int]
     flats: Sequence[torch.Tensor]
     filled: Sequence[torch.Tensor]
-    route: Route | None = None
 
 
 @dataclass(eq=False)
@@ -178,19 +176,17 @@ class SharedMemory:
         self,
         values: Sequence[torch.Tensor],
         axis: str,
-        route: Route,
+        shift: int,
         into: Sequence[torch.Tensor],
         through: Sequence[torch.Tensor],
     ) -> Moving:
-        """Values to other ranks along an axis, which read them in the pool, and what comes so `into` these places, in
-        the order of the ranks it comes from."""
+        """Values to the rank `shift` further along an axis, which reads them in the pool, and what comes so `into`
+        these places."""
         settle(values, through)
         along, index = self._along[axis], self._mesh.index(axis)
-        sources = [along[i] for i in range(route.size) if i != index and index in route.receivers(i)]
-        readers = [along[i] for i in route.receivers(index)]
-        self._tell([self._peers[rank] for rank in {*readers, *sources}])  # each counts what it has told, and so is told
-        due = {rank: self._peers[rank].told for rank in sources}
-        return Moving("send", axis, "", due, through, into, route)
+        reader, source = (along[(index + n) % len(along)] for n in (shift, -shift))
+        self._tell([self._peers[rank] for rank in {reader, source}])  # each counts what it has told, and so is told
+        return Moving("send", axis, "", {source: self._peers[source].told}, through, into)
 
     def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
         """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this
@@ -201,14 +197,11 @@ class SharedMemory:
             for whole in moving.flats:
                 self._gather(whole, along)
         elif moving.kind == "send":
-            assert moving.route is not None
+            (source,) = moving.due
             for flat, place in zip(moving.flats, moving.filled, strict=True):
-                data, at = place.detach().reshape(-1).view(torch.uint8).numpy().data, 0
-                for i, rank in enumerate(along):
-                    begin, end = moving.route.shares(i, flat.nbytes)[index]
-                    if end > begin:
-                        self._read(rank, self._offset(flat) + begin, end - begin, data, at)
-                        at += end - begin
+                if flat.nbytes:
+                    data = place.detach().reshape(-1).view(torch.uint8).numpy().data
+                    self._read(source, self._offset(flat), flat.nbytes, data, 0)
         elif moving.kind == "scatter":
             for whole, shard in zip(moving.flats, moving.filled, strict=True):
                 self._combine(whole, index * shard.numel(), shard, along, moving.op)

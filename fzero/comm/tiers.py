@@ -102,9 +102,7 @@ class Tiers:
             return _NOTHING
         self._copies.settle(into)
         extents = [_extent(x) for x in leaves]
-        transfer = extents[0].files.read(
-            [(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)], self._after(into)
-        )
+        transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
         self._on_disk.append(transfer.wait)
         return Arriving(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
 
@@ -118,13 +116,9 @@ class Tiers:
             self._guessed += into
             extents = [e.spare for e in extents if e.spare is not None]
         runs = [(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)]
-        transfer = extents[0].files.write(runs, self._after(values))
+        transfer = extents[0].files.write(runs)
         self._on_disk.append(transfer.wait)
         return Arriving(lambda: self._kept(transfer.wait), (), disk_bytes=sum(e.nbytes for e in extents))
-
-    def _after(self, tensors: Sequence[torch.Tensor]) -> Callable[[], object] | None:
-        """A wait until a disk may read and write these: those on a GPU when it has come to where the program is."""
-        return self._copies.reached() if tensors[0].device.type == "cuda" else None
 
     def settled(
         self, function: Callable[..., Any], written: Callable[..., Iterable[torch.Tensor | None]]
@@ -204,11 +198,10 @@ def _said(error: TierError) -> str:
 def _lies_well(x: torch.Tensor) -> bool:
     """Whether a value can be written from where it lies."""
     begin = x.storage_offset() * x.element_size()
-    at_a_page = x.device.type == "cuda" or x.data_ptr() % SECTOR == 0
-    return x.is_contiguous() and at_a_page and begin + padded(x.nbytes) <= x.untyped_storage().nbytes()
+    return x.is_contiguous() and x.data_ptr() % SECTOR == 0 and begin + padded(x.nbytes) <= x.untyped_storage().nbytes()
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
-    out = aligned(padded(x.nbytes)) if x.device.type == "cpu" else x.new_empty(padded(x.nbytes), dtype=torch.uint8)
+    out = aligned(padded(x.nbytes))
     out[: x.nbytes].view(x.dtype).copy_(x.reshape(-1))
     return out

@@ -1,4 +1,4 @@
-"""Looks after the ranks and batches of a run: ranks that are slower than the others, numbers that jump (`fz.Health`).
+"""Looks after the ranks of a run: says which are slower than the others (`fz.Health`).
 
 It looks at numbers that are there anyway, and does nothing to a state.
 """
@@ -6,23 +6,18 @@ It looks at numbers that are there anyway, and does nothing to a state.
 from __future__ import annotations
 
 import json
-import math
 import socket
 import statistics
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fzero.arguments import flag, number
 from fzero.mesh import Mesh
 from fzero.notes import from_store
 
 SLOWER = 1.3  # times the median that a slow rank works
 _IN_A_ROW = 3  # windows
-_MEMORY = 64  # numbers that a median is of
-_LEAST = 16  # numbers before which none is a jump
 
 
 class Finding(NamedTuple):
@@ -30,8 +25,7 @@ class Finding(NamedTuple):
 
     Attributes:
         kind: "straggler"; "slot": a kept state that changed in memory; "sent": one that came to another rank as another
-            than was kept; "replay": a step that came to another result when it was done again; "spike": a batch that
-            was left out.
+            than was kept; "replay": a step that came to another result when it was done again.
         batch: how many batches the run had seen.
         ranks: which it is about; none if that is not known, or it is about all of them.
         text: what was logged.
@@ -58,17 +52,13 @@ class Health:
             1.3 times the median three times in a row is named. None: they do not.
         replay: one of so many steps is done again by `run.step`, from the state kept before it, and must come to the
             same bits. None: none is.
-        rotate: before that, once more with the batches of the ranks next to each other, whose gradients must be the
-            same: a rank that errs every time alike shows.
-        spikes: a loss or a gradient norm of so many times the median of the last 64, or that is not finite: `run.step`
-            does the step again, and if it comes to the same goes back and leaves the batch out. None: they are taken.
         replicas: of so many steps `run.step` compares what ranks hold in common (`check_replicas`). None: never.
-        sent: of so many states one that ranks sent each other (`fz.redundant`, but as parity) is compared with what
-            their owners kept. None: none is.
+        sent: of so many states one that ranks sent each other (`fz.redundant`) is compared with what their owners kept.
+            None: none is.
 
     Example:
         >>> import fzero as fz
-        >>> fz.Health(spikes=8).stragglers
+        >>> fz.Health(replay=100).stragglers
         50
         >>> fz.run(lambda run: run.health, health=fz.Health(stragglers=None), device="cpu")
         []
@@ -76,24 +66,16 @@ class Health:
 
     stragglers: int | None = 50
     replay: int | None = None
-    rotate: bool = False
-    spikes: float | None = None
     replicas: int | None = None
     sent: int | None = 50
 
     def problems(self) -> list[str]:
         """A line for each argument that is invalid."""
-        found = [
+        return [
             f"health: {name}={value!r}: must be a whole number of at least 1, or None"
             for name in ("stragglers", "replay", "replicas", "sent")
             if (value := getattr(self, name)) is not None and (type(value) is not int or value < 1)
         ]
-        if self.spikes is not None:
-            found += [f"health: {problem}" for problem in number("spikes", self.spikes, above=1, below=math.inf)]
-        found += [f"health: {problem}" for problem in flag("rotate", self.rotate)]
-        if self.rotate is True and self.replay is None:
-            found.append("health: rotate=True without replay: say of how many steps one is done again")
-        return found
 
 
 class Pace:
@@ -168,26 +150,3 @@ def slept(mesh: Mesh) -> Mapping[int | None, float]:
     found: dict[int | None, float] = dict(getattr(mesh.context.transport, "slept", {}))
     found[None] = found.get(None, 0.0) + mesh.turns.slept
     return found
-
-
-class Jumps:
-    """Says of the numbers of a step whether one has jumped: the median is that of the last ones that have not."""
-
-    def __init__(self, times: float):
-        self._times = times
-        self._last: dict[str, deque[float]] = {}
-
-    def found(self, numbers: Mapping[str, float]) -> str:
-        """The numbers that have jumped, as text; "" if none has, and then they are remembered."""
-        odd = []
-        for name, x in numbers.items():
-            last = self._last.setdefault(name, deque(maxlen=_MEMORY))
-            median = statistics.median(last) if len(last) >= _LEAST else math.inf
-            if not math.isfinite(x):
-                odd.append(f"{name} {x}")
-            elif 0 < median and x > self._times * median:
-                odd.append(f"{name} {x:.4g}, {x / median:.3g} times the median")
-        if not odd:
-            for name, x in numbers.items():
-                self._last[name].append(x)
-        return ", ".join(odd)

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 from fzero.private import exposed
 
-MEMORY, KEEPER, SPARE, SIZES = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER", "FZERO_RUN_SPARE", "FZERO_RUN_SIZES"
-"""Names in the environment of a process that a keeper started: where to keep states, that it is kept, that it is no
-rank yet, and the numbers of ranks for which it prepares programs instead of becoming one."""
+MEMORY, KEEPER, SPARE = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER", "FZERO_RUN_SPARE"
+"""Names in the environment of a process that a keeper started: where to keep states, that it is kept, and that it is no
+rank yet."""
 
 _NAMES = 100  # of a directory, that are tried
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from fzero.elastic import host, hosts
-from fzero.elastic.ahead import Ahead, sizes_of
 from fzero.elastic.spares import Spares, Taken, take
 
 _LOOK = 0.05  # seconds between two looks at the process
 _STACKS = 1.0  # seconds for a process to print its stacks
 _MOST_SPARES = 64
-_VALUED = ("--hang", "--lost-host", "--max-losses", "--spares", "--sizes", "--memory")
+_VALUED = ("--hang", "--lost-host", "--max-losses", "--spares", "--memory")
 _LOST_HOST = 45.0  # seconds
 _AGAIN = 1  # the exit code with which torchrun is asked to start again
 _FRESH = 5.0  # seconds for which a rank that waited for others is taken to wait still
@@ -45,7 +44,6 @@ class Keeper:
         memory: where the run keeps its states on this host.
         spare: what starts a spare.
         spares: of this host that wait, which the keeper of its first rank sees to.
-        sizes: numbers of ranks whose programs are prepared, by a process that it sees to as well.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class Keeper:
         memory: Path,
         spare: Sequence[str] = (),
         spares: int = 0,
-        sizes: Sequence[int] = (),
     ):
         self._command, self._hang, self._max_losses, self._memory = command, hang, max_losses, memory
         self._lost_host, self._hosts, self._is_alone = lost_host, hosts.Watch(memory), False
@@ -74,7 +71,6 @@ class Keeper:
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         self._here = here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._spares = Spares(memory, spare, spares, here, self._say) if spares and self._rank == first else None
-        self._ahead = Ahead(spare, sizes, self._say) if sizes and self._rank == first else None
 
     def run(self) -> int:
         """The exit code of the rank."""
@@ -94,8 +90,6 @@ class Keeper:
         self._hosts.close(at_once=self._is_alone)
         if self._spares is not None:
             self._spares.close(whole=code in (0, 128 + signal.SIGTERM))
-        if self._ahead is not None:
-            self._ahead.close()
         # another number of hosts is no restart that counts: torchrun tells the ranks to stop, as it does at the end
         again = restarts_left() or (code == 128 + signal.SIGTERM and host.elastic())
         if code == 0 or not again:  # the last of the host removes what it has made anew, too
@@ -154,9 +148,8 @@ class Keeper:
             time.sleep(_LOOK)
             seen = self._progress.read()
             self._progress.follow(make=not self._told and seen.phase != host.FINISHED)
-            for other in (self._spares, self._ahead):
-                if other is not None:
-                    other.look(seen.phase == host.STEPPING and seen.first < seen.step)
+            if self._spares is not None:
+                self._spares.look(seen.phase == host.STEPPING and seen.first < seen.step)
             if seen.beats != beats:
                 beats, since = seen.beats, time.monotonic()
             if seen.phase != host.FINISHED and (why := self._alone(time.monotonic() - since)):
@@ -266,11 +259,6 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument(
         "--spares", type=int, default=0, help="processes of each host that wait to take the place of a rank that dies"
     )
-    parser.add_argument(
-        "--sizes",
-        help="numbers of ranks whose programs are compiled ahead, for a start on these: 6,8; none; with --spares a "
-        "host fewer and a host more, of a run on one host a rank, unless told otherwise",
-    )
     parser.add_argument("--memory", help="where states are kept, in place of /dev/shm")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
@@ -285,11 +273,6 @@ def main(args: list[str] | None = None) -> int:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
             parser.error(f"{name}={os.environ[name]!r} in the environment must be a whole number, as torchrun sets it")
-    world, local = (int(os.environ.get(name) or "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    try:
-        sizes = sizes_of(given.sizes, world, local, given.spares)
-    except ValueError as error:
-        parser.error(str(error))
     if given.memory is not None and (problems := host.not_a_directory(given.memory)):
         parser.error(f"--{problems[0]}")
     if not given.module and not os.path.isfile(given.script):
@@ -300,9 +283,7 @@ def main(args: list[str] | None = None) -> int:
         parser.error(f"--memory: {error}")
     python, script = _python(), [*(["-m"] if given.module else []), given.script, *given.args]
     spare = [*python, "-c", "from fzero.elastic.spares import main; main()", *script]
-    return Keeper(
-        [*python, *script], given.hang, given.lost_host, given.max_losses, memory, spare, given.spares, sizes
-    ).run()
+    return Keeper([*python, *script], given.hang, given.lost_host, given.max_losses, memory, spare, given.spares).run()
 
 
 def restarts_left() -> bool:

@@ -25,7 +25,6 @@ from fzero.data.steps import Steps
 from fzero.elastic import host, moving, replay
 from fzero.elastic.health import Finding, Health, Pace
 from fzero.elastic.joining import STOPPED, Signals
-from fzero.elastic.redo import Redo
 from fzero.elastic.sent import Sent
 from fzero.elastic.vault import Damage, Vault
 from fzero.elastic.wards import Ward
@@ -85,9 +84,7 @@ class Run:
         self._care = health
         self._kept: int | None = None  # how many batches what this run has kept last has seen
         # what is asked for and only `step` does, until it is called
-        self._unasked = [n for n in ("replay", "spikes", "replicas") if getattr(health, n) is not None]
-        # of `step`: the batch, how many came before it, and the sums of its words
-        self._last: tuple[CompiledStep, Any, int, list[torch.Tensor]] | None = None
+        self._unasked = [n for n in ("replay", "replicas") if getattr(health, n) is not None]
         self._pace = None if alone or health.stragglers is None else Pace(mesh, health.stragglers)
         self._memory, self._every, self._signals = memory, every, signals
         here = Processes.of()
@@ -95,7 +92,6 @@ class Run:
         self._host = range(first, first + here.num_local)
         self._vault = None if memory is None else Vault(memory, mesh.rank, mesh.size, self._host)
         self._sent: Sent | None = None  # once there is a state
-        self._redo = Redo(mesh, memory, self._host, health, self._note)
         self._newest: State | None = None
         self._train: CompiledStep | None = None
         self._data: Steps | None = None
@@ -230,7 +226,7 @@ class Run:
             if ward is not None:  # all are here; a step would wait for one that is lost meanwhile
                 transport(self.mesh).connect(ward.spec.axis)
             self.mesh.context.wards = vault.wards
-            if ward is not None and not ward.route.group and self._care.sent is not None:
+            if ward is not None and self._care.sent is not None:
                 self._sent = Sent(self.mesh, vault, ward, self._care.sent)
             if self.source != "memory" or not vault.has(self._seen):  # another host's, or of another number of ranks
                 vault.keep(state, self._seen)
@@ -341,17 +337,16 @@ class Run:
 
     def step(self, train: CompiledStep, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         """`train(state, batch)` and `run.keep(state)`, looked after as `fz.run(health=...)` says: done again now and
-        then, and when its numbers jump; a batch that spoils the state is left out, and `metrics["skipped"]` says so.
+        then.
 
         Args:
             train, state, batch: as in a step.
 
-        Communication: with `replay` or `spikes` as much as the steps that are done again, and about a kilobyte; with
-            `spikes` a word of every rank through the store each step.
-        Memory: none besides that of a step; the batch is held until the next one. Time: the batch is read once more.
+        Communication: with `replay` as much as the steps that are done again, and about a kilobyte.
+        Memory: none besides that of a step.
 
         Raises:
-            FzeroValueError: leaves rest on disk, which are not kept; eight batches in a row were left out.
+            FzeroValueError: leaves rest on disk, which are not kept.
             DivergenceError: with `replicas`, values that ranks hold in common and that differ, by leaf and rank.
         """
         if not isinstance(train, CompiledStep) or not isinstance(state, State):
@@ -359,42 +354,19 @@ class Run:
             fix = "state, metrics = run.step(train, state, batch), with train of fz.compile and a state of its own"
             raise FzeroValueError(message("run.step", what, fix=fix))
         self._unasked = []
-        seen, care, words = self._batches(), self._care, replay.words(batch)
-        due = care.replay is not None and (seen + 1) % care.replay == 0
-        if not due and not self._redo.watching:
+        seen, care = self._batches(), self._care
+        if care.replay is None or (seen + 1) % care.replay:
             state, metrics = train(state, batch)
         else:
             if self._kept != seen:  # of another number of ranks, or by nobody
                 self.keep(state)
-            metrics = self._redo.step(train, state, batch, seen, due)
+            metrics, finding = replay.twice(train, state, batch, seen, self._memory, self._host)
+            if finding is not None:
+                self._note(finding)
         if care.replicas is not None and (seen + 1) % care.replicas == 0:
             train.check_replicas(state)
-        self._last = train, batch, seen, words
         self.keep(state)
         return state, metrics
-
-    def check(self) -> Finding | None:
-        """Does the last step of `step` again, and keeps what two runs of three come to; None if it came to the same.
-
-        Raises:
-            FzeroValueError: there was no step since `state`, or nothing has kept the state before it; or its batch has
-                changed since, as that of a loader that fills the same memory again.
-        """
-        if self._last is None or self._newest is None:
-            fix = "state, metrics = run.step(train, state, batch); run.check()"
-            raise FzeroValueError(message("run.check", "there is no step to be done again", fix=fix))
-        train, batch, seen, words = self._last
-
-        def unchanged() -> None:
-            if any(int(x) != int(y) for x, y in zip(words, replay.words(batch), strict=True)):
-                fix = "give run.step a copy of it, or check before the loader makes the next batch"
-                raise FzeroValueError(message("run.check", "the batch of the last step has changed since", fix=fix))
-
-        agree.everywhere(self.mesh, "run", unchanged)
-        _, finding = self._redo.again(train, self._newest, batch, seen, replay.Ran({}, []))
-        if finding is not None:
-            self.keep(self._newest)
-        return finding
 
     def save(
         self, state: State, *, keep: int | None = None, meta: Mapping[str, Any] | None = None, wait: bool = True
@@ -565,7 +537,7 @@ class Run:
             what = f"{spec} sends states that fz.run(every={self._every}) does not keep"
             fix = f"send every {self._every} steps, or a multiple: fz.redundant(every={self._every})"
             raise FzeroValueError(message("run", what, fix=fix))
-        return Ward(spec, spec.route(self.mesh))
+        return Ward(spec, spec.shift(self.mesh))
 
     def _told_to_stop(self, step: int) -> bool:
         """Whether the run ends before this step: a rank that was told tells the others before it begins one, and none

@@ -24,7 +24,6 @@ from fzero.checkpoint.index import Index, Part, parse, to_json
 from fzero.checkpoint.ranks import Ranks, together
 from fzero.checkpoint.spread import Spread
 from fzero.elastic import vault
-from fzero.elastic.parity import Parity, lost, make_again, parities
 from fzero.elastic.vault import held, is_whole
 from fzero.errors import CheckpointError, message
 from fzero.mesh import Mesh
@@ -39,12 +38,10 @@ _WRONG = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError
 
 
 class Held(NamedTuple):
-    """A memory's states by step and number of ranks, and its parities by the latter, or why it is of no use; and the
-    ranks that can read it."""
+    """A memory's states by step and number of ranks, or why it is of no use; and the ranks that can read it."""
 
     ranks: Sequence[int]
     states: Mapping[tuple[int, int], Index]
-    parities: Mapping[int, Sequence[Parity]]
     problem: str | None
 
 
@@ -68,13 +65,6 @@ def newest(memory: Path, mesh: Mesh, ranks: Ranks) -> tuple[Index | None, str]:
     states = _states(memories, mine)
     better = lambda key: (key[0], key[1] == mesh.size, key[1:])  # noqa: E731
     usable = [key for key, parts in states.items() if _is_whole(parts)]
-    for key in sorted(states.keys() - usable, key=better, reverse=True):
-        if usable and better(key) < max(map(better, usable)):
-            break
-        if _made_again(memory, mesh, ranks, memories, mine, key[1], states[key]):
-            memories = found(memory, ranks)
-            states, usable = _states(memories, mine), [key]
-            break
     if not usable:
         return None, _lost(max(states, key=better), states) if states else ""
     best = max(usable, key=better)
@@ -102,28 +92,6 @@ def _is_whole(states: Sequence[tuple[int, Index]]) -> bool:
     return is_whole(replace(states[0][1], parts=_joined(states)))
 
 
-def _made_again(
-    memory: Path,
-    mesh: Mesh,
-    ranks: Ranks,
-    memories: Sequence[Held],
-    mine: int,
-    size: int,
-    states: Sequence[tuple[int, Index]],
-) -> bool:
-    """Whether what is missing of a state has been made again from parity."""
-    states = sorted(states, key=lambda one: one[0])  # the same on every rank
-    index = states[0][1]
-    parts = _joined(states, lambda number, file: f"{number}:{file}")
-    held = [(number, p) for number, one in enumerate(memories) for p in one.parities.get(size, ())]
-    missing = lost(index, parts, held)
-    added = {n: [Part("", n, b, 0) for one in missing if (b := one.boxes(n)) is not None] for n in parts}
-    if not missing or not is_whole(replace(index, parts={n: (*parts[n], *added[n]) for n in parts})):
-        return False
-    spread = _spread(mesh, memory / f"of-{size:05d}", memories, f"what the hosts' memory has of step {index.step}")
-    return make_again(memory, size, mesh, ranks, index, parts, missing, spread)
-
-
 def ranks_of(index: Index) -> int:
     """The number of ranks that have saved, or kept, a state."""
     return index.meta[_RANKS] if _RANKS in index.meta else len(index.files)
@@ -147,20 +115,19 @@ def found(memory: Path, ranks: Ranks) -> list[Held]:
         if not any(ranks.rank == those[0] for those in readers):
             return None
         try:
-            states, there, problem = held(memory), parities(memory), None
+            states, problem = held(memory), None
             for index in states.values():
                 check(index)
         except _WRONG as error:
-            states, there, problem = {}, {}, f"{memory}: {type(error).__name__}: {error}"
+            states, problem = {}, f"{memory}: {type(error).__name__}: {error}"
         of_states = [[*key, str(index.directory), _told(index)] for key, index in states.items()]
-        return {"states": of_states, "parities": there, "problem": problem}
+        return {"states": of_states, "problem": problem}
 
     def heard(those: Sequence[int]) -> Held:
         content = told[those[0]] or {}
         states = formed(content["states"], list[tuple[int, int, str, Any]])
-        parities = formed(content["parities"], dict[int, list[Parity]])
         indices = {(step, size): parse(Path(directory), index) for step, size, directory, index in states}
-        return Held(those, indices, parities, formed(content["problem"], str | None))
+        return Held(those, indices, formed(content["problem"], str | None))
 
     what = "cannot read the memory of a host"
     told = together(ranks, "run", what, look, form=Any)

@@ -22,16 +22,14 @@ import torch.distributed as dist
 from fzero import compat, random
 from fzero.build.build import build
 from fzero.elastic import host, spares
-from fzero.elastic.ahead import environment_of
 from fzero.elastic.health import Health
 from fzero.elastic.joining import Signals
 from fzero.elastic.loop import Run
-from fzero.errors import FzeroError, FzeroValueError, message
+from fzero.errors import FzeroValueError, message
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import abstract, extra_leaves, opt_state_inputs, params_inputs
 from fzero.mesh import Mesh, unjoined
 from fzero.plan.devices import get_device
-from fzero.processes import Processes
 from fzero.program.lines import Inputs
 from fzero.runtime.training import CompiledStep
 from fzero.state.assemble import abstract_state
@@ -46,7 +44,7 @@ _LATER = ("fzero.lowering.lower", "fzero.checkpoint", compat.COMPILER, "torch.di
 
 
 def stand_by(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]) -> None:
-    """Returns when this process, a spare until then, has taken the place of a rank; ends the one that looks ahead.
+    """Returns when this process, a spare until then, has taken the place of a rank.
 
     Raises:
         FzeroValueError: the script has joined a process group, as the rank that it is not.
@@ -55,24 +53,9 @@ def stand_by(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]
         what = "a spare process has joined a process group before fz.run"
         fix = "leave dist.init_process_group and make_mesh to fz.run; or start without --spares"
         raise FzeroValueError(message("run", what, fix=fix))
-    if host.SIZES in os.environ:
-        look_ahead(main, timeout, axes)
-        os._exit(0)  # nothing of the script that follows a run is to happen
     memory = Path(os.environ[host.MEMORY])
     rehearse(main, timeout, axes)
     spares.stand_by(memory)
-
-
-def look_ahead(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]) -> None:
-    """Prepares what other numbers of ranks would run, as the environment names them."""
-    here = Processes.of()
-    for size in map(int, os.environ[host.SIZES].split(",")):
-        os.environ.update(environment_of(size, here.num_local, here.world))
-        try:
-            came = rehearse(main, timeout, axes)
-        except FzeroError as error:  # of a mesh that so many ranks do not make
-            came = str(error).partition("\n")[0]
-        logger.info("fzero.run: for %d ranks: %s", size, came)
 
 
 def rehearse(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]) -> str:
@@ -96,7 +79,7 @@ def rehearse(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]
 
 def _arguments(axes: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `make_mesh`, as `unjoined` takes them."""
-    named = ("device", "shared_memory", "unified_memory", "gpu_direct")
+    named = ("device", "shared_memory", "unified_memory")
     sizes = {name: size for name, size in axes.items() if name not in named}
     return {**{name: axes[name] for name in named if name in axes}, "axes": sizes}
 
@@ -131,9 +114,6 @@ class Rehearsal(Run):
         return train(state, batch)
 
     def keep(self, state: State) -> None:
-        raise _Rehearsed
-
-    def check(self) -> Any:
         raise _Rehearsed
 
     def save(self, state: State, **_: Any) -> Any:

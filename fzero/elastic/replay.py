@@ -7,10 +7,10 @@ runs differ, not one that has only heard of it, is the one that erred.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,20 +18,18 @@ import torch
 from fzero import agree, checkpoint, tree
 from fzero.checkpoint.index import Index
 from fzero.comm.replicas import word_sum
-from fzero.elastic.vault import on_host
+from fzero.elastic.health import Finding
+from fzero.elastic.vault import held, on_host, serves
+from fzero.errors import FzeroValueError, message
 from fzero.layout import leaf_of
-from fzero.lowering.layouts import zero_of
 from fzero.measure.profile import Following
 from fzero.mesh import Mesh
-from fzero.notes import gathered_tensors
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES
-from fzero.program.ops.transfers import AllReduce, ReduceScatter
 from fzero.runtime.training import CompiledStep
 from fzero.state import storage
 from fzero.step import State, lasting
 
-_REDUCTIONS = (ReduceScatter.name, AllReduce.name)
 _AT_THE_END = 1 << 40  # a position behind all lines
 
 
@@ -42,7 +40,7 @@ class Ran:
 
     metrics: dict[str, Any]
     given: list[tuple[Line, torch.Tensor]]
-    state: dict[str, int] = field(default_factory=dict)
+    state: dict[str, int]
 
 
 class Difference(NamedTuple):
@@ -52,31 +50,74 @@ class Difference(NamedTuple):
     where: str
 
 
-def carried_out(train: CompiledStep, state: State, batch: Any, shift: int = 0) -> Ran:
-    """Takes a step and notes what this rank gives to others. `shift`: the batch is that of the rank so many places
-    further on, and so are the draws."""
+def twice(
+    train: CompiledStep, state: State, batch: Any, seen: int, memory: Path | None, on_host: Sequence[int]
+) -> tuple[dict[str, Any], Finding | None]:
+    """Takes a step, and does it again from the state before it: once if it comes to the same, else twice. The state is
+    behind it: the result that two runs come to, else that of the last one.
+
+    Args:
+        train, state, batch: of the step.
+        seen: batches that the state has seen.
+        memory: the directory of kept states, which has the state before the step; None if none are kept.
+        on_host: the ranks of this host.
+
+    Returns: the metrics, and what is wrong, the same on every rank.
+
+    Raises:
+        FzeroValueError: the state before the step was not kept.
+    """
+    mesh = train.mesh
+
+    def once_more() -> Ran:
+        _rewind(state, _kept(mesh, seen, memory, on_host), mesh)
+        return _carried_out(train, state, batch)
+
+    first, second = _carried_out(train, state, batch), once_more()
+    odd = _differing(mesh, first, second)
+    if odd is None:
+        return second.metrics, None
+    third = once_more()
+    if _differing(mesh, second, third) is None:
+        text = "two more runs agree, and theirs is kept"
+    elif _differing(mesh, first, third) is None:
+        odd = _differing(mesh, second, third) or odd
+        text = "the first and the third of three runs agree, and theirs is kept"
+    else:
+        text = "three runs come to three results: operations that are not deterministic, or failing hardware"
+    who = f"rank{'s' * (len(odd.ranks) > 1)} {', '.join(map(str, odd.ranks))}"
+    text = f"batch {seen} came to other bits on {who} when done again, {odd.where}; {text}"
+    return third.metrics, Finding("replay", seen, odd.ranks, text)
+
+
+def _kept(mesh: Mesh, seen: int, memory: Path | None, on_host: Sequence[int]) -> Index:
+    """The kept state of the ranks of this host that has seen so many batches."""
+    index = None if memory is None else held(memory).get((seen, mesh.size))
+    whole = agree.everyones(mesh, "run", lambda: index is not None and serves(index, mesh.size, mesh.size, on_host))
+    if not all(whole):
+        fix = "start the ranks by torchrun or python -m fzero.run, or give fz.run(memory=DIR): else none is kept"
+        what = "the state before this step was not kept"
+        raise FzeroValueError(message("run.step", what, [f"after {seen} batches"], fix))
+    assert index is not None
+    return index
+
+
+def _carried_out(train: CompiledStep, state: State, batch: Any) -> Ran:
+    """Takes a step and notes what this rank gives to others."""
     for x in tree.leaves(state):  # padding is nobody's: what is read back has zeros there
         _own(x, rest=True).zero_()
     lowered, run = train.built(state, batch)
-    axes = batch_axes(train)
-    here, size = train.mesh.index(axes), train.mesh.axis_size(axes)
-    with _watching(run, lowered.program, (here + shift) % size - here) as given:
+    with _watching(run, lowered.program) as given:
         _, metrics = train(state, batch)
-    return Ran(metrics, given)
+    return Ran(metrics, given, _sums(state))
 
 
 @torch.no_grad()
-def sums(state: State) -> dict[str, int]:
+def _sums(state: State) -> dict[str, int]:
     """The sum of each leaf's words, by name."""
     kept = lasting(state)
     found = dict(zip(tree.names(kept), (word_sum(_own(x)) for x in tree.leaves(kept)), strict=True))
     return dict(zip(found, on_host([*found.values()]).tolist(), strict=True))
-
-
-@torch.no_grad()
-def words(batch: Any) -> list[torch.Tensor]:
-    """The sums of a batch's words, each where its tensor is."""
-    return [word_sum(x) for x in tree.leaves(batch) if isinstance(x, torch.Tensor)]
 
 
 def _own(x: torch.Tensor, rest: bool = False) -> torch.Tensor:
@@ -89,7 +130,7 @@ def _own(x: torch.Tensor, rest: bool = False) -> torch.Tensor:
 
 
 @torch.no_grad()
-def rewind(state: State, index: Index, mesh: Mesh) -> None:
+def _rewind(state: State, index: Index, mesh: Mesh) -> None:
     """Makes a state, in place, the one that hosts have kept.
 
     Communication: three exchanges of a small object.
@@ -104,7 +145,7 @@ def rewind(state: State, index: Index, mesh: Mesh) -> None:
         storage.fill(copy, storage.cast(params[name], copy.dtype))
 
 
-def differing(mesh: Mesh, one: Ran, other: Ran) -> Difference | None:
+def _differing(mesh: Mesh, one: Ran, other: Ran) -> Difference | None:
     """The first difference between two runs of a step, the same on every rank.
 
     Communication: about a hundred bytes through the store.
@@ -118,8 +159,7 @@ def differing(mesh: Mesh, one: Ran, other: Ran) -> Difference | None:
 
 
 def _first(one: Ran, other: Ran) -> tuple[int, str] | None:
-    pairs = zip(_numbers(one.given), _numbers(other.given), strict=False)  # a run that nobody watched has none
-    for i, (x, y) in enumerate(pairs):
+    for i, (x, y) in enumerate(zip(_numbers(one.given), _numbers(other.given), strict=True)):
         if x != y:
             line = one.given[i][0]
             return i, f"in what is given to {line.op}({', '.join(line.args[:3])})"
@@ -131,68 +171,8 @@ def _numbers(given: Sequence[tuple[Line, torch.Tensor]]) -> list[int]:
     return on_host([x for _, x in given]).tolist()
 
 
-def neighbours(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
-    """For each rank the one whose part of the batch, which is divided along these axes, comes after its own."""
-    size = mesh.axis_size(axes)
-    here = [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
-    places = [(x.index(axes), tuple(i for a, i in x.coordinate.items() if a not in axes)) for x in here]
-    return [places.index(((index + 1) % size, rest)) for index, rest in places]
-
-
-def erring(train: CompiledStep, first: Ran, turned: Ran) -> Difference | None:
-    """The ranks that can have erred, where some gradients are not those that another rank made of the same batch.
-
-    Args:
-        first: with each rank's own batch.
-        turned: with that of its neighbour.
-    """
-    mesh, own = train.mesh, _first_hand(train.program)
-
-    def digest(ran: Ran) -> str:
-        given = [(line, x) for line, x in ran.given if id(line) in own]
-        return hashlib.sha256(repr(_numbers(given)).encode()).hexdigest()[:16]
-
-    notes = agree.everyones(mesh, "run", lambda: [digest(first), digest(turned)])
-    pairs = [
-        {rank, other}
-        for rank, other in enumerate(neighbours(mesh, batch_axes(train)))
-        if notes[rank][1] != notes[other][0]
-    ]
-    if not pairs:
-        return None
-    ranks = set.intersection(*pairs) or set.union(*pairs)
-    return Difference(tuple(sorted(ranks)), "in the gradients that another rank makes of the same batch")
-
-
-def _first_hand(program: Program) -> set[int]:
-    """The reductions of what follows from the state and the batch alone, by identity: not from what was reduced."""
-    reduced: set[str] = set()
-    found: set[int] = set()
-    for line, _ in program.walk():
-        is_late = not reduced.isdisjoint(line.args)
-        if line.op in _REDUCTIONS and not is_late:
-            found.add(id(line))
-        if is_late or line.op in _REDUCTIONS:
-            reduced.update((v.name for v in line.out), line.writes)
-    return found
-
-
-def turned_batch(train: CompiledStep, batch: Any) -> Any:
-    """The batch of this rank's neighbour. Memory: the batches of all ranks, on the host."""
-    mesh = train.mesh
-    if mesh.size == 1:
-        return batch
-    flat, structure = tree.flatten(batch)
-    other = gathered_tensors({str(i): x for i, x in enumerate(flat)})[neighbours(mesh, batch_axes(train))[mesh.rank]]
-    return tree.unflatten(structure, [other[str(i)].to(x.device) for i, x in enumerate(flat)])
-
-
-def batch_axes(train: CompiledStep) -> tuple[str, ...]:
-    return zero_of(train.resolved, train.mesh).batch_axes
-
-
 @contextmanager
-def _watching(run: Callable[..., Any], program: Program, further: int) -> Iterator[list[tuple[Line, torch.Tensor]]]:
+def _watching(run: Callable[..., Any], program: Program) -> Iterator[list[tuple[Line, torch.Tensor]]]:
     """Notes the sums of what is given to transfers between ranks in the one run of an executable in the body."""
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
     before: Mapping[str, Callable[..., Any]] = {
@@ -210,10 +190,7 @@ def _watching(run: Callable[..., Any], program: Program, further: int) -> Iterat
             following.returned(place, result)
             return result
 
-        def part_index(micro: int = 0, count: int = 1) -> torch.Tensor:
-            return call(micro, count) + further * count
-
-        return part_index if name == "part_index" else call
+        return call
 
     namespace.update({name: watched(name, fn) for name, fn in before.items()})
     try:

@@ -101,7 +101,7 @@ class Vault:
         self._files = [Files(slots, self._directory / f"rank-{self._rank:05d}.json")]
         if ward is not None:
             assert mesh is not None
-            self._sent, self.wards = ward.spec.every, ward.made(self._directory, plan, mesh, step)
+            self._sent, self.wards = ward.spec.every, Wards(self._directory, plan, mesh, ward, step)
             self._files.append(self.wards.files)
         order = {name: i for i, name in enumerate(plan.tensors)}
         self._form, self._names = _form(state), list(mine)
@@ -228,7 +228,7 @@ def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]
     Time: 10 GB/s a core.
     """
     found: list[Damage] = []
-    notes = sorted(n for kind in ("rank", "ward", "parity") for n in memory.glob(f"of-*/{kind}-*.json"))
+    notes = sorted(n for kind in ("rank", "ward") for n in memory.glob(f"of-*/{kind}-*.json"))
     for note in notes[turn::num]:
         content = read(note, dict[str, Any])
         if "sums" not in content:
@@ -257,8 +257,6 @@ def let_go_of_damaged(memory: Path, turn: int = 0, num: int = 1) -> list[Damage]
 
 def _summed(note: Path, content: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """By leaf where in a slot the bytes lie that a sum is of, and how many."""
-    if note.stem.startswith("parity"):
-        return {name: (content["offsets"][name], nbytes) for name, nbytes in content["summed"].items()}
     index, places = parse(note.parent, content), {}
     for name in content["summed"]:
         (part,) = index.parts[name] or (None,)

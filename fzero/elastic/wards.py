@@ -2,7 +2,6 @@
 
     of-00002/ward-00001.json             what lies here of rank 1's, and where in these files it lies
     of-00002/ward-00001.0.safetensors    two slots: the newest state that came whole, and the one that is coming
-    of-00004/parity-00002.*              the exclusive or of what the others of rank 2's group have sent to it
 
 A step fills one slot while the other stays sealed (fzero/elastic/vault.py has the form). Leaves that the ranks along
 the axis have in common are not sent: each of them keeps its own.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +20,11 @@ import torch
 
 from fzero.boxes import Boxes
 from fzero.checkpoint import format
-from fzero.checkpoint.index import Index, Part, to_json
+from fzero.checkpoint.index import Part, to_json
 from fzero.checkpoint.saving import Plan
 from fzero.comm.replicas import word_sum
 from fzero.layout import Leaf, leaf_of
 from fzero.mesh import Mesh
-from fzero.routes import Route
 from fzero.transforms.redundant import Redundant
 
 logger = logging.getLogger("fzero")
@@ -39,29 +37,19 @@ _SLOTS = 2
 
 
 class Ward(NamedTuple):
-    """The source of what a rank receives, as the step says: of the rank so many before it along the axis, or of the
-    others of its group."""
+    """The source of what a rank receives, as the step says: the rank `shift` before it along the axis."""
 
     spec: Redundant
-    route: Route
+    shift: int
 
-    def owner(self, mesh: Mesh, at: int | None = None) -> dict[str, int]:
-        """The place on the mesh of the rank that sends to this one, or that stands so far along the axis."""
+    def owner(self, mesh: Mesh) -> dict[str, int]:
+        """The place on the mesh of the rank that sends to this one."""
         here, axis = mesh.coordinate, self.spec.axis
-        at = (here[axis] - self.route.shift) % self.route.size if at is None else at
-        return {**here, axis: at}
+        return {**here, axis: (here[axis] - self.shift) % mesh.axes[axis]}
 
     def rank_of_owner(self, mesh: Mesh) -> int:
         """The rank that sends to this one."""
         return _index(mesh, tuple(mesh.axes), self.owner(mesh))
-
-    def made(self, directory: Path, plan: Plan, mesh: Mesh, seen: int) -> Wards:
-        """The slots for what comes, as `Wards` has its arguments."""
-        if not self.route.group:
-            return Wards(directory, plan, mesh, self, seen)
-        for path in directory.glob("ward-*"):  # made again from parity, and read meanwhile
-            path.unlink(missing_ok=True)
-        return Parity(directory, plan, mesh, self, seen)
 
 
 class Wards:
@@ -93,10 +81,14 @@ class Wards:
             if name not in plan.aliases and (tag := leaf_of(x)) is not None and ward.spec.sends(tag[0])
         }
         self.names = list(leaves)
-        stem, entries, note = self._form(leaves, plan, mesh, ward)
+        owner = ward.owner(mesh)
+        boxes = {name: _boxes_of(leaf, mesh, owner) for name, (leaf, _) in leaves.items()}
+        self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # of which there are sums
+        stem = f"ward-{_index(mesh, tuple(mesh.axes), owner):05d}"
+        entries = [format.Entry(name, x.dtype, tuple(x.shape)) for name, (_, x) in leaves.items()]
         entries += [format.Entry(SEALED, torch.int64, (1,)), format.Entry(SUMS, torch.int64, (len(leaves),))]
         slots = [format.reserve(directory / f"{stem}.{i}.safetensors", entries) for i in range(_SLOTS)]
-        note(directory / f"{stem}.json", slots)
+        write_note(directory / f"{stem}.json", plan, boxes, slots)
         self.files = Files(slots, directory / f"{stem}.json")
         self._slots = [{leaf.path: slot.tensors[name] for name, (leaf, _) in leaves.items()} for slot in slots]
         self._sealed, self._sums = ([s.tensors[name] for s in slots] for name in (SEALED, SUMS))
@@ -109,17 +101,6 @@ class Wards:
         self._lasting: list[set[str]] = [set() for _ in slots]  # by slot, leaves that no step writes, which have come
         self._last: int | None = None  # the slot that was sealed last
         self._speaks = mesh.rank == 0  # until it has warned
-
-    def _form(
-        self, leaves: Mapping[str, tuple[Leaf, torch.Tensor]], plan: Plan, mesh: Mesh, ward: Ward
-    ) -> tuple[str, list[format.Entry], Callable[[Path, Sequence[format.Reserved]], None]]:
-        """The stem of the files' names, their tensors, and what writes their note."""
-        owner = ward.owner(mesh)
-        boxes = {name: _boxes_of(leaf, mesh, owner) for name, (leaf, _) in leaves.items()}
-        self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # of which there are sums
-        stem = f"ward-{_index(mesh, tuple(mesh.axes), owner):05d}"
-        entries = [format.Entry(name, x.dtype, tuple(x.shape)) for name, (_, x) in leaves.items()]
-        return stem, entries, lambda path, slots: write_note(path, plan, boxes, slots)
 
     def begin(self, seen: int) -> None:
         """Says that a step begins from the state that has seen so many batches."""
@@ -155,15 +136,7 @@ class Wards:
                 lasting.difference_update(leaves)
             elif slot == self._coming:
                 lasting.update(leaves)
-        return self._room(leaves)
-
-    def _room(self, leaves: Sequence[str]) -> list[torch.Tensor]:
-        assert self._coming is not None
-        held = self._slots[self._coming]
-        return [held[leaf] for leaf in leaves]
-
-    def come(self, leaves: Sequence[str], places: Sequence[torch.Tensor]) -> None:
-        """Says that these leaves are in the places that were given for them."""
+        return [self._slots[self._coming][leaf] for leaf in leaves]
 
     def seal(self, seen: int) -> None:
         """Says that what was coming has come, with the sums of its words: a step has ended, so many batches are seen
@@ -192,69 +165,6 @@ class Wards:
         return next((i for i, sealed in enumerate(self._sealed) if int(sealed) == seen + 1), None)
 
 
-class Parity(Wards):
-    """The slots for the parity of a group: of each leaf the exclusive or of what each of the others sends to this rank,
-    without its padding. The note has of every leaf, by rank, which elements that rank holds."""
-
-    def _form(
-        self, leaves: Mapping[str, tuple[Leaf, torch.Tensor]], plan: Plan, mesh: Mesh, ward: Ward
-    ) -> tuple[str, list[format.Entry], Callable[[Path, Sequence[format.Reserved]], None]]:
-        route, here = ward.route, mesh.coordinate[ward.spec.axis]
-        members = {at: ward.owner(mesh, at) for at in route.members(here)}
-        ranks = {at: _index(mesh, tuple(mesh.axes), place) for at, place in members.items()}
-        sizes = {name: x.numel() * x.dtype.itemsize for name, (_, x) in leaves.items()}
-        boxes = {
-            name: {at: _boxes_of(leaf, mesh, place) for at, place in members.items()}
-            for name, (leaf, _) in leaves.items()
-        }
-        self._numel = {leaf.path: route.piece(sizes[name]) for name, (leaf, _) in leaves.items()}
-        # by leaf the bytes that come from each other rank, in their order: how many, and how many of these count
-        self._comes = {
-            leaf.path: [
-                (end - begin, max(0, min(end, boxes[name][at].numel * x.dtype.itemsize) - begin))
-                for at in route.members(here)
-                if at != here
-                for begin, end in [route.shares(at, sizes[name])[here]]
-            ]
-            for name, (leaf, x) in leaves.items()
-        }
-        entries = [format.Entry(name, torch.uint8, (route.piece(nbytes),)) for name, nbytes in sizes.items()]
-
-        forms: dict[str, Any] = {}
-
-        def note(path: Path, slots: Sequence[format.Reserved]) -> None:
-            for mate in members:
-                parts = {name: (boxes[name][mate],) for name in boxes}
-                whole = {n: tuple(Part("", n, b, 0) for b in parts.get(n, ()) if b.numel) for n in plan.parts}
-                form = to_json(0, plan.leaves, whole, plan.aliases, plan.skeleton, {}, {})
-                forms[str(ranks[mate])] = {**form, "chunk": format.CHUNK, "sha256": ""}
-            offsets = slots[0].offsets
-            content: dict[str, Any] = {"route": list(route), "here": here}
-            content |= {"members": {str(rank): at for at, rank in ranks.items()}}
-            content |= {"of": forms, "sent": sizes, "sealed": offsets[SEALED], "bytes": slots[0].bytes}
-            content |= {"slots": len(slots), "offsets": {n: offsets[n] for n in sizes}}
-            content |= {"sums": offsets[SUMS], "summed": {n: route.piece(b) for n, b in sizes.items()}}
-            _write(path, json.dumps(content))
-
-        return f"parity-{mesh.rank:05d}", entries, note
-
-    def _room(self, leaves: Sequence[str]) -> list[torch.Tensor]:
-        sizes = [sum(nbytes for nbytes, _ in self._comes[leaf]) for leaf in leaves]
-        return [torch.empty(n, dtype=torch.uint8, device="cpu") for n in sizes]
-
-    def sums(self, seen: int) -> None:
-        """None: what has come is nobody's alone."""
-
-    def come(self, leaves: Sequence[str], places: Sequence[torch.Tensor]) -> None:
-        assert self._coming is not None
-        for leaf, come in zip(leaves, places, strict=True):
-            held = self._slots[self._coming][leaf].zero_()
-            at = 0
-            for nbytes, count in self._comes[leaf]:
-                held[:count].bitwise_xor_(come[at : at + count])
-                at += nbytes
-
-
 class Files:
     """The files of some slots and their note, which somebody may remove: a cleaner, or logind at the user's logout."""
 
@@ -275,7 +185,7 @@ class Files:
         _write(self._note, self._text)
 
 
-def write_note(path: Path, plan: Plan | Index, boxes: Any, slots: Sequence[format.Reserved]) -> None:
+def write_note(path: Path, plan: Plan, boxes: Any, slots: Sequence[format.Reserved]) -> None:
     """Says in a file of JSON what slots hold, of a state of this plan: these elements of each leaf."""
     offsets = slots[0].offsets
     parts = {n: [Part("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}

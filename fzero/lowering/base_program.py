@@ -21,7 +21,6 @@ from fzero.lowering.seed import DTYPE, SCALE, SEED, CountAhead, made_ahead, roun
 from fzero.lowering.training import DType, Found, Precision, Training, grad_name
 from fzero.lowering.update_graph import AGREED, record_update
 from fzero.mesh import AbstractMesh
-from fzero.precision.delayed import Slot
 from fzero.precision.fp8_gather import in_8_bits
 from fzero.precision.statistics import Watched, watched_blocks
 from fzero.program.aliases import Aliases
@@ -61,15 +60,13 @@ def lower_train(t: Training) -> Lowered:
 
     graph, found, seed, ahead = _record_loss(t, places, functions, names)
     num_sums, end = found.num_sums, found.num_sums + len(found.used)
-    slots: list[Slot] = []
     if t.precision.fp8 is not None:
         grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
-        graph, lines, slots = in_8_bits(
-            graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names
-        )
+        graph, lines = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
     outputs, (*largest,) = graph.outputs[:end], graph.outputs[end:]
     maxima = {AGREED: largest.pop(0)} if t.agreed else {}
-    maxima |= zip(["fp8_max", "block_max"] if slots else ["block_max"], reversed(largest), strict=False)
+    if largest:
+        (maxima["block_max"],) = largest
     wanted: dict[fx.Node, str] = {
         n: f"sum_{j + (ahead.count is not None)}" if j else "loss_sum"
         for j, n in reversed(list(enumerate(outputs[:num_sums])))
@@ -94,7 +91,7 @@ def lower_train(t: Training) -> Lowered:
     max_values = {
         name: Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for name, n in maxima.items()
     }
-    update, structure = record_update(t, grads, sum_values, max_values, found, names, watched, slots)
+    update, structure = record_update(t, grads, sum_values, max_values, found, names, watched)
     state = [inputs.leaves[i] for inputs in (t.params, t.opt_state) for i in inputs.distinct]
     program = Program(
         name=t.name,
@@ -229,7 +226,7 @@ def lower_eval(
 
     graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)
     if precision.fp8 is not None:
-        graph, lines, _ = in_8_bits(graph, lines, precision.fp8, params, computed, {}, [], functions, names)
+        graph, lines = in_8_bits(graph, lines, precision.fp8, params, computed, {}, [], functions, names)
     outputs = graph.outputs
     means: Means = made["means"]
     body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})

@@ -44,9 +44,7 @@ def precision_of(step: Step | EvalStep) -> Precision:
     record, fp8 = find(step.transforms, MixedPrecision), find(step.transforms, Fp8)
     # what rests elsewhere travels in the dtype of its copy there
     streams = any(isinstance(t, Offload) for t in step.transforms)
-    products = (
-        None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams, history=fp8.history)
-    )
+    products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams)
     if record is None:
         return Precision(fp8=products)
     return Precision(

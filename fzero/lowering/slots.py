@@ -16,14 +16,11 @@ import torch
 from fzero.layout import Layout, Leaf, slot_path
 from fzero.lowering.training import Training
 from fzero.optim.loss_scale import LossScaleState
-from fzero.precision import delayed
 from fzero.precision.counters import PrecisionState, counted
-from fzero.precision.delayed import FORMATS, Fp8State
 from fzero.precision.statistics import Watched
 from fzero.program.lines import Inputs
 from fzero.step import Step
 from fzero.transforms.base import find
-from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -38,10 +35,8 @@ class Taken:
         training: the step.
         loss, norm, finite: as the metrics say them.
         overflow: whether the step is skipped; None: no step ever is.
-        largest: maxima over ranks and micro-batches, by name.
         watched: the blocks whose numbers are watched; None: they are not.
         statistics: makes the statistics of those, once.
-        operands: those whose largest magnitudes `largest["fp8_max"]` has.
     """
 
     training: Training
@@ -49,10 +44,8 @@ class Taken:
     norm: torch.Tensor
     finite: torch.Tensor
     overflow: torch.Tensor | None
-    largest: Mapping[str, torch.Tensor]
     watched: Watched | None
     statistics: Callable[[], Mapping[str, torch.Tensor]]
-    operands: Sequence[delayed.Slot]
 
 
 @dataclass(frozen=True)
@@ -136,28 +129,11 @@ def _counted(before: PrecisionState, taken: Taken) -> tuple[PrecisionState, Mapp
     return counted(before, taken.watched, taken.statistics(), safer), {}
 
 
-# --- what products in 8 bits remember of their operands ---
-
-
-def _history_leaves(step: Step, params: Inputs) -> Shapes | None:
-    fp8 = find(step.transforms, Fp8)
-    if fp8 is None or fp8.history is None:
-        return None
-    return {name: ((fp8.history, len(FORMATS), len(params.ties)), torch.float32) for name in Fp8State._fields}
-
-
-def _remembered(before: Fp8State, taken: Taken) -> tuple[Fp8State, Mapping[str, Any]]:
-    if not taken.operands:
-        return before, {}
-    return delayed.advanced(before, taken.operands, taken.largest["fp8_max"]), {}
-
-
 SLOTS: dict[str, StateSlot] = {
     row.name: row
     for row in (
         StateSlot("loss_scale", LossScaleState, _scale_leaves, _scale_advanced, lambda step: _scaling(step).init()),
         StateSlot("precision", PrecisionState, _count_leaves, _counted),
-        StateSlot("fp8", Fp8State, _history_leaves, _remembered),
     )
 }
 """The table, by name. A step is given the slots in this order."""

@@ -16,7 +16,6 @@ from fzero.lowering.slots import SLOTS, Taken, slots_of
 from fzero.lowering.training import ROUNDING_STREAM, Found, Training
 from fzero.optim import global_norm
 from fzero.optim.apply import apply_optimizer
-from fzero.precision.delayed import Slot
 from fzero.precision.statistics import Watched, gradient_statistics, output_maxima
 from fzero.program.attrs import UpdateAttrs
 from fzero.program.ir import Line, Value
@@ -36,7 +35,6 @@ def record_update(
     traced: Found,
     names: Names,
     watched: Watched | None,
-    slots: Sequence[Slot],
 ) -> tuple[Line, tree.TreeSpec]:
     """Everything after the backward as one recorded function: means, gradient norm, optimizer, new parameters, metrics.
 
@@ -44,12 +42,11 @@ def record_update(
         t: the step.
         grads: of the parameters at these positions, as they are reduced.
         sums: of the loss and its auxiliary values, as `traced` says.
-        maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `fp8_max` of `slots`, `agreed_max` of
-            new values that must agree.
+        maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `agreed_max` of new values that must
+            agree.
         traced: what tracing the loss showed.
         names: of the program.
         watched: the blocks whose numbers are watched; None: they are not.
-        slots: the operands whose largest magnitudes the state remembers.
 
     Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
     """
@@ -125,7 +122,7 @@ def record_update(
             )
             return {**seen, "output_max": output_maxima(largest.get("block_max"), loss)}
 
-        taken = Taken(t, loss, norm, finite, overflow, largest, watched, statistics, slots)
+        taken = Taken(t, loss, norm, finite, overflow, watched, statistics)
         few: list[torch.Tensor] = []
         for name, before in carried.items():
             after, more = SLOTS[name].advance(before, taken)

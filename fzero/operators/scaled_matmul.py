@@ -67,18 +67,6 @@ def rounded(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.T
     return (x.float() * _inverse(scale)).to(dtype)
 
 
-def saturated(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As `rounded`, with a scale that may be too small: larger values saturate at the format's largest number; values
-    that are not finite become NaN.
-
-    Example:
-        >>> saturated(torch.tensor([3.0, -1e6]), torch.tensor(2.0), E4M3).float()
-        tensor([   1.5000, -448.0000])
-    """
-    x, most = x.float(), torch.finfo(dtype).max
-    return ((x * _inverse(scale)).clamp(-most, most) + (x - x)).to(dtype)  # the difference is 0, or NaN
-
-
 def cast(x: torch.Tensor, scale: torch.Tensor, through: torch.dtype) -> torch.Tensor:
     """A parameter in float8_e4m3fn, as a product rounds what was cast `through` a dtype before. With temporaries in
     that dtype and in float32."""

@@ -45,11 +45,9 @@ def rewrite(program: Program) -> Program:
             sent, leaves_at = [v.name for v in copies], min(writer, later)
             before.setdefault(leaves_at, []).append(Line("wait", (copied.name,), copies, by=on_the_way))
         handle = Value(names(f"send_{number}"), (), torch.uint8, MOVING)
-        route = spec.route(program.mesh)
         attrs = SendAttrs(
             axes=(spec.axis,),
-            shift=route.shift,
-            group=route.group,
+            shift=spec.shift(program.mesh),
             every=spec.every,
             once=writer == end,
             leaves=tuple(leaves),

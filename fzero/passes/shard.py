@@ -64,7 +64,7 @@ class _Rewrite:
         # blocks whose parameters are gathered once a step over a slow axis
         self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}
         self.names, self.values = Names(program.values()), program.values()
-        kept = {line.fn for line, _ in program.walk() if line.scales != "shards"}
+        kept = {line.fn for line, _ in program.walk() if not line.scales}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
         # a sharded parameter, or its cast -> the leaf and the cast
@@ -113,7 +113,7 @@ class _Rewrite:
         awaited = Counter(self._owner(leaf) for leaf in self.grads.values())  # gradients that each block still lacks
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
-        scales = [line for line in lines if line.scales == "shards"]
+        scales = [line for line in lines if line.scales]
         for line in lines:
             if (
                 line.op == "cast"
@@ -131,7 +131,7 @@ class _Rewrite:
                 out += self._after_loop({x.args[0] for x in line.body if x.op == "accumulate"})
             elif line.op == "update":
                 out += self._update(line)
-            elif line.scales == "shards":
+            elif line.scales:
                 out += self._scales(scales) if line is scales[0] else []
             else:
                 line = line.rename(self.renamed) if line.of_sums else line

@@ -19,7 +19,7 @@ import torch
 
 from fzero.passes.accumulate import loop_totals
 from fzero.passes.off_device import known_last, no_gradients, saved_activations, update_lines
-from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs, CopyAttrs
+from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs
 from fzero.program.ir import MOVING, Function, Line, Program, Value, repeats
 from fzero.program.names import Names, identifier
 from fzero.transforms.offload import Offload
@@ -223,17 +223,12 @@ class _Rewrite:
         given |= {a: self._at(a)[at] for at in ("device", "host") for a in here if at in self._at(a)}
         sources = {a: self.casts[a].args[0] if a in self.casts else stored.get(a, a) for a in absent}
         disk = {s: a if a in stored else s for a, s in sources.items() if {*self._at(s)} == {"disk"}}
-        memory = tier if self.program.mesh.gpu_direct else "host"
-        read, more = self._move("disk_read", list(disk), list(disk.values()), memory)
+        read, more = self._move("disk_read", list(disk), list(disk.values()))
         lines += more
         for a in absent:
             if a in self.casts:
                 cast = self.casts[a]
-                value = replace(
-                    cast.out[0],
-                    name=self.names(f"{identifier(sources[a])}_cast"),
-                    tier=memory if sources[a] in read else "host",
-                )
+                value = replace(cast.out[0], name=self.names(f"{identifier(sources[a])}_cast"), tier="host")
                 lines.append(self._made(replace(cast, args=(read.get(sources[a], sources[a]),), out=(value,))))
                 given[a] = value.name
             elif sources[a] in read:
@@ -272,23 +267,20 @@ class _Rewrite:
     def _role(self, name: str) -> str:
         return self.program.leaves[name].role if name in self.program.leaves else ""
 
-    def _move(
-        self, how: str, names: Sequence[str], called: Sequence[str], memory: str = "host"
-    ) -> tuple[dict[str, str], list[Line]]:
+    def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
         """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its
-        wait. `memory`: that a disk reads to."""
+        wait."""
         if not names:
             return {}, []
-        tier = memory if how == "disk_read" else how.removeprefix("to_")
+        tier = "host" if how == "disk_read" else how.removeprefix("to_")
         ending = "" if tier == "device" else "_host"
         out = [
             replace(self.values[n], name=self.names(f"{identifier(c)}{ending}"), tier=tier)
             for n, c in zip(names, called, strict=True)
         ]
         handle = self._handle(how)
-        attrs = CopyAttrs(memory="device" if how == "disk_read" and tier == "device" else "host")
         lines = [
-            Line(f"{how}_start", tuple(names), (handle,), attrs=attrs, by="offload"),
+            Line(f"{how}_start", tuple(names), (handle,), by="offload"),
             Line("wait", (handle.name,), tuple(out), by="offload"),
         ]
         for line in lines:
@@ -304,8 +296,7 @@ class _Rewrite:
                 back[self._tier(target)].append(target)
             else:  # a rank's part of a leaf that is written whole later
                 self.lies[target] = {tier: written[target]}
-        direct = tier == "device" and self.program.mesh.gpu_direct
-        if tier == "device" and back["disk"] and not direct:
+        if tier == "device" and back["disk"]:
             names, lines = self._move("to_host", [written[t] for t in back["disk"]], back["disk"])
             written = {**written, **{t: names[written[t]] for t in back["disk"]}}
         for to, targets in back.items():
@@ -316,13 +307,8 @@ class _Rewrite:
                 )
             elif targets:
                 handle = self._handle(how)
-                args, attrs = (
-                    (*targets, *(written[t] for t in targets)),
-                    CopyAttrs(memory="device" if to == "disk" and direct else "host"),
-                )
-                lines.append(
-                    self._made(Line(f"{how}_start", args, (handle,), attrs=attrs, writes=tuple(targets), by="offload"))
-                )
+                args = (*targets, *(written[t] for t in targets))
+                lines.append(self._made(Line(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload")))
                 lines.append(Line("wait", (handle.name,), by="offload"))
         return lines
 
@@ -409,22 +395,19 @@ class _Rewrite:
             [v.name for v in line.out if v.name in self.saved],
             *(self._complete(v.name) for v in line.out if v.name in self.waiting),
         ):
-            straight = {n: n for n in names if n in self.on_disk and self.program.mesh.gpu_direct}
-            through = [n for n in names if n not in straight]
-            copies, more = self._move("to_host", through, through)
+            copies, more = self._move("to_host", names, names)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
             # a redo reads the host's copy of what was updated on a guess
             self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}
-            self.unwritten |= {self.on_disk[n]: copy for n, copy in (copies | straight).items() if n in self.on_disk}
+            self.unwritten |= {self.on_disk[n]: copy for n, copy in copies.items() if n in self.on_disk}
             lines += more
-        arrived = self.program.mesh.unified_memory or self.program.mesh.gpu_direct
-        return [*lines, *self._written()] if arrived else lines
+        return [*lines, *self._written()] if self.program.mesh.unified_memory else lines
 
     def _written(self) -> list[Line]:
         """The gradients that have left for a disk, written: a block later, when the device has another to run
         meanwhile."""
         written, self.unwritten = self.unwritten, {}
-        return self._store(written, "device" if self.program.mesh.gpu_direct else "host") if written else []
+        return self._store(written, "host") if written else []
 
     def _complete(self, grad: str) -> list[str]:
         """The gradients of an update whose last one is this, else none."""

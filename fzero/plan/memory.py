@@ -20,7 +20,6 @@ from fzero.program.attrs import BufferAttrs, SendAttrs
 from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes
 from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns
 from fzero.program.show import last_reads
-from fzero.routes import Route
 
 ROLES: tuple[str, ...] = (
     "params",
@@ -85,13 +84,11 @@ def disk_bytes(program: Program) -> int:
 
 
 def ward_bytes(program: Program) -> int:
-    """Bytes of the two slots in which a rank's host keeps what other ranks send it of their state."""
+    """Bytes of the two slots in which a rank's host keeps what another rank sends it of its state."""
     return 2 * sum(
-        Route(program.mesh.axis_size(said.axes), said.shift, said.group).piece(
-            local_bytes(program.values_by_name[name], program.mesh)
-        )
+        local_bytes(program.values_by_name[name], program.mesh)
         for line, _ in program.walk()
-        if isinstance(said := line.attrs, SendAttrs)
+        if isinstance(line.attrs, SendAttrs)
         for name in line.args
     )
 

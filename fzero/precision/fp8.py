@@ -10,16 +10,11 @@ and if its three dims are multiples of 16.
 A parameter that nothing but such products reads may come rounded already, with its scale: a byte an element travels.
 Every rank rounds its shard by the largest of all ranks' scales, which is that of the whole.
 
-What is multiplied with a parameter may be rounded by a scale that is known before the step
-(fzero/precision/delayed.py): a function has a vector of them as an input more, and the operands' largest magnitudes as
-a result more, a block that of its backward.
-
 It must not know which parameters to select, or why.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,8 +26,7 @@ import torch.fx as fx
 from fzero import compat
 from fzero.errors import TransformError, message
 from fzero.layout import Leaf
-from fzero.operators.scaled_matmul import E4M3, E5M2, MULTIPLE, amax, quantized, saturated, scaled_mm
-from fzero.precision.delayed import Operands
+from fzero.operators.scaled_matmul import E4M3, E5M2, MULTIPLE, quantized, scaled_mm
 from fzero.precision.products import dims, factors, fits, only_multiplied, origin, summands, unviewed
 from fzero.program.lines import Inputs
 from fzero.trace.joint import Joint, call_block, call_vjp
@@ -53,14 +47,11 @@ class InFp8:
         rows: whether each row of the first operand and each column of the second has a scale; otherwise an operand has
             one.
         gathers: whether sharded parameters travel in 8 bits.
-        history: of how many steps what is multiplied with a parameter is rounded by the largest magnitude; None: by its
-            own, as parameters always are.
     """
 
     selects: Callable[[Leaf], bool]
     rows: bool = False
     gathers: bool = True
-    history: int | None = None
 
     def multiplied(self, params: Inputs) -> list[int]:
         """The positions of the parameters whose products are. Of a tied leaf all paths are asked."""
@@ -86,30 +77,11 @@ class Uses:
 
 
 @dataclass(frozen=True, eq=False)
-class Rewritten:
-    """A function with products in 8 bits.
-
-    Attributes:
-        graph: the function. If it has `vectors`, its last result is the largest magnitudes that belong to them, one
-            vector after the other.
-        scales: for each input that comes rounded, as nothing but products reads it, the new input that is its scale.
-        vectors: the new inputs that are scales known before the step, each with the parameters that it is about (see
-            `Operands`).
-    """
-
-    graph: Recorded
-    scales: Mapping[fx.Node, fx.Node]
-    vectors: Mapping[fx.Node, Sequence[fx.Node]]
-
-
-@dataclass(frozen=True, eq=False)
 class _Block:
-    """A block with the products of some of its inputs replaced, and those by the number of the input. `about`: the
-    inputs that its vector is about, if it has one."""
+    """A block with the products of some of its inputs replaced, and those by the number of the input."""
 
     joint: Joint
     uses: Mapping[int, Uses]
-    about: Sequence[int] = ()
 
 
 def rewrite(
@@ -119,13 +91,14 @@ def rewrite(
     fp8: InFp8,
     sharded: Collection[fx.Node],
     paths: Mapping[fx.Node, str],
-) -> Rewritten:
-    """Replaces the products with some inputs of a function: its own and those of the blocks that it calls.
+) -> tuple[Recorded, Mapping[fx.Node, fx.Node]]:
+    """The function with the products of some inputs replaced: its own and those of the blocks that it calls; and for
+    each input that comes rounded, as nothing but products reads it, the new input that is its scale.
 
     Args:
         graph: of a step's loss and gradients, or of an evaluation; not to be used any more.
         weights: the inputs, each with the output that is its gradient, if it has one.
-        seeds: what gradients are computed from; none in an evaluation, which has no history.
+        seeds: what gradients are computed from; none in an evaluation.
         fp8: which products, and how.
         sharded: the inputs that may come in float8_e4m3fn.
         paths: what the user knows the inputs as.
@@ -136,48 +109,29 @@ def rewrite(
     blocks: dict[Any, _Block] = {}
     uses: dict[fx.Node, Uses] = defaultdict(Uses)
     nodes = list(graph.graph.nodes)
-    # the calls whose backward can tell what they read
-    delayed = {n.args[1] for n in nodes if n.target is call_vjp and fp8.history is not None}
     late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
     new = _NewInputs(graph, len(graph.inputs), "in_{}")
     scales = new.rounded([n for n in weights if n in sharded and only_multiplied(n)])
-    about: dict[fx.Node, Sequence[fx.Node]] = {}
-    maxima: dict[fx.Node, fx.Node] = {}
-    found, operands = _replace(
-        graph.graph, weights, late, fp8.rows, scales, new if fp8.history is not None and seeds else None
-    )
-    for weight in found:
-        uses[weight].add(found[weight])
-    if operands is not None and operands.largest is not None:
-        about[operands.vector], maxima[operands.vector] = operands.weights, operands.largest
-    vectors: dict[Any, fx.Node] = {}  # of each call
+    for weight, done in _replace(graph.graph, weights, late, fp8.rows, scales).items():
+        uses[weight].add(done)
     for node in nodes:
         if node.target in (call_block, call_vjp):
             joint, call, *_ = node.args
             inputs = node.args[2 : 2 + joint.num_inputs]
             selected = frozenset(i for i, n in enumerate(inputs) if origin(n) in weights)
             given = tuple(i for i, n in enumerate(inputs) if n in scales)
-            key = joint, selected, given, call in delayed
+            key = joint, selected, given
             if key not in blocks:
                 blocks[key] = _in_block(*key, fp8.rows)
             block, more = blocks[key], [scales[inputs[i]] for i in given]
-            if block.about:
-                if call not in vectors:
-                    vectors[call] = new.vector(len(block.about))
-                    about[vectors[call]] = [origin(inputs[i]) for i in block.about]
-                more.append(vectors[call])
             node.args = (block.joint, call, *inputs, *more, *node.args[2 + joint.num_inputs :])
-            if block.about and node.target is call_vjp:
-                maxima[vectors[call]] = _last_result(node, block.joint)
             for i in selected if node.target is call_block else ():
                 uses[origin(inputs[i])].add(block.uses[i])
     if not any(u.done for u in uses.values()):
         problems = [f"{paths[n]}: {_why(uses[n])}" for n in weights] or ["no leaf is selected"]
         raise TransformError(message("fp8", "no product of this step can be done in 8 bits", problems, _FIX))
-    if about:
-        _append_result(graph.graph, [maxima[vector] for vector in about])
     graph.graph.eliminate_dead_code()
-    return Rewritten(replace(graph), scales, about)
+    return replace(graph), scales
 
 
 _FIX = (
@@ -213,60 +167,19 @@ class _NewInputs:
             weight.meta["val"] = compat.new_fake(value.fake_mode, value.shape, E4M3, value.device, value.stride())
         return scales
 
-    def vector(self, num_weights: int) -> fx.Node:
-        """Adds scales that are known before the step."""
-        value = self._last.meta["val"]
-        return self._add(compat.new_fake(value.fake_mode, (Operands.EACH * num_weights,), torch.float32, value.device))
 
-    def remove(self, node: fx.Node) -> None:
-        """Removes the last one, which nothing reads."""
-        assert node is self._last
-        self._last = node.prev
-        self._graph.erase_node(node)
-
-
-def _last_result(node: fx.Node, joint: Joint) -> fx.Node:
-    """The last result of a block's backward."""
-    number, value = len(joint.graph.outputs) - joint.num_outputs - 1, joint.graph.outputs[-1].meta["val"]
-    with node.graph.inserting_after(node):
-        out = node.graph.call_function(operator.getitem, (node, number))
-    out.meta["val"] = value
-    return out
-
-
-def _append_result(graph: fx.Graph, vectors: Sequence[fx.Node]) -> None:
-    """Gives a function one result more: vectors, one after the other."""
-    last = graph.output_node()
-    mode = vectors[0].meta["val"].fake_mode
-    with mode:
-        fakes = [compat.new_fake(mode, x.shape, x.dtype, x.device) for x in (v.meta["val"] for v in vectors)]
-        made = record(lambda *xs: [torch.cat(xs)], fakes, owner="fp8", names=[f"x_{i}" for i in range(len(fakes))])
-    (out,) = inlined(graph, last, made, vectors)[1]
-    last.args = ((*last.args[0], out),)  # type: ignore[misc]
-
-
-def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], delayed: bool, rows: bool) -> _Block:
-    """The scales of what is given rounded are inputs behind the others, and behind these those known before the
-    step."""
+def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], rows: bool) -> _Block:
+    """The scales of what is given rounded are inputs behind the others."""
     if not selected:
         return _Block(joint, {})
     graph = extract(joint.graph, joint.graph.inputs, joint.graph.outputs, names=[n.name for n in joint.graph.inputs])
     places, grads = graph.inputs, dict(zip(joint.diff, graph.outputs[joint.num_outputs :], strict=True))
     late = reached(graph.graph, places[joint.num_inputs :])
-    new = _NewInputs(graph, joint.num_inputs, "primals_{}")
-    scales, about = new.rounded([places[i] for i in given]), sorted(selected)
-    found, operands = _replace(
-        graph.graph, {places[i]: grads.get(i) for i in about}, late, rows, scales, new if delayed else None
-    )
-    if operands is not None and operands.largest is not None:
-        _append_result(graph.graph, [operands.largest])
-    else:
-        about = []
+    scales = _NewInputs(graph, joint.num_inputs, "primals_{}").rounded([places[i] for i in given])
+    found = _replace(graph.graph, {places[i]: grads.get(i) for i in sorted(selected)}, late, rows, scales)
     graph.graph.eliminate_dead_code()
-    num_inputs = joint.num_inputs + len(given) + bool(about)
-    return _Block(
-        replace(joint, graph=replace(graph), num_inputs=num_inputs), {i: found[places[i]] for i in selected}, about
-    )
+    changed = replace(joint, graph=replace(graph), num_inputs=joint.num_inputs + len(given))
+    return _Block(changed, {i: found[places[i]] for i in selected})
 
 
 def _replace(
@@ -275,17 +188,14 @@ def _replace(
     late: Collection[fx.Node],
     rows: bool,
     scales: Mapping[fx.Node, fx.Node],
-    new: _NewInputs | None,
-) -> tuple[dict[fx.Node, Uses], Operands | None]:
+) -> dict[fx.Node, Uses]:
     """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those
-    that are rounded already; `new`: if what is multiplied with them is rounded by scales known before the step, which
-    are an input more.
+    that are rounded already.
 
     Equal roundings are one between two calls of blocks, which is what becomes one function: a block chooses what it
     keeps, nothing chooses what to keep between two functions.
     """
     uses, runs, run, late = {n: Uses() for n in weights}, dict[fx.Node, int](), 0, set(late)
-    operands = None if new is None else Operands(new.vector(len(weights)), weights)
     makes = {
         product: weight
         for weight, grad in weights.items()
@@ -301,19 +211,13 @@ def _replace(
         if not fits(node):
             uses[weight].left.append(dims(found))
             continue
-        made, result = _scaled(
-            graph, node, found, [E5M2 if f in late else E4M3 for f in found], weight, rows, scales, operands
-        )
+        made, result = _scaled(graph, node, found, [E5M2 if f in late else E4M3 for f in found], rows, scales)
         runs.update(dict.fromkeys(made, run))
         if node in late:
             late.add(result)
         uses[weight].done += 1
-    if new is not None and operands is not None:
-        operands.close(graph)
-        if operands.largest is None:
-            new.remove(operands.vector)
     merge_equal(graph, runs)
-    return uses, operands
+    return uses
 
 
 def _scaled(
@@ -321,10 +225,8 @@ def _scaled(
     node: fx.Node,
     found: Sequence[fx.Node],
     formats: Sequence[torch.dtype],
-    weight: fx.Node,
     rows: bool,
     scales: Mapping[fx.Node, fx.Node],
-    operands: Operands | None,
 ) -> tuple[list[fx.Node], fx.Node]:
     """Puts a product in 8 bits in the place of one. Operands with one scale are rounded as they lie, before they are
     viewed as matrices: the views of one tensor share it. Args: as of `_replace`. Returns: the new nodes, and the result
@@ -332,22 +234,15 @@ def _scaled(
     roots = [(f, []) if rows else unviewed(f) for f in found]
     bias = [node.args[0]] if node.target is aten.addmm.default else []
     given = {i: scales[n] for i, (n, _) in enumerate(roots) if n in scales}
-    others = {i: n for i, (n, _) in enumerate(roots) if operands is not None and origin(n) is not weight}
-    fresh = [i for i, n in others.items() if operands is not None and n not in operands]
-    known = {i: operands.number(n, weight, formats[i]) for i, n in others.items() if operands is not None}
-    vector = [operands.vector] if operands is not None and known else []
-    inputs: list[Any] = [*(n for n, _ in roots), *bias, *given.values(), *vector]
+    inputs: list[Any] = [*(n for n, _ in roots), *bias, *given.values()]
     batched, out = node.target is aten.bmm.default, node.meta["val"]
     beta: Any = node.kwargs.get("beta", 1)
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         matrices, scales = [], []
-        more = dict(zip(given, xs[len(roots) + len(bias) :], strict=False))
+        more = dict(zip(given, xs[len(roots) + len(bias) :], strict=True))
         for i, (x, (_, views), dtype) in enumerate(zip(xs, roots, formats, strict=False)):
-            if i in known:
-                scale = xs[-1][known[i]]
-                x = saturated(x, scale, dtype)
-            elif i in more:
+            if i in more:
                 scale = more[i]
             else:
                 x, scale = quantized(x.squeeze(0) if rows and batched else x, dtype, 1 - i if rows else None)
@@ -357,16 +252,14 @@ def _scaled(
             scales.append(scale)
         y = scaled_mm(*matrices, *scales, out.dtype)
         y = y.unsqueeze(0) if batched else y
-        return [torch.add(y, xs[2], alpha=beta) if bias else y, *(amax(xs[i]) for i in fresh)]
+        return [torch.add(y, xs[2], alpha=beta) if bias else y]
 
     fakes = [
         compat.new_fake(out.fake_mode, x.shape, x.dtype, x.device, x.stride()) for x in (n.meta["val"] for n in inputs)
     ]
     with out.fake_mode:
         made = record(run, fakes, owner="fp8", names=[f"x_{i}" for i in range(len(fakes))])
-    new, (result, *largest) = inlined(graph, node, made, inputs)
-    if operands is not None:
-        operands.found({known[i]: n for i, n in zip(fresh, largest, strict=True)})
+    new, (result,) = inlined(graph, node, made, inputs)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return new, result

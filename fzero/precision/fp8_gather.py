@@ -15,10 +15,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
-from fzero.layout import slot_path
 from fzero.operators.scaled_matmul import E4M3, amax, scale_of
-from fzero.precision import delayed
-from fzero.precision.delayed import Slot
 from fzero.precision.fp8 import InFp8, rewrite
 from fzero.program.attrs import CallAttrs, CastAttrs
 from fzero.program.ir import Line, Value
@@ -39,10 +36,8 @@ def in_8_bits(
     seeds: Sequence[fx.Node],
     functions: Functions,
     names: Names,
-) -> tuple[Recorded, list[Line], list[Slot]]:
-    """A step's loss and gradients, or an evaluation, with products in 8 bits; the lines before it; and what the numbers
-    are that it has as one result more, if there are any: the largest magnitudes of operands that are rounded by what
-    the state remembers of them.
+) -> tuple[Recorded, list[Line]]:
+    """A step's loss and gradients, or an evaluation, with products in 8 bits; and the lines before it.
 
     Args:
         graph: whose first inputs are the distinct parameters.
@@ -58,8 +53,7 @@ def in_8_bits(
     multiplied = fp8.multiplied(params)
     sharded = [places[i] for i in multiplied if fp8.comes_rounded(params.leaves[i])]
     paths = {places[i]: params.leaves[i].path for i in multiplied}
-    new = rewrite(graph, {places[i]: grads.get(i) for i in multiplied}, seeds, fp8, sharded, paths)
-    graph, scales = new.graph, new.scales
+    graph, scales = rewrite(graph, {places[i]: grads.get(i) for i in multiplied}, seeds, fp8, sharded, paths)
     groups: dict[fx.Node, list[int]] = {}
     for i in (i for i in multiplied if places[i] in scales):
         groups.setdefault(_block_of(places[i]), []).append(i)
@@ -88,35 +82,13 @@ def in_8_bits(
                 tuple(params.leaves[i].path for i in group),
                 tuple(values),
                 fn,
-                CallAttrs(scales="shards"),
+                CallAttrs(scales=True),
                 by="fp8",
             )
         )
     replaced = {cast[i].name for group in groups.values() for i in group}
-    position = {node: i for i, node in places.items()}
-    slots = [
-        tuple(Slot(position[w], kind) for w in weights for kind in (False, True)) for weights in new.vectors.values()
-    ]
-    if slots:
-        values = tuple(Value(names("fp8_scales"), tuple(v.meta["val"].shape), torch.float32) for v in new.vectors)
-        for vector, value in zip(new.vectors, values, strict=True):
-            vector.meta["name"] = value.name
-        assert fp8.history is not None
-        made = delayed.scales(
-            (fp8.history, len(delayed.FORMATS), len(params.ties)), tuple(slots), graph.inputs[0].meta["val"].device
-        )
-        calls.append(
-            Line(
-                "call",
-                (slot_path("fp8", "history"),),
-                values,
-                functions.add("fp8_scales", made),
-                CallAttrs(scales="history"),
-                by="fp8",
-            )
-        )
     lines = [*calls, *casts, *(line for line in lines if not (line.op == "cast" and line.out[0].name in replaced))]
-    return graph, lines, [s for group in slots for s in group]
+    return graph, lines
 
 
 def on_shards(graph: Recorded, shapes: Sequence[tuple[int, ...]]) -> Recorded:

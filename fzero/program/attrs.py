@@ -90,11 +90,11 @@ class BlockCall(Attrs):
 
 @dataclass(frozen=True, kw_only=True)
 class CallAttrs(Repeated, Guessed, Side):
-    """`scales`: that it makes scales of 8 bits, of "shards" or of a "history"; `of_sums`: that it reads what the sums
-    of ranks and micro-batches add up to, where other lines read this one's own."""
+    """`scales`: that it makes scales of 8 bits, of shards; `of_sums`: that it reads what the sums of ranks and
+    micro-batches add up to, where other lines read this one's own."""
 
     block: BlockCall | None = None
-    scales: Literal["", "shards", "history"] = ""
+    scales: bool = False
     of_sums: bool = False
 
 
@@ -207,19 +207,15 @@ class ScatterAttrs(ReduceAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyAttrs(Repeated, Guessed):
-    """`memory`: which memory a disk reads to or writes from."""
-
-    memory: Literal["host", "device"] = "host"
+    """Of a copy between tiers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendAttrs(Over):
-    """`shift`: the distance to the receiving rank along the axis (`fzero.routes.Route`). With `group`, each of so many
-    ranks at that distance gets a part. `every`: in one of so many steps. `once`: for values that no step writes.
-    `leaves`: the paths sent. `number`: the send's own."""
+    """`shift`: the distance to the receiving rank along the axis. `every`: in one of so many steps. `once`: for values
+    that no step writes. `leaves`: the paths sent. `number`: the send's own."""
 
     shift: int
-    group: int = 0
     every: int = 1
     once: bool = False
     leaves: tuple[str, ...] = ()

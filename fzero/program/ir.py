@@ -39,7 +39,7 @@ are reduced, shards of gradients, sums over micro-batches. `Line.into` holds pla
 computes where what it reads lies. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each
 make new values, handed out by their `wait`; with `writes` a copy goes over leaves at rest instead, as
 `disk_write_start` always does: its arguments are those leaves, then the values for them. A disk moves what is in host
-memory, or, where the mesh says `gpu_direct`, also what is in the device's, as the line's `memory` says.
+memory.
 Host values that move lie in a pool of their own, but where host and device are one memory (`mesh.unified_memory`):
 there copies between the two hand out what they are given, and everything lies in one pool.
 """
@@ -214,9 +214,9 @@ class Line(Generic[A]):
         return self.block is not None and self.block.part == "backward"
 
     @property
-    def scales(self) -> str:
-        """The source of the 8-bit scales that it makes, if it does."""
-        return self.attrs.scales if isinstance(self.attrs, CallAttrs) else ""
+    def scales(self) -> bool:
+        """Whether it makes scales of 8 bits."""
+        return isinstance(self.attrs, CallAttrs) and self.attrs.scales
 
     @property
     def of_sums(self) -> bool:

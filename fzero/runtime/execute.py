@@ -23,7 +23,6 @@ from fzero.mesh import Mesh
 from fzero.program.ir import Function, Line, Place, Program
 from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_to, sends_of
 from fzero.program.show import name_of, source
-from fzero.routes import Route
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
 from fzero.runtime.out_of_range import explained
 
@@ -120,23 +119,17 @@ class _Running:
         axis: str,
         shift: int,
         into: Sequence[str],
-        group: int = 0,
         every: int = 1,
         once: bool = False,
         through: Sequence[torch.Tensor] = (),
     ) -> Any:
-        """Leaves to other ranks, `into` where those keep leaves of these paths: nothing, if nobody keeps them, or does
+        """Leaves to another rank, `into` where that keeps leaves of these paths: nothing, if nobody keeps them, or does
         not want them now."""
         wards = self.mesh.context.wards
         if wards is None or (places := wards.places(into, every, once)) is None:
             return Arriving(lambda: None, ())
-        moving = self.carrier.send_start(values, axis, Route(self.mesh.axes[axis], shift, group), places, through)
-
-        def come() -> None:
-            self.carrier.wait(moving, ())
-            wards.come(into, places)
-
-        return Arriving(come, ())
+        moving = self.carrier.send_start(values, axis, shift, places, through)
+        return Arriving(lambda: self.carrier.wait(moving, ()), ())
 
     def wait(
         self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False, host: bool = True

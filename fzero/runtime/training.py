@@ -369,12 +369,13 @@ class CompiledStep(Compiled):
                 strict=True,
             )
         )
-        for role in SLOTS:
-            held = {name for name in index.leaves if name.startswith(f"extras.{role}.")}
-            if not held:  # of a step without it: it begins anew
-                names = {n: leaf for n, leaf in names.items() if leaf.role != role}
-            elif role not in {leaf.role for leaf in names.values()}:  # of a step with it, that is not wanted any more
-                index = replace(index, leaves={n: x for n, x in index.leaves.items() if n not in held})
+        slots = {name: name.split(".")[1] for name in index.leaves if name.startswith("extras.")}
+        wanted = {leaf.role for leaf in names.values()}
+        # a slot that is not in the checkpoint begins anew
+        names = {n: leaf for n, leaf in names.items() if leaf.role not in SLOTS or leaf.role in slots.values()}
+        # one that this step has not is left behind
+        held = {n: x for n, x in index.leaves.items() if n not in slots or slots[n] in wanted}
+        index = replace(index, leaves=held)
         checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
         if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:
             # before what follows from the dtypes is laid out
@@ -571,10 +572,6 @@ class CompiledStep(Compiled):
                 storage.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh),
             )
         return self._guesses[2]
-
-    def leave_nonfinite(self) -> None:
-        """Says nothing of parameters that are not finite: who calls it looks after that."""
-        self._not_finite = None
 
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path,

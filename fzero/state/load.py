@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from fzero import tree
-from fzero.checkpoint.importing import nested, sources_of
 from fzero.checkpoint.loading import Sources, Weights, read_leaves, unfit
+from fzero.checkpoint.places import Place
 from fzero.errors import CheckpointError, message
-from fzero.layout import Leaf
+from fzero.layout import Leaf, ties
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.trace.recorder import Recorded
@@ -82,7 +82,7 @@ def plan(
     else:
         stored = {n: names.get(n, n) if names else _stored(n, aliases, weights) for n in found}
         known = {n: weights.entries[key] for n, key in stored.items() if key in weights.entries}
-        own = sources_of(found, flat, known, {} if names else weights.tied)
+        own = _sources_of(found, flat, known, {} if names else weights.tied)
         sources = {n: weights.whole(stored.get(key, key)) for n, key in own.items() if key in known}
         sources |= {n: weights.whole(key) for n, key in own.items() if key in weights.entries and n not in sources}
     runs, missing = {}, []
@@ -161,7 +161,7 @@ def leaves(
 def structure(weights: Weights) -> Any:
     """The tree that the names of the files make, of meta tensors; tied names are one tensor."""
     metas = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, (_, e) in weights.entries.items()}
-    return nested(metas | {later: metas[first] for later, first in weights.tied.items()}, weights.path)
+    return _nested(metas | {later: metas[first] for later, first in weights.tied.items()}, weights.path)
 
 
 def _stored(name: str, aliases: Mapping[str, Sequence[str]], weights: Weights) -> str:
@@ -175,3 +175,46 @@ def _check_names(names: Mapping[str, str] | None, found: list[str], weights: Wei
     if problems:
         fix = "names={leaf: stored name}, both with dots: {'layers.0.w': 'model.layers.0.weight'}"
         raise CheckpointError(message("load", f"`names` does not fit {weights.path}", problems, fix))
+
+
+def _sources_of(
+    names: list[str], flat: list[Any], entries: Mapping[str, Any], tied: Mapping[str, str]
+) -> dict[str, str]:
+    """For each name, the stored name that has its data: its own, that of a name that is tied to it in the files, or
+    that of a name that is tied to it in the tree."""
+    same: dict[int, list[str]] = {}
+    for name, first in zip(names, ties(flat), strict=True):
+        same.setdefault(first, []).append(name)
+    out = {n: n for n in names if n in entries} | {n: tied[n] for n in names if n not in entries and n in tied}
+    for group in same.values():
+        known = next((out[n] for n in group if n in out), None)
+        out |= {n: known for n in group if n not in out and known is not None}
+    return out
+
+
+def _nested(tensors: Mapping[str, torch.Tensor], path: Place) -> Any:
+    """The tree whose leaves have these dotted names."""
+    root: dict[str, Any] = {}
+    problems = []
+    for name, tensor in tensors.items():
+        *outer, last = name.split(".")
+        node: Any = root
+        for key in outer:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else node
+        if not isinstance(node, dict) or last in node:
+            problems.append(f"{name}: another tensor's name is the beginning of this one, or the reverse")
+            continue
+        node[last] = tensor
+    if problems:
+        fix = "pass as params a dict from each dotted name to a tensor of its shape and dtype"
+        raise CheckpointError(message("load", f"the names in {path} do not make a tree", problems, fix))
+    return _listed(root)
+
+
+def _listed(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    inner = {key: _listed(child) for key, child in node.items()}
+    if inner and set(inner) == {str(i) for i in range(len(inner))}:
+        return [inner[str(i)] for i in range(len(inner))]
+    return inner

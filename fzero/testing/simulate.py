@@ -58,7 +58,7 @@ def simulate(
 
     Raises:
         FzeroValueError: a batch that does not divide among the ranks; a step whose transforms keep more than
-            parameters and optimizer state (offload, a loss scale, fp8 with a history).
+            parameters and optimizer state (offload, a loss scale).
         DivergenceError: ranks that are to hold the same part of a leaf, or the same metric, hold different values: a
             collective is missing.
 

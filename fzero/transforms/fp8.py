@@ -21,8 +21,6 @@ from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
 
 SCALES = ("tensor", "row")
-SCALING = ("current", "delayed")
-HISTORY = 16
 CAPABILITY = (8, 9)
 """CUDA's first compute capability with tensor cores for 8-bit floating point."""
 
@@ -30,7 +28,6 @@ CAPABILITY = (8, 9)
 @dataclass(frozen=True)
 class Fp8(Transform):
     scales: str = "tensor"
-    history: int | None = None
     where: Where | None = None
     order: ClassVar[int] = 25
     name: ClassVar[str] = "fp8"
@@ -81,28 +78,20 @@ def fp8(
     step: Any = None,
     *,
     scales: str = "tensor",
-    scaling: str = "current",
-    history: int | None = None,
     where: Where | None = None,
 ) -> Any:
     """Does matrix products with selected parameters in 8-bit floating point: the forward's, the gradient's of their
     input, and their own gradient's.
 
-    Each operand is divided by a scale and rounded to nearest: activations and parameters to float8_e4m3fn, what depends
-    on a gradient to float8_e5m2; sums are float32, the result has the dtype of the product that it replaces. Everything
-    else stays as it is: parameters and optimizer state at rest, gradients as they are reduced, attention, norms, the
-    loss. See docs/transforms/fp8.md.
+    Each operand is divided by a scale, that of its largest magnitude, and rounded to nearest: activations and
+    parameters to float8_e4m3fn, what depends on a gradient to float8_e5m2. Sums are float32; the result has the dtype
+    of the product that it replaces. Everything else stays as it is: parameters and optimizer state at rest, gradients
+    as they are reduced, attention, norms, the loss. See docs/transforms/fp8.md.
 
     Args:
         step: a step; without one a transform is returned.
         scales: "tensor", a scale for each operand; or "row", one for each row of the first operand and each column of
             the second.
-        scaling: "current": the scale is that of the operand's largest magnitude, which is found first; or "delayed": of
-            what is multiplied with a parameter it is that of the largest magnitude in earlier steps, which is known
-            before, and what is larger is rounded to the format's largest number. It is 1 as long as there was none.
-            Parameters have scales of their own magnitudes in either case; so has everything in an evaluation, and in a
-            block that has no backward.
-        history: of how many steps, with "delayed"; by default 16.
         where: predicate `(path, leaf)` of the parameters, by default all that can be: floating-point matrices with dims
             that are multiples of 16. `leaf` is a meta tensor. Of a tied leaf all paths are asked. A product is replaced
             if it reads all of a leaf, through views and casts, and if its three dims are multiples of 16; any other
@@ -111,15 +100,13 @@ def fp8(
     Communication: a parameter that rests as a shard, and that nothing but such products reads, is gathered in 8 bits:
         (N-1)/N bytes an element and gather instead of 2 or 4. For its scale, which is that of the whole, one all_reduce
         for all leaves, once a step: 2 (N-1)/N x 4 bytes a leaf. So with scales="tensor", and where nothing is
-        offloaded. A current scale of anything else is that of what one rank multiplies in one micro-batch. Delayed ones
-        are of all ranks and micro-batches: one all_reduce a step, 2 (N-1)/N x 8 bytes a parameter, and as much for each
-        block that reads it.
+        offloaded. The scale of anything else is that of what one rank multiplies in one micro-batch.
     Memory: gathered parameters a byte an element, where they travel so. What blocks keep for their backward may be kept
-        in 8 bits. With delayed scaling 8 bytes a parameter leaf and step of the history, on every rank.
+        in 8 bits.
 
     Raises:
-        FzeroValueError: unknown `scales` or `scaling`; a history of less than a step, or of current scaling; delayed
-            scaling by row; from `compile`, a device without such products, unless it is a CPU, which emulates them.
+        FzeroValueError: unknown `scales`; from `compile`, a device without such products, unless it is a CPU, which
+            emulates them.
         FzeroTypeError: a `where` that is not a function.
         TransformError: another fp8 of the step; when the program is built, a leaf that `where` accepts and that cannot
             be multiplied so; a step without any product that can be.
@@ -133,37 +120,15 @@ def fp8(
         >>> print(*fp8(step, scales="row").transforms)
         fp8(scales='row')
     """
-    for name, value, known in (("scales", scales, SCALES), ("scaling", scaling, SCALING)):
-        if value not in list(known):
-            raise FzeroValueError(
-                message("fp8", f"unknown {name}={value!r}", fix=f"one of {', '.join(map(repr, known))}")
-            )
-    if history is not None and (not isinstance(history, int) or isinstance(history, bool) or history < 1):
+    if scales not in list(SCALES):
         raise FzeroValueError(
-            message(
-                "fp8",
-                f"history={history!r} is not a number of steps",
-                fix=f"a whole number of at least 1, e.g. {HISTORY}",
-            )
-        )
-    if scaling == "current" and history is not None:
-        raise FzeroValueError(
-            message(
-                "fp8",
-                f"history={history}, but current scaling has none",
-                fix=f'leave it out, or fp8(scaling="delayed", history={history})',
-            )
-        )
-    if scaling == "delayed" and scales == "row":
-        fix = 'scales="tensor", or scaling="current": which row is large differs from step to step'
-        raise FzeroValueError(
-            message("fp8", "a history has one number for an operand, and scales='row' asks for one a row", fix=fix)
+            message("fp8", f"unknown scales={scales!r}", fix=f"one of {', '.join(map(repr, SCALES))}")
         )
     if problems := predicate("where", where):
         raise FzeroTypeError(
             message("fp8", "invalid arguments", problems, "e.g. where=lambda path, leaf: 'head' not in path")
         )
-    return applied(Fp8(scales, (history or HISTORY) if scaling == "delayed" else None, where), step)
+    return applied(Fp8(scales, where), step)
 
 
 def _unfit(leaf: Leaf) -> str:

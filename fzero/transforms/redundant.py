@@ -6,27 +6,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from fzero.arguments import count, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.processes import Processes
-from fzero.routes import Route
 from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
-
-_SCHEMES = ("buddy", "parity")
-_GROUP = 8  # hosts of a group at most, unless told otherwise
 
 
 @dataclass(frozen=True)
 class Redundant(Transform):
     axis: str = "data"
     every: int = 1
-    scheme: Literal["buddy", "parity"] = "buddy"
-    group: int | None = None
     order: ClassVar[int] = 70
     name: ClassVar[str] = "redundant"
 
@@ -44,15 +38,6 @@ class Redundant(Transform):
         if num >= mesh.size:
             return 1
         return next((k for k in range(1, size) if _leaves_hosts(mesh, self.axis, k, num)), 0)
-
-    def route(self, mesh: AbstractMesh) -> Route:
-        """The ranks to which a rank sends, and what of it. `check` has found that there are some."""
-        size, shift = mesh.axes[self.axis], self.shift(mesh)
-        if self.scheme == "buddy":
-            return Route(size, shift)
-        hosts = size // shift if size % shift == 0 else 1
-        even = [n for n in range(2, min(hosts, _GROUP) + 1) if hosts % n == 0]
-        return Route(size, shift, self.group or max(even, default=hosts))
 
     def check(self, leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
         """Raises with everything that this mesh, or these leaves of a state, do not allow."""
@@ -75,7 +60,6 @@ class Redundant(Transform):
             said = [f"the mesh has {mesh}, {num} ranks on each host, one behind the other"]
             fix = "shard leaves over an axis that crosses hosts too, and name that: fz.redundant(axis='node')"
             raise FzeroValueError(message("redundant", what, said, fix))
-        self._check_groups(mesh)
         sent = [leaf for leaf in leaves if self.sends(leaf)]
         if on_disk := [str(leaf) for leaf in sent if leaf.layout.tier == "disk"]:
             fix = "let them rest on the device or in host memory, or leave it out: fz.checkpoint.save has those on disk"
@@ -87,28 +71,6 @@ class Redundant(Transform):
             fix = "leave it out, or shard: fz.shard_params, fz.shard_opt_state"
             raise FzeroValueError(message("redundant", what, [f"the mesh has {mesh}"], fix))
 
-    def _check_groups(self, mesh: AbstractMesh) -> None:
-        """Raises if the ranks along the axis make no groups of which each has its ranks on as many hosts."""
-        if self.scheme == "buddy":
-            return
-        route, num = self.route(mesh), Processes.of().num_local if isinstance(mesh, Mesh) else mesh.size
-        hosts = f"{route.size // route.shift} along axis {self.axis!r}"
-        fix = "give a group that divides them, or scheme='buddy': fz.redundant(scheme='parity', group=4)"
-        if route.size % (route.shift * route.group):
-            what = f"groups of {route.group} do not come out even with hosts"
-            raise FzeroValueError(message("redundant", what, [f"{hosts}; the mesh has {mesh}"], fix))
-        names = list(mesh.axes)
-        stride = math.prod(mesh.axes[n] for n in names[names.index(self.axis) + 1 :])
-        if num < mesh.size:
-            for rank in range(mesh.size):
-                at = rank // stride % route.size
-                on = {(rank + (other - at) * stride) // num for other in route.members(at)}
-                if len(on) < route.group:
-                    what = f"groups of {route.group} would have two ranks on one host"
-                    raise FzeroValueError(
-                        message("redundant", what, [f"{hosts}; the mesh has {mesh}, {num} ranks on each host"], fix)
-                    )
-
 
 @keywords
 def redundant(
@@ -116,19 +78,13 @@ def redundant(
     *,
     axis: str = "data",
     every: int = 1,
-    scheme: Literal["buddy", "parity"] = "buddy",
-    group: int | None = None,
 ) -> Any:
-    """Sends each rank's part of the state, every step, to other hosts, so that the run goes on from memory when a host
+    """Sends each rank's part of the state, every step, to another host, so that the run goes on from memory when a host
     is lost (`fz.run`).
 
     Equal to the step without it, to the bit. The state that a step starts from is sent while it computes: nothing
     writes it before the updates, which wait for it. On one host it is sent to the next rank, otherwise so many ranks
     further along the axis that it is on another host: ranks of a host follow each other.
-
-    With `scheme="parity"` G ranks of G hosts make a group, and each sends every other an even part of what it has: of
-    what comes so from all of them a rank keeps the exclusive or alone, from which, with what the others of the group
-    have, a lost part is made again.
 
     What comes is kept by `fz.run`, beside what each host keeps of its own ranks. In a script without `fz.run`, or on a
     mesh of one rank, nobody keeps it and nothing is sent.
@@ -138,25 +94,20 @@ def redundant(
         axis: the mesh axis along which it is sent, over which leaves are sharded. A leaf that is whole along it is not
             sent: every rank has it.
         every: of so many steps one sends: 1, or what makes the numbers of steps that `fz.run(every=)` keeps.
-        scheme: "buddy": a copy with one other rank. "parity": the exclusive or of a group, as RAID 5 has it.
-        group: hosts of a group, G, which divides their number. By default the largest such number up to 8.
 
     Communication: a rank's shards a step, 12P/N bytes with fp32 Adam and P parameters sharded over N ranks, beside the
         12P(N-1)/N of ZeRO-3 itself; every k steps a k-th of it. Parameters that are not trained are sent twice a run.
-    Memory: in host memory two copies of the shards that come (parity: of a (G-1)th of them, and in a step what comes
-        once, until its updates), and one more of its own. Where ranks share memory
-        another in the pool from the start of the step to its updates; where the device has memory of its own, one on
-        the host, which is made in every step.
+    Memory: in host memory two copies of the shards that come, and one more of its own. Where ranks share memory another
+        in the pool from the start of the step to its updates; where the device has memory of its own, one on the host,
+        which is made in every step.
 
     Raises:
         FzeroTypeError: an `axis` that is not a name.
-        FzeroValueError: `every` below 1, an unknown `scheme`, a `group` below 2 or without parity; when a state is
-            made, an axis that the mesh does not have, that has one rank or does not leave a host, a `group` that does
-            not divide the hosts along it; leaves that rest on disk; no leaf that is sharded over the axis.
+        FzeroValueError: `every` below 1; when a state is made, an axis that the mesh does not have, that has one rank
+            or does not leave a host; leaves that rest on disk; no leaf that is sharded over the axis.
         TransformError: a second, different `redundant`; an evaluation.
 
-    Papers: Wang et al., Gemini: fast failure recovery in distributed training with in-memory checkpoints, SOSP 2023;
-        Patterson et al., A case for redundant arrays of inexpensive disks, SIGMOD 1988 (level 5).
+    Paper: Wang et al., Gemini: fast failure recovery in distributed training with in-memory checkpoints, SOSP 2023.
 
     Example:
         >>> import torch, fzero as fz
@@ -169,16 +120,9 @@ def redundant(
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: the name of one axis"]
     if problems:
         raise FzeroTypeError(message("redundant", "invalid arguments", problems, "e.g. fz.redundant(axis='data')"))
-    problems = count("every", every)
-    if scheme not in _SCHEMES:
-        problems.append(f"scheme={scheme!r}: must be 'buddy' or 'parity'")
-    if group is not None:
-        problems += count("group", group, least=2)
-        problems += [f"group={group!r}: of scheme='parity' alone"] if scheme == "buddy" else []
-    if problems:
-        fix = "e.g. fz.redundant(every=10), fz.redundant(scheme='parity', group=4)"
-        raise FzeroValueError(message("redundant", "invalid arguments", problems, fix))
-    return applied(Redundant(axis, every, scheme, group), step)
+    if problems := count("every", every):
+        raise FzeroValueError(message("redundant", "invalid arguments", problems, "e.g. fz.redundant(every=10)"))
+    return applied(Redundant(axis, every), step)
 
 
 def _leaves_hosts(mesh: AbstractMesh, axis: str, shift: int, num: int) -> bool:

@@ -162,8 +162,8 @@ class AllReduce(Collective):
 
 
 class Send(Start[SendAttrs]):
-    """Leaves to the rank `shift` further along an axis, which keeps them (fzero/elastic/wards.py) in host memory, or a
-    part to each of a group, which keep the parity. Where nobody keeps them nothing is sent."""
+    """Leaves to the rank `shift` further along an axis, which keeps them (fzero/elastic/wards.py) in host memory. Where
+    nobody keeps them nothing is sent."""
 
     name = "send_start"
     attrs = SendAttrs
@@ -182,8 +182,6 @@ class Send(Start[SendAttrs]):
         size = mesh.axis_size(said.axes)
         if not 0 < said.shift < size or said.every < 1 or said.number < 0:
             rules.bad(line, f"sends to rank + {said.shift} of {size}, every {said.every} steps")
-        if said.group and (said.group < 2 or size % (said.group * said.shift)):
-            rules.bad(line, f"sends to groups of {said.group} among {size} ranks, {said.shift} apart")
         if len(said.leaves) != len(args):
             rules.bad(line, f"sends {len(args)} values as {len(said.leaves)} leaves")
         for v, path in zip(args, said.leaves, strict=False):
@@ -211,7 +209,6 @@ class Send(Start[SendAttrs]):
         said = line.attrs
         whole = self.moved_bytes(line.saying(every=1, once=False), program.values_by_name, program.mesh)
         how = [over(line), f"shift={said.shift}"]
-        how += [f"group={said.group}"] if said.group else []
         how += [f"every={said.every}"] if said.every > 1 else []
         how += ["once=True"] if said.once else []
         how += [f"into=wards[{said.number}]", *(x.replace("into=", "through=") for x in into(line, program))]
@@ -328,7 +325,7 @@ class ToDevice(Copy):
 
 
 class OnDisk(Copy):
-    """To or from a disk, of what is in host memory, or, as its `memory` says, in the device's."""
+    """To or from a disk, of values in host memory."""
 
     def channel(self, line: Line[CopyAttrs]) -> str:
         return DISK
@@ -347,10 +344,10 @@ class DiskRead(OnDisk):
     hoisted = "ahead"
 
     def tiers(self, line: Line) -> tuple[str, str]:
-        return DISK, line.says(CopyAttrs).memory
+        return DISK, "host"
 
     def way(self, line: Line[CopyAttrs]) -> str:
-        return "from disk" if self.tiers(line)[1] == "host" else "from disk to device"
+        return "from disk"
 
 
 class DiskWrite(OnDisk):
@@ -361,10 +358,7 @@ class DiskWrite(OnDisk):
     link = "disk_write"
 
     def tiers(self, line: Line) -> tuple[str, str]:
-        return line.says(CopyAttrs).memory, DISK
-
-    def way(self, line: Line[CopyAttrs]) -> str:
-        return "to disk" if self.tiers(line)[0] == "host" else "from device to disk"
+        return "host", DISK
 
 
 class Wait(Op[WaitAttrs]):

@@ -1,0 +1,108 @@
+"""Finds the tensors of other people's safetensors files, in Hugging Face's layout or a single one: where each lies, and
+which names are tied. Reads no values (loading.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from fzero.arguments import path_like
+from fzero.checkpoint.exporting import WEIGHTS, WEIGHTS_INDEX
+from fzero.checkpoint.format import DTYPES, Entry
+from fzero.checkpoint.places import Place, as_path
+from fzero.checkpoint.storage import storage_of
+from fzero.errors import CheckpointError, FzeroTypeError, message
+from fzero.read_json import Malformed, formed, parsed
+
+_COPY = "copy or download the files again"
+_HEADER = 100 << 20  # bytes: the library takes no longer one
+
+
+def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Entry]], dict[str, str]]:
+    """The place of every tensor, and the names that are tied to others.
+
+    Raises:
+        CheckpointError: files that are missing, truncated or malformed, all of them at once.
+        FzeroTypeError: what is no path.
+    """
+    if problems := path_like("path", path):
+        raise FzeroTypeError(message("load", "reads files", problems, "give the path of a directory, or of one file"))
+    path = as_path(path)
+    storage, weight_map = storage_of(path), None
+    if storage.has(path / WEIGHTS_INDEX):
+        weight_map = _weight_map(path / WEIGHTS_INDEX)
+        files = [path / name for name in dict.fromkeys(weight_map.values())]
+    elif storage.has(path / WEIGHTS):
+        files = [path / WEIGHTS]
+    elif not (is_directory := storage.is_directory(path)) and storage.has(path):
+        files = [path]
+    else:
+        what = f"{path} has neither {WEIGHTS_INDEX} nor {WEIGHTS}" if is_directory else f"{path} is not there"
+        fix = "give a directory that fz.checkpoint.export or save_pretrained wrote, or a .safetensors file"
+        names = sorted(storage.names(path)) if is_directory else []
+        if pickled := [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]:
+            what += f", only {', '.join(pickled[:3])}, which can run any code where it is read"
+            fix = "load it where you trust it, and write it again: from_pretrained(dir).save_pretrained(out)"
+        raise CheckpointError(message("load", what, fix=fix))
+    found: dict[str, tuple[Place, Entry]] = {}
+    problems, tied = [], {}
+    for file in files:
+        try:
+            header, metadata = _header(file)
+        except FileNotFoundError:
+            problems.append(f"{file.name}: missing")
+            continue
+        except SafetensorError as error:
+            size = storage.size(file)
+            problems.append(f"{file.name}: {size} bytes, truncated, damaged or not safetensors: {error}")
+            continue
+        except (OSError, ValueError) as error:
+            problems.append(f"{file.name}: {error}")
+            continue
+        tied |= metadata
+        for name, entry in header.items():
+            if weight_map is None or weight_map.get(name) == file.name:
+                found[name] = (file, entry)
+        problems += [
+            f"{file.name}: {n} is not in it, as {WEIGHTS_INDEX} says"
+            for n, f in (weight_map or {}).items()
+            if f == file.name and n not in header
+        ]
+    if problems:
+        raise CheckpointError(message("load", f"cannot read {path}", problems, _COPY))
+    return found, {n: k for n, k in tied.items() if n not in found and k in found}
+
+
+def _weight_map(file: Place) -> dict[str, str]:
+    try:
+        content = parsed(storage_of(file).whole(file), dict[str, Any])
+        weight_map = formed(content["weight_map"], dict[str, str], "weight_map")
+    except (OSError, Malformed, KeyError) as error:
+        raise CheckpointError(
+            message("load", f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY)
+        ) from None
+    if odd := [
+        f"{n!r} is not a plain file name"
+        for n in dict.fromkeys(weight_map.values())
+        if not re.fullmatch(r"(?!\.)[^/\\\0]+", n)
+    ]:
+        raise CheckpointError(message("load", f"{file} names files outside its directory", odd, _COPY))
+    return weight_map
+
+
+def _header(file: Place) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors of a file in the order of their bytes, and its metadata, checked by the library."""
+    storage = storage_of(file)
+    at = 8 + int.from_bytes(storage.read(file, 8), "little")
+    with storage.stand_in(file, min(at, _HEADER)) as here, safe_open(here, "np") as opened:
+        entries = {}
+        for name in opened.offset_keys():  # of which the library has made sure that they leave no gaps
+            part = opened.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise ValueError(f"the dtype {part.get_dtype()!r} of {name!r} is not one of PyTorch's")
+            entries[name] = Entry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()), at)
+            at += entries[name].nbytes
+        return entries, opened.metadata() or {}
