@@ -17,7 +17,6 @@ from test_run import ended, keepers, logged, plainly
 import fzero as fz
 from fzero import optim
 from fzero.checkpoint.index import Index
-from fzero.checkpoint.ranks import world
 from fzero.comm.transport import transport
 from fzero.elastic import moving
 from fzero.elastic.sent import Sent
@@ -25,6 +24,7 @@ from fzero.elastic.vault import Vault, held, is_whole
 from fzero.elastic.wards import Ward
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.program.verify import verify
+from fzero.ranks.together import world
 from fzero.routes import Route
 from fzero.testing import simulate
 

@@ -18,12 +18,12 @@ import torch
 from fzero.boxes import Boxes
 from fzero.checkpoint import format
 from fzero.checkpoint.index import Index, Part, parse
-from fzero.checkpoint.ranks import Ranks, together
 from fzero.checkpoint.spread import Piece, Spread
 from fzero.comm.replicas import word_sum
 from fzero.elastic.wards import SEALED, SUMS, write_note
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
+from fzero.ranks.together import Ranks, together
 from fzero.read_json import read
 from fzero.routes import Route
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fzero import agree
 from fzero.elastic import replay
 from fzero.elastic.health import Finding, Health, Jumps
 from fzero.elastic.vault import held, serves
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
+from fzero.ranks import agreement
 from fzero.runtime.training import CompiledStep
 from fzero.step import State
 
@@ -79,7 +79,7 @@ class Redo:
 
     def _found(self, jumps: Jumps, numbers: Mapping[str, float]) -> tuple[str, tuple[int, ...]]:
         """The numbers that have jumped, and on which ranks, the same on all: one that errs may see others."""
-        everyones = agree.everyones(self._mesh, "run", lambda: jumps.found(numbers))
+        everyones = agreement.everyones(self._mesh, "run", lambda: jumps.found(numbers))
         return next(filter(None, everyones), ""), tuple(rank for rank, text in enumerate(everyones) if text)
 
     def again(
@@ -126,7 +126,7 @@ class Redo:
     def _rewind(self, state: State, seen: int) -> None:
         """Makes a state the one that was kept before its last step."""
         index = None if self._memory is None else held(self._memory).get((seen, self._mesh.size))
-        whole = agree.everyones(
+        whole = agreement.everyones(
             self._mesh, "run", lambda: index is not None and serves(index, self._mesh.size, self._mesh.size, self._host)
         )
         if not all(whole):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import agree, checkpoint, tree
+from fzero import checkpoint, tree
 from fzero.checkpoint.index import Index
 from fzero.comm.replicas import word_sum
 from fzero.elastic.vault import on_host
@@ -23,10 +23,11 @@ from fzero.layout import leaf_of
 from fzero.lowering.layouts import zero_of
 from fzero.measure.profile import Following
 from fzero.mesh import Mesh
-from fzero.notes import gathered_tensors
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES
 from fzero.program.ops.transfers import AllReduce, ReduceScatter
+from fzero.ranks import agreement
+from fzero.ranks.notes import gathered_tensors
 from fzero.runtime.training import CompiledStep
 from fzero.state import storage
 from fzero.step import State, lasting
@@ -109,7 +110,7 @@ def differing(mesh: Mesh, one: Ran, other: Ran) -> Difference | None:
 
     Communication: about a hundred bytes through the store.
     """
-    found = {r: x for r, x in enumerate(agree.everyones(mesh, "run", lambda: _first(one, other))) if x is not None}
+    found = {r: x for r, x in enumerate(agreement.everyones(mesh, "run", lambda: _first(one, other))) if x is not None}
     if not found:
         return None
     first = min(position for position, _ in found.values())
@@ -152,7 +153,7 @@ def erring(train: CompiledStep, first: Ran, turned: Ran) -> Difference | None:
         given = [(line, x) for line, x in ran.given if id(line) in own]
         return hashlib.sha256(repr(_numbers(given)).encode()).hexdigest()[:16]
 
-    notes = agree.everyones(mesh, "run", lambda: [digest(first), digest(turned)])
+    notes = agreement.everyones(mesh, "run", lambda: [digest(first), digest(turned)])
     pairs = [
         {rank, other}
         for rank, other in enumerate(neighbours(mesh, batch_axes(train)))
