@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -65,9 +65,9 @@ class Layout:
 class Storage(Protocol):
     """Scratch files of a rank, as one range of bytes (fzero/comm/disk.py)."""
 
-    def read(self, runs: Sequence[tuple[int, torch.Tensor]], after: Callable[[], object] | None = None) -> Any: ...
+    def read(self, runs: Sequence[tuple[int, torch.Tensor]]) -> Any: ...
 
-    def write(self, runs: Sequence[tuple[int, torch.Tensor]], after: Callable[[], object] | None = None) -> Any: ...
+    def write(self, runs: Sequence[tuple[int, torch.Tensor]]) -> Any: ...
 
     @property
     def busy_seconds(self) -> float:

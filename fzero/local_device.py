@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fzero.errors import DivergenceError, FzeroValueError, message
-from fzero.rendezvous import absent, replaced
+from fzero.ranks.notes import Notes, timed_out
+from fzero.ranks.rendezvous import absent, replaced
 
 
 def choose_device(
@@ -103,17 +104,15 @@ def compare(
     store: dist.Store, rank: int, world: int, device: torch.device, axes: Mapping[str, int], timeout: float
 ) -> None:
     """Raises on every rank if the devices of all, or the axes that they were given, do not make a mesh."""
-    keys = [f"fzero/device/{r}" for r in range(world)]
-    store.set(keys[rank], f"{', '.join(f'{name}={n}' for name, n in axes.items())}\n{_name_of(device)}")
-    if missing := absent(store, keys, timeout):
+    notes, ranks = Notes(store, "fzero/device", rank), range(world)
+    notes.write("made", (", ".join(f"{name}={n}" for name, n in axes.items()), _name_of(device)))
+    if missing := absent(store, notes.keys("made", ranks), timeout):
         again = replaced(store)
-        came = [
-            f"rank {r} has left" if again else f"rank {r} timed out after {timeout:g} s" for r in (again or missing)
-        ]
+        came = [f"rank {r} has left" if again else f"rank {r} {timed_out(timeout)}" for r in (again or missing)]
         raise DivergenceError(
             message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
         )
-    given, _, names = zip(*(said.decode().partition("\n") for said in store.multi_get(keys)), strict=True)
+    given, names = zip(*notes.read("made", ranks, tuple[str, str]).values(), strict=True)
     if len({*given}) > 1:
         problems = [f"rank {given.index(text)}: {text}" for text in dict.fromkeys(given)]
         fix = 'give every rank the same axes; of "local", start as many processes on every host'

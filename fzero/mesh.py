@@ -27,10 +27,10 @@ from fzero.arguments import flag, number
 from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left, message
 from fzero.exclusive import Exclusive, Holding
 from fzero.local_device import choose_device, compare, crowded, one_visible, unsupported
-from fzero.notes import gathered
 from fzero.processes import LOCAL, Processes
-from fzero.rendezvous import meet
-from fzero.turns import Turns, leave_all
+from fzero.ranks.notes import gathered
+from fzero.ranks.rendezvous import meet
+from fzero.ranks.turns import Turns, leave_all
 
 logger = logging.getLogger("fzero")
 
@@ -390,7 +390,7 @@ def _joined(mesh: Mesh) -> Mesh:
 
 def _drawn(rank: int, world: int) -> bytes:
     """40 bytes that rank 0 draws, on every rank; they come over the process group ([Note: the open store] in
-    notes.py)."""
+    ranks/notes.py)."""
     try:
         return gathered(secrets.token_bytes(40))[0]
     except RuntimeError as error:  # what the process group says of a connection that is gone

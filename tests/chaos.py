@@ -339,7 +339,7 @@ def worker(args: argparse.Namespace) -> None:
     import torch
 
     import fzero as fz
-    from fzero import turns
+    from fzero.ranks import turns
 
     out = Path(args.out)
     struck = Struck(out)

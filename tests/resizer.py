@@ -22,8 +22,8 @@ import survivor
 import torch
 
 import fzero as fz
-from fzero import turns
 from fzero.elastic.loop import Run
+from fzero.ranks import turns
 
 ROWS = 12
 

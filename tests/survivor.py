@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 import fzero as fz
-from fzero import turns
 from fzero.checkpoint import saving
 from fzero.elastic import host
 from fzero.elastic.loop import Run
+from fzero.ranks import turns
 
 
 def loss_fn(p: Any, batch: Any) -> torch.Tensor:

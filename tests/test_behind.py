@@ -25,9 +25,10 @@ import fzero as fz
 from fzero import checkpoint
 from fzero.checkpoint import behind, directory, saving
 from fzero.checkpoint.index import _read_index as index_of
-from fzero.checkpoint.ranks import Ranks
 from fzero.errors import CheckpointError
 from fzero.layout import Layout, Leaf
+from fzero.ranks.together import Ranks
+from fzero.ranks.turns import leave_all
 
 ROOT = Path(__file__).parents[1]
 
@@ -172,7 +173,7 @@ def test_a_process_forked_meanwhile_says_whose_the_save_is(tmp_path: Path, held_
         held_back.set()  # its own
         assert checkpoint.save(tmp_path / "child", state, wait=False).wait().name == "step-00000001"
         assert checkpoint.find(tmp_path / "child") == checkpoint.latest(tmp_path / "child")
-        fz.turns.leave_all()
+        leave_all()
 
     if not (number := os.fork()):
         status = 1
@@ -333,7 +334,7 @@ class Store:
     def __getattr__(self, name: str) -> Any:
         if self.gone:
             raise dist.DistNetworkError("Broken pipe")
-        if name == "get" and self._wait is not None:
+        if name == "multi_get" and self._wait is not None:
             assert self._wait(20)
         return getattr(self._store, name)
 
@@ -342,7 +343,7 @@ def test_rank_0_which_may_keep_the_store_goes_last(monkeypatch: pytest.MonkeyPat
     go, whole = threading.Event(), dist.HashStore()
     stores, got = iter([Store(whole), Store(whole, go.wait)]), dict[int, Any]()
     monkeypatch.setattr(behind.compat, "default_store", lambda: next(stores))
-    notes = [behind._Notes(Ranks(r, 2, lambda x, form: []), "a", b"secret") for r in range(2)]
+    notes = [behind._Apart(Ranks(r, 2, lambda x, form: []), "a", b"secret") for r in range(2)]
 
     def act(rank: int) -> None:
         with notes[rank] as ranks:
@@ -363,7 +364,7 @@ def test_rank_0_which_may_keep_the_store_goes_last(monkeypatch: pytest.MonkeyPat
 def test_a_store_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(dist.HashStore())
     monkeypatch.setattr(behind.compat, "default_store", lambda: store)
-    with behind._Notes(Ranks(0, 1, lambda x, form: []), "a", b"secret") as ranks:
+    with behind._Apart(Ranks(0, 1, lambda x, form: []), "a", b"secret") as ranks:
         ranks.exchange(1, int)
         store.gone = True
         with pytest.raises(CheckpointError, match="the store is gone"):

@@ -311,7 +311,7 @@ def test_a_rank_that_cannot_compile_is_named_on_the_others(run_ranks, tmp_path):
 
 def test_a_rank_that_does_not_come_is_named(run_ranks, tmp_path):
     waiting, _ = run_ranks(2, build_on_rank, tmp_path, [fake_compile_jobs] * 2, absent=True, expect_error=True)
-    assert waiting.type == "DivergenceError" and "rank 1 did not deliver in 2 s" in waiting.message
+    assert waiting.type == "DivergenceError" and "rank 1 timed out after 2 s" in waiting.message
 
 
 def test_the_compilers_words_are_shown(folder, monkeypatch):

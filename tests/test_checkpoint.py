@@ -29,11 +29,11 @@ from safetensors.torch import load_file, save_file
 import fzero as fz
 from fzero import checkpoint, tree
 from fzero.checkpoint import format, index, reading, saving, skeleton, writers
-from fzero.checkpoint.ranks import Ranks
 from fzero.checkpoint.weight_files import entries_of
 from fzero.errors import CheckpointError
 from fzero.layout import Layout, Leaf, leaf_of, place, shard
 from fzero.mesh import Mesh, make_mesh
+from fzero.ranks.together import Ranks
 from fzero.read_json import dumped, parsed
 
 CPU = torch.device("cpu")

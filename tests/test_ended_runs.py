@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 
 import fzero as fz
+from fzero.ranks.turns import Turns
 from fzero.runtime import compiled
-from fzero.turns import Turns
 
 PARAMS = {"t": torch.linspace(-1, 1, 20).view(5, 4), "w": torch.linspace(-1, 1, 12).view(4, 3)}
 GOOD, BAD, LONGER = torch.tensor([1, 2]), torch.tensor([1, 9]), torch.tensor([1, 2, 3, 4])

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 import fzero as fz
-from fzero import agree
 from fzero.comm import replicas
+from fzero.ranks import agreement
 from fzero.runtime import compiled
 
 CONFIG = {"scale": 1.0, "last loss": 0.0}
@@ -27,7 +28,7 @@ def raises(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
-def one_after_another(folder: str) -> tuple[dict[str, str], float]:
+def one_after_another(folder: str) -> tuple[dict[str, str], float, list[str]]:
     """What each failure is on this rank; and the loss of a step after all of them, for which the ranks must be where
     they were. Ten minutes are waited."""
     mesh = fz.make_mesh(data=2)
@@ -54,7 +55,7 @@ def one_after_another(folder: str) -> tuple[dict[str, str], float]:
             here=mesh.rank == 0,
         ),
         "stopped": fails(
-            torch, "ones", KeyboardInterrupt(), lambda: agree.everywhere(mesh, "init", lambda: torch.ones(1))
+            torch, "ones", KeyboardInterrupt(), lambda: agreement.everywhere(mesh, "init", lambda: torch.ones(1))
         ),
         "compared": fails(replicas, "digest", RuntimeError("out of memory"), lambda: train.init(PARAMS)),
         "saved": fails(replicas, "digest", RuntimeError("out of memory"), lambda: fz.checkpoint.save(folder, state)),
@@ -68,11 +69,13 @@ def one_after_another(folder: str) -> tuple[dict[str, str], float]:
     state, _ = train(state, BATCH)
     with patch.dict(CONFIG, {"scale": 2.0} if failing else {}):
         said["settings"] = fails(torch, "ones", ValueError(), lambda: train(state, BATCH), here=False)
-    return said, float(train(state, BATCH)[1]["loss"])
+    loss, store = float(train(state, BATCH)[1]["loss"]), cast(dist.PrefixStore, mesh.store).underlying_store
+    return said, loss, [key for key in store.list_keys() if key.endswith(f"/text/{mesh.rank}")]
 
 
 def test_a_rank_that_fails_keeps_nobody_waiting(run_ranks: Any, tmp_path: Path) -> None:
-    (other, loss), (failing, same) = run_ranks(2, one_after_another, str(tmp_path), timeout=90)
+    (other, loss, texts), (failing, same, others) = run_ranks(2, one_after_another, str(tmp_path), timeout=90)
+    assert len(texts) <= 1 and len(others) <= 1, "programs' texts, but of the build that failed, do not fill the store"
     assert loss == same == 9.0 and not list(tmp_path.iterdir())
     assert (
         failing["build"] == "RuntimeError: no space left" and "rank 1: RuntimeError: no space left" in other["build"]

@@ -61,6 +61,46 @@ def test_what_imports_what() -> None:
     assert f"which only the front ends {' and '.join(f'`{x}`' for x in sorted(knows))} know" in table()
 
 
+def closure(module: str) -> set[str]:
+    """The files of fzero that are imported with this one, itself among them, by what modules import when they load."""
+    paths = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): p for name, p in paths.items() if name != "fzero.__init__"}
+    found, todo = set[str](), [module]
+    while todo:
+        if (name := todo.pop()) in found or name not in paths:
+            continue
+        found.add(name)
+        todo += [name.rpartition(".")[0], *loaded(ast.parse(paths[name].read_text()).body)]
+    return found
+
+
+def loaded(body: list[ast.stmt]) -> list[str]:
+    """The names of modules, and of what may be one, that statements import outside of functions."""
+    out = []
+    for n in body:
+        if isinstance(n, ast.Import):
+            out += [a.name for a in n.names]
+        elif isinstance(n, ast.ImportFrom) and n.module:
+            out += [n.module, *(f"{n.module}.{a.name}" for a in n.names)]
+        elif not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)):
+            parts = () if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) else ("body", "orelse", "handlers")
+            out += [m for part in parts for m in loaded(getattr(n, part, []))]
+    return out
+
+
+def test_a_checkpoints_writer_and_reader_know_no_programs() -> None:
+    for module in ("saving", "reading", "loading"):
+        found = closure(f"fzero.checkpoint.{module}")
+        units = {unit(tuple(name.split(".")[1:])) for name in found}
+        assert not units & {"program/", "trace/", "transforms/", "passes/", "lowering/", "step/"}, units
+        assert len(found) <= 60, f"{len(found)} files, {sorted(found)}"
+
+
+def test_ranks_are_said_to_time_out_in_one_place() -> None:
+    said = [p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py") if "timed out after {" in p.read_text()]
+    assert said == ["ranks/notes.py"]
+
+
 def test_a_folder_has_one_sentence() -> None:
     """The first of its docstring stands in the table."""
     for path in PACKAGE.glob("*/__init__.py"):

@@ -15,10 +15,10 @@ import torch
 import fzero as fz
 from fzero.boxes import Along, Boxes, claimed, whole
 from fzero.checkpoint.index import Index, Part
-from fzero.checkpoint.ranks import world
 from fzero.comm import pairwise
 from fzero.elastic import moving
 from fzero.elastic.vault import Vault, is_whole
+from fzero.ranks.together import world
 
 STAGES = ("shard_params", "shard_opt_state", "data_parallel")
 

@@ -18,7 +18,7 @@ import fzero as fz
 from fzero.comm import shared
 from fzero.comm.transport import transport
 from fzero.errors import DivergenceError, FzeroValueError
-from fzero.rendezvous import meet
+from fzero.ranks.rendezvous import meet
 
 
 def stale(store: dist.Store, world: int) -> None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import fzero as fz
 from fzero import optim
 from fzero.errors import DivergenceError
+from fzero.ranks.turns import Turns
 from fzero.runtime import compiled
-from fzero.turns import Turns
 
 
 @fz.block

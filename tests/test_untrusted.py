@@ -26,12 +26,12 @@ import fzero
 import fzero as fz
 from fzero import checkpoint
 from fzero.checkpoint import behind
-from fzero.checkpoint.ranks import Ranks
 from fzero.checkpoint.weight_files import entries_of
 from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError
-from fzero.notes import exchanged, gathered, gathered_tensors, proven, signed
 from fzero.plan.calibration import load_calibration
 from fzero.plan.devices import KNOWN, Device, get_device
+from fzero.ranks.notes import Notes, exchanged, gathered, gathered_tensors, proven, signed
+from fzero.ranks.together import Ranks
 from fzero.read_json import DEPTH, Malformed, contents, formed, parsed
 
 PACKAGE = Path(fzero.__file__).parent
@@ -95,8 +95,8 @@ class Stranger:
     def __init__(self, store: dist.Store, key: str, note: str):
         self._store, self._key, self._note = store, key, note
 
-    def get(self, key: str) -> bytes:
-        return self._note.encode() if key.endswith(self._key) else self._store.get(key)
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self._note.encode() if key.endswith(self._key) else self._store.get(key) for key in keys]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -108,7 +108,7 @@ def test_a_strangers_note_of_a_save_is_refused_by_name(tmp_path: Path, monkeypat
         stores = iter([Stranger(whole, "/1/1", note), whole])  # rank 1 reads its own before
         monkeypatch.setattr(behind.compat, "default_store", lambda stores=stores: next(stores))
         monkeypatch.setattr(behind, "latest", lambda: None)  # a mesh of another test
-        notes = [behind._Notes(Ranks(r, 2, lambda x, form: []), f"save{number}", b"secret") for r in range(2)]
+        notes = [behind._Apart(Ranks(r, 2, lambda x, form: []), f"save{number}", b"secret") for r in range(2)]
         said: dict[int, Any] = {}
 
         def act(rank: int, notes: Any = notes, said: dict[int, Any] = said) -> None:
@@ -135,6 +135,26 @@ def test_a_note_is_proven_for_its_place_alone() -> None:
     assert proven(b"secret", "here", note.encode()) == "5"
     assert proven(b"secret", "there", note.encode()) is None and proven(b"other", "here", note.encode()) is None
     assert proven(b"secret", "here", b"\xff\x00") is None and proven(b"secret", "here", b"") is None
+
+
+def test_notes_of_ranks_stand_apart_and_are_read_in_their_form() -> None:
+    store = dist.HashStore()
+    notes = [Notes(store, "fzero/test", r) for r in range(2)]
+    notes[0].write(5, {"a": 1.5})
+    assert notes[1].come(5, [0]) and not notes[1].come(5, range(2)) and not notes[1].come(6, [0])
+    notes[1].write(5, {"a": 2.5})
+    assert notes[0].read(5, range(2), dict[str, float]) == {0: {"a": 1.5}, 1: {"a": 2.5}} and notes[0].read(5, []) == {}
+    store.set(notes[0].key(5, 1), '{"a": "much"}')
+    with pytest.raises(DivergenceError, match=r"(?s)not this run's\n  rank 1: .*'much'.*fzero/test/5/1\nFix: .*port"):
+        notes[0].read(5, range(2), dict[str, float])
+    signs = Notes(store, "fzero/test", 1, secret=b"secret", refused=lambda lines: KeyError(*lines))
+    with pytest.raises(KeyError, match="rank 1: it was not written by this run: fzero/test/5/1"):
+        signs.read(5, [1])
+    signs.write(5, 3)
+    assert signs.read(5, [1], int) == {1: 3}
+    notes[0].clear(5)
+    notes[1].clear(5)
+    assert store.num_keys() == 0
 
 
 class Pair(NamedTuple):

@@ -14,8 +14,8 @@ from models import MODELS, OPTIMIZERS, STAGES, batches, meta, meta_part
 
 import fzero as fz
 from fzero import optim
-from fzero.agree import describe
 from fzero.errors import BudgetError
+from fzero.runtime.same_program import describe
 
 PARITY = {
     "bare": ("bare", "adamw", STAGES[2](), 2),

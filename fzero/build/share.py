@@ -8,15 +8,14 @@ and there are no locks to be left behind.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from fzero.errors import DivergenceError, message
 from fzero.mesh import Mesh
-from fzero.notes import from_store
+from fzero.ranks.notes import Notes, timed_out
 
 
 class Share:
@@ -32,8 +31,8 @@ class Share:
         self._mesh = mesh
         self.ranks, neighbours = [mesh.rank], 1
         if mesh.size > 1:
-            self._store = mesh.store
-            self._turn = self._store.add(f"fzero/share/turns/{mesh.rank}", 1)
+            turn = mesh.store.add(f"fzero/share/turns/{mesh.rank}", 1)
+            self._notes = Notes(mesh.store, f"fzero/share/{turn}", mesh.rank)
             mine = {"host": host, "what": hashlib.sha256(repr(what).encode()).hexdigest()}
             notes = self._exchange("note", mine, range(mesh.size))
             self.ranks = [r for r, note in notes.items() if note == mine]
@@ -58,32 +57,25 @@ class Share:
             yield
         except BaseException as error:
             if len(self.ranks) > 1:
-                self._store.set(
-                    self._key("done", self._mesh.rank),
-                    json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}),
-                )
+                self._notes.write("done", {"error": f"{type(error).__name__}: {error}".splitlines()[0]})
             raise
 
     def wait(self) -> None:
         """Until all ranks have delivered.
 
         Raises:
-            DivergenceError: naming the ranks that failed, or did not deliver in the mesh's timeout.
+            DivergenceError: naming the ranks that failed, or timed out.
         """
         if len(self.ranks) > 1:
             self._exchange("done", {}, self.ranks)
 
-    def _exchange(self, topic: str, note: dict[str, str], ranks: Any) -> dict[int, dict[str, str]]:
-        self._store.set(self._key(topic, self._mesh.rank), json.dumps(note))
-        ranks = list(ranks)
-        missing = {ranks[i] for i in self._mesh.turns.absent([self._key(topic, r) for r in ranks], "compile")}
-        notes = {r: from_store(self._store, self._key(topic, r), dict[str, str]) for r in ranks if r not in missing}
+    def _exchange(self, topic: str, note: dict[str, str], ranks: Sequence[int]) -> dict[int, dict[str, str]]:
+        self._notes.write(topic, note)
+        missing = {ranks[i] for i in self._mesh.turns.absent(self._notes.keys(topic, ranks), "compile")}
+        notes = self._notes.read(topic, [r for r in ranks if r not in missing], dict[str, str])
         problems = [f"rank {r}: {n['error']}" for r, n in notes.items() if "error" in n]
-        problems += [f"rank {r} did not deliver in {self._mesh.timeout:g} s" for r in sorted(missing)]
+        problems += [f"rank {r} {timed_out(self._mesh.timeout)}" for r in sorted(missing)]
         if problems:
             fix = "look at the first of these ranks; FZERO_CACHE=off lets every rank compile for itself"
             raise DivergenceError(message("compile", "not every rank has compiled its part", problems, fix))
         return notes
-
-    def _key(self, topic: str, rank: int) -> str:
-        return f"fzero/share/{self._turn}/{topic}/{rank}"

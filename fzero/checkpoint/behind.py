@@ -22,12 +22,11 @@ import torch
 
 from fzero import compat
 from fzero.checkpoint.places import Place
-from fzero.checkpoint.ranks import Ranks, together
 from fzero.errors import CheckpointError, message
 from fzero.layout import leaf_of, place
-from fzero.notes import STRANGERS, proven, signed
-from fzero.read_json import Malformed, dumped, parsed
-from fzero.turns import before_leaving, latest
+from fzero.ranks.notes import STRANGERS, Notes, timed_out
+from fzero.ranks.together import Ranks, together
+from fzero.ranks.turns import before_leaving, latest
 
 _ALIGNMENT = 64  # bytes
 _LOOK = 1.0  # seconds between two looks at whether the ranks that are waited for are still there
@@ -154,7 +153,7 @@ def start(
 
     name, secret = together(ranks, "checkpoint.save", what, copy, undo, tuple[str, str])[0]
 
-    among = _Notes(ranks, name, secret.encode()) if ranks.size > 1 else contextlib.nullcontext(ranks)
+    among = _Apart(ranks, name, secret.encode()) if ranks.size > 1 else contextlib.nullcontext(ranks)
 
     def run() -> Place:
         with among as ranks:
@@ -220,8 +219,9 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: copies[id(x)] for name, x in tensors.items()}
 
 
-class _Notes:
-    """A context, in which ranks exchange values through the store, signed ([Note: the open store] in notes.py).
+class _Apart:
+    """A context, in which ranks exchange values through the store, signed ([Note: the open store] in ranks/notes.py),
+    apart from their turns.
 
     Args:
         name: of this save, of its own over all lives of the store.
@@ -229,63 +229,41 @@ class _Notes:
     """
 
     def __init__(self, ranks: Ranks, name: str, secret: bytes):
-        self._rank, self._size, self._name, self._secret = ranks.rank, ranks.size, name, secret
+        self._rank, self._ranks = ranks.rank, range(ranks.size)
         self._turns = latest()
         kept = self._turns.store if self._turns is not None else None
-        self._store = compat.default_store() if kept is None else kept
+        store = compat.default_store() if kept is None else kept
+        self._notes = Notes(store, f"fzero/save/{name}", ranks.rank, secret, self._refused)
         self._number, self._failed = 0, False
 
     def __enter__(self) -> Ranks:
-        return Ranks(self._rank, self._size, self._exchange)
+        return Ranks(self._rank, len(self._ranks), self._exchange)
 
     def __exit__(self, *_: object) -> None:
         """After the last exchange rank 0, whose process may keep the store, goes when all have read it."""
         if self._failed:
             return
         with contextlib.suppress(CheckpointError), self._store_is_there():
-            self._store.set(self._key("read", self._rank), "")
+            self._notes.write("read", None)
             if self._rank == 0:
                 self._await("read")
-                for what in (self._number - 1, "read"):
-                    for rank in range(self._size):
-                        self._store.delete_key(self._key(what, rank))
+                for key in (*self._notes.keys(self._number - 1, self._ranks), *self._notes.keys("read", self._ranks)):
+                    self._notes.store.delete_key(key)
 
     def _exchange(self, mine: Any, form: Any) -> list[Any]:
         number = self._number
         self._number += 1
         with self._store_is_there():
-            key = self._key(number, self._rank)
-            self._store.set(key, signed(self._secret, key, dumped(mine)))
+            self._notes.write(number, mine)
             self._await(number)
             if number:  # all have read what they exchanged before
-                self._store.delete_key(self._key(number - 1, self._rank))
-            return self._heard(
-                {key: self._store.get(key) for key in (self._key(number, r) for r in range(self._size))}, form
-            )
+                self._notes.clear(number - 1)
+            return [*self._notes.read(number, self._ranks, form).values()]
 
-    def _heard(self, notes: Mapping[str, bytes], form: Any) -> list[Any]:
-        """The values of these notes.
-
-        Raises:
-            CheckpointError: some are not of this save's ranks.
-        """
-        found, problems = [], []
-        for rank, (key, data) in enumerate(notes.items()):
-            text = proven(self._secret, key, data)
-            try:
-                if text is None:
-                    raise Malformed("it was not written by this run")
-                found.append(parsed(text, form))
-            except Malformed as error:
-                problems.append(f"rank {rank}: {error}: {key}")
-        if problems:
-            self._store.set(self._key("refused", self._rank), "")  # the others may have read it before
-            what = "notes in the store are not this save's"
-            raise CheckpointError(message("checkpoint.save", what, problems, STRANGERS))
-        return found
-
-    def _key(self, what: int | str, rank: int) -> str:
-        return f"fzero/save/{self._name}/{what}/{rank}"
+    def _refused(self, lines: list[str]) -> CheckpointError:
+        """The error of notes that are not of this save's ranks."""
+        self._notes.write("refused", None)  # the others may have read it before
+        return CheckpointError(message("checkpoint.save", "notes in the store are not this save's", lines, STRANGERS))
 
     @contextlib.contextmanager
     def _store_is_there(self) -> Iterator[None]:
@@ -306,18 +284,17 @@ class _Notes:
         Raises:
             CheckpointError: a rank has left or died, or timed out, without writing.
         """
-        keys = [self._key(what, r) for r in range(self._size)]
         timeout = _TIMEOUT if self._turns is None else self._turns.timeout
         began = looked = time.monotonic()
         nap = 1e-3
-        while not self._store.check(keys):
+        while not self._notes.come(what, self._ranks):
             now = time.monotonic()
             if now - looked > _LOOK:
                 looked, gone = now, self._turns.gone() if self._turns is not None else set()
-                absent = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                absent = [r for r in self._ranks if not self._notes.come(what, [r])]
                 lost = [f"rank {r} has left" for r in absent if r in gone]
-                lost += [f"rank {r} has given up" for r in absent if self._store.check([self._key("refused", r)])]
-                lost = lost or [f"rank {r} timed out after {timeout:g} s" for r in absent if now - began > timeout]
+                lost += [f"rank {r} has given up" for r in absent if self._notes.come("refused", [r])]
+                lost = lost or [f"rank {r} {timed_out(timeout)}" for r in absent if now - began > timeout]
                 if lost:
                     fix = "look at that rank's errors first; the checkpoint before this one is still the latest"
                     raise CheckpointError(message("checkpoint.save", "not every rank has written its part", lost, fix))

@@ -17,9 +17,9 @@ import re
 
 from fzero.checkpoint.behind import settle
 from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, Place, as_path
-from fzero.checkpoint.ranks import together, world
 from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, message
+from fzero.ranks.together import together, world
 from fzero.read_json import Malformed
 
 logger = logging.getLogger("fzero")

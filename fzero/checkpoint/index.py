@@ -23,11 +23,11 @@ from fzero.checkpoint import skeleton as skeletons
 from fzero.checkpoint.directory import locate, step_number
 from fzero.checkpoint.format import CHUNK, CODES
 from fzero.checkpoint.places import GIVE, INDEX, LONGEST_INDEX, Place
-from fzero.checkpoint.ranks import ALONE, Ranks, together, world
 from fzero.checkpoint.spread import Spread
 from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError, message
 from fzero.mesh import Mesh
+from fzero.ranks.together import ALONE, Ranks, together, world
 from fzero.read_json import Malformed, parsed
 
 FORMAT = "fzero-checkpoint"

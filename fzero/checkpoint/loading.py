@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import agree
 from fzero.checkpoint.format import Entry, FormatError, Run
 from fzero.checkpoint.index import show
 from fzero.checkpoint.places import Place, as_path
 from fzero.checkpoint.storage import Reader, storage_of
 from fzero.checkpoint.weight_files import entries_of
+from fzero.comm import replicas
 from fzero.comm.collectives import gather
 from fzero.errors import CheckpointError, message
 from fzero.layout import Leaf
 from fzero.mesh import Mesh
+from fzero.ranks import agreement
 
 WINDOW = 4 << 20  # bytes, of all ranks that hold the same
 _PART = 1 << 20  # bytes that are converted at a time
@@ -63,10 +64,10 @@ def open_weights(path: str | os.PathLike[str], mesh: Mesh) -> Weights:
     Raises:
         CheckpointError: files that are missing, truncated or malformed, all of them at once.
     """
-    entries, tied = agree.everywhere(mesh, "load", lambda: entries_of(path))
+    entries, tied = agreement.everywhere(mesh, "load", lambda: entries_of(path))
     found = Weights(as_path(path), entries, tied)
     seen = {name: (file.name, *vars(entry).values()) for name, (file, entry) in entries.items()}
-    agree.same(
+    replicas.same(
         mesh,
         "load",
         lambda: {"the files": (repr(sorted(seen.items())), ())},

@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from fzero import agree, boxes
+from fzero import boxes
 from fzero.boxes import Boxes, claimed
 from fzero.checkpoint import format
 from fzero.checkpoint.index import Index, agreed, describe, differences, is_gone, mismatch
-from fzero.checkpoint.ranks import ALONE, Ranks, together, world
 from fzero.checkpoint.spread import Piece
 from fzero.checkpoint.storage import storage_of
 from fzero.comm import disk
@@ -23,6 +22,8 @@ from fzero.errors import CheckpointError, message
 from fzero.layout import Leaf, place
 from fzero.mesh import Mesh
 from fzero.progress import moved
+from fzero.ranks import agreement
+from fzero.ranks.together import ALONE, Ranks, together, world
 
 _THREADS = 8
 _BATCH = 1 << 26  # bytes of one file that one thread reads
@@ -205,7 +206,7 @@ def _read(
         )
     out: dict[str, torch.Tensor] = {}
     # whoever fails between transfers leaves the others in one
-    guard = contextlib.nullcontext() if index.spread is None else agree.unbroken(mesh)
+    guard = contextlib.nullcontext() if index.spread is None else agreement.unbroken(mesh)
     with guard, ThreadPoolExecutor(_THREADS, thread_name_prefix="fzero-checkpoint") as pool:
         reading = _Reading(index, pool)
         sizes = {

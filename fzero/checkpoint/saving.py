@@ -30,16 +30,15 @@ from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.directory import complete_steps, step_name
 from fzero.checkpoint.index import File, Part, dump, show, to_json
 from fzero.checkpoint.places import INDEX, Place, Url, as_path
-from fzero.checkpoint.ranks import Ranks, together, world
 from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
 from fzero.errors import CheckpointError, message
 from fzero.layout import Cut, extent_of, leaf_of
 from fzero.mesh import Mesh
+from fzero.ranks.together import Ranks, together, world
 from fzero.read_json import parsed
-from fzero.step import lasting
-from fzero.step.whole import check_whole
+from fzero.train_state import check_whole, lasting
 
 T = TypeVar("T")
 

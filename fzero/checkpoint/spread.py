@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.checkpoint.ranks import ALONE, world
 from fzero.comm.pairwise import exchange
 from fzero.mesh import Mesh
+from fzero.ranks.together import ALONE, world
 
 
 class Piece(NamedTuple):

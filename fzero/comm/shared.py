@@ -33,7 +33,8 @@ from fzero import units
 from fzero.comm.collectives import merged, settle
 from fzero.errors import DivergenceError, RankLost, message
 from fzero.mesh import Mesh
-from fzero.rendezvous import absent, replaced
+from fzero.ranks.notes import Notes, timed_out
+from fzero.ranks.rendezvous import absent, replaced
 
 logger = logging.getLogger("fzero")
 
@@ -309,9 +310,7 @@ class SharedMemory:
         if peer.theirs in ready:
             return
         self._mesh.turns.look("step")
-        what = (
-            f"rank {peer.rank} timed out after {self._mesh.timeout:g} s" if not ready else f"rank {peer.rank} has left"
-        )
+        what = f"rank {peer.rank} {timed_out(self._mesh.timeout)}" if not ready else f"rank {peer.rank} has left"
         fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
         raise (RankLost if ready else DivergenceError)(
             message(
@@ -366,12 +365,11 @@ def connect(mesh: Mesh) -> SharedMemory | None:
     except OSError as error:
         failure = str(error) or type(error).__name__
         store.set(f"{prefix}/failed", "")
-    store.set(f"{prefix}/ready/{me}", failure)
-    missing = absent(store, [f"{prefix}/ready/{r}" for r in range(mesh.size)], mesh.timeout)
-    said = {
-        r: f"timed out after {mesh.timeout:g} s" if r in missing else store.get(f"{prefix}/ready/{r}").decode()
-        for r in range(mesh.size)
-    }
+    notes, ranks = Notes(store, prefix, me), range(mesh.size)
+    notes.write("ready", failure)
+    missing = absent(store, notes.keys("ready", ranks), mesh.timeout)
+    came = notes.read("ready", [r for r in ranks if r not in missing], str)
+    said = {r: came.get(r, timed_out(mesh.timeout)) for r in ranks}
     if not any(said.values()):
         return SharedMemory(mesh, peers)
     _close([fd for p in peers.values() for fd in (p.ours, p.theirs)], [p.connection for p in peers.values()])
@@ -387,7 +385,7 @@ def _told(store: Any, key: str, rank: int, timeout: float, hopeless: Callable[[]
         if hopeless():
             raise OSError(_ANOTHER)
         if time.monotonic() > deadline:
-            raise OSError(f"rank {rank} timed out after {timeout:g} s")
+            raise OSError(f"rank {rank} {timed_out(timeout)}")
     return store.get(key)
 
 
@@ -426,7 +424,7 @@ def _callers(
             while expected:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise OSError(f"ranks {', '.join(map(str, sorted(expected)))} timed out after {timeout:g} s")
+                    raise OSError(f"ranks {', '.join(map(str, sorted(expected)))} {timed_out(timeout)}")
                 events = ready.select(min(left, _PAUSE))
                 if not events and hopeless():
                     raise OSError(_ANOTHER)
@@ -489,7 +487,7 @@ def _receive_fds(connection: socket.socket, num: int, rank: int, timeout: float)
     try:
         data, fds, _, _ = socket.recv_fds(connection, 1, num)
     except TimeoutError as error:
-        raise OSError(f"rank {rank} timed out after {timeout:g} s") from error
+        raise OSError(f"rank {rank} {timed_out(timeout)}") from error
     except ConnectionError as error:
         raise OSError(f"rank {rank} has left") from error
     if not data or len(fds) != num:

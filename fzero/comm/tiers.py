@@ -21,7 +21,7 @@ from fzero.comm.disk import aligned
 from fzero.errors import TierError, message
 from fzero.layout import SECTOR, Extent, extent_of, padded, set_extent
 from fzero.mesh import Mesh
-from fzero.notes import exchanged
+from fzero.ranks.notes import exchanged
 
 
 @dataclass(frozen=True)

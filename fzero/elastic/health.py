@@ -5,7 +5,6 @@ It looks at numbers that are there anyway, and does nothing to a state.
 
 from __future__ import annotations
 
-import json
 import socket
 import statistics
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fzero.mesh import Mesh
-from fzero.notes import from_store
+from fzero.ranks.notes import Notes
 
 SLOWER = 1.3  # times the median that a slow rank works
 _IN_A_ROW = 3  # windows
@@ -90,7 +89,7 @@ class Pace:
     """
 
     def __init__(self, mesh: Mesh, every: int):
-        self._mesh, self._every = mesh, every
+        self._mesh, self._every, self._notes = mesh, every, Notes(mesh.store, "fzero/health", mesh.rank)
         self._steps = self._window = 0
         self._began, self._slept = 0.0, dict[int | None, float]()
         self._in_a_row: dict[int, int] = {}
@@ -109,7 +108,6 @@ class Pace:
 
     def _turn(self, batch: int) -> list[Finding]:
         """Says how this window was, and reads how the last but one was for all."""
-        store, rank, all_ranks = self._mesh.store, self._mesh.rank, range(self._mesh.size)
         seconds = time.monotonic() - self._began
         waited = {peer: s - self._slept.get(peer, 0.0) for peer, s in slept(self._mesh).items()}
         note = {
@@ -117,15 +115,17 @@ class Pace:
             "on": {peer: round(s, 4) for peer, s in waited.items() if peer is not None and s > 0},
             "host": socket.gethostname(),
         }
-        store.set(_key(self._window, rank), json.dumps(note))
+        self._notes.write(self._window, note)
         if self._window > 1:
-            store.delete_key(_key(self._window - 2, rank))
+            self._notes.clear(self._window - 2)
         self._window += 1
         self._begin()
-        keys = [_key(self._window - 2, r) for r in all_ranks]
-        if self._window < 2 or not store.check(keys):  # ranks of a loop that takes no steps can be far apart
+        last, ranks = self._window - 2, range(self._mesh.size)
+        if self._window < 2 or not self._notes.come(
+            last, ranks
+        ):  # ranks of a loop that takes no steps can be far apart
             return []
-        return self._judge([from_store(store, key, dict[str, Any]) for key in keys], batch)
+        return self._judge([*self._notes.read(last, ranks, dict[str, Any]).values()], batch)
 
     def _judge(self, notes: list[dict[str, Any]], batch: int) -> list[Finding]:
         median = statistics.median_low(note["worked"] for note in notes)
@@ -139,10 +139,6 @@ class Pace:
                 text += f", {note['worked'] / self._every:.3g} s a step; the others waited {others:.3g} s for it"
                 found.append(Finding("straggler", batch, (rank,), text))
         return found
-
-
-def _key(window: int, rank: int) -> str:
-    return f"fzero/health/{window}/{rank}"
 
 
 def slept(mesh: Mesh) -> Mapping[int | None, float]:

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from fzero import agree, launcher, turns
+from fzero import launcher
 from fzero.elastic import host
 from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError, message
 from fzero.mesh import Mesh, close_mesh, make_mesh
 from fzero.processes import Processes
+from fzero.ranks import agreement, turns
 
 logger = logging.getLogger("fzero")
 
@@ -100,7 +101,7 @@ def _store_answers() -> bool:
 def apart(mesh: Mesh, ended: int) -> FzeroValueError | None:
     """The error, the same on every rank, of ranks that are in different runs of their script: one that is started again
     begins with the first."""
-    everyones = agree.everyones(mesh, "run", lambda: ended)
+    everyones = agreement.everyones(mesh, "run", lambda: ended)
     if len(set(everyones)) == 1:
         return None
     problems = [f"rank {rank}: in run {number + 1} of its script" for rank, number in enumerate(everyones)]

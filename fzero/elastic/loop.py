@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from fzero import agree, checkpoint, launcher, tree, turns
+from fzero import checkpoint, launcher, tree
 from fzero.arguments import count, flag, shown
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.index import Index
 from fzero.checkpoint.places import Url
-from fzero.checkpoint.ranks import together, world
 from fzero.checkpoint.saving import not_private
 from fzero.comm.transport import transport
 from fzero.data.steps import Steps
@@ -31,11 +30,13 @@ from fzero.elastic.wards import Ward
 from fzero.errors import CheckpointError, FzeroValueError, StorageError, message
 from fzero.layout import extent_of
 from fzero.mesh import Mesh
-from fzero.notes import STRANGERS, proven, signed
 from fzero.processes import Processes
+from fzero.ranks import agreement, turns
+from fzero.ranks.notes import STRANGERS, proven, signed
+from fzero.ranks.together import together, world
 from fzero.runtime.training import CompiledStep
 from fzero.step import State
-from fzero.step.whole import check_whole
+from fzero.train_state import check_whole
 from fzero.transforms.base import find
 from fzero.transforms.redundant import Redundant
 
@@ -222,7 +223,7 @@ class Run:
                     assert self._memory is not None
                     raise _no_room(self._memory, error) from error
 
-            agree.everywhere(self.mesh, "run", reserve)
+            agreement.everywhere(self.mesh, "run", reserve)
             if ward is not None:  # all are here; a step would wait for one that is lost meanwhile
                 transport(self.mesh).connect(ward.spec.axis)
             self.mesh.context.wards = vault.wards
@@ -525,7 +526,7 @@ class Run:
         note = saved.meta.get(_NOTE, {})
         if self._data is not None and "data" in note:
             data = self._data
-            return agree.everywhere(self.mesh, "run", lambda: data.resume(note["data"]))
+            return agreement.everywhere(self.mesh, "run", lambda: data.resume(note["data"]))
         return note.get("seen", saved.step)
 
     def _ward(self, train: CompiledStep) -> Ward | None:
@@ -596,7 +597,7 @@ class Run:
             return None, "", 0
         memory, here = self._memory, Processes.of()
         mine = 0 if turns.watcher is None else turns.watcher.reached
-        everyones = agree.everyones(self.mesh, "run", lambda: [mine, self._signals.came])  # nobody keeps meanwhile
+        everyones = agreement.everyones(self.mesh, "run", lambda: [mine, self._signals.came])  # nobody keeps meanwhile
         reached, self._stops = max(seen for seen, _ in everyones), any(came for _, came in everyones)
         what = "cannot check the memory of a host"
         look = lambda: moving.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import turns
 from fzero.checkpoint import format
 from fzero.checkpoint.index import Index, Part, parse, to_json
-from fzero.checkpoint.ranks import Ranks, together
 from fzero.checkpoint.spread import Spread
 from fzero.elastic import vault
 from fzero.elastic.vault import held, is_whole
 from fzero.errors import CheckpointError, message
 from fzero.mesh import Mesh
+from fzero.ranks import turns
+from fzero.ranks.together import Ranks, together
 from fzero.read_json import formed, parsed
 
 logger = logging.getLogger("fzero")

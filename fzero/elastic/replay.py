@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import agree, checkpoint, tree
+from fzero import checkpoint, tree
 from fzero.checkpoint.index import Index
 from fzero.comm.replicas import word_sum
 from fzero.elastic.health import Finding
@@ -26,6 +26,7 @@ from fzero.measure.profile import Following
 from fzero.mesh import Mesh
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES
+from fzero.ranks import agreement
 from fzero.runtime.training import CompiledStep
 from fzero.state import storage
 from fzero.step import State, lasting
@@ -93,7 +94,7 @@ def twice(
 def _kept(mesh: Mesh, seen: int, memory: Path | None, on_host: Sequence[int]) -> Index:
     """The kept state of the ranks of this host that has seen so many batches."""
     index = None if memory is None else held(memory).get((seen, mesh.size))
-    whole = agree.everyones(mesh, "run", lambda: index is not None and serves(index, mesh.size, mesh.size, on_host))
+    whole = agreement.everyones(mesh, "run", lambda: index is not None and serves(index, mesh.size, mesh.size, on_host))
     if not all(whole):
         fix = "start the ranks by torchrun or python -m fzero.run, or give fz.run(memory=DIR): else none is kept"
         what = "the state before this step was not kept"
@@ -150,7 +151,7 @@ def _differing(mesh: Mesh, one: Ran, other: Ran) -> Difference | None:
 
     Communication: about a hundred bytes through the store.
     """
-    found = {r: x for r, x in enumerate(agree.everyones(mesh, "run", lambda: _first(one, other))) if x is not None}
+    found = {r: x for r, x in enumerate(agreement.everyones(mesh, "run", lambda: _first(one, other))) if x is not None}
     if not found:
         return None
     first = min(position for position, _ in found.values())

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
-from fzero import agree, tree
+from fzero import tree
 from fzero.boxes import Boxes
 from fzero.checkpoint.format import as_bytes
 from fzero.checkpoint.index import Index, Part
 from fzero.checkpoint.saving import Plan, make_plan
 from fzero.checkpoint.spread import Spread
+from fzero.comm import replicas
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import extent_of, leaf_of, leave
 from fzero.mesh import Mesh
+from fzero.ranks import agreement
 from fzero.runtime.training import CompiledStep
 from fzero.step import State
 from fzero.step.checks import check_state
@@ -116,9 +118,9 @@ def _plan(state: Any, mesh: Mesh) -> Plan:
         _check(state, mesh)
         return make_plan(state, mesh.rank, mesh.size)
 
-    plan = agree.everywhere(mesh, "reshard", act)
+    plan = agreement.everywhere(mesh, "reshard", act)
     held = {"the state's step, tree, shapes, dtypes or layouts": (plan.digest(), ())}
-    agree.same(mesh, "reshard", lambda: held, "give the same state on every rank")
+    replicas.same(mesh, "reshard", lambda: held, "give the same state on every rank")
     return plan
 
 

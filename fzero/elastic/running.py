@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from fzero import agree, launcher, turns
+from fzero import launcher
 from fzero.arguments import function, number, path_like, shown
 from fzero.elastic import host
 from fzero.elastic.health import Health
@@ -37,6 +37,7 @@ from fzero.elastic.loop import Run
 from fzero.errors import DivergenceError, FzeroValueError, RankLost, message
 from fzero.mesh import close_mesh
 from fzero.processes import Processes
+from fzero.ranks import agreement, turns
 
 T = TypeVar("T")
 
@@ -208,7 +209,7 @@ def _until_it_returns(
                 if memory is not None and Processes.of().local == 0:
                     host.forget(memory, ended)
                 result = main(run)
-                run._end(any(agree.everyones(mesh, "run", lambda: signals.came)))
+                run._end(any(agreement.everyones(mesh, "run", lambda: signals.came)))
                 return result, run.stopping
         except Exception as error:
             why = ""

@@ -7,7 +7,6 @@ between `run.keep` and the sends of the next step. The owner's sums of the same 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from fzero.elastic.health import Finding
 from fzero.elastic.vault import Vault
 from fzero.elastic.wards import Ward
 from fzero.mesh import Mesh
-from fzero.notes import from_store
+from fzero.ranks.notes import Notes
 
 
 class Sent:
@@ -33,6 +32,7 @@ class Sent:
 
     def __init__(self, mesh: Mesh, vault: Vault, ward: Ward, every: int):
         self._mesh, self._vault, self._owner = mesh, vault, ward.rank_of_owner(mesh)
+        self._notes = Notes(mesh.store, "fzero/sent", mesh.rank)
         self._every = -(-every // ward.spec.every) * ward.spec.every
 
     def kept(self, seen: int) -> list[Finding]:
@@ -55,35 +55,31 @@ class Sent:
             kept = [i for i, name in enumerate(wards.names) if name in sums]
             note = {"leaves": "all" if len(kept) == len(wards.names) else kept}
             note["digest"] = _digest([sums[wards.names[i]] for i in kept])
-            self._mesh.store.set(_key(seen, self._mesh.rank), json.dumps(note))
+            self._notes.write(seen, note)
 
     def _compare(self, seen: int) -> None:
         """Compares what has come with what its owner keeps, and lets go of it if it is not that."""
-        store, wards, key = self._mesh.store, self._vault.wards, _key(seen, self._owner)
+        wards = self._vault.wards
         sums = None if wards is None else wards.sums(seen)
-        if wards is None or sums is None or not store.check([key]):
+        if wards is None or sums is None or not self._notes.come(seen, [self._owner]):
             return
-        note = from_store(store, key, dict[str, Any])
+        note = self._notes.read(seen, [self._owner], dict[str, Any])[self._owner]
         kept = wards.names if note["leaves"] == "all" else [wards.names[i] for i in note["leaves"]]
         if note["digest"] != _digest([sums[name] for name in kept]):
             wards.unseal(seen)
-            store.compare_set(_key(seen), "", str(self._owner))
+            self._notes.store.compare_set(self._notes.key(seen, "odd"), "", str(self._owner))
 
     def _told(self, seen: int) -> list[Finding]:
         """A difference that some rank has found: all have compared before any could end the step after that."""
-        store, mine = self._mesh.store, _key(seen, self._mesh.rank)
-        if store.check([mine]):
-            store.delete_key(mine)
-        if not store.check([_key(seen)]):
+        store, odd = self._notes.store, self._notes.key(seen, "odd")
+        if self._notes.come(seen, [self._mesh.rank]):
+            self._notes.clear(seen)
+        if not store.check([odd]):
             return []
-        owner = int(store.get(_key(seen)))
+        owner = int(store.get(odd))
         text = f"what rank {owner} sent of its state after {seen} batches is not what it kept, and is not used"
         return [Finding("sent", seen, (owner,), text)]
 
 
 def _digest(sums: Sequence[int]) -> str:
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
-
-
-def _key(seen: int, rank: int | None = None) -> str:
-    return f"fzero/sent/{seen}/{'odd' if rank is None else rank}"

@@ -39,7 +39,7 @@ from fzero.elastic.wards import SEALED, SUMS, Files, Ward, Wards, write_note
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
 from fzero.read_json import read
-from fzero.step.state import lasting
+from fzero.train_state import lasting
 
 _MOST = 1 << 48  # batches: a slot that says more is damaged
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero.notes import exchanged, gathered_tensors
+from fzero.ranks.notes import exchanged, gathered_tensors
 
 _SIZE = "fzero.size"
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from fzero import agree, tree
+from fzero import tree
+from fzero.comm import replicas
 from fzero.comm.replicas import digest
 from fzero.errors import FzeroValueError, message
 from fzero.hf.exchange import Exchange
 from fzero.hf.looking import Looking
 from fzero.modules.outside import OwnTensors
+from fzero.ranks import agreement
 from fzero.state import gather
 from fzero.state.overwrite import overwrite
 
@@ -62,7 +64,7 @@ class Following:
         self.note()
         self._fresh, self._known = fresh, {}
         look = lambda: [bool(self._lookers(event)) for event in (*EVENTS, OWN)]  # noqa: E731
-        looks = agree.everywhere(self._trainer._mesh(), "hf.Trainer", look)
+        looks = agreement.everywhere(self._trainer._mesh(), "hf.Trainer", look)
         numbers = {event: [int(x)] for event, x in zip((*EVENTS, OWN), looks, strict=True)}
         most, _ = Exchange(self._trainer).bounds(numbers)
         self._agreed = {event: bool(n) for event, n in most.items()}
@@ -107,7 +109,7 @@ class Following:
         mesh = trainer._mesh()
         with ExitStack() as stack:
             stack.enter_context(mesh.alone("gather"))
-            stack.enter_context(agree.unbroken(mesh))
+            stack.enter_context(agreement.unbroken(mesh))
             whole = gather.whole(trainer.train_state.params, mesh)
         trainer.functional.write_back(whole)
         self.note()
@@ -177,7 +179,7 @@ class Following:
         if not changed and trainer.args.world_size == 1:
             return
         held = {name: (x, ()) for name, x in now.items()}
-        agree.same(trainer._mesh(), "hf.Trainer", lambda: held, f"{who} must change the weights alike on every rank")
+        replicas.same(trainer._mesh(), "hf.Trainer", lambda: held, f"{who} must change the weights alike on every rank")
         if not changed:
             return
         if event == "on_substep_end":

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from fzero import agree, tree
+from fzero import tree
 from fzero.allocator import return_freed_memory
 from fzero.errors import FzeroTypeError, message
 from fzero.hf.models import Pretrained
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
 from fzero.modules.skeleton import Slot
+from fzero.ranks import agreement
 from fzero.state import gather
 
 Gathered = Callable[[Sequence[str]], dict[str, torch.Tensor]]
@@ -76,7 +77,7 @@ def whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
     """A leaf of a state, whole, on the mesh's device. Every rank calls it."""
     if mesh is None:
         return tensor.detach()
-    with mesh.alone("gather"), agree.unbroken(mesh):
+    with mesh.alone("gather"), agreement.unbroken(mesh):
         return gather.whole(tensor, mesh).to(mesh.device)
 
 

@@ -15,13 +15,13 @@ from fzero import tree
 from fzero.checkpoint import saving
 from fzero.checkpoint.exporting import export_tensors
 from fzero.checkpoint.places import local
-from fzero.checkpoint.ranks import Ranks, together, world
 from fzero.errors import CheckpointError, FzeroTypeError, message
 from fzero.hf import adapters, conversions
 from fzero.hf.models import Pretrained
 from fzero.hf.running import whole
 from fzero.layout import leaf_of
 from fzero.modules.functionalize import Functional
+from fzero.ranks.together import Ranks, together, world
 
 logger = logging.getLogger("fzero")
 

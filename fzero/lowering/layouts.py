@@ -252,7 +252,7 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
 
 
 def leaves_made_anew(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[str, dict[int, Leaf]]:
-    """The leaves of a state that no checkpoint has (`step.state.MADE_ANEW`), by their name in its extras and the
+    """The leaves of a state that no checkpoint has (`train_state.MADE_ANEW`), by their name in its extras and the
     position of their parameter."""
     found = {"compute": compute_leaves(step, mesh, params), "gradients": gradient_leaves(step, mesh, params)}
     return {name: leaves for name, leaves in found.items() if leaves}

@@ -27,9 +27,9 @@ from fzero.comm.disk import check
 from fzero.errors import FzeroValueError, message
 from fzero.measure.probes import SCRATCH, rates
 from fzero.mesh import Mesh, close_mesh, make_mesh
-from fzero.notes import gathered
 from fzero.plan.calibration import calibration_path, cores, cpu_model, machine, save_calibration
 from fzero.plan.devices import KNOWN, Device, Link, peaks_of
+from fzero.ranks.notes import gathered
 from fzero.read_json import parsed
 
 _PATIENCE = 300.0  # seconds for the processes that measure together, besides the time of measuring

@@ -45,11 +45,11 @@ from fzero.modules.skeleton import (
 )
 from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
-from fzero.step.whole import check_whole
 from fzero.trace import checks
 from fzero.trace.refusals import lines_through
 from fzero.trace.settings_walk import SelfChecked
 from fzero.trace.untouched import Untouched
+from fzero.train_state import check_whole
 from fzero.transforms.remat import remat
 
 Loss = Callable[[Any, Any], Any]

@@ -6,8 +6,8 @@ does the same to several values writes none over another. While a transfer is un
 fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in
 program/liveness.py). Where a copy to the device was taken from, or one from there was put that the device alone has
 waited for, the host writes by operations alone that wait for such copies themselves (`Op.settles`). What is updated in
-place is written. No transfer is waited for before it is started, so with the same program on every rank (agree.py)
-there is no order in which ranks wait for each other.
+place is written. No transfer is waited for before it is started, so with the same program on every rank
+(runtime/same_program.py) there is no order in which ranks wait for each other.
 """
 
 from __future__ import annotations

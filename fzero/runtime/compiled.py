@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fzero import agree, tree
+from fzero import tree
 from fzero.build.build import build, check_backend
 from fzero.build.cache import logger
 from fzero.errors import FzeroValueError, message
@@ -32,8 +32,10 @@ from fzero.program.ir import Function, Program
 from fzero.program.lines import Inputs
 from fzero.program.show import name_of
 from fzero.progress import moving, shown
+from fzero.ranks import agreement
 from fzero.runtime.execute import executable
 from fzero.runtime.graphs import check
+from fzero.runtime.same_program import describe, made_together
 from fzero.step import EvalStep
 from fzero.step.checks import check_bare
 from fzero.trace import strides
@@ -202,7 +204,7 @@ class Compiled:
             )
             read = self._settings()
             with strides.noted() as asked:
-                lowered, run = agree.together(self.mesh, lambda: self._build(params, batch), why)
+                lowered, run = made_together(self.mesh, lambda: self._build(params, batch), why)
             kept = _Kept(lowered, run, self._settings(), asked)
             for other in self._runs.values():  # a list that the trace has grown is not what they read
                 other.settings = kept.settings if other.settings == read else other.settings
@@ -234,7 +236,7 @@ class Compiled:
                 else f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
             )
             # what changed on one rank only is every rank's error
-            agree.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)
+            agreement.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
@@ -280,7 +282,9 @@ class Compiled:
         if self._budget is None and (
             self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.resolved.transforms)
         ):
-            device = agree.from_first(self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json())
+            device = agreement.from_first(
+                self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json()
+            )
             nbytes, host, disk = self.limits
             self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
         return self._budget
@@ -325,7 +329,7 @@ class Compiled:
         changed = [
             _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value
         ]
-        if changed or agree.describe(*again.programs) != agree.describe(*lowered.programs):
+        if changed or describe(*again.programs) != describe(*lowered.programs):
             others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
             if others and any(
                 place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()

@@ -20,7 +20,7 @@ from fzero.state.assemble import Last, check_values, differences, placed_inputs,
 from fzero.state.expect import check_model, model_of
 from fzero.step import EvalStep
 from fzero.step.checks import check_params
-from fzero.step.whole import check_whole
+from fzero.train_state import check_whole
 
 
 class CompiledEval(Compiled):

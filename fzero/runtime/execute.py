@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fzero import agree
 from fzero.boxes import Boxes, Dim
 from fzero.build.tracebacks import compiled
 from fzero.comm.host import host_pool
@@ -23,6 +22,7 @@ from fzero.mesh import Mesh
 from fzero.program.ir import Function, Line, Place, Program
 from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_to, sends_of
 from fzero.program.show import name_of, source
+from fzero.ranks import agreement
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
 from fzero.runtime.out_of_range import explained
 
@@ -68,7 +68,7 @@ def executable(
             replayed.prepare(*trees)
         if limits is not None:
             limits.begin()
-        with agree.unbroken(mesh), explained(owner, trees[-1]):
+        with agreement.unbroken(mesh), explained(owner, trees[-1]):
             carrier.begin(memory)
             tiers.begin(guesses)
             try:

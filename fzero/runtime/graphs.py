@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from fzero import agree, compat, tree
+from fzero import compat, tree
 from fzero.build.cache import logger
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
 from fzero.program.ir import Program
 from fzero.program.ops import COPIES, from_to
-from fzero.turns import before_leaving
+from fzero.ranks import agreement
+from fzero.ranks.turns import before_leaving
 
 WARM_UP = 3
 """Ordinary runs before the one that is captured."""
@@ -152,7 +153,7 @@ class Replayed:
         self._num_runs += 1
         if self._num_runs != WARM_UP + 1:
             return
-        reasons = agree.answers(self._mesh, "step", lambda: self._capture(trees))
+        reasons = agreement.everyones(self._mesh, "step", lambda: self._capture(trees))
         if not any(reasons):
             return
         self.drop()

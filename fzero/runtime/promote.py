@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from fzero import agree
 from fzero.errors import message
 from fzero.lowering.layouts import leaves_made_anew, precision_of
 from fzero.lowering.lowered import Lowered
@@ -16,6 +15,7 @@ from fzero.plan.plan import Decision
 from fzero.precision.counters import LIMIT, PrecisionState
 from fzero.precision.statistics import Watched
 from fzero.program.lines import Inputs
+from fzero.ranks import agreement
 from fzero.step import State, Step
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
@@ -55,7 +55,7 @@ class Safer:
             for leaf, count in zip(params.leaves, highest, strict=True)
             if count >= LIMIT and record.selects(leaf)
         ]
-        safer = tuple(agree.from_first(self._mesh, "mixed_precision", lambda: mine))
+        safer = tuple(agreement.from_first(self._mesh, "mixed_precision", lambda: mine))
         return replace(step, transforms=tuple(replace(t, safer=safer) if t is record else t for t in step.transforms))
 
     def before_build(self, step: Step, params: Inputs, state: State) -> Step:

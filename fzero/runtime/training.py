@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fzero import agree, tree
 from fzero import random as fzrandom
+from fzero import tree
 from fzero.allocator import return_freed_memory
 from fzero.arguments import count
 from fzero.checkpoint.loading import WINDOW, open_weights
+from fzero.comm import replicas
 from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import CheckpointError, FzeroValueError, message
 from fzero.layout import Leaf, leaf_of, shard
@@ -40,6 +41,7 @@ from fzero.passes.speculate import guessed_leaves
 from fzero.plan.devices import get_device
 from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
+from fzero.ranks import agreement
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.out_of_memory import raise_out_of_memory
@@ -59,8 +61,8 @@ from fzero.state.assemble import (
 from fzero.state.expect import check_model, model_of
 from fzero.step import INIT_STREAM, State, Step, lasting
 from fzero.step.checks import check_one_batch, check_params, check_state
-from fzero.step.whole import mark_broken
 from fzero.trace.subgraph import signature
+from fzero.train_state import mark_broken
 from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
 from fzero.units import size
@@ -176,7 +178,7 @@ class CompiledStep(Compiled):
                 **{p: (x, ()) for p, x in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)},
             }
 
-        agree.same(
+        replicas.same(
             self.mesh,
             "init",
             given,
@@ -202,7 +204,7 @@ class CompiledStep(Compiled):
             )
 
         # a disk that fails on one rank is every rank's error
-        made, opt = agree.everywhere(self.mesh, "init", bear) if places else bear()
+        made, opt = agreement.everywhere(self.mesh, "init", bear) if places else bear()
         rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
         state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
         self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
@@ -269,7 +271,7 @@ class CompiledStep(Compiled):
         if callable(params):
             whole, graph = recorded(params, self.mesh.device_type)
         check_params(whole, "load")
-        agree.everywhere(self.mesh, "load", lambda: check_model("load", model, whole))
+        agreement.everywhere(self.mesh, "load", lambda: check_model("load", model, whole))
         self._resolve(whole)
         inputs = self._known(params_inputs(self.resolved, self.mesh, whole))
         plan = load.plan(weights, whole, inputs, names, model, graph)
@@ -279,7 +281,7 @@ class CompiledStep(Compiled):
             held = {**held, "the init function": ("\n".join(map(str, signature(graph))), ())}
         else:
             held = {**held, **{inputs.leaves[i].path: (flat[i], ()) for i in plan.missing if not flat[i].is_meta}}
-        agree.same(self.mesh, "load", lambda: held, "give all ranks the same parameters and key")
+        replicas.same(self.mesh, "load", lambda: held, "give all ranks the same parameters and key")
         opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
         places = self._places(inputs, opt_inputs, "load")
 
@@ -302,9 +304,9 @@ class CompiledStep(Compiled):
                 self.resolved, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put
             )
 
-        with agree.unbroken(self.mesh):
-            stored = agree.everywhere(self.mesh, "load", read)
-            made, opt = agree.everywhere(self.mesh, "load", bear)
+        with agreement.unbroken(self.mesh):
+            stored = agreement.everywhere(self.mesh, "load", read)
+            made, opt = agreement.everywhere(self.mesh, "load", bear)
         rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
         state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, "load")
         self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
@@ -349,7 +351,7 @@ class CompiledStep(Compiled):
 
         index = checkpoint.describe(path, self.mesh)
         model = self._model
-        agree.everywhere(self.mesh, "restore", lambda: check_model("restore", model))
+        agreement.everywhere(self.mesh, "restore", lambda: check_model("restore", model))
         if params is None and self._last.inputs is not None:
             inputs = self._last.inputs
         else:
@@ -405,8 +407,8 @@ class CompiledStep(Compiled):
         """
         check_state(state, "gather what train.init, train.restore or a step returned", "gather")
         if any(leaf_of(x) is not None and leaf_of(x)[0].layout.axes for x in tree.leaves(state)):  # type: ignore[index]
-            agree.everywhere(self.mesh, "gather", lambda: None)  # a rank that does not come is named
-        with agree.unbroken(self.mesh):
+            agreement.everywhere(self.mesh, "gather", lambda: None)  # a rank that does not come is named
+        with agreement.unbroken(self.mesh):
             return gather.whole(state, self.mesh)
 
     @alone("step")
@@ -501,7 +503,7 @@ class CompiledStep(Compiled):
         if all(x in self._checked for x in leaves):
             return
         trained = self.resolved.trains(abstract_params(params))
-        agree.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
+        agreement.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
         self._compare(state)
         self._checked.update((x, True) for x in leaves)
 
@@ -540,7 +542,7 @@ class CompiledStep(Compiled):
                 }
             )
 
-        agree.same(
+        replicas.same(
             self.mesh,
             "step",
             held,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fzero import agree, tree
+from fzero import tree
 from fzero.errors import FzeroValueError, message
 from fzero.layout import (
     COMPUTE,
@@ -34,6 +34,7 @@ from fzero.lowering.layouts import (
 from fzero.lowering.slots import SLOTS, begun, slots_of
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
+from fzero.ranks import agreement
 from fzero.state import storage
 from fzero.step import State, Step
 
@@ -160,7 +161,7 @@ def assembled(
         return {i: storage.put(value(i, leaf), leaf, places, mesh) for i, leaf in anew[name].items()}
 
     extras = {
-        name: params.rebuild(agree.everywhere(mesh, owner, lambda name=name: make(name)) if places else make(name))
+        name: params.rebuild(agreement.everywhere(mesh, owner, lambda name=name: make(name)) if places else make(name))
         for name in anew
     }
     return State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | slots_of(few))

@@ -12,7 +12,7 @@ from fzero.comm.collectives import gather
 from fzero.layout import Leaf, leaf_of
 from fzero.mesh import Mesh
 from fzero.state.storage import load
-from fzero.step import lasting
+from fzero.train_state import lasting
 
 
 def whole(state: Any, mesh: Mesh) -> Any:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from fzero import agree, tree
+from fzero import tree
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Home, Leaf, extent_of, home_of, leaf_of, leave, place, ties
 from fzero.lowering.slots import SLOTS
 from fzero.mesh import Mesh
+from fzero.ranks import agreement
 from fzero.state import storage
 from fzero.transforms.offload import TIERS
 
@@ -71,7 +72,7 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
     with mesh.alone("move"):
         places = iter(storage.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
         moved = (
-            agree.everywhere(mesh, "move", run)
+            agreement.everywhere(mesh, "move", run)
             if any("disk" in (m.leaf.layout.tier, m.to.layout.tier) for m in moves)
             else run()
         )

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from fzero import agree, tree
+from fzero import tree
+from fzero.comm import replicas
 from fzero.layout import leaf_of, shard
 from fzero.mesh import Mesh
+from fzero.ranks import agreement
 from fzero.state import storage
 from fzero.step import State
 
@@ -23,7 +25,7 @@ def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> N
         DivergenceError: ranks that give different values.
     """
     held = {f"params.{name}": (x, ()) for name, x in values.items()}
-    agree.same(mesh, "overwrite", lambda: held, "write the same on every rank")
+    replicas.same(mesh, "overwrite", lambda: held, "write the same on every rank")
     leaves, copies = _named(state.params), _named(state.extras.get("compute"))
 
     def write() -> None:
@@ -35,7 +37,7 @@ def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> N
                 storage.fill(copies[name], storage.cast(leaves[name], copies[name].dtype))
 
     with torch.no_grad():
-        agree.everywhere(mesh, "overwrite", write)
+        agreement.everywhere(mesh, "overwrite", write)
 
 
 def _named(values: object) -> dict[str, torch.Tensor]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fzero import agree
 from fzero.comm import disk
 from fzero.comm.host import host_tensors
 from fzero.errors import BudgetError, FzeroValueError, message
@@ -23,6 +22,7 @@ from fzero.lowering.layouts import leaves_made_anew, mirrors, offloads
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.progress import moved
+from fzero.ranks import agreement
 from fzero.step import Step
 from fzero.transforms.offload import paths_of
 from fzero.units import exact_size, size
@@ -105,10 +105,10 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
             sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk),
             int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
-        agree.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
-        places["disk"] = iter(agree.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
+        agreement.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
+        places["disk"] = iter(agreement.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
     if on_host:
-        made = agree.everywhere(
+        made = agreement.everywhere(
             mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh)
         )
         places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
@@ -143,8 +143,8 @@ def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
                 offset += disk.padded(extent.nbytes)
 
     try:
-        agree.everywhere(mesh, "offload", room)
-        agree.everywhere(mesh, "offload", take)
+        agreement.everywhere(mesh, "offload", room)
+        agreement.everywhere(mesh, "offload", take)
     except FzeroValueError as error:
         logger.warning(
             "fzero.offload: updates wait for the norm of all gradients: a second place on disk for what they write "

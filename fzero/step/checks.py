@@ -11,8 +11,7 @@ import torch
 from fzero import compat, tree
 from fzero.arguments import function
 from fzero.errors import FzeroTypeError, FzeroValueError, message
-from fzero.step.state import State
-from fzero.step.whole import check_whole
+from fzero.train_state import State, check_whole
 
 
 def wants_key(loss_fn: Callable[..., Any]) -> bool:

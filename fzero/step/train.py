@@ -35,9 +35,9 @@ from fzero.step.checks import (
     takes,
     wants_key,
 )
-from fzero.step.state import INIT_STREAM, State
 from fzero.trace.refusals import plainly
 from fzero.trace.untouched import Untouched, without_gradients
+from fzero.train_state import INIT_STREAM, State
 
 
 @dataclass(frozen=True)

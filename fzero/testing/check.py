@@ -11,14 +11,15 @@ import torch
 
 from fzero import random as fzrandom
 from fzero import tree
-from fzero.agree import describe, difference, everywhere
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.lowering.layouts import batch_inputs, zero_of
 from fzero.lowering.traced import base_program
 from fzero.mesh import Mesh, make_mesh
-from fzero.notes import exchanged, gathered_tensors
 from fzero.program.ir import Program
+from fzero.ranks.agreement import everywhere
+from fzero.ranks.notes import exchanged, gathered_tensors
 from fzero.runtime.compile import compile
+from fzero.runtime.same_program import describe, difference
 from fzero.runtime.training import CompiledStep
 from fzero.step import State, Step
 from fzero.step.checks import check_batch, check_init, check_params

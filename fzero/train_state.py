@@ -1,16 +1,24 @@
-"""Defines the state of a step, and what of it lasts."""
+"""Defines the state of a step, and what of it lasts; marks the leaves of a state that a step has left in the middle:
+some are updated, others are not, and nobody can tell which."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fzero import tree
+from fzero.errors import FzeroValueError, message
 
 INIT_STREAM = 0x1717
 """Folded into the key given to `init` to make the state's key, so that no step draws what the init function drew."""
 MADE_ANEW = frozenset({"compute", "gradients"})
 """Roles of a state's extras that follow from the rest of it, or are written in each step before they are read: no
 checkpoint has them."""
+
+
+_broken = WeakTensorKeyDictionary()  # why, by leaf
 
 
 class State(NamedTuple):
@@ -36,3 +44,23 @@ def lasting(state: Any) -> Any:
     if not isinstance(state, State) or MADE_ANEW.isdisjoint(state.extras):
         return state
     return state._replace(extras={name: x for name, x in state.extras.items() if name not in MADE_ANEW})
+
+
+def mark_broken(state: Any, error: BaseException) -> None:
+    """Marks a state that a step was writing when it was stopped by an error."""
+    why = next(iter(str(error).splitlines()), "")
+    text = type(error).__name__ + (f": {why}" if why else "")
+    for x in tree.leaves(state):
+        if isinstance(x, torch.Tensor):
+            _broken[x] = text
+
+
+def check_whole(values: Any, owner: str) -> None:
+    """Raises if a step has left the state that these leaves are of in the middle."""
+    if not len(_broken):
+        return
+    why = {_broken[x]: None for x in tree.leaves(values) if isinstance(x, torch.Tensor) and x in _broken}
+    if why:
+        what = "a step of this state ended in the middle: some of its leaves are updated, others are not"
+        fix = "go on from the last checkpoint, train.restore(path), or begin anew, train.init(params)"
+        raise FzeroValueError(message(owner, what, list(why), fix))

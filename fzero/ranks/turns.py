@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fzero.errors import DivergenceError, RankLost, message
-from fzero.notes import from_store
+from fzero.ranks.notes import Notes, timed_out
 
 _ENDED = "fzero/turns/ended"
 _FIRST_LOOK = 0.02  # seconds: before a launcher that has seen a rank die ends those that could tell
@@ -91,10 +90,8 @@ class Turns:
                 self.store.delete_key(self._last_go)
         self._last_go = go
         if self.absent([go], owner):
-            places = {r: _note(self.store, r).number if self.store.check([_place(r)]) else 0 for r in range(self._size)}
-            came = [
-                f"rank {r} timed out after {self.timeout:g} s" for r, number in places.items() if number < self._number
-            ]
+            places = dict.fromkeys(range(self._size), 0) | {r: x.number for r, x in self._places().items()}
+            came = [f"rank {r} {timed_out(self.timeout)}" for r, number in places.items() if number < self._number]
             fix = (
                 "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if "
                 "rank == 0`: all of them take part"
@@ -150,7 +147,7 @@ class Turns:
             if self.store.check([_ENDED]):
                 # before the others' notes are read: who ended a turn because ranks had parted has read them
                 self._ended = self.store.get(_ENDED).decode()
-            others = self._others()
+            others = self._places(besides=self._rank)
         parted = {
             r: f"rank {r}: {x.about}" for r, x in others.items() if x.number == self._number and x.kind != self._kind
         }
@@ -174,14 +171,15 @@ class Turns:
     def gone(self) -> set[int]:
         """The ranks that have left, or have died on this host, as far as the store tells. For any thread."""
         with contextlib.suppress(dist.DistError):
-            return {r for r, x in self._others().items() if x.left or _has_died(x)}
+            return {r for r, x in self._places(besides=self._rank).items() if x.left or _has_died(x)}
         return set()
 
-    def _others(self) -> dict[int, _Note]:
-        """Notes of the other ranks on where they are, by rank."""
+    def _places(self, besides: int | None = None) -> dict[int, _Note]:
+        """The places of the ranks, as each said last, by rank."""
         assert self.store is not None
-        ranks = [r for r in range(self._size) if r != self._rank and self.store.check([_place(r)])]
-        return {r: _note(self.store, r) for r in ranks}
+        notes = _notes(self.store, self._rank)
+        said = [r for r in range(self._size) if r != besides and notes.come("of", [r])]
+        return notes.read("of", said, _Note)
 
     def end(self, error: BaseException) -> None:
         """Called when a turn ended in the middle on this rank: there is no further one. The others find the first
@@ -213,7 +211,7 @@ class Turns:
     def _say(self, left: bool = False) -> None:
         assert self.store is not None
         note = _Note(self._number, self._kind, self._about, left, (*_host(), os.getpid()))
-        self.store.set(_place(self._rank), json.dumps(note._asdict()))
+        _notes(self.store, self._rank).write("of", note._asdict())
         self._said = True
 
 
@@ -263,10 +261,11 @@ def _host() -> tuple[str, str]:
 def tell_of_death(store: dist.Store, rank: int) -> None:
     """Tells the ranks of a mesh that the process which was this rank is gone: this one takes its place. Those on other
     hosts could not see it. `store`: that mesh's."""
-    if store.check([_place(rank)]):
-        note = _note(store, rank)
+    notes = _notes(store, rank)
+    if notes.come("of", [rank]):
+        note = notes.read("of", [rank], _Note)[rank]
         if note.process != (*_host(), os.getpid()):
-            store.set(_place(rank), json.dumps(note._replace(died=True)._asdict()))
+            notes.write("of", note._replace(died=True)._asdict())
 
 
 def _has_died(note: _Note) -> bool:
@@ -289,10 +288,6 @@ def _brief(error: BaseException, rank: int) -> str:
     return ": ".join([f"rank {rank}", type(error).__name__, *lines[:1]])
 
 
-def _note(store: dist.Store, rank: int) -> _Note:
-    """The place of a rank, as it said last."""
-    return from_store(store, _place(rank), _Note)
-
-
-def _place(rank: int) -> str:
-    return f"fzero/turns/of/{rank}"
+def _notes(store: dist.Store, rank: int) -> Notes:
+    """The notes in which each rank tells its place."""
+    return Notes(store, "fzero/turns", rank)

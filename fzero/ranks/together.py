@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Optional, TypeVar
 import torch.distributed as dist
 
 from fzero.errors import CheckpointError, DivergenceError, RankLost, StorageError, left, message
-from fzero.notes import exchanged
+from fzero.ranks.agreement import reasons
+from fzero.ranks.notes import exchanged
+from fzero.ranks.turns import latest
 from fzero.read_json import dumped, parsed
-from fzero.turns import latest
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ def together(
     texts = {text for _, (text, *_) in failures}
     if len(texts) == 1 and len(failures) == ranks.size and isinstance(error, CheckpointError):
         raise error
-    lines = [f"rank {rank}: " + text.replace("\n", "\n    ") for rank, (text, *_) in failures]
+    lines = reasons({rank: text for rank, (text, *_) in failures})
     fixes = dict.fromkeys(fix for _, (_, fix, _) in failures if fix)
     kind = StorageError if all(is_storage for _, (*_, is_storage) in failures) else CheckpointError
     raise kind(message(where, what, lines, "; ".join(fixes) or None)) from error

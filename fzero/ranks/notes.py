@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,17 +80,73 @@ def gathered_tensors(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.T
     return [load(data) for data in gathered(save(on_host))]
 
 
-def from_store(store: dist.Store, key: str, form: Any = Any) -> Any:
-    """The value of a note of JSON in a store, as its form has it.
+class Notes:
+    """Notes of ranks in a store: each rank writes its own, about one thing after another, and reads those of others.
 
-    Raises:
-        DivergenceError: it is of another form, and so none of this run's.
+    Args:
+        store: of the ranks.
+        name: of this exchange, which no other in the store has.
+        rank: this one.
+        secret: signs each note, if it is given.
+        refused: makes the error of notes that are not this run's, of a line for each.
     """
-    try:
-        return parsed(store.get(key), form)
-    except Malformed as error:
-        what = f"a note in the store is not this run's: {key}"
-        raise DivergenceError(message("mesh", what, [str(error)], STRANGERS)) from None
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        secret: bytes = b"",
+        refused: Callable[[list[str]], Exception] = lambda lines: DivergenceError(
+            message("mesh", "notes in the store are not this run's", lines, STRANGERS)
+        ),
+    ):
+        self.store, self._name, self._rank = store, name, rank
+        self._secret, self._refused = secret, refused
+
+    def key(self, about: int | str, rank: int | str) -> str:
+        """The place of a rank's note."""
+        return f"{self._name}/{about}/{rank}"
+
+    def keys(self, about: int | str, ranks: Sequence[int]) -> list[str]:
+        return [self.key(about, r) for r in ranks]
+
+    def write(self, about: int | str, value: Any) -> None:
+        """Says a value of JSON."""
+        key, text = self.key(about, self._rank), dumped(value)
+        self.store.set(key, signed(self._secret, key, text) if self._secret else text)
+
+    def come(self, about: int | str, ranks: Sequence[int]) -> bool:
+        """Whether all of these ranks have written."""
+        return self.store.check(self.keys(about, ranks))
+
+    def read(self, about: int | str, ranks: Sequence[int], form: Any = Any) -> dict[int, Any]:
+        """The values that these ranks have written, by rank, as their form has them.
+
+        Raises:
+            DivergenceError: notes of another form, or without a right signature; or what `refused` makes of them.
+        """
+        found, problems, keys = {}, [], self.keys(about, ranks)
+        for rank, key, data in zip(ranks, keys, self.store.multi_get(keys) if keys else [], strict=True):
+            text = proven(self._secret, key, data) if self._secret else data
+            try:
+                if text is None:
+                    raise Malformed("it was not written by this run")
+                found[rank] = parsed(text, form)
+            except Malformed as error:
+                problems.append(f"rank {rank}: {error}: {key}")
+        if problems:
+            raise self._refused(problems)
+        return found
+
+    def clear(self, about: int | str) -> None:
+        """Deletes this rank's note: all that read it have."""
+        self.store.delete_key(self.key(about, self._rank))
+
+
+def timed_out(seconds: float) -> str:
+    """The words for a rank that did not come in so many seconds."""
+    return f"timed out after {seconds:g} s"
 
 
 def signed(secret: bytes, key: str, text: str) -> str:

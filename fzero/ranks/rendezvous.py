@@ -21,8 +21,10 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from fzero import launcher, turns
+from fzero import launcher
 from fzero.errors import DivergenceError, message
+from fzero.ranks import turns
+from fzero.ranks.notes import timed_out
 
 _HERE = "fzero/generation"  # under a generation's prefix: its name
 _LONGEST_PAUSE = 0.1  # seconds between two looks at the store; shorter at first
@@ -65,7 +67,7 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
             message(
                 "make_mesh",
                 "not every rank has come",
-                [f"rank {r} timed out after {timeout:g} s" for r in missing],
+                [f"rank {r} {timed_out(timeout)}" for r in missing],
                 fix,
             )
         )
