@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import models
@@ -20,7 +19,7 @@ from fzero.lowering import lower
 from fzero.lowering.variants import few_launches, first_choice
 from fzero.operators import scaled_matmul
 from fzero.passes import pipeline
-from fzero.passes.batch import batched
+from fzero.passes.batch import batched, launches
 from fzero.passes.overlap import sharable
 from fzero.program.ir import Line, Program
 from fzero.program.verify import verify
@@ -91,7 +90,7 @@ def test_what_is_done_is_the_same(name: str) -> None:
     """As much of it, of the same values, in the same places; and on a CPU nothing changes."""
     program = lowered(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "batched", lambda program: program)
+        patch.setattr(pipeline.batch, "launches", lambda program: False)
         apart = lowered(name)
     assert str(check(verify(batched(apart)))) == str(program)
 
@@ -105,7 +104,7 @@ def test_what_is_done_is_the_same(name: str) -> None:
     assert done(program) == done(apart)
     assert (program.pool_bytes, program.host_pool_bytes) == (apart.pool_bytes, apart.host_pool_bytes)
     on_cpu = lowered(name, "cpu")
-    assert batched(on_cpu) is on_cpu
+    assert not launches(on_cpu)
 
 
 def _runs(together: bool) -> list[Any]:
@@ -116,7 +115,7 @@ def _runs(together: bool) -> list[Any]:
     for name in ("stage 2", "stage 3, accumulate", "vertical", "offload"):
         mesh = fz.make_mesh(shared_memory=False, unified_memory=False)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline, "batched", partial(batched, launches=together))
+            patch.setattr(pipeline.batch, "launches", lambda program: together)
             if together:
                 patch.setattr(lower, "first_choice", least)
             copies = late(mesh, patch.setattr)
@@ -150,7 +149,7 @@ def test_bits_are_the_same(run_ranks: Any) -> None:
 
 def test_of_one_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
     want = trained(fz.make_mesh(data=1), (BF16,))[0]
-    monkeypatch.setattr(pipeline, "batched", partial(batched, launches=True))
+    monkeypatch.setattr(pipeline.batch, "launches", lambda program: True)
     found, train, _ = trained(fz.make_mesh(data=1), (BF16,))
     assert same(found, want) and any(len(x.out) > 1 for x in every(train.program) if x.op == "cast")
     assert same(trained(fz.make_mesh(data=1), (*OFFLOADS["cpu all"](""), BF16))[0], want)

@@ -368,6 +368,33 @@ def test_a_pass_that_is_not_there(run):
     )
 
 
+def test_passes_one_by_one(run):
+    code, out, err = run("show", "targets.py:good", *MESH, "--diff", "overlap", "--flat")
+    assert code == 0 and out == lowered().diff("overlap", fold=False) and out.startswith("--- before overlap\n")
+    assert "passes that ran: trace, fuse, remat, accumulate, shard, cut_update, hoist_updates, overlap, pool" in err
+    code, out, err = run("show", "targets.py:good", *MESH, "--skip", "hoist_updates", "overlap")
+    assert code == 0 and out == str(lowered(skip=["hoist_updates", "overlap"]).program) != str(lowered().program)
+    assert "cut_update, pool" in err
+    found = json.loads(run("show", "targets.py:good", *MESH, "--json", "--diff", "pool")[1])
+    assert found["diff"] == lowered().diff("pool") and found["passes"][-1] == "pool" and "program" not in found
+
+
+@pytest.mark.parametrize(
+    ("flags", "want", "said"),
+    [
+        (["--diff", "sahrd"], 2, "--diff sahrd: there is no such pass"),
+        (["--after", "batch"], 2, "'batch' does not run here"),
+        (["--after", "pool", "--diff", "pool"], 2, "both --after pool and --diff pool"),
+        (["--skip", "pool", "batch"], 2, "pool: nothing that moves would have a buffer"),
+        (["--skip", "sahrd"], 2, "sahrd: no such pass\nFix: one of fuse, remat, speculate, hoist_updates, overlap"),
+        (["--skip", "batch"], 1, "batch: has nothing to do here"),
+    ],
+)
+def test_passes_that_cannot_be_shown_or_skipped(run, flags, want, said):
+    code, out, err = run("show", "targets.py:good", *MESH, *flags)
+    assert code == want and said in err and "Traceback" not in err and not out
+
+
 def test_no_command_and_a_wrong_one(run):
     assert run()[0] == 2
     code, _, err = run("pla")

@@ -15,7 +15,7 @@ from models import batches as gpt_batches
 import fzero as fz
 from fzero.errors import VerifyError
 from fzero.layout import Layout, Leaf
-from fzero.lowering import variants
+from fzero.passes import pipeline
 from fzero.program import dependence
 from fzero.program.aliases import Views
 from fzero.program.dependence import dependences, scheduled
@@ -135,9 +135,7 @@ def shuffled(program: Program, seed: int) -> Program:
 
 def any_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Puts the lines of every program that is lowered in any order that their dependences allow."""
-    rewrites = {"overlap": lambda program, _: shuffled(program, seed)}
-    passes = tuple(x._replace(rewrite=rewrites.get(x.name, x.rewrite)) for x in variants.CLOSING)
-    monkeypatch.setattr(variants, "CLOSING", passes)
+    monkeypatch.setattr(pipeline, "overlap", lambda program, _: shuffled(program, seed))
 
 
 def lowered(name: str, unified: bool) -> Program:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import models
@@ -26,7 +25,6 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.operators import scaled_matmul
 from fzero.operators.scaled_matmul import E4M3, E5M2, quantized, scale_of, scaled_mm
 from fzero.passes import pipeline
-from fzero.passes.batch import batched
 from fzero.plan.cost import cost_of, hardware_flops, model_flops
 from fzero.program.ir import Function
 from fzero.program.ops import transfer_bytes
@@ -506,7 +504,7 @@ def on_ranks_gathered(compute: str) -> list[Any]:
             )
     several, cast_all = [], scaled_matmul.cast_all
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "batched", partial(batched, launches=True))
+        patch.setattr(pipeline.batch, "launches", lambda program: True)
         patch.setattr(scaled_matmul, "cast_all", lambda xs, *args: (several.append(len(xs)), cast_all(xs, *args)))
         out.append(trained(fz.shard_params(), fz.mixed_precision(compute), fz.fp8(), mesh=mesh))
     assert several and max(several) > 1

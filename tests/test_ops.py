@@ -15,7 +15,6 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import VerifyError
-from fzero.lowering import variants
 from fzero.mesh import AbstractMesh
 from fzero.passes import pipeline
 from fzero.passes.pipeline import Pass
@@ -92,12 +91,14 @@ def clamp_gradients(program: Program, bound: float) -> Program:
 @pytest.fixture
 def clamped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPS, "clamp", Clamp())
-    opening = pipeline.opening
-    monkeypatch.setattr(
-        variants,
-        "opening",
-        lambda *args: (*opening(*args), Pass("clamp", lambda program, _: clamp_gradients(program, 0.01))),
-    )
+    add(monkeypatch, "clamp", lambda program: clamp_gradients(program, 0.01))
+
+
+def add(monkeypatch: pytest.MonkeyPatch, name: str, rewrite: Callable[[Program], Program]) -> None:
+    """Adds a pass behind the cut of the update."""
+    at = 1 + next(i for i, x in enumerate(pipeline.PASSES) if x.name == "cut_update")
+    more = Pass(name, lambda program, *_: rewrite(program))
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:at], more, *pipeline.PASSES[at:]))
 
 
 @fz.block
@@ -166,20 +167,20 @@ def test_a_made_up_op_runs_and_is_interpreted() -> None:
 
 
 def test_a_violation_names_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    opening = pipeline.opening
-    drop = Pass(
-        "drop_waits",
-        lambda program, _: replace(program, lines=tuple(line for line in program.lines if line.op != "wait")),
-    )
-    monkeypatch.setattr(variants, "opening", lambda *args: (*opening(*args), drop))
+    without = lambda program: replace(program, lines=tuple(x for x in program.lines if x.op != "wait"))  # noqa: E731
+    add(monkeypatch, "drop_waits", without)
     with pytest.raises(VerifyError, match="found after the pass 'drop_waits'"):
         fz.lower(step(optim.sgd(0.1)), fz.AbstractMesh(data=2), PARAMS, BATCH)
 
 
-def test_every_pass_is_on_the_list_and_its_program_can_be_had() -> None:
+def test_the_passes_that_run_are_listed_and_their_programs_can_be_had() -> None:
     lowered = fz.lower(step(optim.sgd(0.1)), fz.AbstractMesh(data=2), PARAMS, BATCH)
-    assert [*lowered.stages()] == [*pipeline.Name.__args__]
-    assert str(lowered.after("batch")) == str(lowered.program)
+    ran = ["trace", "fuse", "remat", "shard", "cut_update", "hoist_updates", "overlap", "pool"]
+    assert [*lowered.stages()] == ran
+    assert str(lowered.after("pool")) == str(lowered.program)
+    assert {*ran[1:]} < {x.name for x in pipeline.PASSES}
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)'batch' does not run here.*one of trace, fuse, remat"):
+        lowered.after("batch")
     assert any(line.op == "update" for line in lowered.after("shard").lines) and not any(
         line.op == "update" for line in lowered.after("cut_update").lines
     )

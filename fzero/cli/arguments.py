@@ -30,7 +30,12 @@ tracing of it failed; 2 for flags or a target that cannot be meant""",
     "show": """
 examples:
   fzero show examples/train_gpt.py:plan_target --mesh data=8
-  fzero show examples/train_gpt.py:plan_target --mesh data=8 --flat | less""",
+  fzero show examples/train_gpt.py:plan_target --mesh data=8 --flat | less
+  fzero show examples/train_gpt.py:plan_target --mesh data=8 --diff overlap
+  fzero show examples/train_gpt.py:plan_target --mesh data=8 --skip hoist_updates
+
+exit code: 0; 1 if the target's code, its tracing or its lowering failed; 2 for flags or a target that cannot be
+meant""",
     "check": """
 examples:
   fzero check examples/train_gpt.py:plan_target

@@ -12,10 +12,10 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -35,7 +35,7 @@ from fzero.lowering.lowered import Lowered
 from fzero.measure.calibrate import calibrate
 from fzero.measure.probes import SCRATCH
 from fzero.mesh import AbstractMesh, close_mesh, make_mesh
-from fzero.passes.pipeline import Name
+from fzero.passes.pipeline import FIRST, passes_of
 from fzero.plan.calibration import calibration_path, elsewhere
 from fzero.plan.devices import Device, get_device, get_devices
 from fzero.plan.plan import fits
@@ -99,8 +99,9 @@ class _OfTarget:
     def budget_bytes(self) -> int | None:
         return _bytes(self.budget)
 
-    def lowered(self) -> _Lowered:
-        """The target lowered for the mesh and the device that predicts."""
+    def lowered(self, asked: Mapping[str, str | None] = {}, skip: Sequence[str] = ()) -> _Lowered:
+        """The target lowered for the mesh and the device that predicts, without the passes to skip. `asked`: by flag
+        the passes that are asked for."""
         with _usage():
             self._check()
             axes, device = self._devices()
@@ -133,6 +134,7 @@ class _OfTarget:
                 step, params, batch, blocks = load_model(self.model, made)
                 stage, interpreter = "tracing and planning", resident()
                 likely = _likely(blocks, self.model.offload == "auto")
+            _check_passes(step, asked, skip)
             with users_code(self.target or ""):
                 if isinstance(step, Step) and not callable(params):
                     budget = Budget(limits[0], device, self.backend, *limits[1:])
@@ -149,6 +151,7 @@ class _OfTarget:
                     disk_budget=limits[2],
                     device=device,
                     backend=self.backend,
+                    skip=skip,
                 )
         return _Lowered(lowered, made, interpreter, short)
 
@@ -179,6 +182,16 @@ class _OfTarget:
                 problems.append(f"--devices {self.devices} and --mesh {' '.join(self.mesh)}: another number of devices")
         if problems:
             raise UsageError(message("target", "a step and its devices are wanted", problems, fix))
+
+
+def _check_passes(step: Any, asked: Mapping[str, str | None], skip: Sequence[str]) -> None:
+    """Raises for passes that a step does not have, or needs."""
+    with _usage():
+        names = [FIRST, *(x.name for x in passes_of(step.transforms, skip))]
+    problems = [f"--{flag} {name}: there is no such pass" for flag, name in asked.items() if name and name not in names]
+    if problems:
+        fix = f"name one of them, in order: {', '.join(names)}"
+        raise UsageError(message("show", "unknown passes", problems, fix))
 
 
 _BUDGETS = ("memory_budget", "host_budget", "disk_budget")
@@ -244,25 +257,27 @@ class Show(_OfTarget):
     flat: Annotated[bool, _FLAG] = False
     """every line, repeated layers not folded into loops"""
     after: Annotated[str | None, arg(metavar="PASS", help_behavior_hint="(default: what runs)")] = None
-    """the program as a pass left it: trace, fuse, copies, remat, accumulate, shard, cut_update, speculate,
-    hoist_updates, tiers, overlap, rename or pool"""
+    """the program as a pass left it, or "trace", as it was recorded; passes that ran are listed on stderr"""
+    diff: Annotated[str | None, arg(metavar="PASS", help_behavior_hint="")] = None
+    """what a pass changed, as a unified diff"""
+    skip: Annotated[tuple[str, ...], arg(metavar="PASS ...", help_behavior_hint="")] = ()
+    """leave passes out, to look for a fault; refused where the program would be wrong"""
 
     def run(self) -> int:
-        if self.after not in (None, *get_args(Name)):
+        if self.after and self.diff:
             raise UsageError(
-                message(
-                    "show",
-                    f"--after {self.after}: there is no such pass",
-                    fix=f"name one of them, in order: {', '.join(get_args(Name))}",
-                )
+                message("show", f"both --after {self.after} and --diff {self.diff}", fix="give one of them")
             )
-        lowered = self.lowered().lowered
-        program = lowered.program if self.after is None else lowered.after(cast(Name, self.after))
-        text = show(program, fold=not self.flat)
+        lowered = self.lowered({"after": self.after, "diff": self.diff}, self.skip).lowered
+        with _usage():
+            program = lowered.after(self.after) if self.after else lowered.program
+            text = lowered.diff(self.diff, fold=not self.flat) if self.diff else show(program, fold=not self.flat)
         if self.json:
-            print(json_.dumps(report.program_data(program) | {"program": text}, indent=1))
+            data = report.program_data(program) | {"passes": [*lowered.stages()]}
+            print(json_.dumps(data | {"diff" if self.diff else "program": text}, indent=1))
         else:
             report.print_program(text)
+            print(f"passes that ran: {', '.join(lowered.stages())}", file=sys.stderr)
         return 0
 
 

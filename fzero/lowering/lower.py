@@ -9,7 +9,7 @@ devices: `lower` works for any mesh on abstract tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,10 @@ from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, para
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.resolve import resolve
 from fzero.lowering.traced import Traced, trace_step
-from fzero.lowering.variants import closed, first_choice, verified
+from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.choice import Choice
-from fzero.passes.pipeline import added, sharding
+from fzero.passes.pipeline import FIRST, Asked
 from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan, plan
@@ -51,6 +51,7 @@ def lower(
     disk_budget: int | str | None = None,
     device: Device | str | None = None,
     backend: str = "inductor",
+    skip: Iterable[str] = (),
 ) -> Lowered:
     """The program of a step on a mesh, from abstract values: no process group, no memory.
 
@@ -69,6 +70,7 @@ def lower(
         device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a
             calibration file: an abstract mesh is one of such devices. By default this machine's, or the mesh's.
         backend: likewise.
+        skip: names of passes to leave out, for whoever looks for a fault (`fzero show --skip`).
 
     Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if
         it does not fit.
@@ -112,10 +114,12 @@ def lower(
     step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
     budget, chosen, traced = Budget(nbytes, rates, backend, host, disk), (), None
+    skip = frozenset((skip,) if isinstance(skip, str) else skip)
     with uncollected():
         if isinstance(step, Step):
-            step, chosen, traced = resolve(step, mesh, params, batch_inputs(batch), budget)
-        lowered = lower_inputs(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch), budget, traced)
+            step, chosen, traced = resolve(step, mesh, params, batch_inputs(batch), budget, skip)
+        inputs = params_inputs(step, mesh, params), batch_inputs(batch)
+        lowered = lower_inputs(step, mesh, *inputs, budget, traced, skip=skip)
     return replace(lowered, device=rates, backend=backend, chosen=chosen)
 
 
@@ -127,27 +131,23 @@ def lower_inputs(
     budget: Budget | None = None,
     traced: Traced | None = None,
     limited: bool = False,
+    skip: frozenset[str] = frozenset(),
 ) -> Lowered:
     """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already; `limited`: the choice that
     takes least memory is asked for, without a budget."""
     if isinstance(step, EvalStep):
         check_arguments(step.fn, batch.structure.num_children)
         recorded, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
-        cut = sharding(zero_of(step, mesh)).made(replace(recorded, transforms=step.transforms))
-        before = {"trace": recorded, "shard": cut}
-        for passed in added(cut):
-            cut = before[passed.name] = passed.made(cut)
-        stages = lambda: before | {passed.name: made for passed, made in closed(cut)}  # noqa: E731
-        program = verified(cut, closed(cut))
-        return _fitting(Lowered((program,), params, None, batch, structure, budget, stages=stages))
-    traced = traced or trace_step(step, mesh, params, batch)
+        variants = Variants(replace(recorded, transforms=step.transforms), Asked(zero_of(step, mesh), skip=skip))
+        programs = (variants.verified(Choice()),)
+        stages = lambda: _stages(variants, Choice())  # noqa: E731
+        return _fitting(Lowered(programs, params, None, batch, structure, budget, stages=stages))
+    traced = traced or trace_step(step, mesh, params, batch, skip=skip)
     variants = traced.variants
 
     def lowered(choice: Choice) -> Lowered:
-        program = variants.verified(choice)
-        stages = lambda: traced.on_the_way | {p.name: made for p, made in variants.stages(choice)}  # noqa: E731
         return Lowered(
-            (program,),
+            (variants.verified(choice),),
             params,
             traced.opt_state,
             batch,
@@ -155,7 +155,7 @@ def lower_inputs(
             budget,
             choice,
             watched=traced.watched,
-            stages=stages,
+            stages=lambda: _stages(variants, choice),
         )
 
     limited = limited or (budget is not None and budget.nbytes is not None)
@@ -201,6 +201,11 @@ def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, bud
         return lower_inputs(more, mesh, leaves, batch, limited=True).program
 
     return advise(step, mesh, params, budget, found, asked)
+
+
+def _stages(variants: Variants, choice: Choice) -> dict[str, Program]:
+    """The recorded program, and that of each pass that runs."""
+    return {FIRST: variants.recorded, **{passed.name: made for passed, made in variants.stages(choice)}}
 
 
 def _fitting(lowered: Lowered) -> Lowered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from fzero import tree
 from fzero.errors import FzeroValueError, message
 from fzero.lowering.budget import Budget, decided
 from fzero.passes.choice import Choice
+from fzero.passes.pipeline import passes_of
 from fzero.plan.devices import Device
 from fzero.plan.plan import Decision, Plan, plan
 from fzero.precision.statistics import Watched
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
+from fzero.program.show import show
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,28 @@ class Lowered:
         """The program that a pass made on the way: one of fzero/passes/pipeline.py, or a transform's own.
 
         Raises:
-            FzeroValueError: no such pass, or none that a step of this kind goes through.
+            FzeroValueError: no such pass, or one that has nothing to do here.
         """
+        return self._around(name)[1]
+
+    def diff(self, name: str, *, fold: bool = True) -> str:
+        """The changes that a pass made to the printed program, as a unified diff; "" if it made none.
+
+        Raises:
+            FzeroValueError: as for `after`.
+        """
+        before, after = (show(program, fold=fold).splitlines(keepends=True) for program in self._around(name))
+        return "".join(difflib.unified_diff(before, after, f"before {name}", f"after {name}"))
+
+    def _around(self, name: str) -> tuple[Program, Program]:
+        """The programs before a pass and after it; what was recorded comes after nothing."""
         stages = self.stages()
         if name not in stages:
-            raise FzeroValueError(message("lower", f"no pass {name!r}", fix=f"one of {', '.join(stages)}"))
-        return stages[name]
+            there = name in (x.name for x in passes_of(self.program.transforms))
+            what = f"the pass {name!r} does not run here: it has nothing to do" if there else f"no pass {name!r}"
+            raise FzeroValueError(message("lower", what, fix=f"one of {', '.join(stages)}"))
+        programs, at = [*stages.values()], [*stages].index(name)
+        return programs[max(at - 1, 0)], programs[at]
 
     @functools.cached_property
     def plan(self) -> Plan:

@@ -11,19 +11,16 @@ from fzero.lowering.auto import check_auto, choose_tiers
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import (
     auto_of,
-    compute_leaves,
     mirrors,
     offloads,
     params_inputs,
     precision_of,
     zero_of,
 )
-from fzero.lowering.traced import Traced, gradients_on_disk, trace_step
+from fzero.lowering.traced import Traced, trace_step, with_leaves
 from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh
-from fzero.passes.pipeline import copying
 from fzero.plan.plan import Decision
-from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.progress import shown
 from fzero.step import Step
@@ -39,7 +36,14 @@ class Resolved(NamedTuple):
     traced: Traced | None = None
 
 
-def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget) -> Resolved:
+def resolve(
+    step: Step,
+    mesh: AbstractMesh,
+    params: Any,
+    batch: Inputs,
+    budget: Budget,
+    skip: frozenset[str] = frozenset(),
+) -> Resolved:
     """The step with what its `offload("auto")` comes to in its place, and why; the step itself if it has none.
 
     Args:
@@ -47,6 +51,7 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
         params: the tree, with whole leaves.
         batch: that it is resolved for.
         budget: to fit.
+        skip: passes to leave out.
     """
     auto = auto_of(step)
     if auto is None:
@@ -54,9 +59,8 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
     check_auto(auto, budget.limits)
     left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
     inputs = params_inputs(left, mesh, params)
-    traced = trace_step(left, mesh, inputs, batch, precision_of(left))  # with whatever may rest elsewhere
+    traced = trace_step(left, mesh, inputs, batch, precision_of(left), skip=skip)  # with whatever may rest elsewhere
     mirrored = mirrors(traced.opt_state.leaves, inputs)
-    copied: dict[tuple[str, ...], Program] = {}  # by the paths of the masters that have copies
     built: dict[tuple[Offload, ...], Traced] = {}
 
     def build(records: tuple[Offload, ...]) -> Variants:
@@ -69,16 +73,14 @@ def resolve(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: 
             for leaf, i in zip(traced.opt_state.leaves, mirrored, strict=True)
             if i is not None
         }
-        copies = {rests.leaves[i].path: leaf for i, leaf in compute_leaves(asked, mesh, rests).items()}
-        on |= {leaf.path: leaf.layout.tier for leaf in copies.values()}
-        if tuple(copies) not in copied:
-            copied[tuple(copies)] = copying(copies).made(traced.base)
-        program = copied[tuple(copies)]
+        copies, gradients = with_leaves(asked, mesh, rests)
+        recorded = traced.variants.recorded
         rest = lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier))  # noqa: E731
         laid_out = replace(
-            program, leaves={name: rest(leaf) for name, leaf in program.leaves.items()}, transforms=asked.transforms
+            recorded, leaves={name: rest(leaf) for name, leaf in recorded.leaves.items()}, transforms=asked.transforms
         )
-        variants = traced.variants.like(laid_out, gradients_on_disk(asked, mesh, rests))
+        demands = replace(traced.variants.asked, copies=copies, gradients=gradients)
+        variants = Variants(laid_out, demands, traced.variants)
         opt_state = replace(traced.opt_state, leaves=tuple(map(rest, traced.opt_state.leaves)))
         built[records] = replace(traced, variants=variants, opt_state=opt_state)
         return variants

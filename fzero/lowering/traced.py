@@ -27,7 +27,7 @@ from fzero.lowering.layouts import (
 from fzero.lowering.training import Precision, Training
 from fzero.lowering.variants import Variants
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.passes.pipeline import FUSE, copying
+from fzero.passes.pipeline import Asked
 from fzero.precision.statistics import Watched
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
@@ -44,18 +44,12 @@ class Traced:
     """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace
     told."""
 
-    recorded: Program
     base: Program
     variants: Variants
     opt_state: Inputs
     structure: tree.TreeSpec
     loops: bool
     watched: Watched | None
-
-    @property
-    def on_the_way(self) -> dict[str, Program]:
-        """The programs before those of the variants."""
-        return {"trace": self.recorded, "fuse": self.base, "copies": self.variants.base}
 
 
 def trace_step(
@@ -65,9 +59,10 @@ def trace_step(
     batch: Inputs,
     precision: Precision | None = None,
     num_parts: int | None = None,
+    skip: frozenset[str] = frozenset(),
 ) -> Traced:
     """Traces a step, from leaf tables. `precision` and `num_parts`, which the global batch is cut in: by default those
-    of its transforms."""
+    of its transforms. `skip`: passes to leave out."""
     zero = zero_of(step, mesh)
     accumulation = find(step.transforms, accumulate.Accumulate)
     if accumulation is not None:
@@ -79,7 +74,6 @@ def trace_step(
     if not any(trains):
         raise no_trainable(abstract_params(params))
     opt_state = opt_state_inputs(step, mesh, params)
-    on_disk = gradients_on_disk(step, mesh, params)
     with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
         program, structure, watched = lower_train(
             Training(
@@ -99,15 +93,15 @@ def trace_step(
                 num_parts=num_parts or num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
             )
         )
-    base = FUSE.made(replace(program, transforms=step.transforms))
     cut = {
         x.path: x.shape
         for x in (batch.leaves[i] for i in batch.distinct)
         if num_micro > 1 and accumulation and accumulation.cuts(x)
     }
     loops = num_micro > 1 and not (accumulation and accumulation.vertical)
-    variants = Variants(with_copies(base, step, mesh, params), zero, num_micro, cut, on_disk)
-    return Traced(program, base, variants, opt_state, structure, loops, watched)
+    asked = Asked(zero, num_micro, cut, *with_leaves(step, mesh, params), skip)
+    variants = Variants(replace(program, transforms=step.transforms), asked)
+    return Traced(variants.base(), variants, opt_state, structure, loops, watched)
 
 
 def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:
@@ -124,15 +118,12 @@ def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:
         raise FzeroValueError(message("accumulate", what, torn, fix))
 
 
-def gradients_on_disk(step: Step, mesh: AbstractMesh, params: Inputs) -> dict[str, Leaf]:
-    """Leaves on disk in which gradients wait for their update, by the path of the parameter."""
-    return {params.leaves[i].path: leaf for i, leaf in gradient_leaves(step, mesh, params).items()}
-
-
-def with_copies(base: Program, step: Step, mesh: AbstractMesh, params: Inputs) -> Program:
-    """The program with what is computed with beside the masters that rest off the device."""
-    copies = {params.leaves[i].path: leaf for i, leaf in compute_leaves(step, mesh, params).items()}
-    return copying(copies).made(base)
+def with_leaves(step: Step, mesh: AbstractMesh, params: Inputs) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
+    """By the path of the parameter the leaves that a step has besides: copies that are computed with, of masters that
+    rest off the device, and leaves on disk in which gradients wait for their update."""
+    copies, gradients = compute_leaves(step, mesh, params), gradient_leaves(step, mesh, params)
+    of = lambda leaves: {params.leaves[i].path: leaf for i, leaf in leaves.items()}  # noqa: E731
+    return of(copies), of(gradients)
 
 
 def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any, num_parts: int | None = None) -> Program:

@@ -1,26 +1,23 @@
-"""Keeps the programs that one base program becomes under the choices that a step leaves open, and shares work among
-them.
+"""Keeps the programs that one recorded program becomes under the choices that a step leaves open, and shares work among
+them: the one door to the passes (fzero/passes/pipeline.py).
 
-The passes are in fzero/passes/pipeline.py. A memory budget looks at many programs (fzero/lowering/budget.py); only the
-one that is taken is verified.
+A memory budget looks at many programs (fzero/lowering/budget.py); only the one that is taken is verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from fzero.layout import TIERS as TIERS_OF_LEAVES
-from fzero.layout import Leaf
+from fzero.errors import FzeroValueError, message
 from fzero.lowering.budget import ENDS
 from fzero.mesh import AbstractMesh
 from fzero.passes import off_device
 from fzero.passes.choice import Choice
-from fzero.passes.pipeline import CLOSING, Pass, Sides, added, opening, sides
+from fzero.passes.pipeline import FIRST, Asked, Pass, check_after, passes_of, sides
 from fzero.passes.speculate import TIERS, num_guessable
-from fzero.passes.zero import Zero
-from fzero.program.ir import Program, Value, resting
+from fzero.program.ir import Program
 from fzero.step import Step
 from fzero.trace.record import uncollected
 from fzero.transforms import remat
@@ -28,58 +25,47 @@ from fzero.transforms.base import find
 from fzero.transforms.once_a_step import OnceAStep
 
 RECENT = 4
-"""Programs whose programs on the way are kept: one of the last that a search looks at is the one it takes."""
+"""Programs whose last stages are kept: one of the last that a search looks at is the one it takes."""
+Stage = tuple[Pass, Program]
+"""A pass that ran, and the program that it made."""
 
 
 class Variants:
     """The finished program of each choice.
 
     Attributes:
-        base: what all are made from.
+        recorded: the program that all are made from.
+        asked: the demands of its step on passes.
+        passes: of the step, in order.
         open_side: whether it is open on which side what rests off the device is updated.
 
     Args:
-        base: a base program that trains.
-        zero: what its parallel transforms ask for.
-        num_micro: micro-batches.
-        batch: the shape on this rank of each batch input that is cut into micro-batches, by name.
-        gradients: leaves for gradients that wait on disk, by the path of the parameter.
+        recorded: a program that was recorded.
+        asked: the demands of its step on passes.
+        like: variants of a program with the same lines whose leaves rest elsewhere. Programs that come to the same are
+            made once for both.
     """
 
-    def __init__(
-        self,
-        base: Program,
-        zero: Zero,
-        num_micro: int,
-        batch: Mapping[str, tuple[int, ...]],
-        gradients: Mapping[str, Leaf],
-    ):
-        self._opening = (*opening(zero, num_micro, batch), *added(base))
-        # with the program before, which keys know by the identity of its lines
-        self._shared: dict[Any, tuple[Program, Program]] = {}
-        self._begin(base, gradients)
-
-    def _begin(self, base: Program, gradients: Mapping[str, Leaf]) -> None:
-        self.base, self._gradients = base, gradients
-        # by the identity of lines, which of a program's gradients wait on disk
-        self._waiting: dict[int, dict[str, str]] = {}
-        self._own: dict[Any, Program] = {}  # as in `_shared`, with this base's leaves
+    def __init__(self, recorded: Program, asked: Asked, like: Variants | None = None):
+        self.recorded, self.asked = recorded, asked
+        self.passes = passes_of(recorded.transforms, asked.skip)
+        numbers = {x.name: i for i, x in enumerate(self.passes)}
+        # passes before `gradients` make the same of the same lines, wherever leaves rest; many choices share `tiers`
+        self._at_base, self._at_cut, self._at_order = numbers["remat"], numbers["gradients"], numbers["tiers"] + 1
+        self._leaves = {**recorded.leaves, **{leaf.path: leaf for leaf in asked.copies.values()}}
+        # by pass, lines and option: the program before, which has the lines, the one after, and whose leaves that has
+        self._shared: dict[Any, tuple[Program, Program, Variants]] = {} if like is None else like._shared
+        self._own: dict[Any, tuple[Program, Program]] = {}  # likewise, with the leaves of these variants
+        self._keys: dict[Choice, Any] = {}  # by which finished programs are known
         self._finished: dict[Any, Program] = {}
-        self._recent: dict[Any, list[tuple[Pass, Program]]] = {}  # of what was finished last, every program on the way
-        self._lists: dict[Choice, list[tuple[Pass, Program]]] = {}
-        self.open_side = off_device.leaves_side_open(base)
-
-    def like(self, base: Program, gradients: Mapping[str, Leaf]) -> Variants:
-        """Those of another base program with the same blocks: what comes to the same is worked out once for all of
-        them."""
-        out = Variants.__new__(Variants)
-        out._opening, out._shared = self._opening, self._shared
-        out._begin(base, gradients)
-        return out
+        self._recent: dict[Any, list[Stage]] = {}  # the last stages of what was finished last
+        self._sound: dict[int, Program] = {}  # by identity, those verified before anything is chosen
+        self._idle = {*asked.skip}  # passes to skip that have had nothing to do
+        self.open_side = off_device.leaves_side_open(recorded)
 
     def guesses(self, least: Choice) -> list[Choice]:
         """A choice with updates on a guess for each set of tiers by which more of them can be."""
-        off = {leaf.layout.tier for leaf in self.base.leaves.values()} - {"device"}
+        off = {leaf.layout.tier for leaf in self._leaves.values()} - {"device"}
         counts = [0, *(num_guessable(self.cut(least), tiers) if off else 0 for tiers in TIERS)]
         return [
             replace(least, guess=tiers)
@@ -90,119 +76,118 @@ class Variants:
     def grads(self, least: Choice) -> list[str]:
         """The gradients of a choice that may wait on the host, what comes to the same once: with the last they take
         least of the device's memory."""
-        program, found = self.cut(least), dict[Any, str]()
+        made, found = self._made(least, self._at_cut + 1), dict[Any, str]()
         for grads in off_device.GRADS:
-            waiting = tuple(
-                sides(program, replace(least, host_share=share, grads=grads), self._on_disk(least)).waiting
-                for share in ENDS
-            )
+            ways = (replace(least, host_share=share, grads=grads) for share in ENDS)
+            waiting = tuple(sides(made, self.asked, way).waiting for way in ways)
             if waiting not in found or grads == "update":
                 found[waiting] = grads
         return list(found.values())
 
-    def __call__(self, choice: Choice) -> Program:
-        """The program of a choice, not verified: the same object for choices that come to the same."""
-        key = self._key(choice)
-        if key not in self._finished:
-            *_, _ = self.stages(choice)
-        return self._finished[key]
+    def base(self) -> Program:
+        """The base program. It is verified, with all that is made of it whatever is chosen."""
+        made = {FIRST: self.recorded}
+        self._sound |= {id(x): x for x in self._verified(self._through(made, Choice(), 0, self._at_base))}
+        return made["fuse"]
 
     def cut(self, choice: Choice) -> Program:
         """The program of a choice before copies between tiers are placed: in the order of its lines."""
-        return self._opened(choice)[-1][1]
+        return next(reversed(self._made(choice, self._at_cut).values()))
 
-    def stages(self, choice: Choice) -> Iterator[tuple[Pass, Program]]:
-        """The program of a choice after every pass."""
-        yield from self._opened(choice)
-        key = self._key(choice)
+    def __call__(self, choice: Choice) -> Program:
+        """The program of a choice, not verified: the same object for choices that come to the same."""
+        if choice not in self._keys:
+            self._keys[choice] = self._key(self._made(choice, self._at_order), choice)
+        key = self._keys[choice]
+        if key not in self._finished:
+            *_, (_, self._finished[key]) = self.stages(choice)
+        return self._finished[key]
+
+    def verified(self, choice: Choice) -> Program:
+        """The program of a choice, verified after every pass.
+
+        Raises:
+            FzeroValueError: a pass to skip has nothing to do.
+        """
+        with uncollected():
+            *_, program = self._verified(self.stages(choice))
+        if self._idle:
+            ran = ", ".join(passed.name for passed, _ in self.stages(choice))
+            problems = [f"{name}: has nothing to do here" for name in sorted(self._idle)]
+            raise FzeroValueError(message("lower", "passes cannot be skipped", problems, f"these run: {ran}"))
+        return program
+
+    def stages(self, choice: Choice) -> Iterator[Stage]:
+        """The passes that run under a choice, each with the program that it makes."""
+        made = {FIRST: self.recorded}
+        yield from self._through(made, choice, 0, self._at_order)
+        key = self._key(made, choice)
         if key in self._recent:
             yield from self._recent[key]
             return
-        made: list[tuple[Pass, Program]] = []
-        for passed, program in closed(_with_leaves(self.cut(choice), self._gradients), key[1]):
-            made.append((passed, self._finished.setdefault(key, program) if passed is CLOSING[-1] else program))
-            yield made[-1]
-        self._recent[key] = made
+        last = list[Stage]()
+        for stage in self._through(made, choice, self._at_order, len(self.passes)):
+            last.append(stage)
+            yield stage
+        self._recent[key] = last
         if len(self._recent) > RECENT:
             del self._recent[next(iter(self._recent))]
 
-    def _key(self, choice: Choice) -> tuple[int, Sides]:
-        cut = self.cut(choice)
-        return id(cut.lines), sides(cut, choice, self._on_disk(choice))
+    def _key(self, made: dict[str, Program], choice: Choice) -> Any:
+        """The lines of a choice as the passes that order them find them, and what it comes to for those."""
+        lines = next(reversed(made.values())).lines
+        return id(lines), *(x.option(made, self.asked, choice) for x in self.passes[self._at_order :])
 
-    def _on_disk(self, choice: Choice) -> dict[str, str]:
-        """The gradients of a choice that wait on disk, each with its leaf."""
-        if not self._gradients:
-            return {}
-        made = {passed.name: program for passed, program in self._opened(choice)}
-        whole, cut = made["shard"], self.cut(choice)
-        if id(cut.lines) not in self._waiting:
-            assert whole.update is not None
-            names = whole.update.attrs.grads
-            waiting = off_device.gradients_that_wait(cut)
-            self._waiting[id(cut.lines)] = {
-                names[param]: leaf.path for param, leaf in self._gradients.items() if names.get(param) in waiting
-            }
-        return self._waiting[id(cut.lines)]
-
-    def verified(self, choice: Choice) -> Program:
-        """The program of a choice, verified after every pass."""
-        with uncollected():
-            return verified(self.base, self.stages(choice))
-
-    def _opened(self, choice: Choice) -> list[tuple[Pass, Program]]:
-        """The passes up to the cut of the update, each with the program that it made."""
-        if choice in self._lists:
-            return self._lists[choice]
-        program, made = self.base, list[tuple[Pass, Program]]()
-        for number, passed in enumerate(self._opening):
-            key = number, id(program.lines), self._present(), passed.key(program, choice)
-            if key not in self._shared:
-                self._shared[key] = program, passed.rewrite(program, choice)
-            found = self._shared[key][1]
-            if found.leaves is not self.base.leaves and key not in self._own:
-                self._own[key] = replace(found, leaves=self.base.leaves, transforms=self.base.transforms)
-            program = self._own.get(key, found)
-            made.append((passed, program))
-        self._lists[choice] = made
+    def _made(self, choice: Choice, end: int) -> dict[str, Program]:
+        made = {FIRST: self.recorded}
+        for _ in self._through(made, choice, 0, end):
+            pass
         return made
 
-    def _present(self) -> tuple[int, ...]:
-        """For each leaf which of the tiers that there are it is on: an update is cut alike whichever tiers those
-        are."""
-        numbers = [TIERS_OF_LEAVES.index(leaf.layout.tier) for leaf in self.base.leaves.values()]
-        present = sorted({*numbers})
-        return tuple(map(present.index, numbers))
+    def _through(self, made: dict[str, Program], choice: Choice, begin: int, end: int) -> Iterator[Stage]:
+        """The passes with these numbers that run, each with the program that it makes. `made` gets one for each of
+        them."""
+        for number, passed in enumerate(self.passes[begin:end], begin):
+            program, option = next(reversed(made.values())), passed.option(made, self.asked, choice)
+            if passed.wanted(program, self.asked, option):
+                if passed.name in self.asked.skip:
+                    self._idle.discard(passed.name)
+                else:
+                    program = self._rewritten(number, program, option)
+                    yield passed, program
+            made[passed.name] = program
 
+    def _rewritten(self, number: int, program: Program, option: Any) -> Program:
+        rewrite = lambda: self.passes[number].rewrite(program, self.asked, option)  # noqa: E731
+        if number >= self._at_order:
+            return rewrite()
+        key = number, id(program.lines), option
+        if number < self._at_cut:
+            if key not in self._shared:
+                self._shared[key] = program, rewrite(), self
+            _, found, owner = self._shared[key]
+            if owner is self:
+                return found
+            rewrite = lambda: replace(  # noqa: E731
+                found,
+                leaves={name: self._leaves.get(name, leaf) for name, leaf in found.leaves.items()},
+                transforms=self.recorded.transforms,
+            )
+        if key not in self._own:
+            self._own[key] = program, rewrite()
+        return self._own[key][1]
 
-def _with_leaves(program: Program, gradients: Mapping[str, Leaf]) -> Program:
-    """The program with the leaves that gradients wait in among its inputs."""
-    if not gradients:
-        return program
-    leaves = {leaf.path: leaf for leaf in gradients.values()}
-    values = (Value(x.path, x.shape, x.dtype, resting(x.layout)) for x in leaves.values())
-    return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **leaves})
-
-
-def verified(program: Program, stages: Iterable[tuple[Pass, Program]]) -> Program:
-    """The last program of these stages, which begin with a verified one, each verified if it is another than the one
-    before.
-
-    Raises:
-        VerifyError: naming the pass.
-    """
-    for passed, made in stages:
-        if made is not program or passed.check is not None:
-            passed.verified(made)
-        program = made
-    return program
-
-
-def closed(program: Program, chosen: Sides | None = None) -> Iterator[tuple[Pass, Program]]:
-    """The programs that one whose update is cut becomes, after every pass."""
-    for passed in CLOSING:
-        program = passed.rewrite(program, chosen or Sides())
-        yield passed, program
+    def _verified(self, stages: Iterable[Stage]) -> Iterator[Program]:
+        """The recorded program and those of these stages, each verified."""
+        before = self.recorded
+        if id(before) not in self._sound:
+            check_after(self.passes, -1, before)
+        yield before
+        for passed, program in stages:
+            if id(program) not in self._sound:
+                check_after(self.passes, self.passes.index(passed), program, changed=program is not before)
+            yield program
+            before = program
 
 
 def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> tuple[Choice, bool]:

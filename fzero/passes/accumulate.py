@@ -15,8 +15,6 @@ from fzero.transforms.base import find
 def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) -> Program:
     """Repeats the lines of loss and gradients for each micro-batch, as the step's record says. `batch`: this rank's
     shape of each input that is cut."""
-    if num == 1:
-        return program
     record = find(program.transforms, Accumulate)
     lines, totals = (
         _repeated(program, num, batch) if record is not None and record.vertical else _looped(program, num, batch)

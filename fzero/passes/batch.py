@@ -15,14 +15,14 @@ from fzero.program.ir import Line, Place, Program
 from fzero.program.ops import OPS
 
 
-def batched(program: Program, launches: bool | None = None) -> Program:
-    """The program with lines of batched ops (`Op.batched`) that follow each other, and say the same, as one.
+def launches(program: Program) -> bool:
+    """Whether a line is a launch: on every device but a CPU."""
+    return program.mesh.device_type != "cpu"
 
-    Args:
-        launches: whether a line is a launch; by default on every device but a CPU.
-    """
-    launches = program.mesh.device_type != "cpu" if launches is None else launches
-    return _Batcher(program).run() if launches else program
+
+def batched(program: Program) -> Program:
+    """The program with lines of batched ops (`Op.batched`) that follow each other, and say the same, as one."""
+    return _Batcher(program).run()
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,11 +37,7 @@ NOBODY: Owner = (-1, 0)
 
 def cut_update(program: Program) -> Program:
     """Replaces the `update` line by lines that run. Shards are as the placements of its arguments and targets say."""
-    return (
-        program.map_lines(lambda line: [line])
-        if not any(x.op == "update" for x in program.lines)
-        else _Cutter(program).program
-    )
+    return _Cutter(program).program
 
 
 class _Cutter:

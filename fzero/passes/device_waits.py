@@ -14,9 +14,7 @@ from fzero.program.ops import OPS, STARTS, Start
 
 
 def mark(program: Program) -> Program:
-    """The program with `host=False` on these waits; as it is where host and device are one memory."""
-    if program.mesh.unified_memory:
-        return program
+    """The program with `host=False` on these waits. Where host and device are one memory there are none."""
     starts = {line.out[0].name: line for line, _ in program.walk() if line.op in STARTS}
     on_host = {*program.outputs}
     for line, _ in program.walk():

@@ -1,169 +1,299 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
     recorded program -- fuse, copies --> base program -- remat, accumulate, shard, cut_update -->
-    lines in the base program's order -- speculate, hoist_updates, tiers, overlap, redundant, rename,
-    pool, batch, device_waits --> finished program
+    lines in the base program's order -- gradients, speculate, hoist_updates, tiers, overlap, redundant, rename, pool,
+    batch, device_waits --> finished program
 
-A pass is a function of a program and of what was chosen (choice.py). What comes to the same is made once
-(fzero/lowering/variants.py). Of what is taken the program is verified after every pass; a violation names the pass.
+A pass is the unit of everything optional: it says when it is wanted, what a choice (choice.py) comes to for it, and
+which rules hold before and behind it. One that is not wanted does not run. Training steps and evaluations go through
+the same list, by one door (fzero/lowering/variants.py). Of what is taken the program is verified after every pass; a
+violation names the pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from fzero.errors import FzeroTypeError, TransformError, VerifyError, message
-from fzero.layout import Leaf
-from fzero.passes import accumulate, fuse, off_device, pool, redundant, remat, shard, tiers
-from fzero.passes.batch import batched
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError, message
+from fzero.layout import TIERS, Leaf
+from fzero.passes import accumulate, batch, copies, fuse, off_device, pool, redundant, remat, rules, shard, tiers
 from fzero.passes.choice import Choice
-from fzero.passes.copies import add_copies
 from fzero.passes.cut_update import cut_update
 from fzero.passes.device_waits import mark
 from fzero.passes.hoist_updates import hoist_updates
-from fzero.passes.overlap import Order, overlap
+from fzero.passes.overlap import overlap
 from fzero.passes.rename import apart
 from fzero.passes.reuse_cut import cut_as
 from fzero.passes.speculate import speculate
-from fzero.passes.split import Choices
 from fzero.passes.zero import Zero
 from fzero.program.ir import Line, Program
+from fzero.program.ops import STARTS
 from fzero.program.verify import BUG, verify
 from fzero.program.verify_pool import check
-from fzero.transforms.base import Transform
+from fzero.transforms.base import Transform, find
+from fzero.transforms.offload import Offload
+from fzero.transforms.redundant import Redundant
 
-Name = Literal[
-    "trace",
-    "fuse",
-    "copies",
-    "remat",
-    "accumulate",
-    "shard",
-    "cut_update",
-    "speculate",
-    "hoist_updates",
-    "tiers",
-    "overlap",
-    "redundant",
-    "rename",
-    "pool",
-    "batch",
-    "device_waits",
-]
-"""The programs on the way, in order: what was recorded, then what each pass made of it. An evaluation has no update to
-cut, and some passes less."""
+FIRST = "trace"
+"""The name of the program that was recorded, which the first pass follows."""
+Made = dict[str, Program]
+"""The programs on the way, in order, each by the pass that it comes after, whether that ran or not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The demands of a step on its passes, whatever is chosen.
+
+    Attributes:
+        zero: of its parallel transforms.
+        num_micro: micro-batches.
+        batch: the shape on this rank of each batch input that is cut into micro-batches, by name.
+        copies: copies of masters in the dtype of compute, by the path of the master.
+        gradients: leaves for gradients that wait on disk, by the path of the parameter.
+        skip: names of passes to leave out, for whoever looks for a fault.
+        known: the findings of passes about programs of this step.
+    """
+
+    zero: Zero
+    num_micro: int = 1
+    batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    copies: Mapping[str, Leaf] = field(default_factory=dict)
+    gradients: Mapping[str, Leaf] = field(default_factory=dict)
+    skip: frozenset[str] = frozenset()
+    known: dict[Any, Any] = field(default_factory=dict)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A rewrite of programs, and all that is to be known of it.
+
+    Attributes:
+        name: of the pass, and of the program that it makes.
+        rewrite: the program that it makes of one, with an option.
+        after: of a transform's own, the pass that it comes right behind; the others are in order.
+        wanted: whether it has something to do to a program, with an option.
+        option: the part of a choice that it carries out. Programs are looked up by their options.
+        before: the rules of programs up to the pass, beside those of every program; raises VerifyError.
+        behind: likewise, from the pass on.
+        needed: the reason why a program without it is wrong; "" where it may be skipped.
+        own: whether it is of this package; a violation is a bug of whoever wrote it.
+    """
+
+    name: str
+    rewrite: Callable[[Program, Asked, Any], Program]
+    after: str = ""
+    wanted: Callable[[Program, Asked, Any], Any] = lambda program, asked, option: True
+    option: Callable[[Made, Asked, Choice], Hashable] = _nothing
+    before: Callable[[Program], Any] = _nothing
+    behind: Callable[[Program], Any] = _nothing
+    needed: str = ""
+    own: bool = True
+
+
+def _now(made: Made) -> Program:
+    return next(reversed(made.values()))
+
+
+def _trains(program: Program, *_: Any) -> bool:
+    return program.update is not None
+
+
+def _tiers_of_leaves(made: Made, *_: Any) -> tuple[int, ...]:
+    """For each leaf the number of its tier among those in use: an update is cut alike whichever tiers those are."""
+    numbers = [TIERS.index(leaf.layout.tier) for leaf in _now(made).leaves.values()]
+    present = sorted({*numbers})
+    return tuple(map(present.index, numbers))
+
+
+def _cut(program: Program, asked: Asked, _: Any) -> Program:
+    """Cuts an update; one that was cut before in a program whose leaves rest on the same tiers, as it was."""
+    on = "cut", tuple(leaf.layout.tier for leaf in program.leaves.values())
+    cut = (cut_as(program, *asked.known[on]) if on in asked.known else None) or cut_update(program)
+    asked.known.setdefault(on, (program, cut))
+    return cut
+
+
+def _cast_once(made: Made, choice: Choice) -> tuple[str, ...]:
+    """The leaves that may be cast once for all micro-batches."""
+    leaves = _now(made).leaves.values()
+    return tuple(x.path for x in leaves if x.layout.tier == "device") if choice.cast_once else ()
 
 
 class Sides(NamedTuple):
     """The consequences of a choice for a program whose update is cut.
 
     Attributes:
-        order: where transfers stand.
-        guess: the tiers whose leaves are updated on a guess.
         on_device: leaves off the device that are updated there.
         waiting: gradients that wait in host memory.
         on_disk: gradients that wait on disk, each with its leaf.
     """
 
-    order: Order = Order()
-    guess: tuple[str, ...] = ()
-    on_device: frozenset[str] = frozenset()
-    waiting: frozenset[str] = frozenset()
-    on_disk: tuple[tuple[str, str], ...] = ()
+    on_device: frozenset[str]
+    waiting: frozenset[str]
+    on_disk: tuple[tuple[str, str], ...]
 
 
-def sides(program: Program, choice: Choice, on_disk: Mapping[str, str]) -> Sides:
-    """The consequences of a choice for a program whose update is cut, with these gradients on disk."""
+def sides(made: Made, asked: Asked, choice: Choice) -> Sides:
+    """The consequences of a choice, as the program has them whose update was cut."""
+    program, on_disk = made["gradients"], dict[str, str]()
+    if asked.gradients:
+        waits, whole = off_device.gradients_that_wait(program), made["shard"].update
+        names = {} if whole is None else whole.attrs.grads
+        on_disk = {names[param]: leaf.path for param, leaf in asked.gradients.items() if names.get(param) in waits}
     on_device = off_device.updated_on_device(program, choice.host_share)
     waiting = off_device.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
-    return Sides(choice.order, choice.guess, on_device, waiting, tuple(on_disk.items()))
+    return Sides(on_device, waiting, tuple(on_disk.items()))
 
 
-class Pass(NamedTuple):
-    """A rewrite of programs.
+PASSES = (
+    Pass("fuse", lambda program, *_: fuse.rewrite(program), wanted=_trains),
+    Pass(
+        "copies",
+        lambda program, asked, _: copies.add_copies(program, asked.copies),
+        wanted=lambda program, asked, _: asked.copies,
+        option=lambda made, asked, choice: tuple(asked.copies),
+        needed="the state has copies of masters in the dtype of compute, which the step reads and writes",
+    ),
+    Pass(
+        "remat",
+        lambda program, asked, keeps: remat.rewrite(program, keeps.policy, asked.known),
+        wanted=lambda program, asked, keeps: _trains(program) and keeps is not None,
+        option=lambda made, asked, choice: remat.keeps(_now(made), choice.remat, asked.known),
+    ),
+    Pass(
+        "accumulate",
+        lambda program, asked, _: accumulate.rewrite(program, asked.num_micro, asked.batch),
+        wanted=lambda program, asked, _: asked.num_micro > 1,
+        needed="the loss was traced with one of the micro-batches that the batch is cut into",
+    ),
+    Pass(
+        "shard",
+        lambda program, asked, option: shard.rewrite(program, asked.zero, *option),
+        wanted=lambda program, asked, _: asked.zero.batch_axes,
+        option=lambda made, asked, choice: (choice.whole_grads, choice.stay, _cast_once(made, choice)),
+        needed="without it every rank would train by itself",
+    ),
+    Pass(
+        "cut_update",
+        _cut,
+        wanted=_trains,
+        option=_tiers_of_leaves,
+        behind=rules.is_cut,
+        needed="an update is run in functions",
+    ),
+    Pass(
+        "gradients",
+        lambda program, asked, _: tiers.with_leaves(program, asked.gradients.values()),
+        wanted=lambda program, asked, _: asked.gradients,
+        needed="gradients that wait on disk need leaves there",
+    ),
+    Pass(
+        "speculate",
+        lambda program, asked, on: speculate(program, on),
+        wanted=lambda program, asked, on: on,
+        option=lambda made, asked, choice: choice.guess,
+    ),
+    Pass("hoist_updates", lambda program, *_: hoist_updates(program), wanted=lambda program, *_: program.assigns),
+    Pass(
+        "tiers",
+        lambda program, asked, option: tiers.rewrite(program, *option),
+        wanted=lambda program, asked, _: find(program.transforms, Offload),
+        option=sides,
+        before=rules.on_device,
+        needed="nothing would be copied to the tier on which it is read",
+    ),
+    Pass(
+        "overlap",
+        lambda program, asked, order: overlap(program, order),
+        wanted=lambda program, *_: any(line.op in STARTS for line, _ in program.walk()),
+        option=lambda made, asked, choice: choice.order,
+    ),
+    Pass(
+        "redundant",
+        lambda program, *_: redundant.rewrite(program),
+        wanted=lambda program, *_: program.assigns and program.mesh.size > 1 and find(program.transforms, Redundant),
+        needed="no rank would hold the part of another's state that is to outlive it",
+    ),
+    Pass(
+        "rename",
+        lambda program, *_: apart(program),
+        wanted=lambda program, *_: not program.values_by_name.keys().isdisjoint(program.functions),
+        needed="a leaf would hide the function that is called like it",
+    ),
+    Pass(
+        "pool",
+        lambda program, *_: pool.place(program),
+        behind=lambda program: (rules.placed(program), check(program)),
+        needed="nothing that moves would have a buffer",
+    ),
+    Pass("batch", lambda program, *_: batch.batched(program), wanted=lambda program, *_: batch.launches(program)),
+    Pass("device_waits", lambda program, *_: mark(program), wanted=lambda program, *_: not program.mesh.unified_memory),
+)
+"""All passes of the package, in order. An evaluation has no update, so that some have nothing to do."""
 
-    Attributes:
-        name: what it does.
-        rewrite: a program, as it was chosen: a `Choice` before the update is cut, `Sides` after it.
-        key: what it goes by of a program and a choice, for passes whose programs are looked up.
-        check: rules that hold from there on beside those of every program.
-        own: whether it is of this package; a violation is a bug of whoever wrote it.
-    """
 
-    name: str
-    rewrite: Callable[[Program, Any], Program]
-    key: Callable[[Program, Choice], Hashable] = lambda program, choice: None
-    check: Callable[[Program], Program] | None = None
-    own: bool = True
-
-    def made(self, program: Program) -> Program:
-        """The program that it makes whatever was chosen, verified."""
-        return self.verified(self.rewrite(program, None))
-
-    def verified(self, program: Program) -> Program:
-        """The program that it made, if that keeps the rules.
-
-        Raises:
-            VerifyError: naming the pass.
-        """
-        try:
-            verify(program)
-            return program if self.check is None else self.check(program)
-        except VerifyError as error:
-            text = f"{error}\nIt was found after the pass {self.name!r}."
-            if not self.own:
-                text = text.replace(BUG, f"the rewrite of {self.name!r} made it: make that keep the rules")
-            raise VerifyError(text) from None
-
-
-FUSE = Pass("fuse", lambda program, _: fuse.rewrite(program))
-"""The first pass of a training step."""
-
-
-def copying(copies: Mapping[str, Leaf]) -> Pass:
-    """The pass that has a step compute with copies of masters, by the path of each master."""
-    return Pass("copies", lambda program, _: add_copies(program, copies))
-
-
-def sharding(zero: Zero) -> Pass:
-    """The one pass before the order of an evaluation, which has nothing to choose."""
-    return Pass("shard", lambda program, _: shard.rewrite(program, zero))
-
-
-def opening(zero: Zero, num_micro: int, batch: Mapping[str, tuple[int, ...]]) -> tuple[Pass, ...]:
-    """The passes whose programs many choices share.
+def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pass, ...]:
+    """The passes of a step: those of the package, each followed by the rewrites of transforms that come after it.
 
     Args:
-        zero: what a step's parallel transforms ask for.
-        num_micro: micro-batches.
-        batch: the shape on this rank of each batch input that is cut into micro-batches, by name.
+        transforms: of the step.
+        skip: passes to leave out.
+
+    Raises:
+        TransformError: a transform names a pass that is not there.
+        FzeroValueError: a pass to leave out is not there, or the program would be wrong without it.
     """
-    blocks: dict[Any, Choices] = {}
-    return (
-        Pass(
-            "remat",
-            lambda program, choice: remat.rewrite(program, choice.remat, blocks),
-            lambda program, choice: remat.kept(program, choice.remat, blocks),
-        ),
-        Pass("accumulate", lambda program, _: accumulate.rewrite(program, num_micro, batch)),
-        Pass(
-            "shard",
-            lambda program, choice: shard.rewrite(program, zero, choice.whole_grads, choice.stay, choice.cast_once),
-            lambda program, choice: (
-                choice.whole_grads,
-                choice.stay,
-                choice.cast_once and tuple(x.path for x in program.leaves.values() if x.layout.tier == "device"),
-            ),
-        ),
-        Pass("cut_update", _cut()),
-    )
+    passes = [*PASSES]
+    left = [_added(t) for t in transforms if type(t).rewrite is not Transform.rewrite]
+    while left:
+        names = [FIRST, *(x.name for x in passes)]
+        guest = next((x for x in left if x.after in names), None)
+        if guest is None:
+            problems = [f"{x.name}: after {x.after!r}, which is no pass of this step" for x in left]
+            raise TransformError(message("lower", "unknown passes", problems, f"name one of {', '.join(names)}"))
+        at, behind = names.index(guest.after), {guest.after}
+        while at < len(passes) and passes[at].after in behind:  # in the order of the step's transforms
+            behind.add(passes[at].name)
+            at += 1
+        passes.insert(at, guest)
+        left.remove(guest)
+    known = {x.name: x.needed for x in passes}
+    if problems := [f"{name}: {known.get(name, 'no such pass')}" for name in sorted(skip) if known.get(name, "?")]:
+        able = ", ".join(name for name, why in known.items() if not why)
+        raise FzeroValueError(message("lower", "passes cannot be skipped", problems, f"one of {able} can be"))
+    return tuple(passes)
 
 
-def added(program: Program) -> tuple[Pass, ...]:
-    """A pass for each spec of a program that rewrites programs itself."""
-    own = (t for t in program.transforms if type(t).rewrite is not Transform.rewrite)
-    return tuple(Pass(t.name, lambda program, _, t=t: _rewritten(t, program), own=False) for t in own)
+def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool = True) -> None:
+    """Checks the program that a pass made, the one with this number. One that it did not change has new rules to keep.
+
+    Raises:
+        VerifyError: naming the pass and the line.
+    """
+    try:
+        if changed:
+            verify(program)
+        for number, passed in enumerate(passes):
+            (passed.behind if number <= at else passed.before)(program)
+    except VerifyError as error:
+        name = passes[at].name if at >= 0 else FIRST
+        text = f"{error}\nIt was found after the pass {name!r}."
+        if at >= 0 and not passes[at].own:
+            text = text.replace(BUG, f"the rewrite of {name!r} made it: make that keep the rules")
+        raise VerifyError(text) from None
+
+
+def _added(transform: Transform) -> Pass:
+    """The pass of a transform that rewrites programs itself."""
+    needed = f"it carries out {transform}: leave that out of the step instead"
+    rewrite = lambda program, *_: _rewritten(transform, program)  # noqa: E731
+    return Pass(transform.name, rewrite, transform.after, needed=needed, own=False)
 
 
 def _rewritten(transform: Transform, program: Program) -> Program:
@@ -182,32 +312,3 @@ def _rewritten(transform: Transform, program: Program) -> Program:
         fix = "leave it out on this mesh; or say by its idle_in(program) why it may change nothing"
         raise TransformError(message(transform.name, "does nothing to this program", [problem], fix))
     return made
-
-
-CLOSING = (
-    Pass("speculate", lambda program, chosen: speculate(program, chosen.guess)),
-    Pass("hoist_updates", lambda program, _: hoist_updates(program)),
-    Pass(
-        "tiers", lambda program, chosen: tiers.rewrite(program, chosen.on_device, chosen.waiting, dict(chosen.on_disk))
-    ),
-    Pass("overlap", lambda program, chosen: overlap(program, chosen.order)),
-    Pass("redundant", lambda program, _: redundant.rewrite(program)),
-    Pass("rename", lambda program, _: apart(program)),
-    Pass("pool", lambda program, _: pool.place(program), check=check),
-    Pass("batch", lambda program, _: batched(program), check=check),
-    Pass("device_waits", lambda program, _: mark(program), check=check),
-)
-"""The passes behind the cut of the update."""
-
-
-def _cut() -> Callable[[Program, Choice], Program]:
-    """Cuts updates; one that was cut before in a program whose leaves rest on the same tiers, as it was."""
-    first: dict[tuple[str, ...], tuple[Program, Program]] = {}
-
-    def rewrite(program: Program, _: Choice) -> Program:
-        tiers = tuple(leaf.layout.tier for leaf in program.leaves.values())
-        cut = (cut_as(program, *first[tiers]) if tiers in first else None) or cut_update(program)
-        first.setdefault(tiers, (program, cut))
-        return cut
-
-    return rewrite

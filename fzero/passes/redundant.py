@@ -23,9 +23,7 @@ from fzero.transforms.redundant import Redundant
 def rewrite(program: Program) -> Program:
     """The program with its sends, whose transfers are all in their places."""
     spec = find(program.transforms, Redundant)
-    trains = any(leaf.role == "step" for leaf in program.leaves.values())
-    if spec is None or not trains or program.mesh.size == 1:
-        return program
+    assert spec is not None
     values, names = program.values(), Names(program.values())
     groups: dict[tuple[int, bool], list[str]] = {}
     writers, end = _writers(program), len(program.lines)
@@ -34,7 +32,8 @@ def rewrite(program: Program) -> Program:
             apart = values[name].tier == "device" and not program.mesh.unified_memory
             groups.setdefault((writers.get(name, end), apart), []).append(name)
     before: dict[int, list[Line]] = {}  # by the number of a line, those that come before it
-    later = next((i for i, line in enumerate(program.lines[1:], 1) if line.block or line.body), end)
+    # where the first block has run, or the loop of all, if the step begins with that
+    later = next((i for i, x in enumerate(program.lines[1:], 1) if x.block or x.body or program.lines[0].body), end)
     on_the_way = f"{spec.name}, to the host"
     for number, ((writer, apart), leaves) in enumerate(groups.items()):
         sent, leaves_at = leaves, 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fzero.passes.split import Choices, Kept, Split
@@ -10,17 +10,15 @@ from fzero.program.ir import Line, Program, Value
 from fzero.program.lines import Functions
 
 
-def rewrite(program: Program, policy: str | float, known: dict[Any, Choices] | None = None) -> Program:
+def rewrite(program: Program, policy: str | float, known: dict[Any, Choices]) -> Program:
     """Splits every block that is called both forward and backward.
 
     Args:
         program: a base program.
-        policy: as of `remat`; "auto" is "min_cut".
+        policy: as of `remat`, but for "full", which splits none; "auto" is "min_cut".
         known: what was found out about blocks of this program before: the same dictionary for each rewrite of it.
     """
-    if policy == "full":
-        return program
-    blocks = _blocks(program, {} if known is None else known)
+    blocks = _blocks(program, known)
     stay = {line.fn for line, _ in program.walk() if line.block is None or line.block.number not in blocks}
     functions = Functions({name: f for name, f in program.functions.items() if name in stay})
     splits: dict[Choices, Split] = {}
@@ -46,14 +44,20 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Choices] | N
     return replace(program.map_lines(visit), functions=functions.by_name)
 
 
-def kept(program: Program, policy: str | float, known: dict[Any, Choices]) -> tuple[Kept, ...] | None:
-    """The kept values of each distinct block, None if none is split. Policies that keep the same make the same program.
-    Args: as of `rewrite`."""
-    return (
-        None
-        if policy == "full"
-        else tuple(_kept(choices, policy) for choices in dict.fromkeys(_blocks(program, known).values()))
-    )
+@dataclass(frozen=True)
+class Keeps:
+    """The kept values of each distinct block, by a policy. Policies that keep the same make the same program."""
+
+    blocks: tuple[Kept, ...]
+    policy: str | float = field(compare=False)
+
+
+def keeps(program: Program, policy: str | float, known: dict[Any, Choices]) -> Keeps | None:
+    """The values that blocks keep, None if none is split. Args: as of `rewrite`."""
+    if policy == "full":
+        return None
+    distinct = dict.fromkeys(_blocks(program, known).values())
+    return Keeps(tuple(_kept(choices, policy) for choices in distinct), policy)
 
 
 def _blocks(program: Program, known: dict[Any, Choices]) -> dict[int, Choices]:

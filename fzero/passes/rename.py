@@ -13,8 +13,6 @@ def apart(program: Program) -> Program:
     `embed`."""
     values = set(program.values())
     both = [name for name in program.functions if name in values]
-    if not both:
-        return program
     names = Names((*values, *program.functions))
     new = {name: names(f"{name}_fn") for name in both}
     program = program.map_lines(lambda line: [replace(line, fn=new[line.fn])] if line.fn in new else [line])

@@ -41,7 +41,7 @@ from fzero.program.ops import STARTS
 
 
 def rewrite(
-    program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0, cast_once: bool = False
+    program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0, cast_once: Collection[str] = ()
 ) -> Program:
     """Spreads a base program over the mesh.
 
@@ -50,13 +50,13 @@ def rewrite(
         zero: what the parallel transforms ask for.
         whole_grads: whether over micro-batches gradients add up whole, whatever the stage, and are reduced once a step.
         stay: the share of blocks, from the last, whose parameters stay gathered over the axis of `once_a_step`.
-        cast_once: whether a loop over micro-batches gathers shards that were cast before it, of leaves on the device.
+        cast_once: the leaves of which a loop over micro-batches gathers shards that were cast before it.
     """
-    return _Rewrite(program, zero, whole_grads, stay, cast_once).run() if zero.batch_axes else program
+    return _Rewrite(program, zero, whole_grads, stay, cast_once).run()
 
 
 class _Rewrite:
-    def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float, cast_once: bool):
+    def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float, cast_once: Collection[str]):
         self.program, self.zero, self.whole_grads, self.cast_once = program, zero, whole_grads, cast_once
         blocks = sorted(
             {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
@@ -197,13 +197,13 @@ class _Rewrite:
             names.update((part.name, v.name) for part, v in zip(parts, line.out, strict=True))
         return [*calls, *self._all_reduce(list(names), op="max", by="fp8", into=names)]
 
-    def _keep(self, args: Iterable[str], cast: bool = False) -> list[Line]:
-        """Gathers, once a step, parameters as far as they stay gathered until its end. `cast`: and casts those that do
-        not."""
+    def _keep(self, args: Iterable[str], cast: Collection[str] = ()) -> list[Line]:
+        """Gathers, once a step, parameters as far as they stay gathered until its end. `cast`: leaves to cast, which
+        need not stay so."""
         groups: dict[int, list[str]] = defaultdict(list)
         for a in (a for a in dict.fromkeys(args) if a in self.leaf_of and a not in self.kept):
             path, by = self.leaf_of[a]
-            casts = cast and by is not None and self.program.leaves[path].layout.tier == "device"
+            casts = path in cast and by is not None
             if casts or self.placement[path].axes != self._stays(a):
                 groups[self._owner(path)].append(a)
         lines: list[Line] = []

@@ -40,7 +40,7 @@ def speculate(program: Program, tiers: Sequence[str]) -> Program:
     on a guess and do not rest on disk a copy, made before the update. On disk twice the bytes at rest, and a wrong
     guess reads and writes them twice. No communication.
     """
-    return _Guess(program, tiers).run() if tiers else program
+    return _Guess(program, tiers).run()
 
 
 def num_guessable(program: Program, tiers: Sequence[str]) -> int:

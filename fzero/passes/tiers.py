@@ -17,22 +17,22 @@ from dataclasses import replace
 
 import torch
 
+from fzero.layout import Leaf
 from fzero.passes.accumulate import loop_totals
 from fzero.passes.off_device import known_last, no_gradients, saved_activations, update_lines
 from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs
-from fzero.program.ir import MOVING, Function, Line, Program, Value, repeats
+from fzero.program.ir import MOVING, Function, Line, Program, Value, repeats, resting
 from fzero.program.names import Names, identifier
 from fzero.transforms.offload import Offload
 
 
 def rewrite(
     program: Program,
-    on_device: frozenset[str] = frozenset(),
-    waiting: frozenset[str] = frozenset(),
-    on_disk: Mapping[str, str] | None = None,
+    on_device: frozenset[str],
+    waiting: frozenset[str],
+    on_disk: Iterable[tuple[str, str]],
 ) -> Program:
-    """Places copies between tiers around the lines of a program whose update is cut. One whose leaves all rest on the
-    device is unchanged.
+    """Places copies between tiers around the lines of a program whose update is cut.
 
     Args:
         program: to be rewritten.
@@ -41,7 +41,14 @@ def rewrite(
         on_disk: the leaves in which others wait on disk.
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
-    return _Rewrite(program, records, on_device, waiting, on_disk or {}).run() if records else program
+    return _Rewrite(program, records, on_device, waiting, dict(on_disk)).run()
+
+
+def with_leaves(program: Program, leaves: Iterable[Leaf]) -> Program:
+    """The program with the leaves that gradients wait in among its inputs."""
+    new = {leaf.path: leaf for leaf in leaves}
+    values = (Value(x.path, x.shape, x.dtype, resting(x.layout)) for x in new.values())
+    return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **new})
 
 
 class _Rewrite:

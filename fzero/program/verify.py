@@ -16,7 +16,7 @@ not list is a violation, and so is an axis that the mesh does not have. The row 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fzero.boxes import uneven
@@ -40,16 +40,18 @@ def verify(program: Program) -> Program:
     checker.lines(program.lines, {v.name: v for v in program.inputs})
     checker.guesses()
     checker.outputs()
-    if checker.problems:
-        raise VerifyError(
-            message(
-                "verify",
-                f"the program of {program.name} breaks its rules",
-                checker.problems,
-                BUG,
-            )
-        )
+    refuse(program, checker.problems)
     return program
+
+
+def refuse(program: Program, problems: Iterable[str], what: str = "the program") -> None:
+    """Raises if there are any violations.
+
+    Raises:
+        VerifyError: with all of them.
+    """
+    if listed := dict.fromkeys(problems):
+        raise VerifyError(message("verify", f"{what} of {program.name} breaks its rules", listed, BUG))
 
 
 class _Checker:
@@ -264,7 +266,7 @@ class _Checker:
                 self.bad(line, f"{v.name} is made on the {writes}, and said to be on the {v.tier}")
 
     def bad(self, line: Line, text: str) -> None:
-        self.problems.append(f"{_name(line)}: {text}")
+        self.problems.append(f"{shown(line)}: {text}")
 
 
 def _row(line: Line) -> Op:
@@ -281,5 +283,6 @@ def _device_only(line: Line) -> bool:
     return isinstance(row, Start) and row.holds_device_only
 
 
-def _name(line: Line) -> str:
+def shown(line: Line) -> str:
+    """A line, as violations name it."""
     return f"{line.op} {line.fn} -> {', '.join(v.name for v in line.out)}"

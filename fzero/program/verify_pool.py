@@ -16,11 +16,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fzero.errors import VerifyError, message
 from fzero.program.attrs import WaitAttrs
 from fzero.program.ir import Line, Place, Program
 from fzero.program.ops import OPS, STARTS, Start, stays, turns
-from fzero.program.verify import BUG
+from fzero.program.verify import refuse, shown
 
 Span = tuple[int, int]  # bytes of the pool, half open; those of the host's pool come after
 
@@ -33,11 +32,7 @@ def check(program: Program) -> Program:
     """
     checker = _Checker(program)
     checker.lines(program.lines)
-    if checker.problems:
-        fix = BUG
-        raise VerifyError(
-            message("verify", f"the pool of {program.name} breaks its rules", dict.fromkeys(checker.problems), fix)
-        )
+    refuse(program, checker.problems, "the pool")
     return program
 
 
@@ -187,7 +182,7 @@ class _Checker:
         return begin, begin + place.nbytes * size
 
     def _add(self, line: Line, text: str) -> None:
-        self.problems.append(f"{line.op} {line.fn} -> {', '.join(v.name for v in line.out)}: {text}")
+        self.problems.append(f"{shown(line)}: {text}")
 
 
 def _meet(one: Span, other: Span) -> bool:

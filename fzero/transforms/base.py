@@ -24,9 +24,11 @@ T = TypeVar("T", bound="Transform")
 
 @dataclass(frozen=True)
 class Transform:
-    """A spec. `order` is its place in the canonical order."""
+    """A spec. `order` is its place in the canonical order; `after` names the pass (fzero/passes/pipeline.py), or the
+    transform, that its own rewrite follows."""
 
     order: ClassVar[int] = 0
+    after: ClassVar[str] = "cut_update"
     name: ClassVar[str] = ""
 
     def __call__(self, step: Any) -> Any:
@@ -74,9 +76,9 @@ class Transform:
         return {}
 
     def rewrite(self, program: Program) -> Program:
-        """The program with what this transform adds of its own, behind the cut of the update; the passes of the package
-        (fzero/passes) know their specs themselves. Equal specs rewrite programs with the same lines alike, on every
-        rank, wherever their leaves rest and whatever other specs there are. One that changes nothing is an error,
+        """The program with what this transform adds of its own, right behind the pass `after`; the passes of the
+        package (fzero/passes) know their specs themselves. Equal specs rewrite programs with the same lines alike, on
+        every rank, wherever their leaves rest and whatever other specs there are. One that changes nothing is an error,
         unless `idle_in` says why."""
         return program
 

@@ -1,0 +1,181 @@
+"""The list of passes: what runs, what may be skipped, what each changed, the rules between passes, and where rewrites
+of transforms stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from test_mutations import APART, PARAMS, loss_fn
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import FzeroValueError, TransformError, VerifyError
+from fzero.lowering.lowered import Lowered
+from fzero.passes import pipeline, rules, tiers
+from fzero.passes.pipeline import PASSES
+from fzero.program.ir import Program
+from fzero.program.show import show
+from fzero.transforms.base import Transform
+
+STEPS = {
+    "plain": (fz.compose(), fz.AbstractMesh(data=1)),
+    "zero-3": (fz.shard_params(), fz.AbstractMesh(data=2)),
+    "cpu": (
+        fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params"))),
+        APART.of_type("cuda"),
+    ),
+    "nvme": (
+        fz.compose(fz.shard_params(), fz.offload("nvme", ("opt_state", "params", "gradients"), path="/s")),
+        APART,
+    ),
+    "all": (
+        fz.compose(fz.shard_params(), fz.accumulate(2), fz.redundant(), fz.offload("cpu", "opt_state")),
+        APART,
+    ),
+}
+"""Steps, with their meshes."""
+
+
+def lower(name: str, *more: Any, **kwargs: Any) -> Lowered:
+    transform, mesh = STEPS[name]
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)))
+    return fz.lower(fz.compose(transform, *more)(step), mesh, PARAMS, torch.ones(6, 4), **kwargs)
+
+
+RAN = {
+    "plain": "fuse remat cut_update hoist_updates pool",
+    "zero-3": "fuse remat shard cut_update hoist_updates overlap pool",
+    "cpu": "fuse copies remat shard cut_update hoist_updates tiers overlap pool batch device_waits",
+    "nvme": "fuse remat shard cut_update gradients hoist_updates tiers overlap pool device_waits",
+    "all": "fuse remat accumulate shard cut_update hoist_updates tiers overlap redundant pool device_waits",
+}
+
+
+@pytest.mark.parametrize("name", RAN)
+def test_the_passes_that_are_wanted_run(name: str) -> None:
+    lowered = lower(name)
+    assert [*lowered.stages()] == ["trace", *RAN[name].split()]
+    assert [x.name for x in PASSES if x.name in lowered.stages()] == RAN[name].split()
+    texts = [show(program, fold=False) for program in lowered.stages().values()]
+    for number, passed in enumerate(RAN[name].split()):
+        changed = [x for x in lowered.diff(passed, fold=False).splitlines() if not x.startswith(("---", "+++", "@@"))]
+        removed, added = ([x[1:] for x in changed if x[0] in (sign, " ")] for sign in "-+")
+        before, after = (texts[i].splitlines() for i in (number, number + 1))
+        assert {*removed} <= {*before} and {*added} <= {*after} and bool(changed) == (before != after)
+
+
+def test_an_evaluation_goes_through_the_same_list() -> None:
+    fn = lambda p, x: (x @ p["scale"]).mean()  # noqa: E731
+    step = fz.shard_params(fz.eval_step(fn))
+    lowered = fz.lower(step, fz.AbstractMesh(data=2), PARAMS, (torch.ones(6, 4),))
+    assert [*lowered.stages()] == ["trace", "shard", "overlap", "pool"]
+    assert [*fz.lower(step, fz.AbstractMesh(data=1), PARAMS, (torch.ones(6, 4),)).stages()] == ["trace", "pool"]
+
+
+@pytest.mark.parametrize("passed", PASSES, ids=lambda passed: passed.name)
+def test_a_pass_is_skipped_or_refused_by_name(passed: pipeline.Pass) -> None:
+    """What is left is verified, and has all that the other passes make."""
+    name = next((name for name, ran in RAN.items() if passed.name in ran.split()), "zero-3")
+    if passed.needed:
+        with pytest.raises(FzeroValueError, match=f"(?s)cannot be skipped.*{passed.name}: .*Fix: one of fuse, remat"):
+            lower(name, skip=(passed.name,))
+    elif passed.name == "speculate":
+        with pytest.raises(FzeroValueError, match=r"(?s)speculate: has nothing to do here.*these run: fuse, remat"):
+            lower(name, skip=("speculate",))
+        guessed = {"memory_budget": "1GB", "host_budget": "1GB", "device": "h100"}
+        assert "speculate" in lower("cpu", **guessed).stages()
+        assert "speculate" not in lower("cpu", **guessed, skip="speculate").stages()
+    else:
+        assert [*lower(name, skip=(passed.name,)).stages()] == [
+            "trace",
+            *(x for x in RAN[name].split() if x != passed.name),
+        ]
+
+
+# --- rules between passes ---
+
+
+def moved_off(program: Program) -> Program:
+    """With the copies that belong to a later pass."""
+    return tiers.rewrite(program, frozenset(), frozenset(), ())
+
+
+def without_a_place(program: Program) -> Program:
+    placed = PLACE(program)
+    at = next(line for line in placed.lines if line.op == "all_gather_start")
+    return replace(placed, lines=tuple(replace(x, into=()) if x is at else x for x in placed.lines))
+
+
+PLACE = pipeline.pool.place
+BROKEN: dict[str, tuple[Any, str, Callable[[Program], Program], str, str]] = {
+    "cut_update": (pipeline, "cut_update", lambda program: program, "update", "the update is still whole"),
+    "hoist_updates": (pipeline, "hoist_updates", moved_off, "to_device_start", "a copy between tiers, before copies"),
+    "pool": (pipeline.pool, "place", without_a_place, "all_gather_start", "it moves without a place in the pool"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_program_that_breaks_the_rules_of_its_stage_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, function, rewrite, op, text = BROKEN[name]
+    monkeypatch.setattr(module, function, rewrite)
+    with pytest.raises(VerifyError, match=rf"(?s){op} .*: {text}.*found after the pass '{name}'"):
+        lower("cpu" if name == "hoist_updates" else "zero-3")
+
+
+@pytest.mark.parametrize("rule", [rules.is_cut, rules.on_device, rules.placed])
+def test_a_rule_holds_on_its_side_of_a_pass_alone(rule: Callable[[Program], None]) -> None:
+    stages = lower("all").stages()
+    at = {rules.is_cut: "cut_update", rules.on_device: "tiers", rules.placed: "pool"}[rule]
+    for name, program in stages.items():
+        behind = [*stages].index(name) >= [*stages].index(at)
+        moves = any(line.op.endswith("_start") for line, _ in program.walk())
+        if behind == (rule is not rules.on_device) or (rule is rules.placed and not moves):
+            rule(program)
+        else:
+            with pytest.raises(VerifyError):
+                rule(program)
+
+
+# --- where a transform's own rewrite stands ---
+
+
+def guest(name_: str, after_: str, order_: int = 60) -> Transform:
+    """A transform that notes which passes are behind it."""
+
+    @dataclass(frozen=True)
+    class Guest(Transform):
+        order: ClassVar[int] = order_
+        name: ClassVar[str] = name_
+        after: ClassVar[str] = after_
+
+        def rewrite(self, program: Program) -> Program:
+            return program
+
+        def idle_in(self, program: Program) -> str:
+            return "it looks, and changes nothing"
+
+    return Guest()
+
+
+@pytest.mark.parametrize("after", ["trace", *(x.name for x in PASSES)])
+def test_a_rewrite_stands_where_it_says(after: str) -> None:
+    ran = [*lower("all", guest("look", after)).stages()]
+    order = ["trace", *(x.name for x in PASSES)]
+    assert [x for x in ran if x != "look"] == ["trace", *RAN["all"].split()]
+    at = ran.index("look")
+    assert all(order.index(x) <= order.index(after) for x in ran[:at])
+    assert all(order.index(x) > order.index(after) for x in ran[at + 1 :])
+
+
+def test_rewrites_behind_one_another() -> None:
+    guests = guest("b", "c", 61), guest("a", "shard", 60), guest("c", "shard", 62), guest("d", "shard", 63)
+    ran = " ".join(lower("zero-3", *guests).stages())
+    assert "shard a c b d cut_update" in ran
+    with pytest.raises(TransformError, match=r"(?s)a: after 'b'.*b: after 'a'.*one of trace, fuse"):
+        lower("zero-3", guest("a", "b"), guest("b", "a", 61))
+    with pytest.raises(FzeroValueError, match="look: it carries out look"):
+        lower("zero-3", guest("look", "pool"), skip=["look"])
