@@ -82,7 +82,6 @@ class Running(Protocol):
         *,
         axis: str,
         shift: int,
-        group: int = 0,
         into: Sequence[str],
         every: int = 1,
         once: bool = False,
