@@ -98,11 +98,11 @@ def number(
     return [f"{name}={value!r}: must be a number"] if math.isnan(value) else []
 
 
-def count(name: str, value: Any, least: int = 1) -> list[str]:
-    """Checks a whole number."""
+def count(name: str, value: Any) -> list[str]:
+    """Checks a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         return [f"{name}={shown(value)}: must be a whole number"]
-    return [] if value >= least else [f"{name}={value!r}: must be at least {least}"]
+    return [] if value >= 1 else [f"{name}={value!r}: must be at least 1"]
 
 
 def flag(name: str, value: Any) -> list[str]:

@@ -271,10 +271,10 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 """The entries of a record that a line shows, in order."""
 
 
-def sparkline(values: Iterable[float], width: int = _SHOWN) -> str:
-    """A curve of numbers in `width` characters; what is infinite or NaN is left out."""
+def sparkline(values: Iterable[float]) -> str:
+    """A curve of numbers; what is infinite or NaN is left out."""
     values = [v for v in values if math.isfinite(v)]
-    seen = [values[i * len(values) // width] for i in range(width)] if len(values) > width else values
+    seen = [values[i * len(values) // _SHOWN] for i in range(_SHOWN)] if len(values) > _SHOWN else values
     low, high = min(seen, default=0), max(seen, default=0)
     return "".join("▁▂▃▄▅▆▇█"[int(7 * (v - low) / (high - low))] if high > low else "▄" for v in seen)
 

@@ -302,7 +302,7 @@ def _as_born(place: str, spread: str, path: str, whole: bool, mesh: fz.Mesh) -> 
     train = fz.compile(fz.compose(SPREAD[spread](), PLACES[place](path))(plain()), mesh, backend="eager")
     key = fz.random.key(3)
     state = train.init(init(key) if whole else init, key)
-    assert train._inputs(state).leaves == placed_inputs(state.params, mesh).leaves
+    assert train._inputs(state).leaves == placed_inputs(state.params).leaves
     return Reached(train.gather(state), tiers(state), os.listdir(path))
 
 

@@ -42,8 +42,6 @@ def rest(
     leaves: Sequence[Leaf],
     mesh: Mesh,
     directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
-    *,
-    num_threads: int = 4,
 ) -> list[torch.Tensor]:
     """This rank's parts of leaves, on disk, all zeros: placed meta tensors, in one range of files that lives as long as
     any of them.
@@ -51,7 +49,7 @@ def rest(
     Args:
         leaves: in the order in which they are to lie. Those that follow each other can be read at once.
         mesh: of which this rank's parts are.
-        directories, num_threads: as in `Files`.
+        directories: as in `Files`.
 
     Memory: none.
 
@@ -68,7 +66,7 @@ def rest(
         (device(type='meta'), tensor(6.))
     """
     tensors = [torch.empty(leaf.resting_shape(mesh), dtype=leaf.dtype, device="meta") for leaf in leaves]
-    files, offset = Files(directories, sum(padded(t.nbytes) for t in tensors), num_threads=num_threads), 0
+    files, offset = Files(directories, sum(padded(t.nbytes) for t in tensors)), 0
     for tensor, leaf in zip(tensors, leaves, strict=True):
         place(tensor, leaf, mesh, Extent(files, offset, tensor.nbytes))
         offset += padded(tensor.nbytes)

@@ -54,9 +54,9 @@ class AtRest:
         return f"parameters {size(self.params)}, optimizer state {size(self.opt_state)}"
 
 
-def at_rest(step: Step, mesh: AbstractMesh, params: Inputs, opt_state: Inputs | None = None) -> AtRest:
-    """The bytes of a step's state on one rank's device, from its leaf tables. `opt_state`: if it is known."""
-    opt_state = opt_state or opt_state_inputs(step, mesh, params)
+def at_rest(step: Step, mesh: AbstractMesh, params: Inputs) -> AtRest:
+    """The bytes of a step's state on one rank's device, from its leaf tables."""
+    opt_state = opt_state_inputs(step, mesh, params)
     here = ("device", "host") if mesh.unified_memory else ("device",)
 
     def held(leaves: Sequence[Leaf]) -> list[tuple[Leaf, int]]:

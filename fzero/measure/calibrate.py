@@ -74,7 +74,7 @@ def calibrate(
     mesh = mesh or _alone()
     together = _places(mesh.device_type)
     if mesh.size > 1:
-        measured = _of_first(mesh, rates(mesh, seconds, progress, directory))
+        measured = _of_first(rates(mesh, seconds, progress, directory))
     elif together > 1:
         progress(f"{together} processes")
         measured = _spawned(together, mesh.device_type, seconds, directory)
@@ -120,7 +120,7 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _of_first(mesh: Mesh, measured: dict[str, Any]) -> dict[str, Any]:
+def _of_first(measured: dict[str, Any]) -> dict[str, Any]:
     """The measurements of rank 0, on every rank: all plans must be alike."""
     return _measurements(gathered(json.dumps(measured, default=vars).encode())[0])
 
@@ -192,7 +192,7 @@ def _main() -> None:
             print(device.to_json())
     else:
         mesh = make_mesh(device=sys.argv[1])
-        found = _of_first(mesh, rates(mesh, float(sys.argv[2]), directory=next(iter(sys.argv[3:]), None)))
+        found = _of_first(rates(mesh, float(sys.argv[2]), directory=next(iter(sys.argv[3:]), None)))
         print(json.dumps(found, default=vars))
     close_mesh()
 

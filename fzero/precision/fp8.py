@@ -110,8 +110,8 @@ def rewrite(
     uses: dict[fx.Node, Uses] = defaultdict(Uses)
     nodes = list(graph.graph.nodes)
     late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
-    new = _NewInputs(graph, len(graph.inputs), "in_{}")
-    scales = new.rounded([n for n in weights if n in sharded and only_multiplied(n)])
+    rounded = [n for n in weights if n in sharded and only_multiplied(n)]
+    scales = _come_rounded(graph, len(graph.inputs), "in_{}", rounded)
     for weight, done in _replace(graph.graph, weights, late, fp8.rows, scales).items():
         uses[weight].add(done)
     for node in nodes:
@@ -145,27 +145,16 @@ def _why(uses: Uses) -> str:
     return f"its products are of {left}" if left else "no product reads the whole of it"
 
 
-class _NewInputs:
-    """Inputs that a function gets behind so many that it has."""
-
-    def __init__(self, graph: Recorded, behind: int, name: str):
-        self._graph, self._last, self._number, self._name = graph.graph, graph.inputs[behind - 1], behind, name
-
-    def _add(self, value: torch.Tensor) -> fx.Node:
-        self._number += 1
-        with self._graph.inserting_after(self._last):
-            self._last = self._graph.placeholder(self._name.format(self._number))
-        self._last.meta["val"] = value
-        return self._last
-
-    def rounded(self, weights: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Makes inputs come in float8_e4m3fn, and adds the scale of each."""
-        scales: dict[fx.Node, fx.Node] = {}
-        for weight in weights:
-            value = weight.meta["val"]
-            scales[weight] = self._add(compat.new_fake(value.fake_mode, (), torch.float32, value.device))
-            weight.meta["val"] = compat.new_fake(value.fake_mode, value.shape, E4M3, value.device, value.stride())
-        return scales
+def _come_rounded(graph: Recorded, behind: int, name: str, weights: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Makes inputs of a function come in float8_e4m3fn, and adds the scale of each behind so many inputs."""
+    last, scales = graph.inputs[behind - 1], dict[fx.Node, fx.Node]()
+    for number, weight in enumerate(weights, behind + 1):
+        value = weight.meta["val"]
+        with graph.graph.inserting_after(last):
+            last = scales[weight] = graph.graph.placeholder(name.format(number))
+        last.meta["val"] = compat.new_fake(value.fake_mode, (), torch.float32, value.device)
+        weight.meta["val"] = compat.new_fake(value.fake_mode, value.shape, E4M3, value.device, value.stride())
+    return scales
 
 
 def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], rows: bool) -> _Block:
@@ -175,7 +164,7 @@ def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], rows
     graph = extract(joint.graph, joint.graph.inputs, joint.graph.outputs, names=[n.name for n in joint.graph.inputs])
     places, grads = graph.inputs, dict(zip(joint.diff, graph.outputs[joint.num_outputs :], strict=True))
     late = reached(graph.graph, places[joint.num_inputs :])
-    scales = _NewInputs(graph, joint.num_inputs, "primals_{}").rounded([places[i] for i in given])
+    scales = _come_rounded(graph, joint.num_inputs, "primals_{}", [places[i] for i in given])
     found = _replace(graph.graph, {places[i]: grads.get(i) for i in sorted(selected)}, late, rows, scales)
     graph.graph.eliminate_dead_code()
     changed = replace(joint, graph=replace(graph), num_inputs=joint.num_inputs + len(given))

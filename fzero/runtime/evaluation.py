@@ -99,7 +99,7 @@ class CompiledEval(Compiled):
     def _expect(self, params: Any) -> Inputs:
         check_params(params, "eval_step")
         check_values("eval_step", params=params)
-        found = placed_inputs(params, self.mesh)
+        found = placed_inputs(params)
         check_model("eval_step", model_of(self.step.fn), abstract_params(found))
         expected = params_inputs(self.step, self.mesh, abstract_params(found), found.leaves)
         bare = unplaced(params)

@@ -49,7 +49,7 @@ def executable(
             name: _on_host(f, program.functions[name], tiers) if name in on_host else f for name, f in functions.items()
         },
         **{name: runs for name, row in OPS.items() if (runs := row.runs(running)) is not None},
-        "pool": [_tensors(line, program, mesh, arenas) for line in program.pooled],
+        "pool": [_tensors(line, mesh, arenas) for line in program.pooled],
         "guess": tiers.guess,
         "wards": sends_of(program),
     }
@@ -138,7 +138,7 @@ class _Running:
         return moving.wait(into, host) if isinstance(moving, Arriving) else self.carrier.wait(moving, into, together)
 
 
-def _tensors(line: Line, program: Program, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
+def _tensors(line: Line, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
     """The places of a line as tensors: flat for a start, shaped as its results for any other line."""
     flats = [None if place is None else _flat(place, mesh, arenas) for place in line.into]
     if line.op in TRANSFERS:

@@ -609,8 +609,8 @@ class CompiledStep(Compiled):
             check_values("step", params=state.params, opt_state=state.opt_state)
             check_memory("step", params=state.params, opt_state=state.opt_state)
             found, opt = (
-                placed_inputs(state.params, self.mesh, mutable=self.resolved.mutates),
-                placed_inputs(state.opt_state, self.mesh, "opt_state"),
+                placed_inputs(state.params, mutable=self.resolved.mutates),
+                placed_inputs(state.opt_state, "opt_state"),
             )
             check_model("step", self._model, abstract_params(found))
             self._resolve(abstract_params(found))

@@ -39,9 +39,7 @@ from fzero.state import storage
 from fzero.step import State, Step
 
 
-def placed_inputs(
-    values: Any, mesh: Mesh, role: str = "params", mutable: Callable[[Any], Sequence[bool]] | None = None
-) -> Inputs:
+def placed_inputs(values: Any, role: str = "params", mutable: Callable[[Any], Sequence[bool]] | None = None) -> Inputs:
     """The leaf table of a tree of placed tensors; a tensor that was never placed counts as whole. `mutable`: the leaves
     that the loss function returns anew; by default as declared when the step was made."""
     flat, structure = tree.flatten(values)
@@ -223,7 +221,7 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
     """The differences between the extras of a state, made anew or slots, and those that a step expects."""
     roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: f"extras['{name}']" for name in SLOTS}}
-    found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), mesh, path).leaves]
+    found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), path).leaves]
     here = {x.path: x for x in found}
     anew = leaves_made_anew(step, mesh, params)
     expected = [

@@ -175,7 +175,7 @@ class _Meanings:
     """The meanings of a program's names, followed through its lines."""
 
     def __init__(self, program: Program, mesh: Mesh, reference: Reference, axes: tuple[str, ...]):
-        self._program, self._mesh, self._reference, self._axes = program, mesh, reference, axes
+        self._mesh, self._reference, self._axes = mesh, reference, axes
         self._of: dict[str, Meaning] = {v.name: Meaning(v.name) for v in program.inputs}
         self._started: dict[str, Line] = {}
         self._values: dict[str, Value] = program.values_by_name

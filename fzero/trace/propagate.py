@@ -164,7 +164,7 @@ def propagate(
         want[node].add(shard)
     for node in reversed(nodes):
         for shard in _whole_first(want[node]):
-            for arg, needs in _needs(node, shard, leaf, culprit, problems, index):
+            for arg, needs in _needs(node, shard, leaf, culprit, problems):
                 want[arg].add(needs)
     if problems:
         fix = (
@@ -277,7 +277,6 @@ def _needs(
     leaf: Mapping[fx.Node, Sharded],
     culprit: Mapping[fx.Node, str],
     problems: dict[str, None],
-    index: int | None,
 ) -> list[tuple[fx.Node, Cut | None]]:
     """The inputs of a node and how they must be cut, None for whole, to have the node whole or its shard."""
     if shard and node in leaf and leaf[node].cut != shard:
