@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.overrides import _get_current_function_mode_stack, _len_torch_function_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
@@ -38,7 +37,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "DATA_DEPENDENT",
     "SHAPE_DEPENDENT",
-    "DropoutNd",
     "FakeTensor",
     "FakeTensorMode",
     "NormBase",

@@ -3,9 +3,12 @@ refusal by name."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +47,19 @@ def rows(num: int = 16) -> list[dict[str, Any]]:
     return [{"x": [i / 8, 1.0 - i / 5, (i * i % 7) / 3], "labels": i % 3} for i in range(num)]
 
 
-def made(cls: Any, path: Path, *callbacks: Any, model: Any = None, optimizers: Any = None, **settings: Any) -> Any:
+def made(
+    cls: Any, path: Path, *callbacks: Any, model: Any = None, optimizers: Any = None, sync: Any = None, **settings: Any
+) -> Any:
+    """A trainer; of fzero's the classes of its callbacks are declared, if `sync` says nothing else."""
     usual = {
         "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 0.05, "logging_steps": 1, "use_cpu": True,
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "lr_scheduler_type": "constant",
         "weight_decay": 0.1,
     }  # fmt: skip
     model = Net() if model is None else model
-    given: dict[str, Any] = {"backend": "eager"} if issubclass(cls, Trainer) else {}
+    given: dict[str, Any] = {}
+    if issubclass(cls, Trainer):
+        given = {"backend": "eager", "sync": [c for c in callbacks if isinstance(c, type)] if sync is None else sync}
     args = transformers.TrainingArguments(str(path), **(usual | settings))
     data = {"train_dataset": rows(), "eval_dataset": rows(6), "callbacks": [make() for make in callbacks]}
     optimizers = (None, None) if optimizers is None else optimizers(model)
@@ -67,7 +75,8 @@ def both(path: Path, *callbacks: Any, overrides: type = object, **settings: Any)
     found = []
     for base in (transformers.Trainer, Trainer):
         cls = type("Own", (overrides, base), {}) if overrides is not object else base
-        trainer = made(cls, path, *callbacks, **settings)
+        sync = [*callbacks, cls] if overrides is not object else None
+        trainer = made(cls, path, *callbacks, sync=sync, **settings)
         trainer.train()
         found.append(trainer)
     same(*found)
@@ -133,7 +142,7 @@ class Held(Callback):
 
 
 def test_callbacks_that_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What they see is what the library shows them, and it is said what that costs."""
+    """Declared ones see what the library shows them, and it is said what that costs."""
     with caplog.at_level(logging.INFO, logger="fzero"):
         theirs, ours = both(
             tmp_path, Sums, Held, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2, max_steps=3
@@ -190,7 +199,7 @@ def test_callbacks_that_change_weights(tmp_path: Path) -> None:
     found = []
     for callbacks in ([], [Clamp()]):
         args = made(Trainer, tmp_path).args
-        trainer = cls(Net(), args, train_dataset=rows(), backend="eager", callbacks=callbacks)
+        trainer = cls(Net(), args, train_dataset=rows(), backend="eager", callbacks=callbacks, sync=[Clamp])
         trainer.train()
         found.append(losses(trainer))
     assert found[0][0] == found[1][0] and found[0][-1] != pytest.approx(found[1][-1], abs=1e-4)
@@ -199,18 +208,6 @@ def test_callbacks_that_change_weights(tmp_path: Path) -> None:
 class Freeze(Callback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         model.inner.requires_grad_(state.global_step == 0)
-
-
-class Hidden(Callback):
-    """Its code does not say what it changes."""
-
-    def __init__(self, *tensors: torch.Tensor):
-        self.them = {"all": {"them": tensors}}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
-        with torch.no_grad():
-            for x in self.them["all"]["them"]:
-                x.mul_(0.5)
 
 
 class Decay(Callback):
@@ -259,18 +256,164 @@ class Within(Callback):
 
 
 def test_callbacks_that_are_refused(tmp_path: Path) -> None:
+    """What no step can take over, of declared callbacks too."""
     refused(tmp_path, r"inner\.weight\.requires_grad: True then, False now", Freeze, max_steps=6)
-    model = Net()
-    refused(tmp_path, r"behind|ahead of it\n  head\.bias", lambda: Hidden(model.head.bias), model=model)
     refused(tmp_path, r"group 0: weight_decay=0\.0, the step was made with 0\.1", Decay)
     refused(tmp_path, r"Anneal, in on_step_end, changes attributes.*\n  drop\.p: 0\.0 then, 0\.5 now", Anneal)
     refused(tmp_path, r"Hook, in on_train_begin, .*\n  inner\._forward_hooks: none then, <lambda> now", Hook)
     refused(tmp_path, r"Put, in on_step_end, puts other parameters.*\n  head\.weight", Put)
     refused(tmp_path, r"moments are not in torch's optimizer", Moments)
     refused(tmp_path, r"changed in training\n  args\.max_grad_norm", Clip)
-    refused(tmp_path, r"Norms looks at gradients", Norms)
-    refused(tmp_path, r"Before looks at .* in on_pre_optimizer_step", Before)
+    refused(tmp_path, r"Norms, in on_optimizer_step, looks at gradients", Norms)
+    refused(tmp_path, r"Before, in on_pre_optimizer_step, looks at the model before its update", Before)
     refused(tmp_path, r"Within, in on_substep_end, changes weights", Within, gradient_accumulation_steps=2)
+
+
+class Aliased(Callback):
+    """Reads memory that it took of the module before."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.live = model.state_dict()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.live["head.bias"].norm()
+
+
+class Replaced(Callback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.head.bias = torch.nn.Parameter(torch.zeros(3))
+
+
+def read(*names: str, of: Any = None) -> Any:
+    """A callback class that reads the weights in these events: of `model`, or of what `of()` returns."""
+
+    def on(self: Any, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        sums(of() if of else model)
+
+    return type("Reads", (Callback,), dict.fromkeys(names, on))
+
+
+READS = {
+    "arithmetic": lambda model: model.head.bias + 1,
+    "data": lambda model: model.head.bias.data,
+    "item": lambda model: model.head.bias[0].item(),
+    "numpy": lambda model: model.head.bias.numpy(force=True),
+    "list": lambda model: model.head.bias.tolist(),
+    "cast": lambda model: model.head.bias.type(torch.float64),
+    "state_dict": lambda model: model.state_dict(),
+    "deepcopy": lambda model: copy.deepcopy(model),
+    "call": lambda model: model(torch.ones(1, 3), torch.tensor([0])),
+    "foreach": lambda model: torch._foreach_norm(list(model.parameters())),
+    "write": lambda model: model.head.bias.data.zero_(),
+    "load": lambda model: model.load_state_dict(Net().state_dict()),
+    "freeze": lambda model: model.inner.requires_grad_(False),
+    "print": lambda model: str(model.head.bias),
+    "pickle": lambda model: pickle.dumps(model),
+    "caught": lambda model: caught(model),
+}
+
+
+def test_what_is_not_declared_is_refused_by_name(tmp_path: Path) -> None:
+    """At its line, with a way out that works: every way to values, every event, old aliases, `trainer.model`."""
+    for name, touch in READS.items():
+        text = refused(tmp_path, r"Does, in on_step_end, reads or writes weights.*", lambda t=touch: Does(t), sync=[])
+        assert __file__ in text and "sync=[Does]" in text, (name, text)
+    quiet = made(Trainer, tmp_path, lambda: Does(asks), sync=[])
+    quiet.train()
+    assert quiet.state.global_step == 4
+    saves = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    for event in ("train_begin", "epoch_begin", "step_begin", "log", "evaluate", "save", "epoch_end"):
+        event = f"on_{event}"
+        refused(tmp_path, rf"Reads, in {event}, reads or writes", read(event), sync=[Sums], **saves)
+    refused(tmp_path, r"Aliased, in on_log, reads or writes weights.*\n  head\.bias: ", Aliased, sync=[])
+    trainer = made(Trainer, tmp_path, sync=[])
+    trainer.add_callback(read("on_step_end", of=lambda: trainer.model))
+    with pytest.raises(Refused, match=r"Reads, in on_step_end.*\n.*\nFix: Trainer\(\.\.\., sync=\[Reads\]\)"):
+        trainer.train()
+    model = Net()
+    refused(tmp_path, r"ahead of it\n  head\.bias", Replaced, sync=[], model=model)
+    refused(tmp_path, r"write a list, sync=\[MyCallback\]", sync=Sums)
+    refused(tmp_path, r"sync: 'Sums' is no callback.*\n.*sync: .*Linear", sync=["Sums", torch.nn.Linear])
+
+
+def caught(model: Any) -> None:
+    with contextlib.suppress(Exception):
+        sums(model)
+
+
+def asks(model: Any) -> None:
+    """What is known of a model without its weights."""
+    assert model.head.weight.shape == (3, 4) and model.head.weight.dtype == model.head.bias.dtype
+    assert model.head.weight.type() == "torch.FloatTensor" and model.head.weight.device.type == "cpu"
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 31 and str(model)
+
+
+def test_after_training_all_may_read(tmp_path: Path) -> None:
+    """In on_train_end too, which saves and uploads of the library's own callbacks are in."""
+    seen: list[Any] = []
+    theirs, ours = (made(cls, tmp_path, lambda: Last(seen), sync=[]) for cls in (transformers.Trainer, Trainer))
+    for trainer in (theirs, ours):
+        trainer.train()
+        seen.append(sums(trainer.model))
+    assert seen[2] == seen[3] == pytest.approx(seen[0], abs=1e-5)
+
+
+class Last(Callback):
+    def __init__(self, seen: list[Any]):
+        self.seen = seen
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen.append(sums(model))
+
+
+class Swaps(Callback):
+    """Evaluates and saves an average within an event, by the trainer's own methods."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        kept = copies(model)
+        model.load_state_dict({n: 0.5 * x for n, x in kept.items()})
+        self.found.append(self.trainer.evaluate()["eval_loss"])
+        self.trainer.save_model(args.output_dir)
+        model.load_state_dict(kept)
+
+
+def test_weights_that_are_swapped_for_an_evaluation(tmp_path: Path) -> None:
+    found = []
+    for base in (transformers.Trainer, Trainer):
+        trainer = made(base, tmp_path / base.__module__, Swaps)
+        (swaps,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, Swaps))
+        swaps.trainer = trainer
+        trainer.train()
+        file = next((tmp_path / base.__module__).glob("*.safetensors"))
+        found.append((swaps.found, sums(trainer.model), safetensors_of(file)))
+    for one, two in zip(*found, strict=True):
+        assert two == pytest.approx(one, abs=1e-5)
+
+
+def safetensors_of(file: Path) -> list[float]:
+    from safetensors.torch import load_file
+
+    return [x.double().sum().item() for _, x in sorted(load_file(file).items())]
+
+
+def test_the_librarys_callbacks_read_no_weights() -> None:
+    """But in on_train_end, where all may: those of the installed transformers, each of which was read."""
+    from transformers import trainer_callback
+    from transformers.integrations import integration_utils
+
+    known = "TensorBoard Wandb Trackio Comet AzureML MLflow DagsHub Neptune CodeCarbon ClearML Flyte DVCLive SwanLab"
+    known += " Kubeflow DefaultFlow Progress Printer EarlyStopping Trainer"
+    found = {
+        name
+        for home in (integration_utils, trainer_callback)
+        for name, x in vars(home).items()
+        if isinstance(x, type) and issubclass(x, Callback) and name != "CallbackHandler"
+    }
+    assert found == {f"{name}Callback" for name in known.split()}
 
 
 def test_a_model_in_shards_has_no_weights(tmp_path: Path) -> None:
@@ -282,7 +425,7 @@ def test_a_model_in_shards_has_no_weights(tmp_path: Path) -> None:
     data = {"train_dataset": [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4, "backend": "eager"}
     for change, text in ((scale, "writes weights"), (lambda model: print(model.num_parameters()), "")):
         model = fz.hf.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
-        trainer = Trainer(model, args, **data, callbacks=[Does(change)])
+        trainer = Trainer(model, args, **data, callbacks=[Does(change)], sync=[Does])
         if not text:
             trainer.train()
             continue
@@ -316,9 +459,39 @@ class Scored:
         return found
 
 
+class Mines:
+    """A data set's side: weights that are read where batches are loaded."""
+
+    model: Any
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        sums(self.model)
+        return super()._prepare_inputs(inputs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_own_evaluation_sees_the_weights(tmp_path: Path) -> None:
-    theirs, ours = both(tmp_path, overrides=Scored, eval_strategy="steps", eval_steps=2)
+    often = {"eval_strategy": "steps", "eval_steps": 2}
+    theirs, ours = both(tmp_path, overrides=Scored, **often)
     assert ours.scores == pytest.approx(theirs.scores, abs=1e-5)
+    refused(tmp_path, r"code of Own, in log, evaluate or save, reads or writes.*\n.*\nFix: .*sync=\[Own\]",
+            overrides=Scored, sync=[], **often)  # fmt: skip
+    refused(tmp_path, r"loading a batch, reads or writes.*\n.*\nFix: read them in on_epoch_begin", overrides=Mines)
+    held: list[Any] = []
+
+    def metrics(predicted: Any) -> dict[str, float]:
+        return {"sum": sum(sums(held[-1].model))}
+
+    for base, sync in ((transformers.Trainer, []), (Trainer, [metrics]), (Trainer, [])):
+        held.append(made(base, tmp_path, sync=sync, **often))
+        held[-1].compute_metrics = metrics
+        if not sync and base is Trainer:
+            text = r"code of compute_metrics, in log.*\n.*\nFix: .*sync=\[compute_metrics\]"
+            with pytest.raises(Refused, match=text):
+                held[-1].train()
+        else:
+            held[-1].train()
+    one, two = ([row["eval_sum"] for row in t.state.log_history if "eval_sum" in row] for t in held[:2])
+    assert len(one) == 2 and two == pytest.approx(one, abs=1e-5)
 
 
 CHANGES = (Clamp, ClampData)
@@ -381,10 +554,13 @@ def test_trained_twice(tmp_path: Path) -> None:
         trainer.add_callback(breaks := At(lambda: (_ for _ in ()).throw(KeyboardInterrupt)))
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
+        trainer.found = sums(trainer.model), trainer.evaluate()["eval_loss"]
         trainer.remove_callback(breaks)
         trainer.optimizer = trainer.lr_scheduler = None
         trainer.train()
     same(theirs, ours)
+    for one, two in zip(theirs.found, ours.found, strict=True):  # weights of the step at which it was broken off
+        assert two == pytest.approx(one, abs=1e-5)
     ours.model.inner.requires_grad_(False)
     with pytest.raises(Refused, match=r"inner\.weight: requires_grad=False.*\n.*\nFix: .*trainer\.optimizer = None"):
         ours.train()

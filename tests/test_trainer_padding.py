@@ -1,14 +1,12 @@
-"""Padding of fzero.hf.Trainer: proven by numbers, or batches are taken as they come; beside transformers' own."""
+"""Padding of fzero.hf.Trainer: where it is known to change nothing, or asked for, or batches are taken as they come;
+beside transformers' own."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,236 +18,198 @@ import fzero as fz
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from test_trainer import STILL, TINY, Net, arguments, beside, classes, llama, losses, texts, trained  # noqa: E402
+from test_trainer import STILL, TINY, Net, arguments, bert, beside, classes, llama, losses, trained  # noqa: E402
 
-from fzero.hf import Trainer, padding, proof, traced  # noqa: E402
-from fzero.hf.evaluating import Evaluation  # noqa: E402
+from fzero.hf import Trainer, padding  # noqa: E402
 from fzero.hf.exchange import Exchange  # noqa: E402
 from fzero.hf.padding import Padding  # noqa: E402
 from fzero.hf.traced import Losses  # noqa: E402
-from fzero.hf.watched import Watched  # noqa: E402
 
 T = transformers
-DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SMALL = {
+    "vocab_size": 64, "hidden_size": 16, "n_embd": 16, "d_model": 16, "dim": 16, "num_hidden_layers": 2, "n_layer": 2,
+    "n_layers": 2, "num_layers": 2, "encoder_layers": 1, "decoder_layers": 1, "num_attention_heads": 2, "n_head": 2,
+    "n_heads": 2, "num_heads": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "intermediate_size": 24,
+    "n_inner": 24, "hidden_dim": 24, "d_ff": 24, "d_kv": 8, "ffn_dim": 24, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+    "max_position_embeddings": 64, "n_positions": 64, "embedding_size": 16, "word_embed_proj_dim": 16, "dropout": 0.0,
+    "attention_dropout": 0.0, "dropout_rate": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "seq_classif_dropout": 0.0, "hidden_dropout": 0.0,
+    "num_key_value_heads": 2, "local_attention": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "cls_token_id": 1, "sep_token_id": 2, "decoder_start_token_id": 1, "num_labels": 3, "num_local_experts": 2,
+    "num_experts_per_tok": 1, "state_size": 4, "rotary_dim": 4, "sliding_window": 4,
+}  # fmt: skip
+SWIN = {
+    "embed_dim": 8,
+    "depths": [1, 1],
+    "num_heads": [2, 2],
+    "window_size": 4,
+    "image_size": 32,
+    "drop_path_rate": 0.0,
+}
+CONV = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 32}
+CAUSAL = "Bloom Falcon Gemma2 GPTJ GPTNeoX Llama Mamba Mistral Mixtral OPT Phi Qwen2 StableLm".split()  # noqa: SIM905
 
 
-def made(cls: Any, config: Any) -> Callable[[], Any]:
-    def model() -> Any:
-        torch.manual_seed(0)
-        return cls(config)
-
+def tiny(name: str) -> Any:
+    """A model of a class of the library, small and without dropout."""
+    cls = getattr(T, name)
+    kind = SWIN if name.startswith("Swin") else CONV if name.startswith("ConvNext") else {"image_size": 32}
+    given = {n: x for n, x in (SMALL | kind).items() if hasattr(cls.config_class(), n)}
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**given))
+    for m in model.modules():
+        if isinstance(m, nn.Dropout):
+            m.p = 0.0
+    for p in model.parameters():  # or norms of zeros have gradients that are all rounding
+        p.data.add_(torch.randn_like(p), alpha=0.02)
     return model
 
 
-class Pooled(nn.Module):
-    """Two layers over tokens, the mean over all positions or over those of the mask, and a loss."""
+def found(model: Any, labels: torch.Tensor, ids: torch.Tensor, images: bool) -> list[torch.Tensor]:
+    """The loss and all gradients, by PyTorch."""
+    model.zero_grad()
+    masked = {"input_ids": ids, "attention_mask": ids.ne(0).long()}
+    given = {
+        "pixel_values": (ids.float()[:, :1, None, None] + torch.arange(1024.0).view(32, 32)).expand(-1, 3, -1, -1).sin()
+    }
+    out = model(labels=labels, **(given if images else masked))
+    out.loss.backward()
+    return [out.loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
-    def __init__(self, head: float = 1.0, masked: bool = False, kind: str = ""):
+
+def test_what_is_padded_computes_the_same() -> None:
+    """Loss and gradients of the library's models that are known to leave out padding: longer, and with another row."""
+    causal = [f"{kind}ForCausalLM" for kind in CAUSAL]
+    others = sorted(name for name in padding.KNOWN if not name.endswith("ForCausalLM"))
+    assert {*causal} <= padding.KNOWN
+    ids = torch.tensor([[5, 9, 3, 8, 0, 0, 0, 0, 0], [7, 3, 4, 9, 8, 6, 5, 3, 7], [4, 8, 0, 0, 0, 0, 0, 0, 0]])
+    for name in causal + others:
+        model, head = tiny(name), name.partition("For")[2]
+        labels = torch.tensor([0, 2, 1])
+        if not head.endswith(("SequenceClassification", "ImageClassification")):
+            labels = (ids % 3 if head == "TokenClassification" else ids).masked_fill(ids == 0, -100)
+        more = torch.cat([labels, torch.full_like(labels[:1], -100)])
+        changed = [(more, torch.cat([ids, ids[:1]]))]
+        if head != "ImageClassification":
+            longer = F.pad(labels, (0, 23), value=-100) if labels.dim() == 2 else labels
+            changed.append((longer, F.pad(ids, (0, 23))))
+        one = found(model, labels, ids, head == "ImageClassification")
+        most = max(x.abs().max() for x in one[1:])
+        for two in (found(model, *x, head == "ImageClassification") for x in changed):
+            for x, y in zip(one, two, strict=True):
+                assert (x - y).abs().max() <= 2e-5 * most.clamp(min=1e-3), name
+
+
+class Pooled(nn.Module):
+    """Two layers over tokens, the mean over all positions, and a loss."""
+
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.head, self.drop = nn.Embedding(64, 8), nn.Linear(8, 3), nn.Dropout(0.1 * (kind == "late"))
-        self.norm = nn.BatchNorm1d(8, track_running_stats=False) if kind == "norm" else nn.Identity()
-        self.masked, self.kind = masked, kind
-        self.times = nn.Parameter(torch.ones(()), requires_grad=kind == "root")
-        with torch.no_grad():
-            self.head.weight.mul_(head)
-            self.head.bias.zero_()
+        self.tokens, self.head = nn.Embedding(64, 8), nn.Linear(8, 3)
 
     def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None) -> dict[str, torch.Tensor]:
-        x = torch.tanh(self.tokens(input_ids))
-        if self.kind == "root":  # whose gradient at 0 is not finite
-            x = x + torch.where(attention_mask > 0, (self.times * input_ids).sqrt(), 0.0)[..., None]
-        mask = attention_mask[..., None].float() if self.masked else torch.ones_like(x[..., :1])
-        x = self.norm((x * mask).sum(1) / mask.sum(1))
-        x = x + torch.randn_like(x) if self.kind == "noise" and self.training else x
-        y = self.head(self.drop(x))
-        loss = F.cross_entropy(y, labels)
-        if self.kind == "negatives":
-            loss = loss + 0.0 * F.cross_entropy(y, labels, reduction="sum") + (x @ x.T).logsumexp(1).mean()
-        if self.kind == "regular" or (self.kind == "late" and self.training):
-            loss = loss + 0.1 * y.square().mean()
-        return {"loss": loss, "logits": y}
+        y = self.head(torch.tanh(self.tokens(input_ids)).mean(1))
+        return {"loss": F.cross_entropy(y, labels), "logits": y}
 
 
-class Attends(nn.Module):
-    """Attention over all tokens, whatever the mask; labels that are not counted are `ignored`."""
-
-    def __init__(self, ignored: int = -100, masked: bool = False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.out, self.ignored, self.masked = nn.Embedding(64, 8), nn.Linear(8, 64), ignored, masked
-
-    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> dict[str, torch.Tensor]:
-        x = self.tokens(input_ids)
-        mask = attention_mask[:, None].bool() if self.masked else None
-        y = self.out(x + F.scaled_dot_product_attention(x, x, x, attn_mask=mask))
-        return {"loss": F.cross_entropy(y.flatten(0, 1), labels.flatten(), ignore_index=self.ignored), "logits": y}
+def ragged(rows: list[dict[str, Any]], lengths: Any = (1,)) -> dict[str, torch.Tensor]:
+    """As a collator of the library's pads: to the longest, or the next of these lengths."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    longest = next((n for n in lengths if n >= longest), longest)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    labels = torch.tensor([row["labels"] for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
 
-def spans(num: int = 24) -> list[dict[str, Any]]:
-    draw = random.Random(1)
-    rows = [row["input_ids"] for row in texts(num, 20)]
-    return [{"input_ids": r, "start_positions": draw.randrange(len(r)), "end_positions": len(r) - 1} for r in rows]
+class Head(T.BertForSequenceClassification):
+    """A class of the user's own."""
 
 
-def even(num: int = 24) -> list[dict[str, Any]]:
-    """Of two lengths, one a batch."""
-    return [{"input_ids": [1 + i] * (4 + 5 * (i > 11)), "labels": i % 3} for i in range(num)]
+def test_what_is_known(tmp_path: Path) -> None:
+    """The library's own classes with its own loss, and nothing else."""
 
+    def why(model: Any, cls: Any = Trainer, **settings: Any) -> str:
+        trainer = cls(model, arguments(output_dir=str(tmp_path)), **settings)
+        trainer._set_signature_columns_if_needed()
+        return padding.unknown(trainer)
 
-def whole(num: int = 24) -> list[dict[str, Any]]:
-    """Of which every token counts."""
-    return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in texts(num)]
-
-
-def pairs(num: int = 24) -> list[dict[str, Any]]:
-    rows = texts(num)
-    return [{"input_ids": a["input_ids"], "labels": b["input_ids"][:9]} for a, b in zip(rows, rows[::-1], strict=True)]
-
-
-def ragged(rows: list[dict[str, Any]], ignored: int = -100) -> dict[str, torch.Tensor]:
-    """As a collator of the library's pads."""
-    out = {}
-    for name, first in rows[0].items():
-        if isinstance(first, int):
-            out[name] = torch.tensor([row[name] for row in rows])
-        elif isinstance(first, list):
-            longest = max(len(row[name]) for row in rows)
-            fill = ignored if name == "labels" else 0
-            out[name] = torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
-    return out | {"attention_mask": (out["input_ids"] != 0).long()}
-
-
-def tried(model: Any, rows: Any, tmp_path: Path, fewer: int = 0, ignored: int = -100, **settings: Any) -> Padding:
-    """The padding of a training that has seen a short batch and a long one, `fewer` rows in the last; not trained."""
-    rows = sorted(rows, key=lambda row: len(row["input_ids"]))
-    trainer = Trainer(model, arguments(output_dir=str(tmp_path)), train_dataset=rows, backend="eager", **settings)
-    functional, held = trainer._functional(), Watched(trainer, Trainer)
-    batches = [ragged(rows[:4], ignored), ragged(rows[fewer - 4 :], ignored)]
-    known = traced.probe(held, functional, batches[0], {}, True)
-    found = padding.of(trainer, "training", known, 4)
-    prove = partial(proof.Training(held, functional, {}, [], trainer._mesh(), known.reads), functional.params)
-    for batch in batches:
-        found([batch], prove)
-    if fewer == 0:
-        found.fills([batches[0]], prove)
-    return found
-
-
-LM = {"vocab_size": 64, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
-SEQ = {"vocab_size": 64, "d_model": 16, "dropout_rate": 0.0, "dropout": 0.0}
-BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-BART |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 64, "forced_eos_token_id": None}
-BART |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-T5 = {"d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
-XLNET = {"vocab_size": 64, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 24, "num_labels": 3, "pad_token_id": 0}
-
-PROVEN = {
-    "llama": (llama, texts),
-    "gpt2, with dropout": (made(T.GPT2LMHeadModel, T.GPT2Config(**LM)), texts),
-    "bert, with dropout": (made(T.BertForSequenceClassification, T.BertConfig(**TINY, num_labels=3)), classes),
-    "bert, tokens": (made(T.BertForTokenClassification, T.BertConfig(**TINY, num_labels=64)), texts),
-    "t5": (made(T.T5ForConditionalGeneration, T.T5Config(**SEQ, **T5)), pairs),
-    "bart": (made(T.BartForConditionalGeneration, T.BartConfig(**SEQ, **BART)), pairs),
-    "a mean over the mask": (partial(Pooled, masked=True), classes),
-    "noise in training": (partial(Pooled, masked=True, kind="noise"), classes),
-}
-REFUTED = {
-    "a softmax over positions": (made(T.BertForQuestionAnswering, T.BertConfig(**TINY, **STILL)), spans),
-    "a summary of the last token": (made(T.XLNetForSequenceClassification, T.XLNetConfig(**XLNET)), classes),
-    "a convolution": (
-        made(T.ConvBertForSequenceClassification, T.ConvBertConfig(**TINY, **STILL, embedding_size=16, head_ratio=1)),
-        lambda: [row | {"labels": row["labels"] % 2} for row in classes()],
-    ),
-    "a mean over all": (Pooled, classes),
-    "a mean over all below zeros": (partial(Pooled, 0.0), classes),
-    "attention to padding": (Attends, texts),
-    "a gradient that is NaN": (partial(Pooled, masked=True, kind="root"), lambda: even()),
-}
-
-
-def test_lengths_are_proven(tmp_path: Path) -> None:
-    for name, (model, rows) in PROVEN.items():
-        found = tried(model(), rows(), tmp_path)
-        assert {"input_ids", ""} <= found.proven and not found.refuted, (name, found.refuted)
-        assert found.shapes[-1]["input_ids"] in (32, 64), name
-    zeros = tried(Attends(0, masked=True), whole(), tmp_path, ignored=0)
-    assert {"input_ids", "labels", ""} <= zeros.proven and zeros.losses.ignored == 0
-    for name, (model, rows) in REFUTED.items():
-        found = tried(model(), rows(), tmp_path)
-        assert "as they are" in found.refuted["input_ids"] or "apart" in found.refuted["input_ids"], (name, found)
-        assert len(found.shapes) == 2 and "input_ids" not in found.proven, name
-
-
-def test_rows_are_proven(tmp_path: Path) -> None:
-    for kind in ("norm", "regular", "late", "negatives"):
-        found = tried(Pooled(masked=True, kind=kind), classes(), tmp_path, fewer=1)
-        assert "" in found.refuted and [s[""] for s in found.shapes] == [4, 3], (kind, found)
-    assert "" in tried(Pooled(masked=True), classes(), tmp_path, fewer=1).proven
-
-
-def test_errors_between_ranks_are_none_of_padding() -> None:
-    model: Any = None
-    for error in (fz.errors.RankLost, fz.errors.BusyError):
-        training = proof.Training(model, model, {}, [], model, False)
-        evaluation = Evaluation(model, model, traced.Kind(True, False, ()), {}, [], None, {})
-        evaluation._prover = None, 0.0
-        training._numbers = evaluation._run = Mock(side_effect=error("another rank"))
-        with pytest.raises(error):
-            training(None, {}, {})
-        with pytest.raises(error):
-            evaluation._prove(None, {}, {})
+    still = T.BertConfig(**TINY, **STILL)
+    assert [why(model) for model in (llama(), bert(), tiny("T5ForConditionalGeneration"))] == [""] * 3
+    for model in (Pooled(), T.BertForQuestionAnswering(still), T.BertLMHeadModel(still), Head(still)):
+        assert why(model) == f"{type(model).__name__} is not known to compute the same of rows that are padded"
+    assert "loss of your own" in why(llama(), compute_loss_func=lambda out, labels, **more: out["logits"].mean())
+    assert "loss of your own" in why(llama(), type("Own", (Regular, Trainer), {}))
+    routed = tiny("MixtralForCausalLM")
+    routed.config.output_router_logits = True
+    assert "output_router_logits" in why(routed)
+    peft = pytest.importorskip("peft")
+    assert why(peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules="all-linear"))) == ""
 
 
 class Regular:
     """A Trainer's loss that reads all rows' logits."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
-        found = model(**inputs)
-        loss = found["loss"] + 0.1 * found["logits"].square().mean()
-        return (loss, found) if return_outputs else loss
+        out = model(**inputs)
+        loss = out["loss"] + 0.1 * out["logits"].square().mean()
+        return (loss, out) if return_outputs else loss
+
+
+ONCE = {"gradient_accumulation_steps": 1, "DATA_COLLATOR": ragged, "max_steps": 4, "LENGTHS": None}
 
 
 def test_as_they_come(tmp_path: Path) -> None:
-    """What cannot be padded has the library's numbers in training and in evaluation, in shapes of its own."""
-    once = {"gradient_accumulation_steps": 1, "DATA_COLLATOR": ragged, "max_steps": 4}
+    """What is not known has the library's numbers in training and in evaluation, in shapes of its own."""
     sorted_rows = sorted(classes(14), key=lambda row: len(row["input_ids"]))
     rows = [row for some in (sorted_rows[:4], sorted_rows[-4:]) for row in some] * 2
-    once |= {"train_sampling_strategy": "sequential"}
+    once = ONCE | {"train_sampling_strategy": "sequential"}
     theirs, ours = beside(tmp_path / "pooled", model=Pooled, rows=rows, **once)
     assert ours.num_programs == 2
     for trainer in (theirs, ours):
         trainer.found = trainer.evaluate(classes(14))["eval_loss"], trainer.predict(classes(8)).predictions
     assert ours.found[0] == pytest.approx(theirs.found[0], abs=1e-6)
     assert abs(ours.found[1] - theirs.found[1]).max() < 1e-5
-    for name, cls in (("theirs", T.Trainer), ("ours", Trainer)):
-        cls = type(name, (Regular, cls), {})
-        model = lambda: Pooled(masked=True)  # noqa: E731
-        made = trained(
-            cls, tmp_path / name, model=model, rows=classes(6), num_train_epochs=2, **once | {"max_steps": -1}
+    made = [
+        trained(
+            type("Of", (Regular, cls), {}), tmp_path / cls.__module__, model=bert, rows=classes(6),
+            **once | {"max_steps": -1, "num_train_epochs": 2, "DATA_COLLATOR": partial(ragged, lengths=(20,))},
         )
-        ours, theirs = made, ours
-    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-5) and ours._padding.refuted.keys() == {""}
+        for cls in (T.Trainer, Trainer)
+    ]  # fmt: skip
+    assert losses(made[1]) == pytest.approx(losses(made[0]), abs=1e-5)
+    assert made[1].num_programs == 2  # of four rows, and of two
+
+
+def test_lengths_that_are_asked_for(tmp_path: Path) -> None:
+    """Any model's batches are what a collator that pads to these makes of them, in one program each."""
+    rows = classes(24)
+    theirs = trained(
+        T.Trainer, tmp_path, model=Pooled, rows=rows, **ONCE | {"DATA_COLLATOR": partial(ragged, lengths=(16, 32))}
+    )
+    ours = trained(Trainer, tmp_path, model=Pooled, rows=rows, **ONCE | {"LENGTHS": (16, 32)})
+    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-6) and ours.num_programs <= 2
+    assert losses(ours) != pytest.approx(
+        losses(trained(T.Trainer, tmp_path, model=Pooled, rows=rows, **ONCE)), abs=1e-6
+    )
 
 
 def test_refused(tmp_path: Path) -> None:
     """Before a step: more lengths than programs, several lengths in one step, rows that lack beside others; tuples."""
-    settings = {"model": Pooled, "DATA_COLLATOR": ragged, "train_sampling_strategy": "sequential"}
+    settings = {"model": Pooled, "DATA_COLLATOR": ragged, "train_sampling_strategy": "sequential", "LENGTHS": None}
     lengths = [{"input_ids": [1] * (n + i % 2), "labels": i % 3} for n in (4, 6, 8, 10, 12) for i in range(4)]
-    pad = padding_of(most=2)
+    pad = padding_of(most=2, unknown="another model")
     for n in (5, 7):
-        pad([batch(n)], lambda rows, padded: "a loss of 2, and of 1 as they are")
-    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)more than 2 shapes.*a loss of 2, and of 1.*max_length"):
-        pad([batch(9)], lambda rows, padded: None)
-    with pytest.raises(fz.errors.FzeroValueError, match=r"input_ids from 5 to 7: 2 rows padded.*a loss of"):
+        pad([batch(n)])
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)more than 2 shapes.*another model.*lengths=.*max_length"):
+        pad([batch(9)])
+    with pytest.raises(fz.errors.FzeroValueError, match=r"input_ids from 5 to 7: Pooled is not known"):
         trained(Trainer, tmp_path, rows=lengths, **settings)
     with pytest.raises(
-        fz.errors.FzeroValueError,
-        match=r"has 2 rows, and those of its step 4\n.*: 2 rows padded .by a copy.* a loss of",
+        fz.errors.FzeroValueError, match=r"has 2 rows, and those of its step 4\n.*: Pooled is not known"
     ):
         same = [row | {"input_ids": [1 + i, 2, 3]} for i, row in enumerate(classes(6))]
-        model = partial(Pooled, kind="regular")
-        trained(Trainer, tmp_path, rows=same, **settings | {"model": model, "max_steps": -1})
+        trained(Trainer, tmp_path, rows=same, **settings | {"max_steps": -1})
     with pytest.raises(fz.errors.FzeroTypeError, match=r"a batch is a tuple, not a dict\n *float32\[4, 2\]"):
         pair = lambda rows: (torch.zeros(len(rows), 2), torch.zeros(len(rows)))  # noqa: E731
         trained(Trainer, tmp_path, model=Net, rows=classes(8), DATA_COLLATOR=pair)
@@ -257,7 +217,7 @@ def test_refused(tmp_path: Path) -> None:
 
 def padding_of(**settings: Any) -> Padding:
     trainer = SimpleNamespace(args=SimpleNamespace(world_size=1, device="cpu"))
-    usual = {"labels": ["labels"], "token": 0, "mask": False, "masked": True, "losses": Losses(), "rows": 2}
+    usual = {"labels": ["labels"], "token": 0, "mask": False, "unknown": "", "losses": Losses(), "rows": 2}
     rest = {"longest": None, "lengths": None, "ranks": Exchange(trainer), "what": "a test"}
     return Padding(**(usual | rest | settings))
 
@@ -271,7 +231,7 @@ def test_lengths() -> None:
     """Those of one length stay; ragged ones become a few powers of two, up to what the model takes."""
 
     def fits(*parts: Any, **settings: Any) -> Any:
-        return (pad if not settings else padding_of(**settings))(parts, lambda rows, padded: None)[0][0]
+        return (pad if not settings else padding_of(**settings))(parts)[0][0]
 
     pad = padding_of()
     assert [fits(batch(50))["input_ids"].shape for _ in range(3)] == [(2, 50)] * 3
@@ -283,24 +243,12 @@ def test_lengths() -> None:
     assert part["labels"][1].eq(-100).all() and part["attention_mask"][1].equal(part["attention_mask"][0])
     with pytest.raises(fz.errors.FzeroValueError, match="longer than lengths"):
         fits(batch(17), lengths=[16])
-    with pytest.raises(fz.errors.FzeroValueError, match="no attention_mask"):
-        fits(batch(9), batch(11), masked=False)
+    with pytest.raises(fz.errors.FzeroValueError, match=r"labels from 9 to 11: the loss is not known to leave out"):
+        fits(batch(9), batch(11), losses=Losses(ignores=False))
+    part = fits(batch(9), batch(11), lengths=[16], losses=Losses(ignores=False), unknown="another model")
+    assert part["input_ids"].shape == (2, 16) and part["labels"][0, 9:].eq(-100).all()
     pad = padding_of(losses=Losses(ignores=False))  # one length, and a last batch in part
     assert [fits(batch(20, rows))["input_ids"].shape for rows in (2, 2, 1)] == [(2, 20), (2, 20), (1, 20)]
     pad = padding_of()  # the targets' length does not vary, the source's does
     found = [fits(batch(n) | {"labels": batch(6)["labels"]}) for n in (9, 11, 40)]
     assert [x["labels"].shape[1] for x in found] == [6] * 3 and [x["input_ids"].shape[1] for x in found] == [9, 32, 64]
-
-
-def test_a_state_at_rest_elsewhere(tmp_path: Path) -> None:
-    """Parameters on disk: the proof is a program, and the state is as it was."""
-    rows, once = classes(16), {"gradient_accumulation_steps": 1, "max_steps": 3, "DATA_COLLATOR": ragged}
-    found = []
-    disk = fz.offload("nvme", ("opt_state", "params"), path=str(tmp_path))
-    for specs in ([fz.shard_params()], [fz.shard_params(), disk]):
-        ours = trained(Trainer, tmp_path, model=partial(Pooled, masked=True), rows=rows, TRANSFORMS=specs, **once)
-        assert "input_ids" in ours._padding.proven
-        found.append(losses(ours))
-        wrong = trained(Trainer, tmp_path, model=partial(Pooled, 0.0), rows=rows, TRANSFORMS=specs, **once)
-        assert "apart" in wrong._padding.refuted["input_ids"]
-    assert found[0] == pytest.approx(found[1], abs=1e-7)

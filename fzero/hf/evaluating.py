@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import BusyError, DivergenceError
-from fzero.hf import padding, proof, traced
-from fzero.hf.watched import Watched
+from fzero.hf import padding, traced
+from fzero.hf.loss_inputs import LossInputs
 from fzero.modules.functionalize import Functional
 from fzero.runtime.compile import compile
 from fzero.step import compose, eval_step
@@ -32,7 +31,7 @@ class Evaluation:
 
     def __init__(
         self,
-        held: Watched,
+        held: LossInputs,
         model: Functional,
         kind: traced.Kind,
         constants: traced.Constants,
@@ -45,7 +44,6 @@ class Evaluation:
         self._compile = lambda step, **how: compile(compose(*transforms)(step) if transforms else step, mesh, **how)
         self._compiling = compiling
         self._padding: padding.Padding | None = None
-        self._prover: Any = None
         self._shapes: dict[Any, list[tuple[int, ...]]] = {}
 
     def __call__(self, params: Any, tensors: Any, items: Any) -> Any:
@@ -60,16 +58,10 @@ class Evaluation:
             self._usual, self._odd = (self._compile(self._step, **x) for x in (self._compiling, {"backend": "eager"}))
             self._reads = losses.reads
             self._padding = padding.of(trainer, "evaluation", losses, trainer.args.eval_batch_size, most=None)
-        if trainer._padding is not None:  # what training has found, by more than the loss
-            self._padding.refuted.update(trainer._padding.refuted)
-        (part,), shape = self._padding([tensors], partial(self._prove, params))
-        odd = self._padding.refuted and shape is not self._padding.shapes[0]
-        found, out = self._run(self._odd if odd else self._usual, params, part, items)
-        return found, self._cut(out, part, tensors)
-
-    def _run(self, run: Any, params: Any, part: Any, items: Any) -> Any:
-        found, out = run(params, self._batch(part, items))
-        return None if found is None else found[0], out
+        (part,), shape = self._padding([tensors])
+        odd = any(map(self._padding.kept, shape)) and shape is not self._padding.shapes[0]
+        found, out = (self._odd if odd else self._usual)(params, self._batch(part, items))
+        return None if found is None else found[0], self._cut(out, part, tensors)
 
     def _batch(self, part: Any, items: Any) -> dict[str, Any]:
         batch: dict[str, Any] = {"inputs": part}
@@ -92,21 +84,3 @@ class Evaluation:
             made = self._model.shapes(self._step.fn, self._batch(tensors, 16))[1]
             self._shapes[kind] = [tuple(x.shape) for x in tree.leaves(made)]
         return self._shapes[kind]
-
-    def _prove(self, params: Any, rows: Any, padded: Any) -> str | None:
-        """The difference between loss and outputs of rows as they are and padded; as of `proof.Training`."""
-        if self._prover is None:
-            self._prover = proof.runner(self._step, params, self._model, self._transforms, self._mesh)
-        run, tolerance = self._prover
-        try:
-            (loss, out), (other, more) = (self._run(run, params, part, 16) for part in (rows, padded))
-            more = self._cut(more, padded, rows)
-        except (DivergenceError, BusyError):
-            raise
-        except Exception as error:  # whatever it is, padding is not proven
-            return proof.first_line(error)
-        if loss is not None and not loss.isfinite():
-            return ""
-        if loss is not None and not abs(other - loss) <= tolerance * abs(loss):
-            return f"a loss of {other:.6g}, and of {loss:.6g} as they are"
-        return None if out is None else proof.outputs_apart(out, more, tolerance)

@@ -16,6 +16,7 @@ from fzero.hf import optimizers
 from fzero.hf.models import Pretrained
 from fzero.hf.optimizers import Translated
 from fzero.hf.recipe import of_deepspeed
+from fzero.hf.sync import problems
 from fzero.transforms.base import Transform
 
 Base: Any = transformers.TrainingArguments
@@ -118,14 +119,16 @@ def notes(args: Any) -> list[str]:
     return found
 
 
-def check(trainer: Any, model: Any, args: Any, optimizer: Any, pair: Any, transforms: Any, base: type) -> None:
+def check(
+    trainer: Any, model: Any, args: Any, optimizer: Any, pair: Any, transforms: Any, base: type, sync: Any
+) -> None:
     """Raises if anything that was asked for cannot be kept, all of it at once, before anything is done.
 
     Args:
         optimizer: `optimizers[0]`; `pair`: `optimizer_cls_and_kwargs`.
         base: the Trainer whose methods must be these.
     """
-    found = []
+    found = problems(sync)
     known = {*KEPT.split(), *NOTES}
     for name in _set(args):
         if why := {**REFUSED, **OF_OTHERS}.get(name):

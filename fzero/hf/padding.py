@@ -3,24 +3,25 @@
 A batch is a dict of tensors, one row a sample. Lengths are those of dim 1 of token-like leaves, whose names say what
 they are padded with; rows that are missing are copies of the last one whose labels are ignored. All ranks choose alike.
 
-Whether padding changes what a model computes is tried (proof.py) the first time that a leaf is to be longer, or that
-rows are to be added. Where it does, batches are taken as they come.
+Batches are padded where that is known to change nothing: of models of the library that leave out padding, with the
+library's loss (`unknown`). Others are padded to the lengths that are asked for, as a collator would, or taken as they
+come.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero import tree
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.hf.exchange import Exchange
-from fzero.hf.proof import Tensors, telling
 from fzero.hf.traced import Losses
 from fzero.trace.value_keys import exact
 
@@ -31,8 +32,37 @@ MOST = 4
 
 Shape = dict[str, int]
 """The lengths of leaves by their names, and under "" the rows of a micro-batch."""
-Prove = Callable[[Tensors, Tensors], str | None]
-"""Says what differs between rows as they are and padded. None: nothing does; "": these rows do not tell."""
+Tensors = dict[str, torch.Tensor]
+
+_CAUSAL = """
+    AXK1 AXK2 Afmoe Apertus Arcee AriaText BailingHybrid Bart Beam BigBird BigBirdPegasus BioGpt BitNet
+    Blenderbot BlenderbotSmall Bloom Camembert CodeGen Cohere Cohere2 Cohere2Moe Cwm Data2VecText DeepseekV2
+    DeepseekV3 DeepseekV32 DeepseekV4 DiffLlama Doge Electra Emu3 Ernie Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe
+    Falcon FalconH1 FalconMamba FlexOlmo Flint GPTBigCode GPTJ GPTNeo GPTNeoX GPTNeoXJapanese Gemma Gemma2
+    Gemma3 Gemma3n Gemma4 Gemma4Unified Glm Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GptOss Granite GraniteMoe
+    GraniteMoeSWA GraniteMoeShared GraniteSWA HYV3 HYV4 Helium HrmText HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX
+    Inkling Inkling2 Jais2 Jamba JetMoe Kolibri1 Laguna Lfm2 Lfm3 Llama Llama4 LongcatFlash MBart Mamba Marian
+    MegatronBert Mellum MiMoV2Flash MiniCPM3 MiniMax MiniMaxM2 MiniMaxM3VL Ministral Ministral3 Mistral Mixtral
+    Mllama ModernBertDecoder Moshi Mpt Mvp NanoChat Nemotron NemotronH OPT Olmo Olmo2 Olmo3 OlmoHybrid Olmoe
+    PLBart Pegasus Persimmon Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
+    RecurrentGemma RemBert RoFormer Roberta RobertaPreLayerNorm Rwkv SeedOss SmolLM3 SolarOpen StableLm
+    Starcoder2 TrOCR VaultGemma Whisper XGLM XLMRoberta XLMRobertaXL Youtu Zamba Zamba2
+"""
+_ENCODERS = """
+    Albert Bert Camembert Deberta DebertaV2 DistilBert Electra ModernBert MPNet Roberta RobertaPreLayerNorm XLMRoberta
+    XLMRobertaXL
+"""
+_IMAGES = "Beit ConvNext ConvNextV2 DeiT Dinov2 Swin Swinv2 ViT"
+_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+KNOWN = {
+    *(f"{name}ForCausalLM" for name in _CAUSAL.split()),
+    *(name + head for name in _ENCODERS.split() for head in _HEADS),
+    *(f"{name}ForImageClassification" for name in _IMAGES.split()),
+    *("CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"),
+    *(f"{name}ForConditionalGeneration" for name in ("Bart", "MBart", "MT5", "T5")),
+}
+"""The models of the library of which longer rows, and further ones, change neither loss nor gradient. Each was tried
+with transformers 5.23; tests/test_trainer_padding.py tries some of each kind again."""
 
 
 @dataclass
@@ -43,7 +73,7 @@ class Padding:
         labels: names of the leaves that are labels.
         token: what pads token ids; None: there is none, and 0 does.
         mask: whether a batch without an attention mask gets one.
-        masked: whether the model is said to leave out tokens behind a row's own: by a mask, or as a causal one.
+        unknown: why padding may change something; "": it is known not to.
         losses: what is known of the loss.
         rows: of a full micro-batch.
         longest: that the model takes; None: any.
@@ -52,16 +82,12 @@ class Padding:
         what: whose batches they are.
         most: lengths that there may be of what cannot be padded; None: any number.
         hint: what else may help who cannot pad.
-
-    Attributes:
-        proven: what was tried and changes nothing: names of leaves that are longer, and "" for more rows.
-        refuted: what cannot be padded, and why.
     """
 
     labels: Sequence[str]
     token: int | None
     mask: bool
-    masked: bool
+    unknown: str
     losses: Losses
     rows: int
     longest: int | None
@@ -71,14 +97,17 @@ class Padding:
     most: int | None = MOST
     hint: str = ""
     shapes: list[Shape] = field(default_factory=list)
-    proven: set[str] = field(default_factory=set)
-    refuted: dict[str, str] = field(default_factory=dict)
     _fixed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _labelled: bool = False  # whether each token has a label
     _steady: dict[str, int | None] = field(default_factory=dict)  # lengths that have not changed yet
 
-    def __post_init__(self) -> None:
-        if not self.losses.ignores:
-            self.refuted[""] = "the loss is not one that leaves out rows by their labels"
+    def kept(self, name: str) -> str:
+        """Why a leaf keeps its length, or with "" a batch its rows; "": it is padded."""
+        if name and self.lengths is not None:
+            return ""
+        if not self.unknown and not self.losses.ignores and (not name or self._labelled):
+            return f"the loss is not known to leave out labels of {self.losses.ignored}"
+        return self.unknown
 
     def fill(self, name: str, leaf: torch.Tensor) -> int | None:
         """The number that pads a leaf behind its own length; None: nothing does."""
@@ -91,7 +120,7 @@ class Padding:
             return self.token or 0
         return 0 if last.endswith(("_mask", "_ids")) else None
 
-    def __call__(self, parts: Sequence[Mapping[str, torch.Tensor]], prove: Prove) -> tuple[list[Tensors], Shape]:
+    def __call__(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[Tensors], Shape]:
         """The micro-batches of a step in one shape.
 
         Raises:
@@ -106,25 +135,14 @@ class Padding:
         for n in names:
             known = self._steady.setdefault(n, high[n])
             self._steady[n] = known if known == high[n] == low[n] else None
-        tried: set[str] = set()
-        while True:
-            shape = self._choose(high, low)
-            if not (more := [n for n in shape if low[n] < shape[n] and n not in self.proven | tried]):
-                break
-            self._try(more[0], parts, shape, prove)
-            tried.add(more[0])
+        self._labelled = any(n in self.labels for n in names)
+        shape = self._choose(high, low)
         if shape not in self.shapes:
             self.shapes.append(shape)
             lengths = ", ".join(f"{n} {x}" for n, x in shape.items() if n)
             text = "fzero: program %d of %s: %d rows%s"
             logger.info(text, len(self.shapes), self.what, shape[""], f", padded to {lengths}" if lengths else "")
         return [self._padded(part, shape) for part in parts], shape
-
-    def fills(self, parts: Sequence[Mapping[str, torch.Tensor]], prove: Prove) -> bool:
-        """Whether rows can be added, tried with these if it is not known."""
-        if "" not in self.proven | self.refuted.keys():
-            self._try("", [self._with_mask(part) for part in parts], {}, prove)
-        return "" not in self.refuted
 
     def _with_mask(self, part: Mapping[str, torch.Tensor]) -> Tensors:
         ids = part.get("input_ids")
@@ -146,39 +164,6 @@ class Padding:
             what = "these leaves of a batch cannot be padded"
             raise FzeroValueError(message("hf.Trainer", what, list(dict.fromkeys(problems)), fix))
 
-    # --- what can be padded ---
-
-    def _try(self, name: str, parts: Sequence[Tensors], shape: Shape, prove: Prove) -> None:
-        """Tries to make a leaf longer, and what else is shorter than a shape where it is shortest; or to add a row."""
-        if why := self._said(name):
-            self.refuted[name] = why
-            return
-        size = lambda part: part[name].shape[1] if name else -_rows(part)  # noqa: E731
-        part = min(parts, key=size)
-        fills = {n: fill for n, x in part.items() if (fill := self.fill(n, x)) is not None}
-        labels = {n: self.losses.ignored for n in self.labels if n in part}
-        rows = self.ranks.least(size(part), telling(part, fills, labels, trim=bool(name)))
-        num = _rows(rows)
-        now = {n: rows[n].shape[1] for n in fills}
-        names = [n for n in now if now[n] < shape[n]] if name else [""]
-        padded = self._padded(rows, {**shape, "": num} if name else {"": num + 1})
-        longer = ", ".join(f"{n} from {now[n]} to {shape[n]}" for n in names if n)
-        how = longer or f"by a copy of one{f', {joined} ignored' if (joined := ', '.join(labels)) else ''}"
-        said = f"{num} row{'s' if num > 1 else ''} padded ({how})"
-        found = {x for x in self.ranks.all(prove(rows, padded)) if x is not None}
-        if not found:
-            self.proven.update(names)
-            logger.info("fzero: %s: %s: nothing else than as they are", self.what, said)
-        elif why := max(found):
-            self.refuted.update(dict.fromkeys(names, f"{said}: {why}"))
-            logger.warning("fzero: %s takes batches as they come: %s", self.what, self.refuted[name])
-
-    def _said(self, name: str) -> str:
-        """The reason why a leaf is not even tried."""
-        if name in self.labels and not self.losses.ignores:
-            return f"the loss is not known to leave out labels of {self.losses.ignored}"
-        return "" if self.masked or not name or name in self.labels else "the model has no attention_mask"
-
     def _padded(self, part: Tensors, shape: Shape) -> Tensors:
         return {n: self._lengthened(n, x, shape) for n, x in part.items()}
 
@@ -197,7 +182,7 @@ class Padding:
 
     def _choose(self, high: Shape, low: Shape) -> Shape:
         """The shape for batches of these lengths: one that there is, if it is not much longer, else a new one."""
-        own = {n for n in high if n in self.refuted}
+        own = {n for n in high if self.kept(n)}
         if unlike := [n for n in own if low[n] < high[n]]:
             text = "micro-batches of one step have several shapes, and cannot be padded"
             raise self._refusal(text, {n: f"{n or 'rows'} from {low[n]} to {high[n]}" for n in unlike})
@@ -234,9 +219,10 @@ class Padding:
     def _refusal(self, what: str, told: Mapping[str, str]) -> FzeroValueError:
         """The error about leaves that cannot be padded, each with what is said of it."""
         problems = []
-        for why in dict.fromkeys(self.refuted[n] for n in sorted(told)):
-            problems.append(f"{', '.join(told[n] for n in sorted(told) if self.refuted[n] == why)}: {why}")
+        for why in dict.fromkeys(self.kept(n) for n in sorted(told)):
+            problems.append(f"{', '.join(told[n] for n in sorted(told) if self.kept(n) == why)}: {why}")
         ways = [
+            *(["Trainer(..., lengths=[128, 512]) pads to these, as a collator would"] if any(told) else []),
             "have the collator pad to one length or a few (padding='max_length', pad_to_multiple_of)",
             "TrainingArguments(dataloader_drop_last=True) where it is the last batch's rows",
             *([self.hint] if self.hint else []),
@@ -265,7 +251,7 @@ def of(trainer: Any, what: str, losses: Losses, rows: int, most: int | None = MO
         labels=trainer.label_names,
         token=token,
         mask=has_mask and not causal,
-        masked=has_mask or causal,
+        unknown=unknown(trainer),
         losses=losses,
         rows=rows,
         longest=longest if isinstance(longest, int) and longest > 0 else None,
@@ -275,6 +261,23 @@ def of(trainer: Any, what: str, losses: Losses, rows: int, most: int | None = MO
         most=most,
         hint="model.config.pad_token_id, if it is to find the end of a row" if config and token is None else "",
     )
+
+
+def unknown(trainer: Any) -> str:
+    """Why padding may change what a Trainer computes; "": it is known not to, by the model's class and the loss."""
+    model = trainer.model
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = type(model).__name__
+    if name not in KNOWN or not type(model).__module__.startswith("transformers.models."):
+        return f"{name} is not known to compute the same of rows that are padded"
+    if trainer.compute_loss_func is not None or type(trainer).compute_loss is not transformers.Trainer.compute_loss:
+        return "a loss of your own is not known to be the same of rows that are padded"
+    rope = str([getattr(model.config, n, None) for n in ("rope_parameters", "rope_scaling")])
+    if "longrope" in rope or "dynamic" in rope:
+        return "the frequencies of its rotary positions depend on the length of a batch"
+    if getattr(model.config, "output_router_logits", False):
+        return "output_router_logits=True: the loss of the routers is of padded tokens too"
+    return ""
 
 
 def split(inputs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -322,7 +325,7 @@ def _items(inputs: Any) -> list[Any]:
     return list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
 
 
-def check_rows(trainer: Any, found: Padding, parts: Sequence[Mapping[str, torch.Tensor]], prove: Prove) -> None:
+def check_rows(trainer: Any, found: Padding) -> None:
     """Refuses, before the first step, a last micro-batch with fewer rows than those beside it in its step."""
     args, rows = trainer.args, trainer._train_batch_size
     if args.world_size > 1 or args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__"):
@@ -330,7 +333,7 @@ def check_rows(trainer: Any, found: Padding, parts: Sequence[Mapping[str, torch.
     num, parts_a_step = math.ceil(len(trainer.train_dataset) / rows), args.gradient_accumulation_steps
     last = len(trainer.train_dataset) % rows
     beside = last and (num - 1) % parts_a_step and not 0 < args.max_steps * parts_a_step < num
-    if beside and not found.fills(parts, prove):
+    if beside and (why := found.kept("")):
         what = f"the last micro-batch of an epoch has {last} rows, and those of its step {rows}"
         fix = "TrainingArguments(dataloader_drop_last=True), or another batch size"
-        raise FzeroValueError(message("hf.Trainer", what, [f"none can be added: {found.refuted['']}"], fix))
+        raise FzeroValueError(message("hf.Trainer", what, [f"none can be added: {why}"], fix))

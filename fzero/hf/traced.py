@@ -6,15 +6,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero import compat, tree
-from fzero.hf.watched import Watched
+from fzero import compat
+from fzero.hf.loss_inputs import LossInputs
 from fzero.loss import weighted
 from fzero.modules.functionalize import Functional
 
@@ -22,7 +21,7 @@ Constants = Mapping[str, Any]
 """The values of a batch besides its tensors, the same in each that a program is of."""
 
 
-def _computed(held: Watched, constants: Constants, forward: Any, batch: Any, **settings: Any) -> tuple[Any, Any]:
+def _computed(held: LossInputs, constants: Constants, forward: Any, batch: Any, **settings: Any) -> tuple[Any, Any]:
     """The result of the trainer's `compute_loss`, and what counted the cross entropies in it."""
     items = batch.get("num_items")
     with held.tracing(forward) as counting:
@@ -31,7 +30,7 @@ def _computed(held: Watched, constants: Constants, forward: Any, batch: Any, **s
         return held.trainer.compute_loss(forward, inputs, num_items_in_batch=number, **settings), counting
 
 
-def loss(held: Watched, visible: Any, constants: Constants, forward: Any, batch: Any) -> Any:
+def loss(held: LossInputs, visible: Any, constants: Constants, forward: Any, batch: Any) -> Any:
     """The loss of a micro-batch, for a step's mean over micro-batches and ranks."""
     trainer, on = held.trainer, batch["on"][0]
     found, counting = _computed(held, constants, forward, batch)
@@ -56,7 +55,7 @@ class Kind(NamedTuple):
     ignored: tuple[str, ...]
 
 
-def outputs(held: Watched, visible: Any, constants: Constants, kind: Kind, forward: Any, batch: Any) -> Any:
+def outputs(held: LossInputs, visible: Any, constants: Constants, kind: Kind, forward: Any, batch: Any) -> Any:
     """The loss of a batch, None without one, and the outputs but for those that are ignored."""
     losing, loss_only, ignored = kind
     if losing:
@@ -88,7 +87,7 @@ class Losses(NamedTuple):
 
 
 def probe(
-    held: Watched, model: Functional, tensors: dict[str, torch.Tensor], constants: Constants, counted: bool
+    held: LossInputs, model: Functional, tensors: dict[str, torch.Tensor], constants: Constants, counted: bool
 ) -> Losses:
     """The facts of the loss of such a batch.
 
@@ -116,44 +115,6 @@ def probe(
     one = len(found.ignored) == 1
     ignores = whole and by_rows and (found.reads or one)
     return Losses(found.reads, ignores, found.ignored[0] if one else -100)
-
-
-def differentiated(
-    held: Watched, model: Functional, constants: Constants, train: bool
-) -> Callable[[Any, Any], torch.Tensor]:
-    """A function of parameters and two batches, `one` and `two`: their losses, what these are a mean over, and for each
-    parameter the norm of the gradient of `by[0] * one + by[1] * two`, of which each is let go as soon as it is there.
-    Without dropout."""
-    fn = model.calling(functools.partial(_loss_and_weight, held, held.visible, constants), train=train, dropout=False)
-    overwrites = train and model.mutable is not None
-
-    def run(params: Any, batch: Any) -> torch.Tensor:
-        flat, structure = tree.flatten(params)
-        trained = [model.trainable(p, x) for p, x in zip(tree.paths(params, "params"), flat, strict=True)]
-        leaves = [x.detach().requires_grad_(t) for x, t in zip(flat, trained, strict=True)]
-        norms: list[torch.Tensor] = []
-
-        def norm(x: torch.Tensor) -> None:
-            assert x.grad is not None
-            norms.append(x.grad.to(torch.float32).norm())
-            x.grad = None
-
-        for x in leaves:
-            if x.requires_grad:
-                x.register_post_accumulate_grad_hook(norm)
-        with torch.enable_grad():
-            found = [fn(tree.unflatten(structure, leaves), batch[part]) for part in ("one", "two")]
-            (one, *more), (two, *others) = (x[0] if overwrites else x for x in found)
-            (one * batch["by"][0] + two * batch["by"][1]).backward()
-        made = [one.detach(), two.detach(), *more, *others, *norms]
-        return torch.stack([x.to(torch.float32) for x in made])
-
-    return model.marked(run, "loss")
-
-
-def _loss_and_weight(held: Watched, visible: Any, constants: Constants, forward: Any, batch: Any) -> Any:
-    found, counting = _computed(held, constants, forward, batch)
-    return found, _weight(counting, found)
 
 
 def _weight(counting: Any, found: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +23,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[
 
 from fzero import checkpoint, random, tree
 from fzero.errors import CheckpointError, FzeroValueError, TraceError, message
-from fzero.hf import optimizers, options, padding, proof, recipe, traced
+from fzero.hf import optimizers, options, padding, recipe, traced
 from fzero.hf.evaluating import Evaluation
-from fzero.hf.following import OWN, Following
+from fzero.hf.loss_inputs import LossInputs
 from fzero.hf.models import Pretrained
 from fzero.hf.running import whole
 from fzero.hf.saving import replace_pretrained
-from fzero.hf.watched import Watched
+from fzero.hf.sync import Sync
 from fzero.mesh import Mesh, make_mesh
 from fzero.modules.functionalize import Functional, functionalize
 from fzero.runtime.compile import compile
@@ -53,7 +52,9 @@ class Trainer(Base):
 
     Equal to the library's own with exact averages: a loss is the mean over all targets of a step, however they are
     padded, cut into micro-batches and spread over ranks. Ragged batches are padded to at most four shapes, each a
-    program (`num_programs`), if that changes nothing: it is tried with two rows, eagerly, before the first are padded.
+    program (`num_programs`), where that is known to change nothing: causal models of the library, heads of its
+    encoders and others (`fzero/hf/padding.py`), with the library's loss. Others are taken as they come, in at most four
+    shapes.
     A model's loss is traced, an overridden `compute_loss` or a `compute_loss_func` too.
 
     Args:
@@ -62,17 +63,21 @@ class Trainer(Base):
         more, settings: all other arguments of the library's Trainer.
         transforms: by default `[fz.shard_params()]`. Precision, accumulation and checkpointing of activations come of
             the arguments.
+        sync: what reads or writes weights in training: callbacks or their classes, the class of an own Trainer
+            (`evaluate`, `log` and others of its methods), functions of metrics.
         mesh: by default of all processes, along `data`.
-        lengths: to which ragged batches are padded; by default powers of two, as they come.
+        lengths: to which ragged batches of any model are padded, as a collator would; by default, where that changes
+            nothing, powers of two.
         backend, memory_budget, host_budget, disk_budget: of `fz.compile`.
 
     Attributes:
         compiled: the step, a `CompiledStep`, once training has begun.
-        train_state: its state. The module has the trained weights after `train()`, and where a callback looks at it.
+        train_state: its state. The module has the trained weights after `train()`, and where code in `sync` runs.
 
     Raises:
         FzeroValueError: with all that cannot be kept: an overridden `training_step`, an optimizer of another class,
-            options such as `fsdp`. In training, leaves of batches that change their shape and cannot be padded.
+            options such as `fsdp`. In training, weights that
+            code reads or writes which is not in `sync`; leaves of batches that change their shape and cannot be padded.
         CheckpointError: `train(resume_from_checkpoint=)` of a directory that has no state of fzero's.
 
     Example:
@@ -95,6 +100,7 @@ class Trainer(Base):
         args: Any = None,
         *more: Any,
         transforms: Sequence[Transform] | None = None,
+        sync: Sequence[Any] = (),
         mesh: Mesh | None = None,
         lengths: Sequence[int] | None = None,
         backend: str = "inductor",
@@ -105,7 +111,7 @@ class Trainer(Base):
     ):
         args = options.TrainingArguments("tmp_trainer") if args is None else args
         optimizer = settings.get("optimizers", (None, None))[0]
-        options.check(self, model, args, optimizer, settings.get("optimizer_cls_and_kwargs"), transforms, Trainer)
+        options.check(self, model, args, optimizer, settings.get("optimizer_cls_and_kwargs"), transforms, Trainer, sync)
         self._transforms, self._given_mesh, self.lengths = transforms, mesh, lengths
         budgets = {"memory_budget": memory_budget, "host_budget": host_budget, "disk_budget": disk_budget}
         self._compiling = {"backend": backend, **budgets}
@@ -119,8 +125,7 @@ class Trainer(Base):
         self._evaluations: dict[Any, Evaluation] = {}
         self._padding = None
         super().__init__(model.module if self._pretrained is not None else model, args, *more, **settings)
-        self._following = Following(self, Trainer)
-        self._call_event, self.callback_handler.call_event = self.callback_handler.call_event, self._seeing
+        self._sync = Sync(self, Trainer, sync)
         for text in options.notes(args) if self.is_world_process_zero() else ():
             logger.warning("fzero.hf.Trainer: %s", text)
 
@@ -128,6 +133,13 @@ class Trainer(Base):
     def num_programs(self) -> int:
         """The programs of training: one for each shape that batches are padded to."""
         return len(self._padding.shapes) if self._padding is not None else 0
+
+    def train(self, *args: Any, **settings: Any) -> Any:
+        try:
+            return super().train(*args, **settings)
+        except BaseException:
+            self._sync.broken_off()
+            raise
 
     # --- what the library would do to the module ---
 
@@ -147,14 +159,14 @@ class Trainer(Base):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self.train_state is not None and resume_from_checkpoint is None:
-            self._following.refresh()  # behind a training that was broken off
+            self._sync.refresh()  # behind a training that was broken off
         module = self.model.train()
         carried = self.train_state if self.optimizer is not None and self.optimizer is self._optimizer_was else None
         model = self.functional = self._functional()
         found = recipe.of(self, model, max_steps, self._transforms)
         if found.report and self.is_world_process_zero():
             print(found.report, file=sys.stderr, flush=True)
-        self._held = Watched(self, Trainer)
+        self._held = LossInputs(self, Trainer)
         self._constants: dict[str, Any] = {}
         loss = partial(traced.loss, self._held, self._held.visible, self._constants)
         step = train_step(
@@ -168,7 +180,6 @@ class Trainer(Base):
         self._parts, self._reads = [], False
         self._last_left: int | None = None  # the step at which an epoch left micro-batches over
         self._padding: padding.Padding | None = None
-        self._proof: proof.Training | None = None
         self._skips = SimpleNamespace(step_was_skipped=False)
         self.accelerator._optimizers.append(self._skips)
         if resume_from_checkpoint is not None:
@@ -177,7 +188,7 @@ class Trainer(Base):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self._following.begin(fresh=resume_from_checkpoint is None)
+        self._sync.begin(fresh=resume_from_checkpoint is None)
         return module, train_dataloader
 
     def _functional(self) -> Functional:
@@ -197,8 +208,8 @@ class Trainer(Base):
         if resumed is not None:
             return self.compiled.restore(os.path.join(resumed, STATE), self.functional.params)
         if carried is not None:  # the optimizer lives on, and its state with it
-            self._following.check_trained()
-            if not self._following.same():
+            self._sync.check_trained()
+            if not self._sync.same():
                 overwrite(carried, self.functional.named_params, self._mesh())
             return carried
         if self._pretrained is None or self._pretrained.directory is None:
@@ -233,7 +244,7 @@ class Trainer(Base):
         parts, self._parts = self._parts, []
         assert self.compiled is not None and self.train_state is not None
         batch = self._batch(parts, num_items_in_batch)
-        self._following.stepping()
+        self._sync.stepping()
         self._held.check()
         self._held.look()
         if self.optimizer is not self._optimizer_was:
@@ -261,12 +272,8 @@ class Trainer(Base):
             assert self.functional is not None and self.compiled is not None
             losses = traced.probe(self._held, self.functional, tensors[0], self._constants, items is not None)
             self._reads, self._padding = losses.reads, padding.of(self, "training", losses, self._train_batch_size)
-            specs = self.compiled.resolved.transforms
-            self._proof = proof.Training(
-                self._held, self.functional, self._constants, specs, self._mesh(), losses.reads
-            )
-            padding.check_rows(self, self._padding, tensors, self._prove)
-        padded, shape = self._padding(tensors, self._prove)
+            padding.check_rows(self, self._padding)
+        padded, shape = self._padding(tensors)
         missing = self.args.gradient_accumulation_steps - len(parts)
         on = [1.0] * len(padded) + [0.0] * missing
         padded += padded[:1] * missing
@@ -276,29 +283,6 @@ class Trainer(Base):
         if self._reads:
             batch["num_items"] = torch.as_tensor(items, device=device).expand(rows * len(padded)).clone()
         return batch
-
-    def _prove(self, rows: Any, padded: Any) -> str | None:
-        assert self._proof is not None and self.train_state is not None
-        return self._proof(self.train_state.params, rows, padded)
-
-    # --- what looks at the module ---
-
-    def _seeing(self, event: str, *args: Any, **settings: Any) -> Any:
-        """An event, before which the module gets the weights of the state where a callback looks at it."""
-        with self._following.event(event):
-            return self._call_event(event, *args, **settings)
-
-    def _maybe_log_save_evaluate(self, *args: Any, **settings: Any) -> None:
-        with self._following.event(OWN) if self._comes() else nullcontext():
-            super()._maybe_log_save_evaluate(*args, **settings)
-
-    def _evaluate(self, *args: Any, **settings: Any) -> Any:
-        with self._following.event(OWN):
-            return super()._evaluate(*args, **settings)
-
-    def _comes(self) -> bool:
-        """Whether the library logs, evaluates or saves now."""
-        return self.control.should_log or self.control.should_evaluate or self.control.should_save
 
     def log(self, *args: Any, **settings: Any) -> None:
         if self._tracing:
@@ -310,12 +294,11 @@ class Trainer(Base):
     # --- evaluation ---
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        with self._following.event(OWN):
-            self._evaluated = self._weights()
-            try:
-                return super().evaluation_loop(*args, **settings)
-            finally:
-                self._evaluated = None
+        self._evaluated = self._weights()
+        try:
+            return super().evaluation_loop(*args, **settings)
+        finally:
+            self._evaluated = None
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -335,7 +318,8 @@ class Trainer(Base):
         kind = traced.Kind(losing, prediction_loss_only, tuple(ignore_keys))
         ours, params = self._evaluated or self._weights()
         tensors, constants = padding.split(inputs)
-        loss, outputs = self._evaluation(kind, constants, ours)(params, tensors, items)
+        with self._sync.paused():
+            loss, outputs = self._evaluation(kind, constants, ours)(params, tensors, items)
         if prediction_loss_only:
             return loss, None, None
         return loss, outputs[0] if len(outputs) == 1 else outputs, labels
@@ -350,7 +334,7 @@ class Trainer(Base):
                 transforms = self.compiled.resolved.transforms
             else:
                 transforms = [mixed_precision(compute=x) for x in ("bf16", "fp16") if getattr(self.args, x)]
-            held = Watched(self, Trainer)
+            held = LossInputs(self, Trainer)
             self._evaluations[known] = Evaluation(
                 held, self.functional, kind, constants, transforms, self._mesh(), self._compiling
             )
@@ -358,8 +342,10 @@ class Trainer(Base):
 
     def _weights(self) -> tuple[bool, Any]:
         """The parameters that are evaluated, and whether they are those of the state."""
-        self._following.take()
-        if self._current():
+        self._sync.take()
+        with self._sync.paused():
+            current = self._current()
+        if current:
             assert self.train_state is not None
             return True, self.train_state.params
         if self.functional is None:
@@ -374,12 +360,12 @@ class Trainer(Base):
 
     def _current(self) -> bool:
         """Whether the state is of the module: it is trained, or has not been changed since it was."""
-        return self.train_state is not None and (self.is_in_train or self._following.same())
+        return self.train_state is not None and (self.is_in_train or self._sync.same())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes what `from_pretrained` reads; within training, the state in one of the library's checkpoints."""
         output_dir = str(self.args.output_dir if output_dir is None else output_dir)
-        self._following.take()
+        self._sync.take()
         inside = os.path.basename(output_dir).startswith(f"{PREFIX_CHECKPOINT_DIR}-")
         if _internal_call and inside and not self.args.save_only_model:
             checkpoint.save(os.path.join(output_dir, STATE), self.train_state, keep=1)
@@ -395,9 +381,10 @@ class Trainer(Base):
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
             return
-        if self.is_in_train:
-            self._following.refresh()
-        super().save_model(output_dir, _internal_call)
+        with self._sync.paused():
+            if self.is_in_train:
+                self._sync.refresh()
+            super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.should_save:  # the optimizer's state is with the parameters
@@ -429,10 +416,10 @@ class Trainer(Base):
             return
         assert self.compiled is not None and self.functional is not None
         self.train_state = self.compiled.restore(os.path.join(best, STATE), self.functional.params)
-        self._following.behind()
-        self._following.refresh()
+        self._sync.behind()
+        self._sync.refresh()
 
     def _finalize_training(self, *args: Any) -> Any:
-        self._following.refresh()
+        self._sync.end()
         logger.info("fzero.hf.Trainer: %d programs of training", self.num_programs)
         return super()._finalize_training(*args)

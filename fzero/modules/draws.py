@@ -59,15 +59,6 @@ def may_draw(module: nn.Module) -> bool:
     return module.training and any(isinstance(x, float) and x > 0 for x in rates)
 
 
-def undropped(module: nn.Module) -> nn.Module:
-    """The module, its dropout set to 0, as far as its attributes tell."""
-    for m in module.modules():
-        for name, x in vars(m).items():
-            if isinstance(x, float) and ("drop" in name or (name == "p" and isinstance(m, compat.DropoutNd))):
-                vars(m)[name] = 0.0
-    return module
-
-
 class _Seeded(compat.TorchDispatchMode):
     """Operations inside that draw are `seeded`."""
 

@@ -21,7 +21,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.loss import Weighted
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten, written_names
-from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw, undropped
+from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw
 from fzero.modules.entries import Arguments, Reading, arguments
 from fzero.modules.forward import Forward
 from fzero.modules.init import initialized
@@ -171,10 +171,6 @@ class Functional(SelfChecked):
     def _eval(self) -> Mode:
         return Mode(copy.deepcopy(self._still).eval(), self.blocks, self._extra)
 
-    @functools.cached_property
-    def _undropped(self) -> Mode:
-        return Mode(undropped(copy.deepcopy(self._still).train()), self.blocks, self._extra)
-
     def apply(self, params: Any, *args: Any, key: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """The module's outputs for these tensors, in the mode that it was given in.
 
@@ -276,11 +272,11 @@ class Functional(SelfChecked):
 
         return eval_step(self.marked(evaluate, "eval"))
 
-    def calling(self, fn: Callable[..., Any], *, train: bool, dropout: bool = True) -> Callable[..., Any]:
+    def calling(self, fn: Callable[..., Any], *, train: bool) -> Callable[..., Any]:
         """A function `(params, batch, *, key)` for `fz.train_step`, or for `fz.eval_step` in evaluation mode, of what
         `fn(forward, batch)` makes: `forward` is called as the module is, and has its attributes. Where the forward
-        overwrites buffers, `train` returns `(result, new values)`. `dropout`: whether training has any."""
-        mode = (self._train if dropout else self._undropped) if train else self._eval
+        overwrites buffers, `train` returns `(result, new values)`."""
+        mode = self._train if train else self._eval
 
         def run(params: Any, batch: Any, *, key: torch.Tensor | None = None) -> Any:
             flat = self._flat(params)

@@ -7,8 +7,6 @@ those of the step, and no other way leads to them than a call.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
-from fzero.trace.user_lines import is_library, line
+from fzero.trace.user_lines import own_line
 
 # questions about a tensor that are none of its value
 _ASKED = frozenset({"size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex"})
-_ASKED |= frozenset({"__len__", "is_contiguous", "get_device", "type", "data_ptr"})
+_ASKED |= frozenset({"__len__", "is_contiguous", "get_device", "data_ptr"})
 _VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
 """Properties of a tensor that are tensors."""
 
@@ -31,14 +29,19 @@ class OwnTensors(TorchFunctionMode):
 
     def __init__(self, module: nn.Module):
         super().__init__()
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """Looks where the tensors of a module are now."""
         self._name = type(module).__name__
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         self._own = {_memory(x): name for name, x in reversed(named)}
 
-    def own(self, func: Any, tensors: Iterable[torch.Tensor]) -> list[str]:
-        """The names of those whose values an operation reads or writes."""
-        if _asks(func):
+    def own(self, func: Any, args: Any, kwargs: Any) -> list[str]:
+        """The names of the module's tensors whose values an operation reads or writes."""
+        if _asks(func, args, kwargs):
             return []
+        tensors = (x for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         return [self._own[at] for x in tensors if (at := _memory(x)) in self._own]
 
 
@@ -65,10 +68,10 @@ class Outside(OwnTensors):
         real = [x for x in tensors if not isinstance(x, compat.FakeTensor)]
         if not real:
             return func(*args, **kwargs)
-        if _asks(func):
+        if _asks(func, args, kwargs):
             with compat.no_modes():
                 return func(*args, **kwargs)
-        if own := self.own(func, real):
+        if own := self.own(func, real, {}):
             self._refuse(f"reads {own[0]} of the module itself", OWN)
         for x in real:
             self.read[id(x)] = x
@@ -102,7 +105,7 @@ class Outside(OwnTensors):
                 self._refuse(f"writes to a tensor that it has not made, {shape}", WRITTEN)
 
     def _refuse(self, what: str, fix: str) -> None:
-        raise TraceError(message("functionalize", f"a function that calls {self._name} {what}", _here(), fix))
+        raise TraceError(message("functionalize", f"a function that calls {self._name} {what}", own_line(), fix))
 
 
 class _Drawing(compat.TorchDispatchMode):
@@ -127,9 +130,11 @@ WRITTEN = (
 )
 
 
-def _asks(func: Any) -> bool:
+def _asks(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation asks for what is known of a tensor without its values."""
     name = getattr(func, "__name__", "")
+    if name == "type":
+        return len(args) + len(kwargs) == 1  # with a dtype it casts
     return name in _ASKED or (name == "__get__" and getattr(func.__self__, "__name__", "") not in _VALUES)
 
 
@@ -140,14 +145,3 @@ def version_of(x: torch.Tensor) -> int:
 
 def _memory(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
-
-
-def _here() -> list[str]:
-    """The innermost of the user's lines that runs: not one of an installed library, if there is another."""
-    frame, found = sys._getframe(1), []
-    while frame is not None:
-        if not is_library(frame.f_code.co_filename):
-            found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    own = [place for place in found if "site-packages" not in place[0] and "dist-packages" not in place[0]]
-    return [line((own or found)[0])] if found else []

@@ -53,6 +53,17 @@ def line(place: Place) -> str:
     return f"{place[0]}:{place[1]}" + (f": {code}" if code else "")
 
 
+def own_line() -> list[str]:
+    """The innermost of the user's lines that runs: not one of an installed library, if there is another."""
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        if not is_library(frame.f_code.co_filename):
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    own = [place for place in found if "site-packages" not in place[0] and "dist-packages" not in place[0]]
+    return [line((own or found)[0])] if found else []
+
+
 _CARRIERS = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     *(

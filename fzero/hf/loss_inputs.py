@@ -1,4 +1,4 @@
-"""Watches what a Trainer's own loss reads besides its batch.
+"""Finds the values that a Trainer's own loss reads besides its batch, and refuses changes of them.
 
 Of the Trainer, most of whose attributes change all the time, a program's settings are only the values that the user's
 own methods read: one that changes between steps is refused, and not frozen into the program.
@@ -38,7 +38,7 @@ _KEPT = (
 )
 
 
-class Watched:
+class LossInputs:
     """Stands for a Trainer in a program's settings, by `visible`: the values that the user's own loss methods read. All
     its other attributes change as training goes on, and are left out.
 
