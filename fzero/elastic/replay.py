@@ -21,13 +21,13 @@ from fzero.comm.replicas import word_sum
 from fzero.elastic.vault import on_host
 from fzero.layout import leaf_of
 from fzero.lowering.layouts import zero_of
-from fzero.measure.profile import Following
 from fzero.mesh import Mesh
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES
 from fzero.program.ops.transfers import AllReduce, ReduceScatter
 from fzero.ranks import agreement
 from fzero.ranks.notes import gathered_tensors
+from fzero.runtime.observe import Following
 from fzero.runtime.training import CompiledStep
 from fzero.state import storage
 from fzero.step import State, lasting
