@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-from fzero.trace.code_names import names_in
+from fzero.trace.code import names_in
 from fzero.trace.user_lines import is_library
 
 _HINTS = frozenset({"model", "model_wrapped", "unwrap_model", "parameters", "named_parameters", "state_dict", "params"})

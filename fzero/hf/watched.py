@@ -21,7 +21,7 @@ from fzero import compat
 from fzero.comm.replicas import digest
 from fzero.errors import FzeroValueError, TraceError, message
 from fzero.modules.outside import version_of
-from fzero.trace.code_names import names_in
+from fzero.trace.code import names_in
 from fzero.trace.value_keys import PLAIN_TYPES, contents
 
 _LARGE = 4096
