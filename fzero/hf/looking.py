@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-from fzero.trace.code import names_in
-from fzero.trace.user_lines import is_library
+from fzero.trace.reads.code import names_in
+from fzero.trace.reads.user_lines import is_library
 
 _HINTS = frozenset({"model", "model_wrapped", "unwrap_model", "parameters", "named_parameters", "state_dict", "params"})
 """Names by which code reaches a module or its tensors, those in an optimizer's groups included."""

@@ -17,7 +17,7 @@ from torch import nn
 from fzero import compat
 from fzero.errors import FzeroValueError, message
 from fzero.modules.skeleton import Slot
-from fzero.trace.code import stores
+from fzero.trace.reads.code import stores
 
 
 def overwritten(module: nn.Module, slots: Sequence[Slot], mutable: Sequence[str]) -> frozenset[str]:

@@ -24,9 +24,9 @@ from torch import nn
 from fzero import tree
 from fzero.errors import FzeroValueError, message
 from fzero.modules import capture
-from fzero.trace.code import WHOLE, instructions, names_in, nested
-from fzero.trace.settings_walk import KNOWN, Walk, installed, package
-from fzero.trace.value_keys import PLAIN_TYPES, Same, attributes_of, contents, exact
+from fzero.trace.reads.code import WHOLE, instructions, names_in, nested
+from fzero.trace.reads.settings_walk import KNOWN, Walk, installed, package
+from fzero.trace.reads.value_keys import PLAIN_TYPES, Same, attributes_of, contents, exact
 
 _DEPTH = 4
 """Containers and objects within each other in an attribute, beyond which nothing is compared."""

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
-from fzero.trace.user_lines import is_library, line
+from fzero.trace.reads.user_lines import is_library, line
 
 # questions about a tensor that are none of its value
 _ASKED = frozenset({"size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex"})

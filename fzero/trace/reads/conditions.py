@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 import torch
 
 from fzero import compat
-from fzero.trace.code import instructions_from
+from fzero.trace.reads.code import instructions_from
 
 
 @contextmanager

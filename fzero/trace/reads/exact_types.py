@@ -10,9 +10,9 @@ from types import CodeType
 from typing import Any
 
 from fzero.errors import TraceError, message
-from fzero.trace.code import instructions, nested, text_at
-from fzero.trace.settings import settings
-from fzero.trace.user_lines import is_library, line
+from fzero.trace.reads.code import instructions, nested, text_at
+from fzero.trace.reads.settings import settings
+from fzero.trace.reads.user_lines import is_library, line
 
 
 def check_types(owner: str, fn: Any) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from fzero import compat
-from fzero.trace.code import EMPTY, ENVIRONMENT, WHOLE, cells, names_in
-from fzero.trace.value_keys import PLAIN, PLAIN_TYPES, Same, attributes_of, contents, exact, hashes, progress
+from fzero.trace.reads.code import EMPTY, ENVIRONMENT, WHOLE, cells, names_in
+from fzero.trace.reads.value_keys import PLAIN, PLAIN_TYPES, Same, attributes_of, contents, exact, hashes, progress
 
 MOST = 20_000
 """Values that are looked at for one function, 1 to 2 us each."""

@@ -18,9 +18,9 @@ import torch
 
 from fzero import compat, tree
 from fzero.errors import FzeroError, TraceError, message
-from fzero.trace.argument_memory import ArgumentMemory
-from fzero.trace.code import cells, instructions_from, names_in
-from fzero.trace.user_lines import is_library, line
+from fzero.trace.reads.argument_memory import ArgumentMemory
+from fzero.trace.reads.code import cells, instructions_from, names_in
+from fzero.trace.reads.user_lines import is_library, line
 
 
 @dataclass(frozen=True)
