@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import fzero as fz
 from fzero import optim
 from fzero.runtime import compiled
-from fzero.trace.settings import changes, settings
+from fzero.trace.reads.settings import changes, settings
 
 scale = 1.0
 options = {"by": [1.0]}

@@ -15,8 +15,8 @@ from fzero.build import cache, inductor, worker
 from fzero.build.build import check_backend
 from fzero.errors import TraceError
 from fzero.program.ir import Function
-from fzero.trace import deterministic
-from fzero.trace.deterministic import Setting
+from fzero.trace.reads import deterministic
+from fzero.trace.reads.deterministic import Setting
 from fzero.trace.record import record
 
 CPU = torch.device("cpu")

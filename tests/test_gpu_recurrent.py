@@ -14,9 +14,9 @@ import torch
 from fzero import compat
 from fzero.errors import TraceError
 from fzero.operators import recurrent
+from fzero.trace.reads.refusals import plainly
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
-from fzero.trace.refusals import plainly
 
 aten = torch.ops.aten
 LSTM, HIDDEN = 2, 4

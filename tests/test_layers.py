@@ -96,6 +96,16 @@ def test_a_checkpoints_writer_and_reader_know_no_programs() -> None:
         assert len(found) <= 60, f"{len(found)} files, {sorted(found)}"
 
 
+def test_what_functions_read_is_told_without_graphs() -> None:
+    """trace/ imports from trace/reads/, never the other way; its table names every file."""
+    folder = PACKAGE / "trace" / "reads"
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    for path in folder.glob("[!_]*.py"):
+        names = [m for m in loaded(ast.parse(path.read_text()).body) if m.startswith("fzero.trace")]
+        assert all(m.startswith("fzero.trace.reads") for m in names), (path.name, names)
+        assert f"`{path.name}`" in said, path.name
+
+
 def test_ranks_are_said_to_time_out_in_one_place() -> None:
     said = [p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py") if "timed out after {" in p.read_text()]
     assert said == ["ranks/notes.py"]

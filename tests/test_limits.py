@@ -13,9 +13,9 @@ import torch
 
 import fzero as fz
 from fzero import optim
-from fzero.measure.roofline import Limits, report
+from fzero.measure.roofline import OBSERVED, Limits, report
 from fzero.plan.plan import Plan
-from fzero.program.ops import TRANSFERS
+from fzero.runtime.observe import observed
 
 D, LAYERS = 32, 3
 P = LAYERS * 8 * D * D  # parameters
@@ -172,7 +172,7 @@ def limits() -> Limits:
 
 def test_on_a_device_with_a_queue_only_the_first_step_is_waited_for(limits):
     clock: Any = limits._clock
-    namespace = limits.around(dict.fromkeys((*TRANSFERS, "wait"), lambda *args, **kwargs: args[0]))
+    namespace = observed(dict.fromkeys(OBSERVED, lambda *args, **kwargs: args[0]), limits.before, limits.after)
 
     def run(waits: int) -> None:
         limits.begin()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import fzero as fz
 from fzero import compat, optim
 from fzero.errors import TraceError
-from fzero.trace import overwrites
+from fzero.trace.reads import overwrites
 from fzero.trace.recorder import Recorder
 
 PARAMS = {"mean": torch.zeros(4), "rows": torch.ones(10, 4), "var": torch.ones(4), "w": torch.ones(4, 4)}

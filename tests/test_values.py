@@ -16,7 +16,7 @@ from torch import nn
 
 import fzero as fz
 from fzero import optim
-from fzero.trace.checks import _passing
+from fzero.trace.reads.conditions import _passing
 
 W, X = {"w": wide(4, 4)}, wide(8, 4)
 

@@ -17,8 +17,8 @@ from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
 from fzero.operators import quant_blocks
 from fzero.program.ir import Function
-from fzero.trace import deterministic
 from fzero.trace.device import by_operation, on_device, on_host, substituted
+from fzero.trace.reads import deterministic
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
 

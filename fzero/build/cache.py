@@ -28,7 +28,7 @@ from fzero import compat
 from fzero.errors import FzeroValueError, message
 from fzero.private import exposed
 from fzero.program.ir import Function
-from fzero.trace import deterministic
+from fzero.trace.reads import deterministic
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import signature
 from fzero.units import parse_bytes

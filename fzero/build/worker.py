@@ -26,7 +26,7 @@ from fzero import compat
 from fzero.build import cpp_kernels, graph_pickle
 from fzero.build.cache import Cache, Entry
 from fzero.read_json import parsed
-from fzero.trace import deterministic
+from fzero.trace.reads import deterministic
 
 _UNIT_CHARS = 100_000
 """Characters of C++ source in one translation unit: its own code then takes about as long as the headers, 2 s."""

@@ -14,8 +14,8 @@ from fzero import compat, random, tree
 from fzero.arguments import count, function
 from fzero.data.steps import Steps, digest
 from fzero.errors import FzeroTypeError, FzeroValueError, message
-from fzero.trace.refused_operations import draws
-from fzero.trace.user_lines import line, user_place
+from fzero.trace.reads.refused_operations import draws
+from fzero.trace.reads.user_lines import line, user_place
 from fzero.tree import describe
 
 _WHERE = "data.ArrayDataset"

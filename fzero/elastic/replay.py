@@ -22,11 +22,11 @@ from fzero.elastic.health import Finding
 from fzero.elastic.vault import held, on_host, serves
 from fzero.errors import FzeroValueError, message
 from fzero.layout import leaf_of
-from fzero.measure.profile import Following
 from fzero.mesh import Mesh
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES
 from fzero.ranks import agreement
+from fzero.runtime.observe import Following
 from fzero.runtime.training import CompiledStep
 from fzero.state import storage
 from fzero.step import State, lasting

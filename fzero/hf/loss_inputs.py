@@ -21,8 +21,8 @@ from fzero import compat
 from fzero.comm.replicas import digest
 from fzero.errors import FzeroValueError, TraceError, message
 from fzero.modules.outside import version_of
-from fzero.trace.code_names import names_in
-from fzero.trace.value_keys import PLAIN_TYPES, contents
+from fzero.trace.reads.code import names_in
+from fzero.trace.reads.value_keys import PLAIN_TYPES, contents
 
 _LARGE = 4096
 """Elements of a tensor above which only `_SAMPLE` of them are compared from step to step."""

@@ -23,7 +23,7 @@ from fzero import tree
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.hf.exchange import Exchange
 from fzero.hf.traced import Losses
-from fzero.trace.value_keys import exact
+from fzero.trace.reads.value_keys import exact
 
 logger = logging.getLogger("fzero")
 

@@ -29,7 +29,7 @@ from fzero.hf.exchange import Exchange
 from fzero.modules.outside import OwnTensors
 from fzero.state import gather
 from fzero.state.overwrite import overwrite
-from fzero.trace.user_lines import own_line
+from fzero.trace.reads.user_lines import own_line
 
 logger = logging.getLogger("fzero")
 

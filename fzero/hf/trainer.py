@@ -36,7 +36,7 @@ from fzero.runtime.compile import compile
 from fzero.runtime.training import CompiledStep
 from fzero.state.overwrite import overwrite
 from fzero.step import State, train_step
-from fzero.trace.value_keys import exact
+from fzero.trace.reads.value_keys import exact
 from fzero.transforms.base import Transform
 from fzero.transforms.precision import mixed_precision
 

@@ -28,10 +28,10 @@ from fzero.program.attrs import CallAttrs, CastAttrs
 from fzero.program.ir import Line, Program, Value
 from fzero.program.lines import Functions, Inputs, Lines, run_traced
 from fzero.program.names import Names, identifier
-from fzero.trace import checks
+from fzero.trace.reads import conditions
+from fzero.trace.reads.untouched import without_gradients
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
-from fzero.trace.untouched import without_gradients
 
 
 class Lowered(NamedTuple):
@@ -138,10 +138,10 @@ def _record_loss(
             kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
         params = t.params.rebuild(leaves)
         own = [(t.params.leaves[i].path, x) for i, x in leaves.items()]
-        with checks.collected() as failed, without_gradients("train_step", own):
+        with conditions.collected() as failed, without_gradients("train_step", own):
             result = t.loss_fn(params, t.batch.rebuild(batch), **kwargs)
         loss, aux, new = split_loss(result, t.has_aux, t.mutates is not None)
-        loss = loss._replace(total=checks.poisoned([loss.total], failed)[0])
+        loss = loss._replace(total=conditions.poisoned([loss.total], failed)[0])
         aux_leaves, means = flatten_means(aux)
         values = {} if t.mutates is None else new_values(new, params, t.mutates)
         seed = seed_of(loss, t.num_parts, scale, given)
@@ -218,10 +218,10 @@ def lower_eval(
             dict(zip(params.distinct, fakes, strict=False)),
             dict(zip(batch.distinct, fakes[len(params.distinct) :], strict=True)),
         )
-        with torch.no_grad(), checks.collected() as failed:
+        with torch.no_grad(), conditions.collected() as failed:
             result = fn(params.rebuild(p), *batch.rebuild(b))
             leaves, made["means"] = flatten_means(result)
-            leaves = checks.poisoned(leaves, failed)
+            leaves = conditions.poisoned(leaves, failed)
         return [summable(x) if made["means"].summed[j] else precision.output(x.detach()) for j, x in enumerate(leaves)]
 
     graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)

@@ -29,7 +29,7 @@ from fzero.program.ir import Line, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace.joint import call_block, call_vjp
-from fzero.trace.known_values import Known
+from fzero.trace.reads.answers import Known
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import ancestors, extract, inlined

@@ -1,9 +1,9 @@
 """Compares a measured step with the roofline: the share of the device's peak, how busy each link was, and how long
 compute waited for it.
 
-A clock goes around every start and every wait that a program's text names, as measure/profile.py puts one around every
-line. What a link moved is known from the program; how long it was busy is what it says itself, a disk or a stream of
-copies, and of others the time that compute waited for them.
+A clock goes around every start and every wait that a program's text names (runtime/observe.py). What a link moved is
+known from the program; how long it was busy is what it says itself, a disk or a stream of copies, and of others the
+time that compute waited for them.
 
 [Note: late] On a CPU the clock is the host's, and a step has run when its call returns. On CUDA it is in the device's
 queue of work: marks are events, read once they are done, and nothing waits for them but the first step. So the numbers
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,12 +30,15 @@ from fzero.plan.timeline import COMPUTE
 from fzero.program.ir import Program
 from fzero.program.ops import COPIES, TRANSFERS, transfer_bytes
 
+OBSERVED = (*TRANSFERS, "wait")
+"""The functions of a program that a `Limits` hears of."""
+
 
 def limits_of(program: Program, mesh: Mesh) -> Limits | None:
     """The measurement of a program's runs; None for one whose leaves and activations all stay on the device."""
     if not any(line.op in COPIES for line, _ in program.walk()):
         return None
-    return Limits(program, mesh, DeviceClock() if mesh.device.type == "cuda" else HostClock())
+    return Limits(program, mesh, clock_of(mesh.device))
 
 
 def report(
@@ -126,15 +129,12 @@ class DeviceClock:
         return begin.elapsed_time(end) / 1e3
 
 
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a device's work."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
 # --- a step ---
-
-
-@dataclass(frozen=True)
-class _Moving:
-    """The handle of a start, and the link that it is on."""
-
-    link: str
-    transfer: Any
 
 
 @dataclass
@@ -169,14 +169,36 @@ class Limits:
                 moved[link] = moved.get(link, 0) + times * transfer_bytes(line, program.values_by_name, program.mesh)
                 self._links[line.op, line.axes[0] if line.axes else None] = link
         self._moved = dict(sorted(moved.items()))
+        # links of a run's transfers, by identity; transfers of nothing are one, on the link of the last
+        self._moving: dict[int, str] = {}
         self._run = _Run(None)
         self._running: deque[_Run] = deque()  # that ended for the host
 
-    def around(self, namespace: Mapping[str, Any]) -> dict[str, Any]:
-        """The starts and the wait of a program's namespace, with a clock around them."""
-        return {op: self._start(op, namespace[op]) for op in TRANSFERS} | {"wait": self._wait(namespace["wait"])}
+    def before(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Called before each of `OBSERVED`."""
+        if op == "wait":
+            return self._clock.mark()
+        if op in ("disk_read_start", "disk_write_start"):
+            extent = extent_of((args[0] if op == "disk_read_start" else kwargs["into"])[0])
+            for files in {e.files for e in (extent, extent and extent.spare) if e is not None}:
+                self._run.files.setdefault(files, files.busy_seconds)
+        return None
+
+    def after(self, op: str, begin: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Called after each of `OBSERVED`, with what `before` returned."""
+        if op != "wait":
+            self._moving[id(result)] = self._links[op, kwargs.get("axis")]
+            if op in ("disk_read_start", "disk_write_start"):
+                self._run.disk_bytes += result.disk_bytes
+            return
+        transfer = args[0]
+        link = self._moving[id(transfer)]
+        self._run.waits.append((link, begin, self._clock.mark()))
+        if (span := getattr(transfer, "span", None)) is not None:
+            self._run.copies.append((link, *span))
 
     def begin(self) -> None:
+        self._moving.clear()
         self._run = _Run(self._clock.mark())
 
     def end(self) -> None:
@@ -200,28 +222,3 @@ class Limits:
         busy = {**stalled, **own, **({"disk": run.disk_seconds} if "disk" in self._moved else {})}
         moved = {**self._moved, **({"disk": run.disk_bytes} if "disk" in self._moved else {})}
         return report(self._peak_seconds, self._clock.seconds(run.begin, run.end), moved, busy, stalled)
-
-    def _start(self, op: str, start: Callable[..., Any]) -> Callable[..., _Moving]:
-        def timed(sources: Any, *args: Any, **kwargs: Any) -> _Moving:
-            return _Moving(self._links[op, kwargs.get("axis")], start(sources, *args, **kwargs))
-
-        def of_disk(sources: Any, **kwargs: Any) -> _Moving:
-            extent = extent_of((sources if op == "disk_read_start" else kwargs["into"])[0])
-            for files in {e.files for e in (extent, extent and extent.spare) if e is not None}:
-                self._run.files.setdefault(files, files.busy_seconds)
-            moving = timed(sources, **kwargs)
-            self._run.disk_bytes += moving.transfer.disk_bytes
-            return moving
-
-        return of_disk if op.startswith("disk") else timed
-
-    def _wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(moving: _Moving, *args: Any, **kwargs: Any) -> Any:
-            begin = self._clock.mark()
-            values = wait(moving.transfer, *args, **kwargs)
-            self._run.waits.append((moving.link, begin, self._clock.mark()))
-            if (span := getattr(moving.transfer, "span", None)) is not None:
-                self._run.copies.append((moving.link, *span))
-            return values
-
-        return timed

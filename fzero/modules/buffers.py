@@ -7,11 +7,8 @@ overwritten in another way is refused when it runs, and `mutable=` names it.
 
 from __future__ import annotations
 
-import ast
 import fnmatch
-import functools
 import inspect
-import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,8 +17,7 @@ from torch import nn
 from fzero import compat
 from fzero.errors import FzeroValueError, message
 from fzero.modules.skeleton import Slot
-
-_WRITERS = {"batch_norm", "instance_norm", "setattr", "_foreach_lerp_", "_foreach_add_", "_foreach_mul_"}
+from fzero.trace.reads.code import stores
 
 
 def overwritten(module: nn.Module, slots: Sequence[Slot], mutable: Sequence[str]) -> frozenset[str]:
@@ -68,48 +64,6 @@ def written_names(module: nn.Module) -> set[str]:
         if name not in seen:
             seen.add(name)
             for code in methods.get(name, ()):
-                found |= _stores(code)
+                found |= stores(code)
                 todo += code.co_names
     return found
-
-
-@functools.cache
-def _stores(code: object) -> frozenset[str]:
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(code)))  # type: ignore[arg-type]
-    except (OSError, SyntaxError, TypeError):
-        return frozenset()
-    found = set[str]()
-    for node in ast.walk(body):
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found.update(name for t in targets for name in _targets(t))
-        elif isinstance(node, ast.Call):
-            called = node.func
-            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-            if isinstance(called, ast.Attribute) and name.endswith("_") and not name.endswith("__"):
-                found.update(_root(called.value))
-            given = node.args if name in _WRITERS else [k.value for k in node.keywords if k.arg == "out"]
-            found.update(x for arg in given for x in _root(arg))
-            if name == "setattr":
-                found.update(a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
-    return frozenset(found)
-
-
-def _targets(node: ast.expr) -> list[str]:
-    if isinstance(node, (ast.Tuple, ast.List)):
-        return [name for x in node.elts for name in _targets(x)]
-    return _root(node)
-
-
-def _root(node: ast.expr) -> list[str]:
-    """`ema` in `self.ema`, `self.ema[0]`, `self.ema.mul_(2)`, `self.layer.ema.data`."""
-    while True:
-        if isinstance(node, ast.Attribute) and node.attr not in ("data", "T", "mT"):
-            return [node.attr]
-        if isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
-            node = node.value
-        elif isinstance(node, ast.Call):
-            node = node.func.value if isinstance(node.func, ast.Attribute) else node.func
-        else:
-            return []

@@ -23,9 +23,9 @@ from torch import nn
 from fzero import compat, random
 from fzero.errors import TraceError, message
 from fzero.modules.rows import ROWS, Places, arguments, at_hand, has_rows
-from fzero.trace import checks
-from fzero.trace.refused_operations import draws
-from fzero.trace.user_lines import asking_frame, line, user_place
+from fzero.trace.reads import conditions
+from fzero.trace.reads.refused_operations import draws
+from fzero.trace.reads.user_lines import asking_frame, line, user_place
 
 aten = torch.ops.aten
 _NOBODYS = 0x5EED0F2E80  # a seed
@@ -109,7 +109,7 @@ class Rehearsal(_Seeded):
             self.found = outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default and (passes := checks.passing(asking_frame())) is not None:
+        if func is aten._local_scalar_dense.default and (passes := conditions.passing(asking_frame())) is not None:
             return passes  # of what does nothing but raise, as a trace takes it
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.places.note(func, args, kwargs or {}, out)

@@ -45,10 +45,10 @@ from fzero.modules.skeleton import (
 )
 from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
-from fzero.trace import checks
-from fzero.trace.refusals import lines_through
-from fzero.trace.settings_walk import SelfChecked
-from fzero.trace.untouched import Untouched
+from fzero.trace.reads import conditions
+from fzero.trace.reads.refusals import lines_through
+from fzero.trace.reads.settings_walk import SelfChecked
+from fzero.trace.reads.untouched import Untouched
 from fzero.train_state import check_whole
 from fzero.transforms.remat import remat
 
@@ -493,7 +493,7 @@ class Mode:
                     return tuple(found.found), layers
 
                 try:
-                    with checks.collected():
+                    with conditions.collected():
                         self._rehearsed[key] = settled(self._skeleton, "", rehearsed)
                 except TraceError:
                     raise

@@ -1,9 +1,9 @@
 """Finds the layers of a module, its repeated submodules, and makes each a block.
 
-Layers that are alike are traced once: a block's signature is what its code reads, by value (trace/settings.py), so two
-layers are one function exactly where their classes, attributes and shapes are equal. The one attribute that tells
-layers apart everywhere, their number, stands for itself while a block is traced (`_Number`): a layer whose code asks
-for its value is traced for itself.
+Layers that are alike are traced once: a block's signature is what its code reads, by value (trace/reads/settings.py),
+so two layers are one function exactly where their classes, attributes and shapes are equal. The one attribute that
+tells layers apart everywhere, their number, stands for itself while a block is traced (`_Number`): a layer whose code
+asks for its value is traced for itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fzero.modules.draws import Dims, Draws, Rehearsal
 from fzero.modules.skeleton import Slot, holding, named, settled
 from fzero.trace.block import attempt, block
 from fzero.trace.block_body import COMPUTES
-from fzero.trace.exact_types import asks_types
+from fzero.trace.reads.exact_types import asks_types
 
 Blocks = Sequence[str | type[nn.Module]]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dis
 import enum
 import functools
 import inspect
@@ -25,9 +24,9 @@ from torch import nn
 from fzero import tree
 from fzero.errors import FzeroValueError, message
 from fzero.modules import capture
-from fzero.trace.code_names import WHOLE, names_in
-from fzero.trace.settings_walk import KNOWN, Walk, installed, package
-from fzero.trace.value_keys import PLAIN_TYPES, Same, attributes_of, contents, exact
+from fzero.trace.reads.code import WHOLE, instructions, names_in, nested
+from fzero.trace.reads.settings_walk import KNOWN, Walk, installed, package
+from fzero.trace.reads.value_keys import PLAIN_TYPES, Same, attributes_of, contents, exact
 
 _DEPTH = 4
 """Containers and objects within each other in an attribute, beyond which nothing is compared."""
@@ -361,12 +360,11 @@ def _asks_parts(cls: type) -> bool:
 
 def _reads_training(code: types.CodeType, own: tuple[str, ...]) -> bool:
     """Whether code reads `training` of another object than that of this name."""
-    if any(_reads_training(c, own) for c in code.co_consts if isinstance(c, types.CodeType)):
-        return True
-    held: Any = None
-    for instruction in dis.get_instructions(code):
-        if instruction.argval == "training" and instruction.opname == "LOAD_ATTR" and held not in own:
-            return True
-        loaded = instruction.argval if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
-        held = loaded[-1] if isinstance(loaded, tuple) else loaded
+    for inner in nested(code):
+        held: Any = None
+        for x in instructions(inner):
+            if x.argval == "training" and x.opname == "LOAD_ATTR" and held not in own:
+                return True
+            loaded = x.argval if x.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
+            held = loaded[-1] if isinstance(loaded, tuple) else loaded
     return False

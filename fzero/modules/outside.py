@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
-from fzero.trace.user_lines import own_line
+from fzero.trace.reads.user_lines import own_line
 
 # questions about a tensor that are none of its value
 _ASKED = frozenset({"size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex"})

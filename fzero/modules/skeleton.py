@@ -16,7 +16,7 @@ from torch import nn
 
 from fzero.errors import FzeroTypeError, TraceError, message
 from fzero.modules import capture
-from fzero.trace.settings import Settings, settings
+from fzero.trace.reads.settings import Settings, settings
 
 Tensors = dict[str, torch.Tensor]
 

@@ -142,7 +142,7 @@ network_backward = define(
 
 def _rules(library: str) -> dict[Any, Callable[..., Any]]:
     """The rules by which a library's operators are recorded: `rule(do, overwrite, *args)`, as in
-    fzero/trace/overwrites.py."""
+    fzero/trace/reads/overwrites.py."""
     forward, backward = _LIBRARIES[library]
 
     def values(op: Any, args: Any) -> dict[str, Any]:

@@ -38,11 +38,11 @@ from fzero.runtime.graphs import check
 from fzero.runtime.same_program import describe, made_together
 from fzero.step import EvalStep
 from fzero.step.checks import check_bare
-from fzero.trace import strides
 from fzero.trace.device import on_device
-from fzero.trace.settings import GLOBAL_GENERATORS, Settings, changes, counted, settings, timed
-from fzero.trace.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches, told
-from fzero.trace.value_keys import Position
+from fzero.trace.reads.questions import strides_noted
+from fzero.trace.reads.settings import GLOBAL_GENERATORS, Settings, changes, counted, settings, timed
+from fzero.trace.reads.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches, told
+from fzero.trace.reads.value_keys import Position
 from fzero.transforms.offload import Offload
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -203,7 +203,7 @@ class Compiled:
                 key, next(reversed(self._runs), None)
             )
             read = self._settings()
-            with strides.noted() as asked:
+            with strides_noted() as asked:
                 lowered, run = made_together(self.mesh, lambda: self._build(params, batch), why)
             kept = _Kept(lowered, run, self._settings(), asked)
             for other in self._runs.values():  # a list that the trace has grown is not what they read

@@ -17,13 +17,14 @@ from fzero.comm.host import host_pool
 from fzero.comm.tiers import Arriving, Tiers
 from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
-from fzero.measure.roofline import limits_of
+from fzero.measure.roofline import OBSERVED, limits_of
 from fzero.mesh import Mesh
 from fzero.program.ir import Function, Line, Place, Program
 from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_to, sends_of
 from fzero.program.show import name_of, source
 from fzero.ranks import agreement
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
+from fzero.runtime.observe import observed
 from fzero.runtime.out_of_range import explained
 
 
@@ -56,7 +57,7 @@ def executable(
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
     limits = limits_of(program, mesh) if "train" in namespace else None
     if limits is not None:
-        namespace.update(limits.around(namespace))
+        namespace.update(observed({name: namespace[name] for name in OBSERVED}, limits.before, limits.after))
 
     on = graphs_of(mesh) if graphs is not False and not obstacles(program) else None
     replayed = None if on is None else Replayed(run, namespace, mesh, on, required=graphs is True)
@@ -85,7 +86,7 @@ def executable(
         # the pool is written again by the next run
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)
 
-    whole_run.namespace = namespace  # type: ignore[attr-defined]  # what measure/profile.py puts a clock around
+    whole_run.namespace = namespace  # type: ignore[attr-defined]  # whose functions observe.py acts around
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
     whole_run.replayed = replayed  # type: ignore[attr-defined]  # a GPU's, if its runs can be captured
     whole_run.limits = limits  # type: ignore[attr-defined]  # what a training step adds to its metrics

@@ -12,7 +12,7 @@ from fzero.program.ir import Program
 from fzero.program.show import show
 from fzero.ranks import turns
 from fzero.ranks.agreement import Talk, unbroken
-from fzero.trace import deterministic
+from fzero.trace.reads import deterministic
 from fzero.trace.subgraph import signature
 
 

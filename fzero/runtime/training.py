@@ -44,6 +44,7 @@ from fzero.program.lines import Inputs
 from fzero.ranks import agreement
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.graphs import NotCaptured
+from fzero.runtime.observe import observe
 from fzero.runtime.out_of_memory import raise_out_of_memory
 from fzero.runtime.promote import Safer
 from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, check_finite
@@ -597,9 +598,10 @@ class CompiledStep(Compiled):
         run = next(kept.run for kept in self._runs.values() if kept.lowered is self._lowered)
         measured: list[list[Event]] = []
         for _ in range(steps):
-            with profile.timing(run, self.program, self.mesh.device) as events:
+            timer = profile.Timer(self.mesh.device)
+            with observe(run, self.program, timer.before, timer.after):
                 state, _ = self(state, batch)
-            measured.append(events)
+            measured.append(timer.events())
         return state, min(measured, key=lambda events: events[-1].start + events[-1].seconds - events[0].start)
 
     def _inputs(self, state: State) -> Inputs:

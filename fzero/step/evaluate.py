@@ -14,8 +14,8 @@ from fzero.arguments import function
 from fzero.errors import FzeroTypeError, message
 from fzero.loss import Weighted
 from fzero.step.checks import check_arguments, check_params, wants_key
-from fzero.trace.refusals import plainly
-from fzero.trace.untouched import Untouched
+from fzero.trace.reads.refusals import plainly
+from fzero.trace.reads.untouched import Untouched
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from fzero.step.checks import (
     takes,
     wants_key,
 )
-from fzero.trace.refusals import plainly
-from fzero.trace.untouched import Untouched, without_gradients
+from fzero.trace.reads.refusals import plainly
+from fzero.trace.reads.untouched import Untouched, without_gradients
 from fzero.train_state import INIT_STREAM, State
 
 

@@ -1,5 +1,4 @@
-"""Records the values that a running program reads and makes, line by line: copies taken around every function and
-transfer that its source names.
+"""Records the values that a running program reads and makes, line by line: copies taken before and after each.
 
 Only copies are taken while the program runs, nothing is compared, so that its transfers overlap almost as they do
 without.
@@ -14,9 +13,10 @@ from typing import Any
 
 import torch
 
-from fzero.measure.profile import Following
+from fzero.measure.profile import LinePlace
 from fzero.program.ir import Line, Program
 from fzero.program.ops import OPS, STARTS
+from fzero.runtime.observe import observe
 
 
 @dataclass
@@ -35,52 +35,43 @@ class Ran:
 def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
     """Records each line of the one run of an executable in the body, in the order in which they run; of what was done
     on a guess and again only the latter."""
-    namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
-    before = {
-        name: namespace[name]
-        for name in dict.fromkeys(line.fn or line.op for line, _ in program.walk())
-        if name in namespace
-    }
     ran: list[Ran] = []
-    following, again = Following(program, run.guessing), False  # type: ignore[attr-defined]
+    again = False
 
-    def watched(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal again
-            place = following.called(name)
-            if place[0].body:  # it says whether they run
-                again = fn(*args, **kwargs)
-                following.returned(place, again)
-                return again
-            entry = Ran(*place)
-            ran.append(entry)
-            line, row, given = entry.line, OPS[entry.line.op], list(_tensors(args))
-            names = row.given(line)
-            if row.outlives:  # it is handed the total so far besides
-                given = given[-len(names) :]
-            by_name = dict(zip(names, given, strict=True)) if len(names) == len(given) else {}
-            entry.read = {
-                name: x.detach().clone()
-                for name, x in by_name.items()
-                if not x.is_meta and not (row.overwrites and name in line.writes)
-            }
-            result = fn(*args, **kwargs)
-            made = list(_tensors((result,))) if line.op not in STARTS else []
-            if len(made) == len(line.out):
-                entry.made = {v.name: x.detach().clone() for v, x in zip(line.out, made, strict=True)}
-            if line.op not in STARTS:
-                entry.made |= {
-                    w: by_name[w].detach().clone() for w in line.writes if w in by_name and not by_name[w].is_meta
-                }
-            return result
+    def before(place: LinePlace, args: tuple[Any, ...]) -> tuple[Ran, dict[str, torch.Tensor]] | None:
+        if place[0].body:  # it says whether they run
+            return None
+        entry = Ran(*place)
+        ran.append(entry)
+        line, row, given = entry.line, OPS[entry.line.op], list(_tensors(args))
+        names = row.given(line)
+        if row.outlives:  # it is handed the total so far besides
+            given = given[-len(names) :]
+        by_name = dict(zip(names, given, strict=True)) if len(names) == len(given) else {}
+        entry.read = {
+            name: x.detach().clone()
+            for name, x in by_name.items()
+            if not x.is_meta and not (row.overwrites and name in line.writes)
+        }
+        return entry, by_name
 
-        return call
+    def after(place: LinePlace, noted: Any, args: tuple[Any, ...], result: Any) -> None:
+        nonlocal again
+        if noted is None:
+            again = result
+            return
+        entry, by_name = noted
+        line, made = entry.line, list(_tensors((result,)))
+        if line.op in STARTS:
+            return
+        if len(made) == len(line.out):
+            entry.made = {v.name: x.detach().clone() for v, x in zip(line.out, made, strict=True)}
+        entry.made |= {w: by_name[w].detach().clone() for w in line.writes if w in by_name and not by_name[w].is_meta}
 
-    namespace.update({name: watched(name, fn) for name, fn in before.items()})
     try:
-        yield ran
+        with observe(run, program, before, after):
+            yield ran
     finally:
-        namespace.update(before)
         if again:
             started = {x.line.out[0].name for x in ran if x.line.guess and x.line.op in STARTS}
             ran[:] = [x for x in ran if not x.line.guess and not (OPS[x.line.op].waits and x.line.args[0] in started)]

@@ -34,11 +34,11 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     Two calls are one traced function if their arguments have the same shapes, strides and dtypes, and all that the
     function reads beside them is the same: its code and that of functions it calls, closure cells, globals, defaults,
     attributes of objects, classes and modules that this code names, the environment; autocast, modes of the user's own
-    and PyTorch's other settings (trace/settings.py, trace/switches.py). What is not seen, where it changes between two
-    calls in one step: globals of installed libraries, the insides of C extensions, files, names that code puts together
-    (`eval`), tensors written through NumPy, arrays of more than 4 MiB changed in place; `fz.testing.check_equivalent`
-    traces every call and finds those. A function that does something else each time (`next(iterator)`,
-    `random.random()`) is an error.
+    and PyTorch's other settings (settings.py and switches.py of trace/reads/). What is not seen, where it changes
+    between two calls in one step: globals of installed libraries, the insides of C extensions, files, names that code
+    puts together (`eval`), tensors written through NumPy, arrays of more than 4 MiB changed in place;
+    `fz.testing.check_equivalent` traces every call and finds those. A function that does something else each time
+    (`next(iterator)`, `random.random()`) is an error.
 
     A result that is an argument is the tensor that was given; two arguments that are one tensor are one inside. A
     result may be a view of an argument or of another result. In a program it has memory of its own, so reading one of

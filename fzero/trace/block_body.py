@@ -14,9 +14,9 @@ import torch
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
-from fzero.trace import checks
-from fzero.trace.switches import Autocast
-from fzero.trace.untouched import without_gradients
+from fzero.trace.reads import conditions
+from fzero.trace.reads.switches import Autocast
+from fzero.trace.reads.untouched import without_gradients
 
 if TYPE_CHECKING:
     from fzero.trace.block_calls import Blocks
@@ -59,7 +59,7 @@ class Body:
                 self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)]
             )
             trees = arguments(self.fn, params, args, kwargs)
-            with checks.collected() as failed, without_gradients(self.owner, tensors_in(trees)):
+            with conditions.collected() as failed, without_gradients(self.owner, tensors_in(trees)):
                 result = applied(self.fn, params, args, kwargs)
         finally:
             tracer.reset(token)
@@ -75,7 +75,7 @@ class Body:
                 message(self.owner, "returns something other than tensors", found, "return a pytree of tensors")
             )
         check_bare(self.owner, "leaves behind", self.fn, [*trees, ("result", result)])
-        flat = checks.poisoned(flat, failed)
+        flat = conditions.poisoned(flat, failed)
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
         number = {id(x): i for i, x in enumerate(tensors)}
         storages = [x.untyped_storage()._cdata for x in tensors]

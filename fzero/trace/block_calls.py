@@ -16,11 +16,9 @@ from fzero import compat, tree
 from fzero.errors import TraceError, message
 from fzero.trace.block_body import Body, arguments, casting, check_bare, name_of, resolved, tensors_in, tracer, where
 from fzero.trace.joint import OTHERWISE, Joint, call_block, call_vjp, trace_joint
-from fzero.trace.recorder import Recorder
-from fzero.trace.settings import Settings, changes, settings
-from fzero.trace.settings_walk import SelfChecked
-from fzero.trace.subgraph import signature as function_signature
-from fzero.trace.switches import (
+from fzero.trace.reads.settings import Settings, changes, settings
+from fzero.trace.reads.settings_walk import SelfChecked
+from fzero.trace.reads.switches import (
     autocast,
     autocast_as,
     dispatch_modes,
@@ -29,6 +27,8 @@ from fzero.trace.switches import (
     switches,
     told,
 )
+from fzero.trace.recorder import Recorder
+from fzero.trace.subgraph import signature as function_signature
 
 BLOCK = "_fzero_block"
 

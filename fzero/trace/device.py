@@ -18,7 +18,6 @@ from fzero.operators.index_sums import IN_ORDER
 from fzero.operators.recurrent import LSTM
 from fzero.operators.scaled_matmul import multiply, scaled_mm
 from fzero.trace.functional import AGAIN
-from fzero.trace.norms import NORMS
 from fzero.trace.recorder import Recorded, Recorder
 
 aten = torch.ops.aten
@@ -28,8 +27,7 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
     """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has
     no native ones (`slow`: these dtypes, asked of the device without it), in 8 bits as it has them
     (fzero/operators/scaled_matmul.py); on a CPU, what is added up at indices in their order
-    (fzero/operators/index_sums.py) layers of LSTMs (fzero/operators/recurrent.py) and batch norms in two dtypes
-    (fzero/trace/norms.py).
+    (fzero/operators/index_sums.py), layers of LSTMs (fzero/operators/recurrent.py) and batch norms of two dtypes.
 
     A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding
     once is the same arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16
@@ -47,7 +45,7 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
         else {}
     )
     rules[scaled_mm] = multiply
-    return substituted(graph, {**rules, **IN_ORDER, **LSTM, **NORMS} if device.type == "cpu" else rules)
+    return substituted(graph, {**rules, **IN_ORDER, **LSTM, **_NORMS} if device.type == "cpu" else rules)
 
 
 def by_operation(graph: Recorded) -> Callable[..., Any]:
@@ -177,3 +175,47 @@ def _real(value: torch.Tensor, graph: Recorded) -> torch.device:
         if isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type != "meta"
     }
     return next(iter(devices), torch.device("cpu"))
+
+
+# --- batch norms of two dtypes ---
+
+
+def _forward(op: Any) -> Callable[..., Any]:
+    def run(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+        if not _differ(weight, mean):
+            return op(x, weight, bias, mean, var, *rest)
+        out, *saved = op(*_widest(x, weight, bias, mean, var), *rest)
+        return out.to(x.dtype), *(t.to(x.dtype) for t in saved[:2]), *(t.to(mean.dtype) for t in saved[2:])
+
+    return run
+
+
+def _backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: Any, mean: Any, var: Any, save_mean: Any, save_rstd: Any, *rest: Any
+) -> Any:
+    op = aten.native_batch_norm_backward.default
+    if not _differ(weight, mean):
+        return op(grad, x, weight, mean, var, save_mean, save_rstd, *rest)
+    grads = op(*_widest(grad, x, weight, mean, var, save_mean, save_rstd), *rest)
+    return tuple(None if g is None else g.to(like.dtype) for g, like in zip(grads, (x, weight, weight), strict=True))
+
+
+def _differ(weight: Any, mean: Any) -> bool:
+    return weight is not None and mean is not None and weight.dtype != mean.dtype
+
+
+def _widest(*tensors: Any) -> list[Any]:
+    """Tensors in the widest dtype of any of them; what is not there stays so."""
+    dtype = functools.reduce(torch.promote_types, {x.dtype for x in tensors if x is not None})
+    return [None if x is None else x.to(dtype) for x in tensors]
+
+
+_NORMS: dict[Any, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _forward(aten.native_batch_norm.default),
+    aten._native_batch_norm_legit_functional.default: _forward(aten._native_batch_norm_legit_functional.default),
+    aten.native_batch_norm_backward.default: _backward,
+}
+"""Replacements of batch norms on a CPU, which has none whose weight has another floating-point dtype than the running
+statistics: under `mixed_precision` weights are computed with in bfloat16 or float16, and statistics, which the forward
+makes anew, stay in float32. Such a norm is computed in the wider of the two, as PyTorch's own kernels do inside, and
+its results are rounded once."""

@@ -12,9 +12,9 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.errors import TraceError, message
+from fzero.trace.reads.refusals import CHANGES, NEW_VALUE
+from fzero.trace.reads.switches import without_autocast
 from fzero.trace.recorder import Recorded, Recorder
-from fzero.trace.refusals import CHANGES, NEW_VALUE
-from fzero.trace.switches import without_autocast
 
 aten = torch.ops.aten
 

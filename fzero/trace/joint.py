@@ -13,10 +13,10 @@ from fzero.errors import TraceError, message
 from fzero.trace.block_body import Body, Results, resolved, where
 from fzero.trace.functional import functional
 from fzero.trace.merge_equal import merge_equal
+from fzero.trace.reads.switches import without_autocast
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import Part
-from fzero.trace.switches import without_autocast
 
 
 def call_block(joint: Joint, call: int, *inputs: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.fx as fx
 
 from fzero import compat
-from fzero.trace.value_keys import exact
+from fzero.trace.reads.value_keys import exact
 
 
 def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) -> None:

@@ -32,8 +32,8 @@ from fzero.errors import FzeroTypeError, message
 from fzero.layout import Cut
 from fzero.operators.quant_blocks import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, has_blocks
 from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
+from fzero.trace.reads.user_lines import line
 from fzero.trace.recorder import Recorded
-from fzero.trace.user_lines import line
 
 aten = torch.ops.aten
 

@@ -25,16 +25,22 @@ from fzero import compat
 from fzero.errors import TraceError, message
 from fzero.operators.ctc import CTC
 from fzero.operators.recurrent import RNN
-from fzero.trace import overwrites, strides
-from fzero.trace.answers import Answers
-from fzero.trace.argument_memory import ArgumentMemory
-from fzero.trace.exact_types import check_types
 from fzero.trace.meta_cache import Results
-from fzero.trace.questions import Calls
-from fzero.trace.refusals import Failure, described, note, plainly, reached
-from fzero.trace.refused_operations import check_dense, check_dtypes, check_operation, refuse_functions, refuse_value
-from fzero.trace.storages import is_view
-from fzero.trace.user_lines import Place, line, user_place, within
+from fzero.trace.reads import overwrites
+from fzero.trace.reads.answers import Answers
+from fzero.trace.reads.argument_memory import ArgumentMemory
+from fzero.trace.reads.exact_types import check_types
+from fzero.trace.reads.questions import Calls
+from fzero.trace.reads.refusals import Failure, described, note, plainly, reached
+from fzero.trace.reads.refused_operations import (
+    check_dense,
+    check_dtypes,
+    check_operation,
+    refuse_functions,
+    refuse_value,
+)
+from fzero.trace.reads.user_lines import Place, line, user_place, within
+from fzero.trace.storages import is_view, strides_guessed
 
 aten = torch.ops.aten
 
@@ -113,7 +119,7 @@ class Recorder(compat.TorchDispatchMode):
     def layout_guessed(self, tensor: torch.Tensor) -> bool:
         """Whether PyTorch may lay a tensor out otherwise than its fake tensor says."""
         node = self._nodes.get(id(tensor))
-        return node is not None and strides.guessed(node)
+        return node is not None and strides_guessed(node)
 
     def of_block(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument of the block that is traced."""

@@ -5,7 +5,7 @@ A storage is known by the node that makes it. Everybody who asks for the memory 
 keep (passes/split.py), which views are remade rather than passed on (trace/subgraph.py), what must not be overwritten
 while a function's results are read (passes/hoist_updates.py) and what these keep alive (plan/memory.py), what its
 kernels read and write (plan/inductor/fusion.py). Not so trace/propagate.py: there a view is what a flat shard stays a
-shard under, memory or not.
+shard under, memory or not. Where a value's strides are the trace's guess alone is said here too.
 """
 
 from __future__ import annotations
@@ -68,3 +68,33 @@ def writes(node: fx.Node) -> bool:
     """Whether an operation overwrites its first argument. Only functions that write into what they are given have such:
     a recorded graph is functional."""
     return node.op == "call_function" and compat.is_operator(node.target) and node.target._schema.is_mutable  # type: ignore[union-attr]
+
+
+def strides_guessed(node: fx.Node) -> bool:
+    """Whether the strides of a value that was traced may be others where it runs. They are those that its fake tensor
+    says if it is made of contiguous tensors, by an elementwise operation of one tensor or a matrix product, or in a
+    layout that is asked for."""
+    seen, todo = set[fx.Node](), [node]
+    while todo:
+        value = todo.pop()
+        if (
+            value in seen
+            or value.op != "call_function"
+            or value.target in _PRODUCTS
+            or value.kwargs.get("memory_format") is torch.contiguous_format
+        ):
+            continue
+        seen.add(value)
+        todo += value.all_input_nodes
+        if (
+            is_view(value)
+            or value.target is operator.getitem
+            or (len(value.all_input_nodes) == 1 and torch.Tag.pointwise in getattr(value.target, "tags", ()))
+        ):
+            continue
+        if not all(x.is_contiguous() for n in value.all_input_nodes if isinstance(x := n.meta["val"], torch.Tensor)):
+            return True
+    return False
+
+
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}

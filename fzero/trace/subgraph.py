@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fzero.trace.reads.value_keys import exact
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import storage_of
-from fzero.trace.value_keys import exact
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,12 +7,15 @@ import linecache
 import os
 import sys
 import sysconfig
+from pathlib import Path
 from types import FrameType
 
 import torch
 
 Place = tuple[str, int]
 """A file and a line of it."""
+
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 def user_place(outside: FrameType | None) -> Place | None:
@@ -65,7 +68,7 @@ def own_line() -> list[str]:
 
 
 _CARRIERS = (
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    _PACKAGE,
     *(
         os.path.dirname(torch.__file__) + f"/{name}"
         for name in ("_ops.py", "_compile.py", "_tensor.py", "overrides.py", "_subclasses/", "_dynamo/", "utils/")
@@ -78,8 +81,6 @@ def is_library(filename: str) -> bool:
     """Whether a file is of this library, PyTorch or the standard library."""
     if filename.startswith(("<eval_with_key>", "<frozen ", "<fzero ")):
         return True
-    if filename.startswith(
-        (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-    ):
+    if filename.startswith((os.path.dirname(torch.__file__) + os.sep, _PACKAGE)):
         return True
     return filename.startswith(sysconfig.get_path("stdlib") + os.sep) and "site-packages" not in filename

@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 import torch
 
 from fzero import compat
+from fzero.trace.reads.code import instructions_from
 
 
 @contextmanager
@@ -47,8 +48,7 @@ def raises(frame: FrameType | None) -> bool:
     """Whether a frame does nothing more but raise."""
     if frame is None:
         return False
-    found = list(dis.get_instructions(frame.f_code))
-    at = next((i for i, x in enumerate(found) if x.offset == frame.f_lasti), None)
+    found, at = instructions_from(frame.f_code, frame.f_lasti)
     return at is not None and _raises(found, at, frame.f_code)
 
 
@@ -64,8 +64,7 @@ def poisoned(values: Sequence[torch.Tensor], failed: Sequence[torch.Tensor]) -> 
 def _passing(code: CodeType, offset: int) -> bool | None:
     if code in compat.raising():
         return True
-    found = list(dis.get_instructions(code))
-    at = next((i for i, x in enumerate(found) if x.offset == offset), None)
+    found, at = instructions_from(code, offset)
     if at is None:
         return None
     if found[at].opname == "TO_BOOL":  # Python 3.13: right before the jump

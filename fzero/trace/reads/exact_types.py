@@ -4,16 +4,15 @@ of classes of their own, which `type(x) is torch.Tensor` would tell from others.
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import itertools
-import linecache
 from types import CodeType
 from typing import Any
 
 from fzero.errors import TraceError, message
-from fzero.trace.settings import settings
-from fzero.trace.user_lines import is_library, line
+from fzero.trace.reads.code import instructions, nested, text_at
+from fzero.trace.reads.settings import settings
+from fzero.trace.reads.user_lines import is_library, line
 
 
 def check_types(owner: str, fn: Any) -> None:
@@ -39,12 +38,10 @@ def _codes(fn: Any) -> list[CodeType]:
 
 @functools.cache
 def _asks(code: CodeType) -> bool:
-    if any(_asks(inner) for inner in code.co_consts if isinstance(inner, CodeType)):
-        return True
-    found = [x for x in dis.get_instructions(code) if x.opname != "PUSH_NULL"]
     return any(
         x.opname in ("LOAD_GLOBAL", "LOAD_NAME") and x.argval == "type" and after.argval != "self"
-        for x, after in itertools.pairwise(found)
+        for inner in nested(code)
+        for x, after in itertools.pairwise(instructions(inner))
     )
 
 
@@ -52,25 +49,14 @@ def _asks(code: CodeType) -> bool:
 def _compared(code: CodeType) -> tuple[tuple[str, int], ...]:
     """The places where a code, or one inside it, compares a type with that of tensors. A code without a file is not
     read."""
-    found = [place for inner in code.co_consts if isinstance(inner, CodeType) for place in _compared(inner)]
-    for x in dis.get_instructions(code):
-        at = x.positions if x.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP") else None
-        if (
-            at is not None
-            and at.lineno
-            and at.end_lineno
-            and at.col_offset is not None
-            and at.end_col_offset is not None
-        ):
-            text = _text(code.co_filename, at.lineno, at.end_lineno, at.col_offset, at.end_col_offset)
-            found += [(code.co_filename, at.lineno)] if "Tensor" in text and _is_of_types(text) else []
-    return tuple(found)
-
-
-def _text(filename: str, first: int, last: int, start: int, end: int) -> str:
-    lines = [linecache.getline(filename, number).encode() for number in range(first, last + 1)]
-    lines[-1] = lines[-1][:end]
-    return b"".join([lines[0][start:], *lines[1:]]).decode(errors="replace")
+    return tuple(
+        (inner.co_filename, x.positions.lineno)  # type: ignore[union-attr]  # of an instruction with a text
+        for inner in nested(code)
+        for x in instructions(inner)
+        if x.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
+        and "Tensor" in (text := text_at(inner, x))
+        and _is_of_types(text)
+    )
 
 
 def _is_of_types(text: str) -> bool:

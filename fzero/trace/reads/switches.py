@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import compat
-from fzero.trace import deterministic
+from fzero.trace.reads import deterministic
 
 _DEVICES = ("cpu", "cuda")
 

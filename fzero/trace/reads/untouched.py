@@ -12,9 +12,9 @@ import torch
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
-from fzero.trace import overwrites
-from fzero.trace.refusals import CHANGES, NEW_VALUE
-from fzero.trace.user_lines import line, user_place
+from fzero.trace.reads import overwrites
+from fzero.trace.reads.refusals import CHANGES, NEW_VALUE
+from fzero.trace.reads.user_lines import line, user_place
 
 
 class Untouched(compat.TorchDispatchMode):

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from fzero.trace.settings_walk import SelfChecked, Walk
+from fzero.trace.reads.settings_walk import SelfChecked, Walk
 
 GLOBAL_GENERATORS = ("random (Python's generator)", "numpy.random")
 

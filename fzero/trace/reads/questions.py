@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -13,9 +16,30 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.errors import FzeroError, TraceError, message
 from fzero.operators.ctc import CTC_LOSS, with_tensors
-from fzero.trace import checks, strides
-from fzero.trace.refusals import _KINDS, _OF_TRACES, Traced, described, note
-from fzero.trace.user_lines import asking_frame, is_library
+from fzero.trace.reads import conditions
+from fzero.trace.reads.refusals import _KINDS, _OF_TRACES, Traced, described, note
+from fzero.trace.reads.user_lines import asking_frame, is_library
+
+
+@contextmanager
+def strides_noted() -> Iterator[list[str]]:
+    """The lines that ask for strides, of what is traced inside: a program is given its batch contiguous, and PyTorch
+    would answer something else of any other."""
+    asked: list[str] = []
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+def _note_strides(where: list[str]) -> None:
+    asked = _asked.get()
+    if asked is not None:
+        asked += [place for place in where if place not in asked]
+
+
+_asked: ContextVar[list[str] | None] = ContextVar("fzero_strides", default=None)
 
 
 class Calls(TorchFunctionMode):
@@ -51,7 +75,7 @@ class Calls(TorchFunctionMode):
         if func in _LAYOUTS and _asked_by_user(caller):
             _check_layout(self._traced, args[0])
         if func is torch.Tensor.__reduce_ex__ or (
-            func in _TEXTS and _asked_by_user(caller) and not checks.raises(asking_frame())
+            func in _TEXTS and _asked_by_user(caller) and not conditions.raises(asking_frame())
         ):
             raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
 
@@ -111,7 +135,7 @@ _OF_METHODS = frozenset(os.path.join(os.path.dirname(torch.__file__), name) for 
 
 def _check_layout(traced: Traced, tensor: torch.Tensor) -> None:
     """Notes where code asks how a tensor is laid out; raises where a trace cannot tell."""
-    strides.note(traced.here())
+    _note_strides(traced.here())
     if traced.layout_guessed(tensor):
         text = (
             "asks how a tensor is laid out that is made of tensors that are not contiguous, where PyTorch may lay it "

@@ -9,9 +9,9 @@ import torch
 
 from fzero import compat
 from fzero.errors import TraceError, message
-from fzero.trace import overwrites
-from fzero.trace.refusals import Traced, described
-from fzero.trace.user_lines import asking_frame, is_pytorchs, line
+from fzero.trace.reads import overwrites
+from fzero.trace.reads.refusals import Traced, described
+from fzero.trace.reads.user_lines import asking_frame, is_pytorchs, line
 
 aten = torch.ops.aten
 

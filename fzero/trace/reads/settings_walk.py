@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from fzero import compat
-from fzero.trace.code_names import ENVIRONMENT, WHOLE, names_in
-from fzero.trace.value_keys import PLAIN, PLAIN_TYPES, Same, attributes_of, contents, exact, hashes, progress
+from fzero.trace.reads.code import EMPTY, ENVIRONMENT, WHOLE, cells, names_in
+from fzero.trace.reads.value_keys import PLAIN, PLAIN_TYPES, Same, attributes_of, contents, exact, hashes, progress
 
 MOST = 20_000
 """Values that are looked at for one function, 1 to 2 us each."""
@@ -182,11 +182,11 @@ class Walk:
         code = fn.__code__
         self.modules.add(fn.__module__)
         self._fact(code, path or fn.__name__)
-        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-            try:
-                self._read(cell.cell_contents, name, name)
-            except ValueError:  # not assigned yet
+        for name, value in cells(fn):
+            if value is EMPTY:
                 self._fact("empty", name)
+            else:
+                self._read(value, name, name)
         for defaults in (fn.__defaults__, fn.__kwdefaults__):
             if defaults is not None:
                 self._todo.append((defaults, f"defaults of {fn.__name__}"))

@@ -7,7 +7,6 @@ is.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,9 @@ import torch
 
 from fzero import compat, tree
 from fzero.errors import FzeroError, TraceError, message
-from fzero.trace.argument_memory import ArgumentMemory
-from fzero.trace.user_lines import is_library, line
+from fzero.trace.reads.argument_memory import ArgumentMemory
+from fzero.trace.reads.code import cells, instructions_from, names_in
+from fzero.trace.reads.user_lines import is_library, line
 
 
 @dataclass(frozen=True)
@@ -210,10 +210,8 @@ def _raised_by_user(error: BaseException) -> bool:
         trace = trace.tb_next
     if trace is None or is_library(trace.tb_frame.f_code.co_filename):
         return False
-    at = trace.tb_lasti
-    return any(
-        i.offset == at and i.opname in ("RAISE_VARARGS", "RERAISE") for i in dis.get_instructions(trace.tb_frame.f_code)
-    )
+    found, at = instructions_from(trace.tb_frame.f_code, trace.tb_lasti)
+    return at is not None and found[at].opname in ("RAISE_VARARGS", "RERAISE")
 
 
 # --- tensors that are not arguments ---
@@ -236,11 +234,11 @@ def reached(fn: Any, tensor: torch.Tensor, seen: set[int] | None = None) -> str 
         ways.append(("", fn.__wrapped__))  # pyright: ignore[reportAttributeAccessIssue]
     if hasattr(fn, "__self__"):
         ways.append(("self", fn.__self__))  # pyright: ignore[reportAttributeAccessIssue]
-    code = getattr(fn, "__code__", None)
-    if code is not None:
-        variables = inspect.getclosurevars(getattr(fn, "__func__", fn))
-        ways += [(f"closure variable {k}", v) for k, v in variables.nonlocals.items()]
-        ways += [(f"global variable {k}", v) for k, v in variables.globals.items()]
+    plain: Any = getattr(fn, "__func__", fn)
+    if inspect.isfunction(plain):
+        ways += [(f"closure variable {name}", v) for name, v in cells(plain)]
+        names = names_in(plain.__code__).globals
+        ways += [(f"global variable {k}", plain.__globals__[k]) for k in names if k in plain.__globals__]
         ways += [
             (f"default of {k}", p.default) for k, p in inspect.signature(fn, follow_wrapped=False).parameters.items()
         ]
