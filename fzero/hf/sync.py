@@ -21,12 +21,13 @@ from typing import Any
 import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
-from fzero import agree
 from fzero.arguments import shown
+from fzero.comm import replicas
 from fzero.comm.replicas import digest
 from fzero.errors import FzeroValueError, message
 from fzero.hf.exchange import Exchange
 from fzero.modules.outside import OwnTensors
+from fzero.ranks import agreement
 from fzero.state import gather
 from fzero.state.overwrite import overwrite
 from fzero.trace.reads.user_lines import own_line
@@ -150,7 +151,7 @@ class Sync:
         mesh = trainer._mesh()
         with ExitStack() as stack:
             stack.enter_context(mesh.alone("gather"))
-            stack.enter_context(agree.unbroken(mesh))
+            stack.enter_context(agreement.unbroken(mesh))
             whole = gather.whole(trainer.train_state.params, mesh)
         trainer.functional.write_back(whole)
         self._note()
@@ -351,7 +352,7 @@ class Sync:
         if not changed and trainer.args.world_size == 1:
             return
         held = {name: (x, ()) for name, x in now.items()}
-        agree.same(trainer._mesh(), "hf.Trainer", lambda: held, f"{who} must change the weights alike on every rank")
+        replicas.same(trainer._mesh(), "hf.Trainer", lambda: held, f"{who} must change the weights alike on every rank")
         if not changed:
             return
         if event == "on_substep_end":
