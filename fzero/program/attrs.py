@@ -207,7 +207,7 @@ class ScatterAttrs(ReduceAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyAttrs(Repeated, Guessed):
-    """Of a copy between tiers."""
+    """Attributes of a copy between tiers."""
 
 
 @dataclass(frozen=True, kw_only=True)
