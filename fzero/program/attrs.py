@@ -75,8 +75,8 @@ class Side(Attrs):
 
 @dataclass(frozen=True)
 class BlockCall(Attrs):
-    """A call of a block: its joint graph, the number of the call, the part that runs ("both" if forward and vjp are one
-    function), the block's arguments, and the gradients of the vjp.
+    """A call of a block: its joint graph, the number of the call, which part of it runs ("both" where forward and vjp
+    are one function), what the block was called with, and the gradients that the vjp gives.
 
     The arguments of the line follow from `inputs` once it is settled what the block keeps.
     """
@@ -207,13 +207,14 @@ class ScatterAttrs(ReduceAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyAttrs(Repeated, Guessed):
-    """A copy between tiers."""
+    """Attributes of a copy between tiers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendAttrs(Over):
-    """`shift`: the distance to the receiving rank along the axis. `every`: in one of so many steps. `once`: for values
-    that no step writes. `leaves`: the paths sent. `number`: the send's own."""
+    """`shift`: to the rank so much further along its one axis; `every`: of so many steps in one; `once`: of what no
+    step writes, so that it need not be sent again; `leaves`: the paths of what it sends; `number`: its own among the
+    sends."""
 
     shift: int
     every: int = 1
