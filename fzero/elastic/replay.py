@@ -27,7 +27,7 @@ from fzero.program.ops import COLLECTIVES
 from fzero.program.ops.transfers import AllReduce, ReduceScatter
 from fzero.ranks import agreement
 from fzero.ranks.notes import gathered_tensors
-from fzero.runtime.observe import Following
+from fzero.runtime.observe import Follower
 from fzero.runtime.training import CompiledStep
 from fzero.state import storage
 from fzero.step import State, lasting
@@ -199,7 +199,7 @@ def _watching(run: Callable[..., Any], program: Program, further: int) -> Iterat
     before: Mapping[str, Callable[..., Any]] = {
         name: namespace[name] for name in {line.fn or line.op for line, _ in program.walk() if not line.body}
     }
-    following = Following(program, run.guessing)  # type: ignore[attr-defined]
+    following = Follower(program, run.guessing)  # type: ignore[attr-defined]
     given: list[tuple[Line, torch.Tensor]] = []
 
     def watched(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
