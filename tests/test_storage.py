@@ -193,6 +193,22 @@ class NoCredentials(Exception):
     """A class of a client's own."""
 
 
+def test_a_reader_that_gives_little_at_a_time_fills_what_there_is() -> None:
+    class Slow(storage.Reader):
+        def read_into(self, out: memoryview, offset: int) -> int:
+            data = b"abcdefg"[offset : offset + min(2, len(out))]
+            out[: len(data)] = data
+            return len(data)
+
+        def close(self) -> None:
+            pass
+
+    out = bytearray(5)
+    assert Slow().fill(memoryview(out), 1) == 5 and bytes(out) == b"bcdef"
+    assert Slow().fill(memoryview(out), 4) == 3 and bytes(out[:3]) == b"efg"
+    assert Slow().fill(memoryview(out)[:0], 0) == 0
+
+
 def test_errors_are_said_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -285,10 +285,8 @@ class Ranges:
         want = min(BLOCK, -(-(stop - start) // CHUNK) * CHUNK)
         if len(self._buffer) < want:
             self._buffer = bytearray(want)
-        got = 0
         with memoryview(self._buffer) as view:
-            while got < want and (n := self._reader.read_into(view[got:want], start + got)):
-                got += n
+            got = self._reader.fill(view[:want], start)
             for at in range(0, got if self.crc32 is not None else 0, CHUNK):
                 chunk = (start + at) // CHUNK
                 if _crc(view[at : min(at + CHUNK, got)]) != self.crc32[8 * chunk : 8 * chunk + 8]:  # type: ignore[index]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint.format import Entry, FormatError, Run
+from fzero.checkpoint.format import Entry, Run
 from fzero.checkpoint.index import show
 from fzero.checkpoint.places import Place, as_path
 from fzero.checkpoint.storage import Reader, storage_of
@@ -269,13 +269,9 @@ class _Stream:
     def _fill(self, out: memoryview, piece: _Piece, first: int) -> str | None:
         if (reader := self._readers.get(piece.file)) is None:
             return None  # said before
-        got, offset = 0, piece.offset + first - piece.begin
+        offset = piece.offset + first - piece.begin
         try:
-            while got < len(out):
-                n = reader.read_into(out[got:], offset + got)
-                if not n:
-                    raise FormatError(f"ends at byte {offset + got}, inside a tensor")
-                got += n
-        except (OSError, FormatError, CheckpointError) as error:
+            got = reader.fill(out, offset)
+        except (OSError, CheckpointError) as error:
             return f"{piece.file.name}: {error}"
-        return None
+        return None if got == len(out) else f"{piece.file.name}: ends at byte {offset + got}, inside a tensor"

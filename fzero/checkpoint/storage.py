@@ -40,6 +40,13 @@ class Reader(ABC):
     def read_into(self, out: memoryview, offset: int) -> int:
         """Bytes read, from this offset on; 0 at the end, and perhaps fewer than wanted."""
 
+    def fill(self, out: memoryview, offset: int) -> int:
+        """Bytes read, from this offset on; fewer than wanted only where the file ends."""
+        got = 0
+        while got < len(out) and (n := self.read_into(out[got:], offset + got)):
+            got += n
+        return got
+
     @abstractmethod
     def close(self) -> None: ...
 

@@ -21,6 +21,7 @@ import torch
 from fzero.checkpoint import format
 from fzero.checkpoint.index import Index, Part, parse, to_json
 from fzero.checkpoint.spread import Spread
+from fzero.checkpoint.storage import storage_of
 from fzero.elastic import vault
 from fzero.elastic.vault import held, is_whole
 from fzero.errors import CheckpointError, message
@@ -221,15 +222,10 @@ def _spread(mesh: Mesh, directory: Path, memories: Sequence[Held], what: str) ->
     def take(file: str, offset: int, out: torch.Tensor) -> str | None:
         path = directory / file.partition(":")[2]
         try:
-            with path.open("rb", buffering=0) as f:
-                f.seek(offset)
-                view = memoryview(out.numpy())  # type: ignore[arg-type]
-                while view:
-                    if not (n := f.readinto(view)):
-                        return f"{path.name}: ends inside {offset} to {offset + out.numel()}"
-                    view = view[n:]
+            with storage_of(path).reader(path) as reader:
+                got = reader.fill(memoryview(out.numpy()), offset)  # type: ignore[arg-type]
         except OSError as error:
             return f"{path.name}: {error}"
-        return None
+        return None if got == out.numel() else f"{path.name}: ends inside {offset} to {offset + out.numel()}"
 
     return Spread(mesh, "run", what, holder, take)

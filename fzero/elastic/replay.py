@@ -26,7 +26,7 @@ from fzero.mesh import Mesh
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES
 from fzero.ranks import agreement
-from fzero.runtime.observe import Following
+from fzero.runtime.observe import Follower
 from fzero.runtime.training import CompiledStep
 from fzero.state import storage
 from fzero.step import State, lasting
@@ -179,7 +179,7 @@ def _watching(run: Callable[..., Any], program: Program) -> Iterator[list[tuple[
     before: Mapping[str, Callable[..., Any]] = {
         name: namespace[name] for name in {line.fn or line.op for line, _ in program.walk() if not line.body}
     }
-    following = Following(program, run.guessing)  # type: ignore[attr-defined]
+    following = Follower(program, run.guessing)  # type: ignore[attr-defined]
     given: list[tuple[Line, torch.Tensor]] = []
 
     def watched(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

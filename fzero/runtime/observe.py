@@ -22,7 +22,7 @@ def observe(
     """Observes the one run of an executable in the body: `before(place, args)` is called before each line but loops,
     and `after(place, noted, args, result)` after it, with what `before` returned."""
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
-    following = Following(program, run.guessing)  # type: ignore[attr-defined]
+    following = Follower(program, run.guessing)  # type: ignore[attr-defined]
 
     def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[LinePlace, Any]:
         place = following.called(name)
@@ -61,7 +61,7 @@ def observed(
     return {name: around(name, fn) for name, fn in functions.items()}
 
 
-class Following:
+class Follower:
     """Follows the lines of a running program, as its functions and transfers are called one after the other. What is
     skipped if the step does not guess, as `guessing` says while it runs, is not called then; what a redo is to do again
     is, if it says so."""
