@@ -53,8 +53,9 @@ CAUSAL = "Bloom Falcon Gemma2 GPTJ GPTNeoX Llama Mamba Mistral Mixtral OPT Phi Q
 def tiny(name: str) -> Any:
     """A model of a class of the library, small and without dropout."""
     cls = getattr(T, name)
-    kind = SWIN if name.startswith("Swin") else CONV if name.startswith("ConvNext") else {"image_size": 32}
-    given = {n: x for n, x in (SMALL | kind).items() if hasattr(cls.config_class(), n)}
+    kind = SWIN if name.startswith("Swin") else CONV if name.startswith("ConvNext") else SMALL | {"image_size": 32}
+    given = {n: x for n, x in (kind | {"num_labels": 3}).items() if hasattr(cls.config_class(), n)}
+    given |= {"decoder_start_token_id": 1} if name.endswith("ConditionalGeneration") else {}
     torch.manual_seed(0)
     model = cls(cls.config_class(**given))
     for m in model.modules():
