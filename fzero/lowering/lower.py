@@ -86,30 +86,17 @@ def lower(
         >>> [line.op for line in lowered.program.lines if line.op.endswith("start")]
         ['all_gather_start', 'all_reduce_start', 'reduce_scatter_start', 'all_reduce_start']
     """
+    wrong = fix = None
     if not isinstance(step, (Step, EvalStep)):
-        raise FzeroTypeError(
-            message(
-                "lower",
-                f"lowers a step, not {type(step).__name__}",
-                fix="wrap the loss: fz.train_step(loss_fn, optimizer)",
-            )
-        )
-    if not isinstance(mesh, AbstractMesh):
-        raise FzeroTypeError(
-            message(
-                "lower",
-                f"a mesh is made by make_mesh or AbstractMesh, not {type(mesh).__name__}",
-                fix="e.g. fz.AbstractMesh(data=8)",
-            )
-        )
-    if isinstance(step, EvalStep) and not isinstance(batch, tuple):
-        raise FzeroTypeError(
-            message(
-                "lower",
-                f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}",
-                fix="pass (batch,)",
-            )
-        )
+        wrong, fix = f"lowers a step, not {type(step).__name__}", "wrap the loss: fz.train_step(loss_fn, optimizer)"
+    elif not isinstance(mesh, AbstractMesh):
+        wrong = f"a mesh is made by make_mesh or AbstractMesh, not {type(mesh).__name__}"
+        fix = "e.g. fz.AbstractMesh(data=8)"
+    elif isinstance(step, EvalStep) and not isinstance(batch, tuple):
+        wrong = f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}"
+        fix = "pass (batch,)"
+    if wrong is not None:
+        raise FzeroTypeError(message("lower", wrong, fix=fix))
     if callable(params):
         params = abstract(params)
     check_params(params)

@@ -20,11 +20,11 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
         _repeated(program, num, batch) if record is not None and record.vertical else _looped(program, num, batch)
     )
     update = _update(program)
-    grads = {leaf: totals[name] for leaf, name in update.attrs.grads.items()}
+    grads = {leaf: totals[name] for leaf, name in program.grads.items()}
     sums, maxima = (tuple(totals[name] for name in names) for names in (update.attrs.sums, update.attrs.maxima))
-    update = update.rename(totals).saying(grads=grads, sums=sums, maxima=maxima)
+    update = update.rename(totals).saying(sums=sums, maxima=maxima)
     inputs = tuple(replace(v, shape=batch[v.name]) if v.name in batch else v for v in program.inputs)
-    return replace(program, inputs=inputs, lines=(*lines, update))
+    return replace(program, inputs=inputs, lines=(*lines, update), grads=grads)
 
 
 def loop_totals(program: Program) -> set[str]:
@@ -77,9 +77,9 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     loops = list[Line]()
     if ahead:
         again = {v.name: names(f"{v.name}_ahead") for line in ahead if line in rest for v in line.out}
-        loops.append(loop(ahead, [s for s in _summands(update) if any(s in line.args for line in seeds)], again))
+        loops.append(loop(ahead, [s for s in _summands(program) if any(s in line.args for line in seeds)], again))
     seeds = [line.rename(totals) for line in seeds]
-    main = loop(rest, [s for s in _summands(update) if s not in totals], {})
+    main = loop(rest, [s for s in _summands(program) if s not in totals], {})
     return [*before, *loops, *seeds, main], totals
 
 
@@ -108,9 +108,10 @@ def _update(program: Program) -> Line[UpdateAttrs]:
     return program.update
 
 
-def _summands(update: Line[UpdateAttrs]) -> tuple[str, ...]:
+def _summands(program: Program) -> tuple[str, ...]:
     """The values that the update reads of all micro-batches together."""
-    return (*update.attrs.sums, *update.attrs.maxima, *update.attrs.grads.values())
+    update = _update(program)
+    return (*update.attrs.sums, *update.attrs.maxima, *program.grads.values())
 
 
 def _how(update: Line[UpdateAttrs], name: str) -> str:
@@ -187,7 +188,7 @@ def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
     update = _update(program)
     lines = [line for line in program.lines if line is not update]
     read = {a for line in lines if not line.of_sums for a in line.args}
-    summands = {name: name for name in _summands(update)}
+    summands = {name: name for name in _summands(program)}
     out: list[Line] = []
     for line in lines:
         out.append(line)

@@ -349,71 +349,89 @@ def _join_sums(lines: Sequence[Line], num: int, values: Mapping[str, Value]) -> 
 
 
 def _sink_waits(lines: Sequence[Line], late_sums: bool) -> list[Line]:
-    """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy
-    to the host, to one block later at most: than where it is, or, of what leaves for the host, than its start, whatever
-    is updated in between. What the device stores goes on while the host updates another block."""
-    away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
-    waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
-    onward = _onward(lines, waits)
-    sums = _sums(lines, waits) if late_sums else {}
-    reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out}
-    reduced |= {*away, *onward}
-    scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
-    stores = {name for name, x in away.items() if x.writes}
-    leaving = {*away} - stores
-    written = {x.out[0].name: x.writes for x in lines if x.op == "disk_write_start"}
-    further = {id(x) for start in onward.values() for x in (start, waits[start.out[0].name])}
-    further.update(id(x) for added in sums.values() for x in added)
-    out: list[Line] = []
-    held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
+    return _Sinking(lines, late_sums).run()
 
-    def reads(line: Line, wait: Line) -> bool:
-        """Whether a line reads what a transfer has brought, as it is or reduced further."""
-        start = onward.get(wait.args[0])
-        return (
-            _reads(line, wait)
-            or any(_reads(line, added) for added in sums.get(wait.args[0], ()))
-            or (start is not None and reads(line, waits[start.out[0].name]))
-        )
 
-    for line in lines:
-        if id(line) in further:  # comes with the wait before it
-            continue
-        if OPS[line.op].waits:
-            if line.args[0] not in leaving:
-                held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
-            continue
-        block = _is_block(line) and not repeats(line)
-        counted = (
-            reduced
-            if block
-            else (reduced - leaving - stores if line.on_host else reduced - leaving)
-            if _is_update(line)
-            else ()
-        )
-        # a redo: what was written on a guess is there before it is known whether that was right
-        done = reduced if line.body and line.args else ()
-        if line.op == "disk_read_start":  # what was written to disk is there before it is read again
-            done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}
+class _Sinking:
+    """Sinks each wait to its first reader.
+
+    The wait of a reduction, a store or a copy to the host, whose buffers nobody reads, sinks by at most one block: from
+    where it is or, of what leaves for the host, from its start. An update is such a block too, but not for what leaves
+    for the host; and one on the host not for what the device stores, which goes on meanwhile.
+    """
+
+    def __init__(self, lines: Sequence[Line], late_sums: bool):
+        self.lines, self.waits = lines, {x.args[0]: x for x in lines if OPS[x.op].waits}
+        self.onward = _onward(lines, self.waits)
+        self.sums = _sums(lines, self.waits) if late_sums else {}
+        away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
+        self.leaving = {handle for handle, x in away.items() if not x.writes}
+        reduced = {x.out[0].name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes)}
+        self.reduced = reduced | {*away, *self.onward}
+        self.here = self.reduced - self.leaving  # those that an update passes, and one on the host
+        self.kept = self.reduced - {*away}
+        self.written = {x.out[0].name: {*x.writes} for x in lines if x.op == "disk_write_start"}
+        self.left: dict[str, int] = {}  # by what is not waited for yet, the blocks that may still pass its wait
+        self.out: list[Line] = []
+
+    def run(self) -> list[Line]:
+        """The lines in their order."""
+        # these come with the wait before them
+        further = {id(x) for start in self.onward.values() for x in (start, self.waits[start.out[0].name])}
+        further.update(id(x) for added in self.sums.values() for x in added)
+        for line in self.lines:
+            if id(line) in further:
+                continue
+            if OPS[line.op].waits:
+                if line.args[0] not in self.leaving:
+                    self.left[line.args[0]] = 1
+                continue
+            self._pass(line)
+            self.out.append(line)
+            if line.out and line.out[0].name in self.leaving:
+                self.left[line.out[0].name] = 1
+        while self.left:
+            self._wait(next(iter(self.left)))
+        return self.out
+
+    def _pass(self, line: Line) -> None:
+        """Waits for all that has to be there before a line, and counts it as one that passes the others."""
+        counted, done = self._counted(line), self._done(line)
         while due := [
-            w for w, left in held if reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done
+            handle
+            for handle, left in self.left.items()
+            if self._reads(line, handle) or (left == 0 and handle in counted) or handle in done
         ]:
-            held = [(w, left) for w, left in held if w not in due]
-            for w in due:
-                out += [w, *sums.get(w.args[0], ())]
-                if start := onward.get(w.args[0]):
-                    out.append(start)
-                    held.append((waits[start.out[0].name], 1))
-        held = [(w, left - (w.args[0] in counted)) for w, left in held]
-        out.append(line)
-        if line.out and line.out[0].name in leaving:
-            held.append((waits[line.out[0].name], 1))
-    while held:
-        w, _ = held.pop(0)
-        start = onward.get(w.args[0])
-        out += [w, *sums.get(w.args[0], ())] if start is None else [w, start]
-        held += [] if start is None else [(waits[start.out[0].name], 1)]
-    return out
+            for handle in due:
+                self._wait(handle)
+        for handle in self.left:
+            self.left[handle] -= handle in counted
+
+    def _wait(self, handle: str) -> None:
+        del self.left[handle]
+        self.out += [self.waits[handle], *self.sums.get(handle, ())]
+        if (start := self.onward.get(handle)) is not None:
+            self.out.append(start)
+            self.left[start.out[0].name] = 1
+
+    def _counted(self, line: Line) -> set[str]:
+        """The transfers for which a line is a block that passes."""
+        if _is_block(line) and not repeats(line):
+            return self.reduced
+        return set() if not _is_update(line) else self.kept if line.on_host else self.here
+
+    def _done(self, line: Line) -> set[str]:
+        """The transfers that end before a line though it reads nothing of theirs: what was written on a guess is there
+        before it is known whether that was right, and what was written to disk before it is read again."""
+        if line.op == "disk_read_start":
+            return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(line.args)}
+        return self.reduced if line.body and line.args else set()
+
+    def _reads(self, line: Line, handle: str) -> bool:
+        """Whether a line reads what a transfer has brought, as it is or reduced further."""
+        start = self.onward.get(handle)
+        brings = (self.waits[handle], *self.sums.get(handle, ()))
+        return any(_reads(line, x) for x in brings) or (start is not None and self._reads(line, start.out[0].name))
 
 
 def _sums(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, list[Line]]:

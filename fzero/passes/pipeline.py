@@ -143,9 +143,8 @@ def sides(made: Made, asked: Asked, choice: Choice) -> Sides:
     """The consequences of a choice, as the program has them whose update was cut."""
     program, on_disk = made["gradients"], dict[str, str]()
     if asked.gradients:
-        waits, whole = off_device.gradients_that_wait(program), made["shard"].update
-        names = {} if whole is None else whole.attrs.grads
-        on_disk = {names[param]: leaf.path for param, leaf in asked.gradients.items() if names.get(param) in waits}
+        waits, grads = off_device.gradients_that_wait(program), program.grads
+        on_disk = {grads[param]: leaf.path for param, leaf in asked.gradients.items() if grads.get(param) in waits}
     on_device = off_device.updated_on_device(program, choice.host_share)
     waiting = off_device.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
     return Sides(on_device, waiting, tuple(on_disk.items()))

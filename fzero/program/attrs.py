@@ -148,12 +148,11 @@ class DrawAttrs(ShardOfAttrs):
 @dataclass(frozen=True, kw_only=True)
 class UpdateAttrs(Attrs):
     """`graph`: the optimizer; `sums` and `maxima`: the names of what it reads of all micro-batches and ranks together;
-    `grads`: leaf → the name of its gradient; `leaf`: the name of a shard → the leaf that it is of."""
+    `leaf`: the name of a shard → the leaf that it is of. The gradients are the program's."""
 
     graph: Recorded
     sums: tuple[str, ...]
     maxima: tuple[str, ...]
-    grads: Mapping[str, str]
     leaf: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -25,7 +25,7 @@ from fzero.errors import VerifyError, message
 from fzero.layout import cut_over
 from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Program, Value
-from fzero.program.ops import COLLECTIVES, OPS, STARTS, Copy, Op, Start, compared, misformed
+from fzero.program.ops import COLLECTIVES, OPS, OWNERS, STARTS, Copy, Op, Start, compared, misformed
 
 BUG = "this is a bug in fzero: please report it with the program"
 """The fix of a violation that a pass of this package made."""
@@ -160,6 +160,11 @@ class _Checker:
                 self.problems.append(f"output {name} is handed out, and the device alone has waited for it")
             elif self.root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
+        self.problems += [
+            f"{name}, the gradient of {leaf}, is never made"
+            for leaf, name in self.program.grads.items()
+            if name not in self.known
+        ]
         state = {n for n, leaf in self.program.leaves.items() if leaf.role != "key"}
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
@@ -209,6 +214,8 @@ class _Checker:
 
     def _check(self, line: Line) -> None:
         problems = misformed(line)
+        if (owner := OWNERS.get(line.op)) and owner not in {t.name for t in self.program.transforms}:
+            problems.append(f"{line.op} is an op of {owner}, which is no transform of this step")
         for text in problems:
             self.bad(line, text)
         args = [self.known[a] for a in line.args if a in self.known]
