@@ -183,6 +183,10 @@ def test_rewrites_behind_one_another() -> None:
     guests = guest("b", "c", 61), guest("a", "shard", 60), guest("c", "shard", 62), guest("d", "shard", 63)
     ran = " ".join(lower("zero-3", *guests).stages())
     assert "shard a c b d cut_update" in ran
+    named = " ".join(lower("zero-3", guest("overlap", "trace")).stages())  # a name that is taken
+    assert named.startswith("trace overlap() fuse") and named.endswith(
+        "hoist_updates overlap pool"
+    )  # a name that is taken
     with pytest.raises(TransformError, match=r"(?s)a: after 'b'.*b: after 'a'.*one of trace, fuse"):
         lower("zero-3", guest("a", "b"), guest("b", "a", 61))
     with pytest.raises(FzeroValueError, match="look: it carries out look"):

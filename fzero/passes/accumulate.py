@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fzero.program.attrs import AddAttrs, CastAttrs, JoinAttrs, PartAttrs, TurnsAttrs, UpdateAttrs
-from fzero.program.ir import Line, Program
+from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
@@ -169,17 +169,20 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
             for line in unit:
                 renamed = tuple(replace(v, name=new[m][v.name]) for v in line.out)
                 out.append(replace(line.rename(new[m]), out=renamed).saying(micro=(m, num)))
-            for op in ("sum", "max") if m else ():
-                group = [v for v in adds if _how(update, summands[v.name]) == op]
-                parts = tuple(new[k][v.name] for k in (0, m) for v in group)
-                totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in group)
-                out += (
-                    [Line("add", parts, totals, attrs=AddAttrs(micro=(m, num), reduction=op), by="accumulate")]
-                    if group
-                    else []
-                )
-                new[0].update((v.name, total.name) for v, total in zip(group, totals, strict=True))
+            out += _added(adds, {v.name: _how(update, summands[v.name]) for v in adds}, new, m, names) if m else ()
     return out, {name: new[0][summand] for summand, name in summands.items()}
+
+
+def _added(
+    values: Sequence[Value], how: Mapping[str, str], new: Sequence[dict[str, str]], m: int, names: Names
+) -> Iterator[Line]:
+    """The lines that add what a micro-batch makes to the totals, which get new names. `how`: each value is added."""
+    for op in ("sum", "max"):
+        if group := [v for v in values if how[v.name] == op]:
+            parts = tuple(new[k][v.name] for k in (0, m) for v in group)
+            totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in group)
+            yield Line("add", parts, totals, attrs=AddAttrs(micro=(m, len(new)), reduction=op), by="accumulate")
+            new[0].update((v.name, total.name) for v, total in zip(group, totals, strict=True))
 
 
 def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:

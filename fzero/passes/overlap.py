@@ -57,7 +57,7 @@ def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
             lines = _coalesce(_coalesce(lines, _GATHER, choice.coalesced, sent), _SCATTER, choice.coalesced, sent)
         for row in STARTS.values():
             if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
-                lines = _raise(lines, row, state, choice.ahead)
+                lines = _Hoisting(lines, row, state, choice.ahead).run()
         lines = _sink_waits(lines, choice.late_sums)
         return tuple(_pair_updates(_join_sums(lines, choice.joined_sums, values)))
 
@@ -156,24 +156,10 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
 def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int]) -> list[Line]:
     """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a
     reduction the one after."""
-    transfers = [x for x in lines if x.op == op]
-    largest = max((sent(x) for x in transfers), default=0)
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
-    groups: list[list[Line]] = []
-    for line in transfers:
-        last = groups[-1] if groups else []
-        alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
-        fits = alike and sum(map(sent, last)) + sent(line) <= largest
-        if fits and not (
-            _read_between(lines, waits, last, line) if op == _SCATTER else _made_between(lines, last[0], line)
-        ):
-            last.append(line)
-        else:
-            groups.append([line])
+    groups = [group for group in _alike(lines, op, limit, sent, waits) if len(group) > 1]
     new: dict[int, list[Line]] = {}
     for group in groups:
-        if len(group) == 1:
-            continue
         handle: Value = group[0].out[0]
         start = replace(group[0], args=tuple(a for x in group for a in x.args), out=(handle,))
         waiting = [waits[x.out[0].name] for x in group]
@@ -181,14 +167,33 @@ def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line],
         new.update((id(x), []) for x in (*group, *waiting))
         new[id(group[0] if op == _GATHER else group[-1])] = [start]
         new[id(waiting[0] if op == _GATHER else waiting[-1])] = [wait]
-    if op == _GATHER:  # the casts of shards that join an earlier gather come before it
-        moved = {a for group in groups for x in group[1:] for a in x.args}
-        casts = {v.name: x for x in lines if x.op == "cast" for v in x.out if v.name in moved}
-        new.update((id(x), []) for x in casts.values())
-        for group in groups:
-            if len(group) > 1:
-                new[id(group[0])] = [*(casts[a] for x in group[1:] for a in x.args if a in casts), *new[id(group[0])]]
+    # the casts of shards that join an earlier gather come before it
+    moved = {a for group in groups for x in group[1:] for a in x.args} if op == _GATHER else set()
+    casts = {v.name: x for x in lines if x.op == "cast" for v in x.out if v.name in moved}
+    new.update((id(x), []) for x in casts.values())
+    for group in groups if casts else ():
+        new[id(group[0])] = [*(casts[a] for x in group[1:] for a in x.args if a in casts), *new[id(group[0])]]
     return [y for x in lines for y in new.get(id(x), [x])]
+
+
+def _alike(
+    lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int], waits: Mapping[str, Line]
+) -> list[list[Line]]:
+    """The transfers of one kind in groups that can travel together."""
+    transfers = [x for x in lines if x.op == op]
+    largest = max((sent(x) for x in transfers), default=0)
+    between = lambda group, line: (  # noqa: E731
+        _read_between(lines, waits, group, line) if op == _SCATTER else _made_between(lines, group[0], line)
+    )
+    groups: list[list[Line]] = []
+    for line in transfers:
+        last = groups[-1] if groups else []
+        alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
+        if alike and sum(map(sent, last)) + sent(line) <= largest and not between(last, line):
+            last.append(line)
+        else:
+            groups.append([line])
+    return groups
 
 
 def _made_between(lines: Sequence[Line], first: Line, later: Line) -> bool:
@@ -223,8 +228,8 @@ _CARRIED = {"cast", "join_parts", "wait", *COPIES}
 it."""
 
 
-def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> list[Line]:
-    """Hoists each transfer of this op to right before the block `ahead` of the one it is for, or to where the last of
+class _Hoisting:
+    """Hoists each transfer of one op to right before the block `ahead` of the one it is for, or to where the last of
     its inputs is made; one that is hoisted "at once", to there however far it is, unless all that it moves are leaves.
     What was written in this step starts right behind that too, but for what was written to disk, where it waits for
     room: that starts once it is there.
@@ -233,71 +238,84 @@ def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> li
     micro-batches count with it, but for a transfer that is for one of them alone. What is for an update starts before
     the update `ahead` of it: between two of them a block may run.
     """
-    fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
-    fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
-    hops = _hops(lines)  # the first of several starts so many blocks sooner: the last is there as soon as of one
-    updates = {id(x) for x in lines if _is_update(x)}
-    calls = {id(x) for x in lines if _is_block(x) or (x.fn and not x.writes and not fetched.isdisjoint(x.args))}
-    blocks = {id(x) for x in lines if id(x) in calls and not repeats(x)}
-    readers = _readers(lines)
-    made: dict[str, Line] = {}
-    writers: dict[str, list[Line]] = {}
-    stores = {x.out[0].name: x for x in lines if x.op in COPIES}
-    out: list[Line] = []
-    passed = {False: 0, True: 0}  # blocks in `out`, and updates
 
-    def upstream(line: Line) -> tuple[set[int], set[int], bool]:
+    def __init__(self, lines: Sequence[Line], row: Start, state: set[str], ahead: int):
+        self.lines, self.row, self.state, self.ahead = lines, row, state, ahead
+        fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
+        fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
+        self.hops = _hops(lines)  # the first of several starts so many blocks sooner, as the last is there then
+        self.updates = {id(x) for x in lines if _is_update(x)}
+        reads = lambda x: x.fn and not x.writes and not fetched.isdisjoint(x.args)  # noqa: E731
+        self.calls = {id(x) for x in lines if _is_block(x) or reads(x)}
+        self.blocks = {id(x) for x in lines if id(x) in self.calls and not repeats(x)}
+        self.readers = _readers(lines)
+        self.stores = {x.out[0].name: x for x in lines if x.op in COPIES}
+        self.made: dict[str, Line] = {}
+        self.writers: dict[str, list[Line]] = {}
+        self.out: list[Line] = []
+        self.passed, self.updated = 0, 0  # blocks in `out`, and updates
+
+    def run(self) -> list[Line]:
+        """The lines in their order."""
+        for line in self.lines:
+            if line.op == self.row.name and not line.writes:
+                self._hoist(line)
+            else:
+                self.out.append(line)
+                self.passed += id(line) in self.blocks
+                self.updated += id(line) in self.updates
+            self.made.update((v.name, line) for x in (line, *line.body) for v in x.out)
+            store = self.stores.get(line.args[0]) if OPS[line.op].waits else None
+            for name in (store or line).writes:
+                self.writers.setdefault(name, []).append(line)
+        return self.out
+
+    def _hoist(self, line: Line) -> None:
+        carried, needed, written = self._upstream(line)
+        counted, before = self._passes(line)
+        far = written or (self.row.hoisted == "at once" and not self.state.issuperset(line.args))
+        # the blocks that it may start before
+        left = before + 1 if far else min(self.ahead + self.hops.get(line.out[0].name, 0), before)
+        after: list[Line] = []  # from the last
+        along: list[Line] = []  # those that come along, but for any that stand before that place already
+        while self.out and left and id(self.out[-1]) not in needed:
+            last = self.out.pop()
+            (along if id(last) in carried else after).append(last)
+            left -= id(last) in counted and id(last) not in carried
+        self.out += [*reversed(along), line, *reversed(after)]
+
+    def _passes(self, line: Line) -> tuple[set[int], int]:
+        """The lines that count as blocks for a transfer, and the number of those before it."""
+        reader = self.readers.get(line.out[0].name)
+        if reader is not None and _is_update(reader):  # the first ones start before blocks
+            if self.updated >= self.ahead:
+                return self.updates, self.updated
+            return self.blocks | self.updates, self.updated + self.passed
+        return self.calls if reader is not None and repeats(reader) else self.blocks, self.passed
+
+    def _upstream(self, line: Line) -> tuple[set[int], set[int], bool]:
         """The lines that come along, those that must come before, and whether one of these writes what is moved, other
         than to disk."""
-        carried = set[int]()
-        makers, written = set[int](), False
+        carried, makers, written = set[int](), set[int](), False
         todo = [line]
         while todo:
             for a in todo.pop().args:
-                maker = made.get(a)
-                makers.update(map(id, writers.get(a, ())))
-                written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers.get(a, ()))
-                hop = maker is not None and maker.op == "wait" and line.op == made[maker.args[0]].op == _GATHER
-                if maker is not None and (
-                    hop or (maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state))
-                ):
+                writers = self.writers.get(a, ())
+                makers.update(map(id, writers))
+                written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers)
+                maker = self.made.get(a)
+                if maker is not None and self._comes_along(line, maker):
                     todo += [] if id(maker) in carried else [maker]
                     carried.add(id(maker))
                 elif maker is not None:
                     makers.add(id(maker))
         return carried, makers, written
 
-    for line in lines:
-        if line.op == row.name and not line.writes:
-            carried, needed, written = upstream(line)
-            reader = readers.get(line.out[0].name)
-            counted, before = (calls if reader is not None and repeats(reader) else blocks), passed[False]
-            if reader is not None and _is_update(reader):  # the first ones start before blocks
-                counted, before = (
-                    (updates, passed[True])
-                    if passed[True] >= ahead
-                    else (blocks | updates, passed[True] + passed[False])
-                )
-            far = written or (row.hoisted == "at once" and not state.issuperset(line.args))
-            left = before + 1 if far else min(ahead + hops.get(line.out[0].name, 0), before)  # that it may start before
-            after: list[Line] = []  # from the last
-            along: list[Line] = []  # those that come along, but for any that stand before that place already
-            while out and left and id(out[-1]) not in needed:
-                last = out.pop()
-                if id(last) in carried:
-                    along.append(last)
-                else:
-                    after.append(last)
-                    left -= id(last) in counted
-            out += [*reversed(along), line, *reversed(after)]
-        else:
-            out.append(line)
-            passed[False] += id(line) in blocks
-            passed[True] += id(line) in updates
-        made.update((v.name, line) for x in (line, *line.body) for v in x.out)
-        for name in stores[line.args[0]].writes if OPS[line.op].waits and line.args[0] in stores else line.writes:
-            writers.setdefault(name, []).append(line)
-    return out
+    def _comes_along(self, line: Line, maker: Line) -> bool:
+        """Whether what a transfer reads is made for it alone, from leaves, or by the gather of another axis."""
+        if maker.op == "wait" and line.op == self.made[maker.args[0]].op == _GATHER:
+            return True
+        return maker.op in _CARRIED and not maker.writes and _from_state(maker, self.made, self.state)
 
 
 def _readers(lines: Sequence[Line]) -> dict[str, Line]:

@@ -249,7 +249,10 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
         FzeroValueError: a pass to leave out is not there, or the program would be wrong without it.
     """
     passes = [*PASSES]
-    left = [_added(t) for t in transforms if type(t).rewrite is not Transform.rewrite]
+    # a name that is taken says what the transform's arguments are
+    taken = [FIRST, *(x.name for x in PASSES), *(t.name for t in transforms)]
+    own = (t for t in transforms if type(t).rewrite is not Transform.rewrite)
+    left = [_added(t, t.name if taken.count(t.name) == 1 else str(t)) for t in own]
     while left:
         names = [FIRST, *(x.name for x in passes)]
         guest = next((x for x in left if x.after in names), None)
@@ -288,11 +291,11 @@ def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool
         raise VerifyError(text) from None
 
 
-def _added(transform: Transform) -> Pass:
+def _added(transform: Transform, name: str) -> Pass:
     """The pass of a transform that rewrites programs itself."""
     needed = f"it carries out {transform}: leave that out of the step instead"
     rewrite = lambda program, *_: _rewritten(transform, program)  # noqa: E731
-    return Pass(transform.name, rewrite, transform.after, needed=needed, own=False)
+    return Pass(name, rewrite, transform.after, needed=needed, own=False)
 
 
 def _rewritten(transform: Transform, program: Program) -> Program:

@@ -97,16 +97,7 @@ class _Rewrite:
     def _line(self, line: Line) -> list[Line]:
         source = line.args[0] if line.args else ""
         if line.body:
-            before = self._written()
-            outside = {name: dict(tiers) for name, tiers in self.lies.items()}
-            if line.op == "redo":  # which reads leaves as they were
-                self.lies, self.recent = (
-                    {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves},
-                    [],
-                )
-            body = (*self._restored(line), *self._lines(line.body), *self._added())
-            self.lies, self.recent = outside, []
-            return [*before, replace(line, body=body)]
+            return self._with_body(line)
         if (
             line.op == "cast"
             and source in self.program.leaves
@@ -141,6 +132,19 @@ class _Rewrite:
             self.recent = [*self.recent, self._read_by(lines)][-num:]
             sums = [*self._added(), *self._written()]
         return [*lines, *sums, *self._rest(line)]
+
+    def _with_body(self, line: Line) -> list[Line]:
+        """A loop, or a redo, with the lines in it."""
+        before = self._written()
+        outside = {name: dict(tiers) for name, tiers in self.lies.items()}
+        if line.op == "redo":  # which reads leaves as they were
+            self.lies, self.recent = (
+                {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves},
+                [],
+            )
+        body = (*self._restored(line), *self._lines(line.body), *self._added())
+        self.lies, self.recent = outside, []
+        return [*before, replace(line, body=body)]
 
     def _side(self, line: Line) -> str:
         """The side on which a line of the optimizer runs: on the host, if most of the state that it reads rests off the
