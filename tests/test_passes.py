@@ -264,3 +264,16 @@ def test_a_transform_brings_its_ops() -> None:
         row = type("Row", (Twice,), {"name": taken, "__doc__": "Another."})()
         with pytest.raises(FzeroTypeError, match=f"other: ops that are there already\n  {taken}: of {of}"):
             type("Other", (Transform,), {"name": "other", "ops": (row,)})
+
+
+def test_a_rewrite_of_functions_alone_is_one() -> None:
+    @dataclass(frozen=True)
+    class Called(Transform):
+        order: ClassVar[int] = 60
+        name: ClassVar[str] = "called"
+
+        def rewrite(self, program: Program) -> Program:
+            functions = {name: replace(f, on="device") for name, f in program.functions.items()}
+            return replace(program, functions=functions)
+
+    assert "called" in lower("zero-3", Called()).stages()

@@ -309,7 +309,7 @@ def _rewritten(transform: Transform, program: Program) -> Program:
     if wrong:
         what = f"the rewrite of {transform} does not return a program of lines"
         raise FzeroTypeError(message(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))"))
-    if made.lines == program.lines and made.leaves == program.leaves and transform.idle_in(program) is None:
+    if made == program and transform.idle_in(program) is None:
         problem = f"{transform} on mesh {program.mesh}: its rewrite changes no line of {program.name}"
         fix = "leave it out on this mesh; or say by its idle_in(program) why it may change nothing"
         raise TransformError(message(transform.name, "does nothing to this program", [problem], fix))
