@@ -12,7 +12,7 @@ import json
 import random
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import models
 import pytest
@@ -37,6 +37,7 @@ from fzero.testing import check_equivalent
 from fzero.testing.blame import first_differing
 from fzero.testing.check import setting_of
 from fzero.testing.tolerance import longest_chain, unit
+from fzero.transforms.base import Transform
 
 WIDTH, ROWS = 48, 24  # large enough for places in the pool
 
@@ -470,6 +471,31 @@ def verify_says() -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("axes", [{"data": 4}, {"replica": 2, "data": 3}], ids=str)
+def test_a_mesh_that_one_does_not_have_is_simulated(axes):
+    mesh, transforms = fz.AbstractMesh(**axes), [fz.shard_params(), fz.accumulate(2), fz.mixed_precision("bf16")]
+    transforms += [fz.data_parallel(axis="replica")] if "replica" in axes else []
+    step = fz.compose(*transforms)(fz.train_step(loss, OPTIMIZER()))
+    report = check_equivalent(step, init, batch(), mesh, steps=2)
+    assert report.equivalent and report.exact is not None and f"on mesh {mesh}, 2 steps, simulated" in str(report)
+
+    wrong = check_equivalent(fz.compose(Exchanged())(step), init, batch(), mesh, steps=2, raises=False)
+    assert not wrong.equivalent and wrong.blame is None and "params['layers'][0]['b']" in str(wrong)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged(Transform):
+    """One that exchanges the gradients of two parameters."""
+
+    order: ClassVar[int] = 60
+    name: ClassVar[str] = "exchanged"
+
+    def rewrite(self, program: Program) -> Program:
+        one, other = (program.grads[f"params['layers'][{i}]['b']"] for i in (0, 1))
+        names = {one: other, other: one}
+        return program.map_lines(lambda line: [line.rename(names) if line.writes else line])
+
+
 def test_what_verify_finds_is_said_as_it_is(run_ranks):
     for text in run_ranks(2, verify_says):
         assert text.startswith("fzero.verify: ") and "gather_0" in text
@@ -480,7 +506,9 @@ def test_what_verify_finds_is_said_as_it_is(run_ranks):
     [
         ({"step": fz.eval_step(lambda p, x: x)}, FzeroTypeError, "fz.train_step"),
         ({"steps": 0}, FzeroValueError, "steps=0"),
-        ({"mesh": fz.AbstractMesh(data=1)}, FzeroTypeError, "fz.make_mesh"),
+        ({"mesh": 2}, FzeroTypeError, "fz.make_mesh, or fz.AbstractMesh"),
+        ({"mesh": fz.AbstractMesh(data=1), "backend": "inductor"}, FzeroValueError, "simulation does not take backend"),
+        ({"mesh": fz.AbstractMesh(data=5)}, FzeroValueError, "does not divide among 5 ranks"),
         ({"batch": models.meta(batch())}, FzeroValueError, r"\['x'\]: float32\[24, 48\]"),
     ],
 )

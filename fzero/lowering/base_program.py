@@ -106,6 +106,7 @@ def lower_train(t: Training) -> Lowered:
         functions=functions.by_name,
         owners=_owners(lines, {x.path for x in state}),
         assigns=update.writes,
+        grads={t.params.leaves[i].path: grads[i].name for i in grads},
     )
     return Lowered(program, structure, watched)
 

@@ -24,7 +24,7 @@ from typing import Any
 from fzero.errors import BudgetError, message
 from fzero.passes.choice import Choice
 from fzero.passes.off_device import blocks_updated_on_host
-from fzero.passes.overlap import coalescable, sharable
+from fzero.passes.overlap import Order, coalescable, sharable
 from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device
 from fzero.plan.plan import Decision, Plan, peak_bytes, queue_seconds
@@ -259,82 +259,57 @@ def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> C
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Decision, ...]:
     """The decisions behind a program that has been chosen: without a budget only what becomes of the gradients of
     micro-batches."""
-    out = []
-    if budget is not None and budget.nbytes is not None:
+    limited = budget is not None and budget.nbytes is not None
+    found = [*_gathered_once(program, choice, limited), *_of_micro_batches(program, choice)]
+    if limited:
         auto = find(program.transforms, Remat) == Remat("auto")
+        why = "the share of activation memory that fits and is fastest" if auto else "the step says so"
         kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
-        out.append(
-            Decision(
-                "remat", kept, "the share of activation memory that fits and is fastest" if auto else "the step says so"
-            )
-        )
-    if (once := keeps_gathers(program.transforms)) is not None:
-        why = "as many blocks as fit and are fastest" if once.least < once.most else "the step says so"
-        why = (
-            why
-            if (budget is not None and budget.nbytes is not None) or once.least == once.most
-            else "of all blocks: there is no budget"
-        )
-        out.append(
-            Decision(
-                "gathered once a step",
-                f"{choice.stay:.3g}",
-                f"the share of blocks whose parts stay gathered over {once.axis}: {why}",
-            )
-        )
-    for loop in (line for line in program.lines if line.op == "loop"):
-        within = {a: None for line in loop.body if line.op == ReduceScatter.name for a in line.axes}
-        later = {a: None for line in program.lines if line.op in _REDUCES for a in line.axes if a not in within}
-        shards = bool(within)
-        why = choice.because if shards or choice.whole_grads else "the stage adds them up whole"
-        how = "reduced after every micro-batch" if shards else "reduced once a step"
-        if shards and later:
-            how = f"reduced over {', '.join(within)} after every micro-batch, over {', '.join(later)} once a step"
-        out.append(
-            Decision(
-                "gradients",
-                "shards" if shards else "whole",
-                f"{how}: {why or 'it takes least, and there is no budget'}",
-            )
-        )
-    if budget is not None and budget.nbytes is not None:
-        out.append(
-            Decision(
-                "shared gathers",
-                str(choice.order.shared),
-                "serve the forward and the backward of a block: as many as fit",
-            )
-        )
-        out.append(
-            Decision("ahead", str(choice.order.ahead), "blocks that a gather starts before it is needed: the fastest")
-        )
-        if choice.order.late_sums:
-            why = "a micro-batch's gradients are reduced while the next block computes: faster"
-            out.append(Decision("sums", "a block later", why))
-        out.append(
-            Decision("coalesced", size(choice.order.coalesced), "transfers that send less than this travel together")
-        )
+        found = [Decision("remat", kept, why), *found, *_of_order(choice.order)]
     if choice.grads != "update":
-        where = "host" if choice.grads == "host" else "device"
-        why = (
-            "wherever their update runs: the device has no room for them"
-            if where == "host"
-            else "sums over micro-batches: it is faster"
-        )
-        out.append(Decision("gradients wait", f"on the {where}", why))
+        host = choice.grads == "host"
+        why = "wherever their update runs: the device has no room for them"
+        why = why if host else "sums over micro-batches: it is faster"
+        found.append(Decision("gradients wait", f"on the {'host' if host else 'device'}", why))
     if choice.guess:
-        why = (
-            "the update of what rests off the device does not wait for the norm of all gradients, and is done again if "
-            "that changes it"
-        )
-        out.append(Decision("update", "on a guess", why))
+        why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again "
+        found.append(Decision("update", "on a guess", f"{why}if that changes it"))
     if choice.share_because:
         on_host, num = blocks_updated_on_host(program)
         sides = {num: f"all {num} blocks on the host", 0: f"all {num} blocks on the device"}
-        out.append(
-            Decision("update_on", sides.get(on_host, f"{on_host} of {num} blocks on the host"), choice.share_because)
-        )
-    return tuple(out)
+        where = sides.get(on_host, f"{on_host} of {num} blocks on the host")
+        found.append(Decision("update_on", where, choice.share_because))
+    return tuple(found)
+
+
+def _gathered_once(program: Program, choice: Choice, limited: bool) -> Iterator[Decision]:
+    if (once := keeps_gathers(program.transforms)) is not None:
+        why = "as many blocks as fit and are fastest" if limited else "of all blocks: there is no budget"
+        why = why if once.least < once.most else "the step says so"
+        why = f"the share of blocks whose parts stay gathered over {once.axis}: {why}"
+        yield Decision("gathered once a step", f"{choice.stay:.3g}", why)
+
+
+def _of_micro_batches(program: Program, choice: Choice) -> Iterator[Decision]:
+    for loop in (line for line in program.lines if line.op == "loop"):
+        within = {a: None for line in loop.body if line.op == ReduceScatter.name for a in line.axes}
+        later = {a: None for line in program.lines if line.op in _REDUCES for a in line.axes if a not in within}
+        why = choice.because if within or choice.whole_grads else "the stage adds them up whole"
+        how = "reduced after every micro-batch" if within else "reduced once a step"
+        if within and later:
+            how = f"reduced over {', '.join(within)} after every micro-batch, over {', '.join(later)} once a step"
+        why = f"{how}: {why or 'it takes least, and there is no budget'}"
+        yield Decision("gradients", "shards" if within else "whole", why)
+
+
+def _of_order(order: Order) -> Iterator[Decision]:
+    why = "serve the forward and the backward of a block: as many as fit"
+    yield Decision("shared gathers", str(order.shared), why)
+    yield Decision("ahead", str(order.ahead), "blocks that a gather starts before it is needed: the fastest")
+    if order.late_sums:
+        why = "a micro-batch's gradients are reduced while the next block computes: faster"
+        yield Decision("sums", "a block later", why)
+    yield Decision("coalesced", size(order.coalesced), "transfers that send less than this travel together")
 
 
 def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] = (), rows: int = 1) -> BudgetError:
@@ -437,12 +412,8 @@ def _stays_most(choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
 
 
 def _shares_most(choice: Choice, most: int, fits: Callable[[Choice], bool]) -> Choice:
-    return replace(
-        choice,
-        order=replace(
-            choice.order, shared=_largest(most, lambda n: fits(replace(choice, order=replace(choice.order, shared=n))))
-        ),
-    )
+    sharing = lambda n: replace(choice, order=replace(choice.order, shared=n))  # noqa: E731
+    return sharing(_largest(most, lambda n: fits(sharing(n))))
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

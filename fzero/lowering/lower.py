@@ -88,22 +88,15 @@ def lower(
     """
     if not isinstance(step, (Step, EvalStep)):
         raise no_step("lower", "lowers", step)
+    wrong = fix = None
     if not isinstance(mesh, AbstractMesh):
-        raise FzeroTypeError(
-            message(
-                "lower",
-                f"a mesh is made by make_mesh or AbstractMesh, not {type(mesh).__name__}",
-                fix="e.g. fz.AbstractMesh(data=8)",
-            )
-        )
-    if isinstance(step, EvalStep) and not isinstance(batch, tuple):
-        raise FzeroTypeError(
-            message(
-                "lower",
-                f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}",
-                fix="pass (batch,)",
-            )
-        )
+        wrong = f"a mesh is made by make_mesh or AbstractMesh, not {type(mesh).__name__}"
+        fix = "e.g. fz.AbstractMesh(data=8)"
+    elif isinstance(step, EvalStep) and not isinstance(batch, tuple):
+        wrong = f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}"
+        fix = "pass (batch,)"
+    if wrong is not None:
+        raise FzeroTypeError(message("lower", wrong, fix=fix))
     if callable(params):
         params = abstract(params)
     check_params(params)

@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 
 from fzero.lowering.auto import check_auto, choose_tiers
 from fzero.lowering.budget import Budget
-from fzero.lowering.layouts import (
-    auto_of,
-    mirrors,
-    offloads,
-    params_inputs,
-    precision_of,
-    zero_of,
-)
+from fzero.lowering.layouts import auto_of, mirrors, offloads, params_inputs, precision_of, zero_of
 from fzero.lowering.traced import Traced, trace_step, with_leaves
 from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh
@@ -37,12 +30,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    step: Step,
-    mesh: AbstractMesh,
-    params: Any,
-    batch: Inputs,
-    budget: Budget,
-    skip: frozenset[str] = frozenset(),
+    step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget, skip: frozenset[str] = frozenset()
 ) -> Resolved:
     """The step with what its `offload("auto")` comes to in its place, and why; the step itself if it has none.
 

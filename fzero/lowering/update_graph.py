@@ -163,10 +163,7 @@ def record_update(
         tuple(n for n, _, _ in places),
         tuple(metric_values),
         attrs=UpdateAttrs(
-            graph=recorded,
-            sums=tuple(v.name for v in sums),
-            maxima=tuple(v.name for v in maxima.values()),
-            grads={params.leaves[i].path: grads[i].name for i in grads},
+            graph=recorded, sums=tuple(v.name for v in sums), maxima=tuple(v.name for v in maxima.values())
         ),
         writes=tuple(target for target, _ in written),
     )

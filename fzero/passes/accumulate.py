@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fzero.program.attrs import AddAttrs, CastAttrs, JoinAttrs, PartAttrs, TurnsAttrs, UpdateAttrs
-from fzero.program.ir import Line, Program
+from fzero.program.ir import Line, Program, Value
 from fzero.program.names import Names
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
@@ -20,11 +20,11 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
         _repeated(program, num, batch) if record is not None and record.vertical else _looped(program, num, batch)
     )
     update = _update(program)
-    grads = {leaf: totals[name] for leaf, name in update.attrs.grads.items()}
+    grads = {leaf: totals[name] for leaf, name in program.grads.items()}
     sums, maxima = (tuple(totals[name] for name in names) for names in (update.attrs.sums, update.attrs.maxima))
-    update = update.rename(totals).saying(grads=grads, sums=sums, maxima=maxima)
+    update = update.rename(totals).saying(sums=sums, maxima=maxima)
     inputs = tuple(replace(v, shape=batch[v.name]) if v.name in batch else v for v in program.inputs)
-    return replace(program, inputs=inputs, lines=(*lines, update))
+    return replace(program, inputs=inputs, lines=(*lines, update), grads=grads)
 
 
 def loop_totals(program: Program) -> set[str]:
@@ -77,9 +77,9 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     loops = list[Line]()
     if ahead:
         again = {v.name: names(f"{v.name}_ahead") for line in ahead if line in rest for v in line.out}
-        loops.append(loop(ahead, [s for s in _summands(update) if any(s in line.args for line in seeds)], again))
+        loops.append(loop(ahead, [s for s in _summands(program) if any(s in line.args for line in seeds)], again))
     seeds = [line.rename(totals) for line in seeds]
-    main = loop(rest, [s for s in _summands(update) if s not in totals], {})
+    main = loop(rest, [s for s in _summands(program) if s not in totals], {})
     return [*before, *loops, *seeds, main], totals
 
 
@@ -108,9 +108,10 @@ def _update(program: Program) -> Line[UpdateAttrs]:
     return program.update
 
 
-def _summands(update: Line[UpdateAttrs]) -> tuple[str, ...]:
+def _summands(program: Program) -> tuple[str, ...]:
     """The values that the update reads of all micro-batches together."""
-    return (*update.attrs.sums, *update.attrs.maxima, *update.attrs.grads.values())
+    update = _update(program)
+    return (*update.attrs.sums, *update.attrs.maxima, *program.grads.values())
 
 
 def _how(update: Line[UpdateAttrs], name: str) -> str:
@@ -168,17 +169,20 @@ def _repeated(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) 
             for line in unit:
                 renamed = tuple(replace(v, name=new[m][v.name]) for v in line.out)
                 out.append(replace(line.rename(new[m]), out=renamed).saying(micro=(m, num)))
-            for op in ("sum", "max") if m else ():
-                group = [v for v in adds if _how(update, summands[v.name]) == op]
-                parts = tuple(new[k][v.name] for k in (0, m) for v in group)
-                totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in group)
-                out += (
-                    [Line("add", parts, totals, attrs=AddAttrs(micro=(m, num), reduction=op), by="accumulate")]
-                    if group
-                    else []
-                )
-                new[0].update((v.name, total.name) for v, total in zip(group, totals, strict=True))
+            out += _added(adds, {v.name: _how(update, summands[v.name]) for v in adds}, new, m, names) if m else ()
     return out, {name: new[0][summand] for summand, name in summands.items()}
+
+
+def _added(
+    values: Sequence[Value], how: Mapping[str, str], new: Sequence[dict[str, str]], m: int, names: Names
+) -> Iterator[Line]:
+    """The lines that add what a micro-batch makes to the totals, which get new names. `how`: each value is added."""
+    for op in ("sum", "max"):
+        if group := [v for v in values if how[v.name] == op]:
+            parts = tuple(new[k][v.name] for k in (0, m) for v in group)
+            totals = tuple(replace(v, name=names(f"{v.name}_total_{m}")) for v in group)
+            yield Line("add", parts, totals, attrs=AddAttrs(micro=(m, len(new)), reduction=op), by="accumulate")
+            new[0].update((v.name, total.name) for v, total in zip(group, totals, strict=True))
 
 
 def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
@@ -187,7 +191,7 @@ def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
     update = _update(program)
     lines = [line for line in program.lines if line is not update]
     read = {a for line in lines if not line.of_sums for a in line.args}
-    summands = {name: name for name in _summands(update)}
+    summands = {name: name for name in _summands(program)}
     out: list[Line] = []
     for line in lines:
         out.append(line)

@@ -11,7 +11,7 @@ computed twice: reading it again would cost as much.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -49,10 +49,7 @@ class _Cutter:
         self.line = update
         source: Recorded = update.attrs.graph
         places = source.inputs
-        named = {
-            **update.attrs.leaf,
-            **{g: f"the gradient of {leaf}" for leaf, g in update.attrs.grads.items()},
-        }
+        named = {**update.attrs.leaf, **{g: f"the gradient of {leaf}" for leaf, g in program.grads.items()}}
 
         def cut_as(name: str) -> Cut | None:
             at = self.values[name].placement
@@ -120,7 +117,7 @@ class _Cutter:
             if is_leaf_value(place) and is_leaf_value(node):
                 parent[root(place)] = root(node)
         owner: dict[fx.Node, Owner] = {}
-        grads = {g: leaf for leaf, g in self.line.attrs.grads.items()}
+        grads = {g: leaf for leaf, g in program.grads.items()}
         aliases = self.line.attrs.leaf
         for place in self.places:
             name = self.name[place]
@@ -189,6 +186,7 @@ class _Cutter:
         return new
 
     def _emit(self) -> None:
+        """The lines of every level, and then those that write the state and make the metrics."""
         nodes, level = list(self.graph.graph.nodes), self._levels()
         needed = ancestors(self.outputs, stop=set())
         stop = {
@@ -199,59 +197,50 @@ class _Cutter:
             or reduces(n)
             or not (n.op == "get_attr" or is_leaf_value(n))
         }
-        levels = sorted({level[n] for n in nodes if n in needed and n.op != "output"})
-        for at in levels:
-            here = [n for n in nodes if n in needed and level[n] == at]
-            for node in here:
-                if node.target is num_valid:
-                    shape, axes = node.args
-                    self._line(
-                        "num_valid",
-                        (),
-                        node,
-                        ShardOfAttrs(shape=shape, axes=axes),  # type: ignore[arg-type]
-                        Placement("local", axes),  # type: ignore[arg-type]
-                    )
-                elif node.target is draw_start:
-                    base, shape, axes = node.args
-                    self._line(
-                        "draw_start",
-                        (),
-                        node,
-                        DrawAttrs(base=base, shape=shape, axes=axes),  # type: ignore[arg-type]
-                        Placement("local", axes) if axes else WHOLE,
-                    )
-            self._scalars([n for n in here if self._is_scalar(n)], at, stop)
-            for node in here:
-                if node.target is cut:
-                    self._cut(node, stop)
-            reductions = [n for n in here if reduces(n)]
-            for group in self._by_owner(reductions):
-                self._function("reduce", group, (), stop - set(group))
-            self._all_reduce([u for n in reductions for u in n.users if u.target is all_reduce])
-        arrays = [n for n in dict.fromkeys(self.outputs[len(self.line.writes) :]) if n not in self.name]
+        for at in sorted({level[n] for n in nodes if n in needed and n.op != "output"}):
+            self._level([n for n in nodes if n in needed and level[n] == at], at, stop)
+        metrics = self.outputs[len(self.line.writes) :]
+        arrays = [n for n in dict.fromkeys(metrics) if n not in self.name]
         if arrays:  # metrics that are no scalars; what they read may be a view of what is overwritten next
             self._function("metrics", arrays, (), stop - set(arrays))
-        writes = [(t, n) for t, n in zip(self.line.writes, self.outputs, strict=False) if self.name.get(n) != t]
+        self._write(stop)
+        for node, value in zip(metrics, self.line.out, strict=True):
+            if self.name[node] != value.name:
+                attrs = CastAttrs(dtype=value.dtype)
+                self.lines.append(Line("cast", (self.name[node],), (value,), attrs=attrs, by="optimizer"))
+
+    def _level(self, here: Sequence[fx.Node], at: int, stop: set[fx.Node]) -> None:
+        """The lines of one level: its scalars, cuts, and functions that reduce to new scalars."""
+        for node in here:
+            args: Any = node.args
+            if node.target is num_valid:
+                shape, axes = args
+                self._line("num_valid", (), node, ShardOfAttrs(shape=shape, axes=axes), Placement("local", axes))
+            elif node.target is draw_start:
+                base, shape, axes = args
+                placement = Placement("local", axes) if axes else WHOLE
+                self._line("draw_start", (), node, DrawAttrs(base=base, shape=shape, axes=axes), placement)
+        self._scalars([n for n in here if self._is_scalar(n)], at, stop)
+        for node in here:
+            if node.target is cut:
+                self._cut(node, stop)
+        reductions = [n for n in here if reduces(n)]
+        for group in self._by_owner(reductions):
+            self._function("reduce", group, (), stop - set(group))
+        self._all_reduce([u for n in reductions for u in n.users if u.target is all_reduce])
+
+    def _write(self, stop: set[fx.Node]) -> None:
+        """The functions of blocks that write the state in place, and what is put in place as it is."""
         targets: dict[fx.Node, list[str]] = defaultdict(list)
-        for target, node in writes:
-            targets[node].append(target)
+        for target, node in zip(self.line.writes, self.outputs, strict=False):
+            if self.name.get(node) != target:
+                targets[node].append(target)
         for group in self._by_owner([n for n in targets if is_leaf_value(n)]):
-            self._function(
-                "update",
-                [n for n in group for _ in targets[n]],
-                tuple(t for n in group for t in targets[n]),
-                stop - set(group),
-            )
-        for target, node in writes:
-            if not is_leaf_value(node):
+            written = [(n, target) for n in group for target in targets[n]]
+            self._function("update", [n for n, _ in written], tuple(t for _, t in written), stop - set(group))
+        for target, node in zip(self.line.writes, self.outputs, strict=False):
+            if not is_leaf_value(node) and self.name[node] != target:
                 self.lines.append(Line("assign", (target, self.name[node]), writes=(target,), by="optimizer"))
-        for node, value in zip(self.outputs[len(self.line.writes) :], self.line.out, strict=True):
-            if self.name[node] == value.name:
-                continue
-            self.lines.append(
-                Line("cast", (self.name[node],), (value,), attrs=CastAttrs(dtype=value.dtype), by="optimizer")
-            )
 
     def _scalar_name(self, node: fx.Node) -> str:
         """A metric's own name, or the next number."""

@@ -57,7 +57,7 @@ def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
             lines = _coalesce(_coalesce(lines, _GATHER, choice.coalesced, sent), _SCATTER, choice.coalesced, sent)
         for row in STARTS.values():
             if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
-                lines = _raise(lines, row, state, choice.ahead)
+                lines = _Hoisting(lines, row, state, choice.ahead).run()
         lines = _sink_waits(lines, choice.late_sums)
         return tuple(_pair_updates(_join_sums(lines, choice.joined_sums, values)))
 
@@ -156,24 +156,10 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
 def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int]) -> list[Line]:
     """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a
     reduction the one after."""
-    transfers = [x for x in lines if x.op == op]
-    largest = max((sent(x) for x in transfers), default=0)
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
-    groups: list[list[Line]] = []
-    for line in transfers:
-        last = groups[-1] if groups else []
-        alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
-        fits = alike and sum(map(sent, last)) + sent(line) <= largest
-        if fits and not (
-            _read_between(lines, waits, last, line) if op == _SCATTER else _made_between(lines, last[0], line)
-        ):
-            last.append(line)
-        else:
-            groups.append([line])
+    groups = [group for group in _alike(lines, op, limit, sent, waits) if len(group) > 1]
     new: dict[int, list[Line]] = {}
     for group in groups:
-        if len(group) == 1:
-            continue
         handle: Value = group[0].out[0]
         start = replace(group[0], args=tuple(a for x in group for a in x.args), out=(handle,))
         waiting = [waits[x.out[0].name] for x in group]
@@ -181,14 +167,33 @@ def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line],
         new.update((id(x), []) for x in (*group, *waiting))
         new[id(group[0] if op == _GATHER else group[-1])] = [start]
         new[id(waiting[0] if op == _GATHER else waiting[-1])] = [wait]
-    if op == _GATHER:  # the casts of shards that join an earlier gather come before it
-        moved = {a for group in groups for x in group[1:] for a in x.args}
-        casts = {v.name: x for x in lines if x.op == "cast" for v in x.out if v.name in moved}
-        new.update((id(x), []) for x in casts.values())
-        for group in groups:
-            if len(group) > 1:
-                new[id(group[0])] = [*(casts[a] for x in group[1:] for a in x.args if a in casts), *new[id(group[0])]]
+    # the casts of shards that join an earlier gather come before it
+    moved = {a for group in groups for x in group[1:] for a in x.args} if op == _GATHER else set()
+    casts = {v.name: x for x in lines if x.op == "cast" for v in x.out if v.name in moved}
+    new.update((id(x), []) for x in casts.values())
+    for group in groups if casts else ():
+        new[id(group[0])] = [*(casts[a] for x in group[1:] for a in x.args if a in casts), *new[id(group[0])]]
     return [y for x in lines for y in new.get(id(x), [x])]
+
+
+def _alike(
+    lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int], waits: Mapping[str, Line]
+) -> list[list[Line]]:
+    """The transfers of one kind in groups that can travel together."""
+    transfers = [x for x in lines if x.op == op]
+    largest = max((sent(x) for x in transfers), default=0)
+    between = lambda group, line: (  # noqa: E731
+        _read_between(lines, waits, group, line) if op == _SCATTER else _made_between(lines, group[0], line)
+    )
+    groups: list[list[Line]] = []
+    for line in transfers:
+        last = groups[-1] if groups else []
+        alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
+        if alike and sum(map(sent, last)) + sent(line) <= largest and not between(last, line):
+            last.append(line)
+        else:
+            groups.append([line])
+    return groups
 
 
 def _made_between(lines: Sequence[Line], first: Line, later: Line) -> bool:
@@ -223,8 +228,8 @@ _CARRIED = {"cast", "join_parts", "wait", *COPIES}
 it."""
 
 
-def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> list[Line]:
-    """Hoists each transfer of this op to right before the block `ahead` of the one it is for, or to where the last of
+class _Hoisting:
+    """Hoists each transfer of one op to right before the block `ahead` of the one it is for, or to where the last of
     its inputs is made; one that is hoisted "at once", to there however far it is, unless all that it moves are leaves.
     What was written in this step starts right behind that too, but for what was written to disk, where it waits for
     room: that starts once it is there.
@@ -233,71 +238,84 @@ def _raise(lines: Sequence[Line], row: Start, state: set[str], ahead: int) -> li
     micro-batches count with it, but for a transfer that is for one of them alone. What is for an update starts before
     the update `ahead` of it: between two of them a block may run.
     """
-    fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
-    fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
-    hops = _hops(lines)  # the first of several starts so many blocks sooner: the last is there as soon as of one
-    updates = {id(x) for x in lines if _is_update(x)}
-    calls = {id(x) for x in lines if _is_block(x) or (x.fn and not x.writes and not fetched.isdisjoint(x.args))}
-    blocks = {id(x) for x in lines if id(x) in calls and not repeats(x)}
-    readers = _readers(lines)
-    made: dict[str, Line] = {}
-    writers: dict[str, list[Line]] = {}
-    stores = {x.out[0].name: x for x in lines if x.op in COPIES}
-    out: list[Line] = []
-    passed = {False: 0, True: 0}  # blocks in `out`, and updates
 
-    def upstream(line: Line) -> tuple[set[int], set[int], bool]:
+    def __init__(self, lines: Sequence[Line], row: Start, state: set[str], ahead: int):
+        self.lines, self.row, self.state, self.ahead = lines, row, state, ahead
+        fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
+        fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
+        self.hops = _hops(lines)  # the first of several starts so many blocks sooner, as the last is there then
+        self.updates = {id(x) for x in lines if _is_update(x)}
+        reads = lambda x: x.fn and not x.writes and not fetched.isdisjoint(x.args)  # noqa: E731
+        self.calls = {id(x) for x in lines if _is_block(x) or reads(x)}
+        self.blocks = {id(x) for x in lines if id(x) in self.calls and not repeats(x)}
+        self.readers = _readers(lines)
+        self.stores = {x.out[0].name: x for x in lines if x.op in COPIES}
+        self.made: dict[str, Line] = {}
+        self.writers: dict[str, list[Line]] = {}
+        self.out: list[Line] = []
+        self.passed, self.updated = 0, 0  # blocks in `out`, and updates
+
+    def run(self) -> list[Line]:
+        """The lines in their order."""
+        for line in self.lines:
+            if line.op == self.row.name and not line.writes:
+                self._hoist(line)
+            else:
+                self.out.append(line)
+                self.passed += id(line) in self.blocks
+                self.updated += id(line) in self.updates
+            self.made.update((v.name, line) for x in (line, *line.body) for v in x.out)
+            store = self.stores.get(line.args[0]) if OPS[line.op].waits else None
+            for name in (store or line).writes:
+                self.writers.setdefault(name, []).append(line)
+        return self.out
+
+    def _hoist(self, line: Line) -> None:
+        carried, needed, written = self._upstream(line)
+        counted, before = self._passes(line)
+        far = written or (self.row.hoisted == "at once" and not self.state.issuperset(line.args))
+        # the blocks that it may start before
+        left = before + 1 if far else min(self.ahead + self.hops.get(line.out[0].name, 0), before)
+        after: list[Line] = []  # from the last
+        along: list[Line] = []  # those that come along, but for any that stand before that place already
+        while self.out and left and id(self.out[-1]) not in needed:
+            last = self.out.pop()
+            (along if id(last) in carried else after).append(last)
+            left -= id(last) in counted and id(last) not in carried
+        self.out += [*reversed(along), line, *reversed(after)]
+
+    def _passes(self, line: Line) -> tuple[set[int], int]:
+        """The lines that count as blocks for a transfer, and the number of those before it."""
+        reader = self.readers.get(line.out[0].name)
+        if reader is not None and _is_update(reader):  # the first ones start before blocks
+            if self.updated >= self.ahead:
+                return self.updates, self.updated
+            return self.blocks | self.updates, self.updated + self.passed
+        return self.calls if reader is not None and repeats(reader) else self.blocks, self.passed
+
+    def _upstream(self, line: Line) -> tuple[set[int], set[int], bool]:
         """The lines that come along, those that must come before, and whether one of these writes what is moved, other
         than to disk."""
-        carried = set[int]()
-        makers, written = set[int](), False
+        carried, makers, written = set[int](), set[int](), False
         todo = [line]
         while todo:
             for a in todo.pop().args:
-                maker = made.get(a)
-                makers.update(map(id, writers.get(a, ())))
-                written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers.get(a, ()))
-                hop = maker is not None and maker.op == "wait" and line.op == made[maker.args[0]].op == _GATHER
-                if maker is not None and (
-                    hop or (maker.op in _CARRIED and not maker.writes and _from_state(maker, made, state))
-                ):
+                writers = self.writers.get(a, ())
+                makers.update(map(id, writers))
+                written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers)
+                maker = self.made.get(a)
+                if maker is not None and self._comes_along(line, maker):
                     todo += [] if id(maker) in carried else [maker]
                     carried.add(id(maker))
                 elif maker is not None:
                     makers.add(id(maker))
         return carried, makers, written
 
-    for line in lines:
-        if line.op == row.name and not line.writes:
-            carried, needed, written = upstream(line)
-            reader = readers.get(line.out[0].name)
-            counted, before = (calls if reader is not None and repeats(reader) else blocks), passed[False]
-            if reader is not None and _is_update(reader):  # the first ones start before blocks
-                counted, before = (
-                    (updates, passed[True])
-                    if passed[True] >= ahead
-                    else (blocks | updates, passed[True] + passed[False])
-                )
-            far = written or (row.hoisted == "at once" and not state.issuperset(line.args))
-            left = before + 1 if far else min(ahead + hops.get(line.out[0].name, 0), before)  # that it may start before
-            after: list[Line] = []  # from the last
-            along: list[Line] = []  # those that come along, but for any that stand before that place already
-            while out and left and id(out[-1]) not in needed:
-                last = out.pop()
-                if id(last) in carried:
-                    along.append(last)
-                else:
-                    after.append(last)
-                    left -= id(last) in counted
-            out += [*reversed(along), line, *reversed(after)]
-        else:
-            out.append(line)
-            passed[False] += id(line) in blocks
-            passed[True] += id(line) in updates
-        made.update((v.name, line) for x in (line, *line.body) for v in x.out)
-        for name in stores[line.args[0]].writes if OPS[line.op].waits and line.args[0] in stores else line.writes:
-            writers.setdefault(name, []).append(line)
-    return out
+    def _comes_along(self, line: Line, maker: Line) -> bool:
+        """Whether what a transfer reads is made for it alone, from leaves, or by the gather of another axis."""
+        if maker.op == "wait" and line.op == self.made[maker.args[0]].op == _GATHER:
+            return True
+        return maker.op in _CARRIED and not maker.writes and _from_state(maker, self.made, self.state)
 
 
 def _readers(lines: Sequence[Line]) -> dict[str, Line]:
@@ -349,71 +367,89 @@ def _join_sums(lines: Sequence[Line], num: int, values: Mapping[str, Value]) -> 
 
 
 def _sink_waits(lines: Sequence[Line], late_sums: bool) -> list[Line]:
-    """Each wait to its first reader; one that holds buffers which nobody reads after, of a reduction, a store or a copy
-    to the host, to one block later at most: than where it is, or, of what leaves for the host, than its start, whatever
-    is updated in between. What the device stores goes on while the host updates another block."""
-    away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
-    waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
-    onward = _onward(lines, waits)
-    sums = _sums(lines, waits) if late_sums else {}
-    reduced = {v.name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes) for v in x.out}
-    reduced |= {*away, *onward}
-    scalars = {v.name for x in lines if x.op in COLLECTIVES for v in x.out} - reduced
-    stores = {name for name, x in away.items() if x.writes}
-    leaving = {*away} - stores
-    written = {x.out[0].name: x.writes for x in lines if x.op == "disk_write_start"}
-    further = {id(x) for start in onward.values() for x in (start, waits[start.out[0].name])}
-    further.update(id(x) for added in sums.values() for x in added)
-    out: list[Line] = []
-    held: list[tuple[Line, int]] = []  # a wait, and how many blocks may still pass it
+    return _Sinking(lines, late_sums).run()
 
-    def reads(line: Line, wait: Line) -> bool:
-        """Whether a line reads what a transfer has brought, as it is or reduced further."""
-        start = onward.get(wait.args[0])
-        return (
-            _reads(line, wait)
-            or any(_reads(line, added) for added in sums.get(wait.args[0], ()))
-            or (start is not None and reads(line, waits[start.out[0].name]))
-        )
 
-    for line in lines:
-        if id(line) in further:  # comes with the wait before it
-            continue
-        if OPS[line.op].waits:
-            if line.args[0] not in leaving:
-                held.append((line, 1 if line.args[0] in reduced else 1_000_000 if line.args[0] in scalars else 0))
-            continue
-        block = _is_block(line) and not repeats(line)
-        counted = (
-            reduced
-            if block
-            else (reduced - leaving - stores if line.on_host else reduced - leaving)
-            if _is_update(line)
-            else ()
-        )
-        # a redo: what was written on a guess is there before it is known whether that was right
-        done = reduced if line.body and line.args else ()
-        if line.op == "disk_read_start":  # what was written to disk is there before it is read again
-            done = {handle for handle, leaves in written.items() if not {*leaves}.isdisjoint(line.args)}
+class _Sinking:
+    """Sinks each wait to its first reader.
+
+    The wait of a reduction, a store or a copy to the host, whose buffers nobody reads, sinks by at most one block: from
+    where it is or, of what leaves for the host, from its start. An update is such a block too, but not for what leaves
+    for the host; and one on the host not for what the device stores, which goes on meanwhile.
+    """
+
+    def __init__(self, lines: Sequence[Line], late_sums: bool):
+        self.lines, self.waits = lines, {x.args[0]: x for x in lines if OPS[x.op].waits}
+        self.onward = _onward(lines, self.waits)
+        self.sums = _sums(lines, self.waits) if late_sums else {}
+        away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
+        self.leaving = {handle for handle, x in away.items() if not x.writes}
+        reduced = {x.out[0].name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes)}
+        self.reduced = reduced | {*away, *self.onward}
+        self.here = self.reduced - self.leaving  # those that an update passes, and one on the host
+        self.kept = self.reduced - {*away}
+        self.written = {x.out[0].name: {*x.writes} for x in lines if x.op == "disk_write_start"}
+        self.left: dict[str, int] = {}  # by what is not waited for yet, the blocks that may still pass its wait
+        self.out: list[Line] = []
+
+    def run(self) -> list[Line]:
+        """The lines in their order."""
+        # these come with the wait before them
+        further = {id(x) for start in self.onward.values() for x in (start, self.waits[start.out[0].name])}
+        further.update(id(x) for added in self.sums.values() for x in added)
+        for line in self.lines:
+            if id(line) in further:
+                continue
+            if OPS[line.op].waits:
+                if line.args[0] not in self.leaving:
+                    self.left[line.args[0]] = 1
+                continue
+            self._pass(line)
+            self.out.append(line)
+            if line.out and line.out[0].name in self.leaving:
+                self.left[line.out[0].name] = 1
+        while self.left:
+            self._wait(next(iter(self.left)))
+        return self.out
+
+    def _pass(self, line: Line) -> None:
+        """Waits for all that has to be there before a line, and counts it as one that passes the others."""
+        counted, done = self._counted(line), self._done(line)
         while due := [
-            w for w, left in held if reads(line, w) or (left == 0 and w.args[0] in counted) or w.args[0] in done
+            handle
+            for handle, left in self.left.items()
+            if self._reads(line, handle) or (left == 0 and handle in counted) or handle in done
         ]:
-            held = [(w, left) for w, left in held if w not in due]
-            for w in due:
-                out += [w, *sums.get(w.args[0], ())]
-                if start := onward.get(w.args[0]):
-                    out.append(start)
-                    held.append((waits[start.out[0].name], 1))
-        held = [(w, left - (w.args[0] in counted)) for w, left in held]
-        out.append(line)
-        if line.out and line.out[0].name in leaving:
-            held.append((waits[line.out[0].name], 1))
-    while held:
-        w, _ = held.pop(0)
-        start = onward.get(w.args[0])
-        out += [w, *sums.get(w.args[0], ())] if start is None else [w, start]
-        held += [] if start is None else [(waits[start.out[0].name], 1)]
-    return out
+            for handle in due:
+                self._wait(handle)
+        for handle in self.left:
+            self.left[handle] -= handle in counted
+
+    def _wait(self, handle: str) -> None:
+        del self.left[handle]
+        self.out += [self.waits[handle], *self.sums.get(handle, ())]
+        if (start := self.onward.get(handle)) is not None:
+            self.out.append(start)
+            self.left[start.out[0].name] = 1
+
+    def _counted(self, line: Line) -> set[str]:
+        """The transfers for which a line is a block that passes."""
+        if _is_block(line) and not repeats(line):
+            return self.reduced
+        return set() if not _is_update(line) else self.kept if line.on_host else self.here
+
+    def _done(self, line: Line) -> set[str]:
+        """The transfers that end before a line though it reads nothing of theirs: what was written on a guess is there
+        before it is known whether that was right, and what was written to disk before it is read again."""
+        if line.op == "disk_read_start":
+            return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(line.args)}
+        return self.reduced if line.body and line.args else set()
+
+    def _reads(self, line: Line, handle: str) -> bool:
+        """Whether a line reads what a transfer has brought, as it is or reduced further."""
+        start = self.onward.get(handle)
+        brings = (self.waits[handle], *self.sums.get(handle, ()))
+        return any(_reads(line, x) for x in brings) or (start is not None and self._reads(line, start.out[0].name))
 
 
 def _sums(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, list[Line]]:

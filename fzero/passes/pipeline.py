@@ -143,9 +143,8 @@ def sides(made: Made, asked: Asked, choice: Choice) -> Sides:
     """The consequences of a choice, as the program has them whose update was cut."""
     program, on_disk = made["gradients"], dict[str, str]()
     if asked.gradients:
-        waits, whole = off_device.gradients_that_wait(program), made["shard"].update
-        names = {} if whole is None else whole.attrs.grads
-        on_disk = {names[param]: leaf.path for param, leaf in asked.gradients.items() if names.get(param) in waits}
+        waits, grads = off_device.gradients_that_wait(program), program.grads
+        on_disk = {grads[param]: leaf.path for param, leaf in asked.gradients.items() if grads.get(param) in waits}
     on_device = off_device.updated_on_device(program, choice.host_share)
     waiting = off_device.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
     return Sides(on_device, waiting, tuple(on_disk.items()))
@@ -250,7 +249,10 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
         FzeroValueError: a pass to leave out is not there, or the program would be wrong without it.
     """
     passes = [*PASSES]
-    left = [_added(t) for t in transforms if type(t).rewrite is not Transform.rewrite]
+    # a name that is taken says what the transform's arguments are
+    taken = [FIRST, *(x.name for x in PASSES), *(t.name for t in transforms)]
+    own = (t for t in transforms if type(t).rewrite is not Transform.rewrite)
+    left = [_added(t, t.name if taken.count(t.name) == 1 else str(t)) for t in own]
     while left:
         names = [FIRST, *(x.name for x in passes)]
         guest = next((x for x in left if x.after in names), None)
@@ -289,11 +291,11 @@ def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool
         raise VerifyError(text) from None
 
 
-def _added(transform: Transform) -> Pass:
+def _added(transform: Transform, name: str) -> Pass:
     """The pass of a transform that rewrites programs itself."""
     needed = f"it carries out {transform}: leave that out of the step instead"
     rewrite = lambda program, *_: _rewritten(transform, program)  # noqa: E731
-    return Pass(transform.name, rewrite, transform.after, needed=needed, own=False)
+    return Pass(name, rewrite, transform.after, needed=needed, own=False)
 
 
 def _rewritten(transform: Transform, program: Program) -> Program:
@@ -307,7 +309,7 @@ def _rewritten(transform: Transform, program: Program) -> Program:
     if wrong:
         what = f"the rewrite of {transform} does not return a program of lines"
         raise FzeroTypeError(message(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))"))
-    if made.lines == program.lines and made.leaves == program.leaves and transform.idle_in(program) is None:
+    if made == program and transform.idle_in(program) is None:
         problem = f"{transform} on mesh {program.mesh}: its rewrite changes no line of {program.name}"
         fix = "leave it out on this mesh; or say by its idle_in(program) why it may change nothing"
         raise TransformError(message(transform.name, "does nothing to this program", [problem], fix))

@@ -37,7 +37,7 @@ def cut_as(program: Program, before: Program, after: Program) -> Program | None:
         and len(set(names.values())) == len(names)
         and [names.get(w) for w in model.writes] == list(update.writes)
         and all(_alike(values[b], known[a]) for a, b in names.items())
-        and {leaf: names.get(g) for leaf, g in said.grads.items()} == now.grads
+        and {leaf: names.get(g) for leaf, g in before.grads.items()} == program.grads
         and {names.get(a): leaf for a, leaf in said.leaf.items()} == now.leaf
     )
     if not same:

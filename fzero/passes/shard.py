@@ -24,16 +24,7 @@ from fzero.boxes import Dim
 from fzero.layout import Leaf
 from fzero.passes.zero import Zero
 from fzero.precision.fp8_gather import on_shards
-from fzero.program.attrs import (
-    AddAttrs,
-    CutAttrs,
-    GatherAttrs,
-    JoinAttrs,
-    Over,
-    ReduceAttrs,
-    ScatterAttrs,
-    UpdateAttrs,
-)
+from fzero.program.attrs import AddAttrs, CutAttrs, GatherAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats, resting
 from fzero.program.lines import Functions
 from fzero.program.names import Names, identifier
@@ -79,9 +70,7 @@ class _Rewrite:
         update = program.update
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
-        self.grads: dict[str, str] = (
-            {} if update is None else {str(summand.get(g, g)): leaf for leaf, g in update.attrs.grads.items()}
-        )
+        self.grads = {summand.get(g, g): leaf for leaf, g in program.grads.items()}
         self.param_of = {**self.grads, **{self.totals[g]: leaf for g, leaf in self.grads.items() if g in self.totals}}
         self.added = {a for x in program.lines if x.op == "add" for a in x.args}
         self.of_maxima = {
@@ -104,8 +93,10 @@ class _Rewrite:
                 self.leaf_of[value.name] = (value.name, None)
         lines = self._lines(self.program.lines)
         outputs = tuple(self.renamed.get(o, o) for o in self.program.outputs)
+        grads = {leaf: self.renamed.get(g, g) for leaf, g in self.program.grads.items()}
+        functions = self.functions.by_name
         return replace(
-            self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=outputs, functions=self.functions.by_name
+            self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=outputs, functions=functions, grads=grads
         )
 
     def _lines(self, lines: Sequence[Line]) -> list[Line]:
@@ -443,9 +434,8 @@ class _Rewrite:
                 if path in line.writes:
                     groups[self._owner(path), len(leaf.layout.axes)][path] = value
         said = line.says(UpdateAttrs)
-        grads = {leaf: self.renamed.get(g, g) for leaf, g in said.grads.items()}
         sums, maxima = (tuple(self.renamed.get(a, a) for a in names) for names in (said.sums, said.maxima))
-        update = line.rename(rename).saying(grads=grads, sums=sums, maxima=maxima, leaf=aliases)
+        update = line.rename(rename).saying(sums=sums, maxima=maxima, leaf=aliases)
         out = [*before, replace(update, writes=tuple(rename.get(w, w) for w in line.writes))]
         for paths in groups.values():
             values, lines = self._hops(

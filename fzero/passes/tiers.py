@@ -27,10 +27,7 @@ from fzero.transforms.offload import Offload
 
 
 def rewrite(
-    program: Program,
-    on_device: frozenset[str],
-    waiting: frozenset[str],
-    on_disk: Iterable[tuple[str, str]],
+    program: Program, on_device: frozenset[str], waiting: frozenset[str], on_disk: Iterable[tuple[str, str]]
 ) -> Program:
     """Places copies between tiers around the lines of a program whose update is cut.
 
@@ -100,16 +97,7 @@ class _Rewrite:
     def _line(self, line: Line) -> list[Line]:
         source = line.args[0] if line.args else ""
         if line.body:
-            before = self._written()
-            outside = {name: dict(tiers) for name, tiers in self.lies.items()}
-            if line.op == "redo":  # which reads leaves as they were
-                self.lies, self.recent = (
-                    {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves},
-                    [],
-                )
-            body = (*self._restored(line), *self._lines(line.body), *self._added())
-            self.lies, self.recent = outside, []
-            return [*before, replace(line, body=body)]
+            return self._with_body(line)
         if (
             line.op == "cast"
             and source in self.program.leaves
@@ -144,6 +132,19 @@ class _Rewrite:
             self.recent = [*self.recent, self._read_by(lines)][-num:]
             sums = [*self._added(), *self._written()]
         return [*lines, *sums, *self._rest(line)]
+
+    def _with_body(self, line: Line) -> list[Line]:
+        """A loop, or a redo, with the lines in it."""
+        before = self._written()
+        outside = {name: dict(tiers) for name, tiers in self.lies.items()}
+        if line.op == "redo":  # which reads leaves as they were
+            self.lies, self.recent = (
+                {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves},
+                [],
+            )
+        body = (*self._restored(line), *self._lines(line.body), *self._added())
+        self.lies, self.recent = outside, []
+        return [*before, replace(line, body=body)]
 
     def _side(self, line: Line) -> str:
         """The side on which a line of the optimizer runs: on the host, if most of the state that it reads rests off the
@@ -208,43 +209,48 @@ class _Rewrite:
     def _bring(self, line: Line, tier: str) -> tuple[dict[str, str], list[Line]]:
         """Brings a line's operands that are not on its tier: the names it gets there, and the lines that bring it."""
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
-        late, stored = line.is_backward or self._is_late(line), self._stored(line)
-        absent = [
-            a
-            for a in dict.fromkeys(line.args)
-            if tier not in self._at(a) or a in stored or (late and a in self.resting)
-        ]
-        absent = [a for a in absent if a not in shared]
-        lines: list[Line] = []
-        scalars = [a for a in absent if a in self.scalars]  # read by many lines: they come once, on their own
-        if scalars:
-            names, more = self._move(f"to_{tier}", scalars, scalars)
-            lines += more
-            for a in scalars:
-                self.lies[a] = {**self._at(a), tier: names[a]}
+        stored = self._stored(line)
+        absent = [a for a in self._absent(line, tier, stored) if a not in shared]
+        # what the optimizer makes of all leaves is read by many lines: it comes once, on its own
+        scalars = [a for a in absent if a in self.scalars]
+        names, lines = self._move(f"to_{tier}", scalars, scalars)
+        self.lies |= {a: {**self._at(a), tier: names[a]} for a in scalars}
         absent = [a for a in absent if a not in scalars]
         given = self._buffers(line, absent, tier, lines)
         absent = [a for a in absent if a not in given]
-        given |= {a: self.resting[a] for a in absent if a in self.resting}
-        here = [a for a in absent if a not in given and a not in self.casts and a not in stored]
-        given |= {a: self._at(a)[at] for at in ("device", "host") for a in here if at in self._at(a)}
-        sources = {a: self.casts[a].args[0] if a in self.casts else stored.get(a, a) for a in absent}
+        given |= {a: name for a in absent if (name := self._at_hand(a, stored))}
+        given |= self._fetch(absent, stored, tier, lines)
+        travel = [a for a in absent if self._tier(given[a]) != tier]
+        arrived, more = self._move(f"to_{tier}", [given[a] for a in travel], travel)
+        found = {**given, **{a: arrived[given[a]] for a in travel}}
+        self.shared = self.shared if repeats(line) else found or self.shared
+        return {**shared, **found}, lines + more
+
+    def _absent(self, line: Line, tier: str, stored: Mapping[str, str]) -> list[str]:
+        """The operands of a line that are not on its tier, or that wait elsewhere."""
+        late = line.is_backward or self._is_late(line)
+        waits = lambda a: a in stored or (late and a in self.resting)  # noqa: E731
+        return [a for a in dict.fromkeys(line.args) if tier not in self._at(a) or waits(a)]
+
+    def _at_hand(self, name: str, stored: Mapping[str, str]) -> str | None:
+        """The name of a value in memory, or of the copy that waits there; None if it is read from disk, or cast."""
+        if name in self.resting or name in self.casts or name in stored:
+            return self.resting.get(name)
+        return self._at(name).get("host") or self._at(name).get("device")
+
+    def _fetch(self, names: Sequence[str], stored: Mapping[str, str], tier: str, lines: list[Line]) -> dict[str, str]:
+        """Values that are read from disk, or cast from a leaf that rests elsewhere, under the names that they get."""
+        sources = {a: self.casts[a].args[0] if a in self.casts else stored.get(a, a) for a in names}
         disk = {s: a if a in stored else s for a, s in sources.items() if {*self._at(s)} == {"disk"}}
         read, more = self._move("disk_read", list(disk), list(disk.values()))
         lines += more
-        for a in absent:
-            if a in self.casts:
-                cast = self.casts[a]
-                value = replace(cast.out[0], name=self.names(f"{identifier(sources[a])}_cast"), tier="host")
-                lines.append(self._made(replace(cast, args=(read.get(sources[a], sources[a]),), out=(value,))))
-                given[a] = value.name
-            elif sources[a] in read:
-                given[a] = read[sources[a]]
-        travel = [a for a in absent if self._tier(given[a]) != tier]
-        arrived, more = self._move(f"to_{tier}", [given[a] for a in travel], travel)
-        found = {**given, **dict(zip(travel, (arrived[given[a]] for a in travel), strict=True))}
-        self.shared = self.shared if repeats(line) else found or self.shared
-        return {**shared, **found}, lines + more
+        found = {a: read[s] for a, s in sources.items() if s in read}
+        for a, cast in ((a, self.casts[a]) for a in names if a in self.casts):
+            name = self.names(f"{identifier(sources[a])}_cast")
+            value = replace(cast.out[0], name=name, tier="host")
+            lines.append(self._made(replace(cast, args=(found.get(a, sources[a]),), out=(value,))))
+            found[a] = name
+        return found
 
     def _buffers(self, line: Line, absent: Sequence[str], tier: str, lines: list[Line]) -> dict[str, str]:
         """Buffers for leaves that a line writes and does not read, which need a place on its tier, not their value: the

@@ -75,8 +75,8 @@ class Side(Attrs):
 
 @dataclass(frozen=True)
 class BlockCall(Attrs):
-    """A call of a block: its joint graph, the number of the call, which part of it runs ("both" where forward and vjp
-    are one function), what the block was called with, and the gradients that the vjp gives.
+    """A call of a block: its joint graph, the number of the call, the part that runs ("both" if forward and vjp are one
+    function), the block's arguments, and the gradients of the vjp.
 
     The arguments of the line follow from `inputs` once it is settled what the block keeps.
     """
@@ -148,12 +148,11 @@ class DrawAttrs(ShardOfAttrs):
 @dataclass(frozen=True, kw_only=True)
 class UpdateAttrs(Attrs):
     """`graph`: the optimizer; `sums` and `maxima`: the names of what it reads of all micro-batches and ranks together;
-    `grads`: leaf → the name of its gradient; `leaf`: the name of a shard → the leaf that it is of."""
+    `leaf`: the name of a shard → the leaf that it is of. The gradients are the program's."""
 
     graph: Recorded
     sums: tuple[str, ...]
     maxima: tuple[str, ...]
-    grads: Mapping[str, str]
     leaf: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -212,9 +211,8 @@ class CopyAttrs(Repeated, Guessed):
 
 @dataclass(frozen=True, kw_only=True)
 class SendAttrs(Over):
-    """`shift`: to the rank so much further along its one axis; `every`: of so many steps in one; `once`: of what no
-    step writes, so that it need not be sent again; `leaves`: the paths of what it sends; `number`: its own among the
-    sends."""
+    """`shift`: the distance to the receiving rank along the axis. `every`: in one of so many steps. `once`: for values
+    that no step writes. `leaves`: the paths sent. `number`: the send's own."""
 
     shift: int
     every: int = 1

@@ -41,12 +41,9 @@ def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
     read: dict[str, list[int]] = defaultdict(list)  # and those that have read it since
     leaf: dict[str, str] = {}  # by a copy, or memory for a new value, what it is of
     for number, line in enumerate(lines):
-        row, start = OPS[line.op], None
-        if row.waits and line.args[0] in started:
-            start = lines[started[line.args[0]]]
+        start = lines[started[line.args[0]]] if OPS[line.op].waits and line.args[0] in started else None
         touches = [line, *_inside(line)]
-        reads = [a for x in touches for a in x.args] + ([*STARTS[start.op].sent(start)] if start else [])
-        writes = [w for x in touches for w in _writes(x)] + ([*start.writes] if start else [])
+        reads, writes = _touched(touches, start)
         writes += [leaf[w] for w in writes if w in leaf]
         memory = [root for a in reads for root in views.roots(a)]
         overwritten = [root for w in writes for root in views.roots(w)]
@@ -66,6 +63,12 @@ def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
         sources = STARTS[start.op].sent(start) if start and start.op in COPIES else reserved
         leaf.update((v.name, leaf.get(a, a)) for v, a in zip(line.out, sources, strict=False))
     return before
+
+
+def _touched(touches: Sequence[Line], start: Line | None) -> tuple[list[str], list[str]]:
+    """The values that lines read and those they write, with what the transfer does that they wait for."""
+    reads = [a for x in touches for a in x.args] + ([*STARTS[start.op].sent(start)] if start else [])
+    return reads, [w for x in touches for w in _writes(x)] + ([*start.writes] if start else [])
 
 
 def scheduled(lines: Sequence[Line], before: Sequence[set[int]], priority: Sequence[Any]) -> list[Line]:

@@ -283,7 +283,8 @@ class Program:
     """A step: inputs (the leaves of the state, then the batch), lines, and the names of the outputs.
 
     `leaves` is the leaf table: how every input that is part of a state rests, by name. `assigns` names those of them
-    that get a new value in each step.
+    that get a new value in each step. `grads` has, by the path of a parameter, the name of its gradient as an update
+    reads it, reduced.
     """
 
     name: str
@@ -296,6 +297,7 @@ class Program:
     transforms: tuple[Any, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)  # input name -> number of the block that first uses it
     assigns: tuple[str, ...] = ()
+    grads: Mapping[str, str] = field(default_factory=dict)
     sums: tuple[str, ...] = ()  # values an evaluation sums over the mesh
     pool_bytes: int = 0
     host_pool_bytes: int = 0

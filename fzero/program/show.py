@@ -210,10 +210,13 @@ _INDEX = re.compile(r"\[[^\[\],']*\]")
 
 def _header(program: Program) -> list[str]:
     values = program.values_by_name
-    cost: dict[str, list[int]] = {}
+    cost: dict[str, list[int]] = {}  # by spec, or else by what has placed a line
+    kinds = {name: [t for t in program.transforms if t.name == name] for name in {t.name for t in program.transforms}}
     for line, times in program.walk():
         if line.op in TRANSFERS:
-            entry = cost.setdefault(line.by, [0, 0])
+            several = kinds.get(line.by, [])
+            specs = [t for t in several if len(several) == 1 or t.placed(line)]
+            entry = cost.setdefault(specs[0].in_program() if specs else line.by, [0, 0])
             entry[0] += times
             entry[1] += times * transfer_bytes(line, values, program.mesh)
     rest: dict[str, dict[str, int]] = {"device": {}}
@@ -225,15 +228,10 @@ def _header(program: Program) -> list[str]:
     out = [f"{program.name} on mesh {program.mesh}"]
     out.append(f"at rest on each rank: {size(total)} ({here[1]}{', and' if away else ')'}")
     out += [f"  on {tier}: {roles}{')' if i == len(away) - 1 else ','}" for i, (tier, roles) in enumerate(away)]
-    named = [t.in_program() for t in program.transforms]
-    for text in named:
-        name = text.split("(")[0]
-        num, sent = cost.pop(name, [0, 0])
-        out.append(
-            f"  {text:<60} {'moves' if name == 'offload' else 'sends'} {size(sent)} in {num} transfers a step"
-            if num
-            else f"  {text}"
-        )
+    for text in (t.in_program() for t in program.transforms):
+        num, sent = cost.pop(text, [0, 0])
+        verb = "moves" if text.startswith("offload(") else "sends"
+        out.append(f"  {text:<60} {verb} {size(sent)} in {num} transfers a step" if num else f"  {text}")
     for name, (num, sent) in cost.items():
         out.append(f"  {name:<60} sends {size(sent)} in {num} transfers a step")
     if program.pool_bytes:

@@ -24,7 +24,7 @@ from fzero.errors import VerifyError, message
 from fzero.layout import cut_over
 from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Program, Value
-from fzero.program.ops import COLLECTIVES, OPS, STARTS, Copy, Op, Start, compared, misformed
+from fzero.program.ops import COLLECTIVES, OPS, OWNERS, STARTS, Copy, Op, Start, compared, misformed
 
 BUG = "this is a bug in fzero: please report it with the program"
 """The fix of a violation that a pass of this package made."""
@@ -74,16 +74,8 @@ class _Checker:
         waiting_outside = set(self.started)
         for line in lines:
             for name in line.args:
-                if name not in self.known:
-                    self.bad(line, f"{name} is read before it is made")
-                elif name in self.started and not _row(line).waits:
-                    self.bad(line, f"{name} is still moving")
-                elif name in self.device_only and not _device_only(line):
-                    self.bad(line, f"{name} is read on the host, and the device alone has waited for it")
-                elif name not in line.writes and self._gradient_waits(name) and not self._has_arrived(name):
-                    self.bad(line, f"{name} is read before it is written")
-                elif self.root(name) in self.overwritten and not _row(line).reads_new(line, name, self.aliases):
-                    self.bad(line, f"{name} has been overwritten")
+                if wrong := self._unreadable(line, name):
+                    self.bad(line, f"{name} {wrong}")
             self._check(line)
             if line.body:
                 outside, turns, self.turns = dict(self.known), self.turns, line.count
@@ -118,6 +110,20 @@ class _Checker:
         for name, start in self.started.items():
             if name not in waiting_outside:
                 self.bad(start, f"{name} is never waited for")
+
+    def _unreadable(self, line: Line, name: str) -> str | None:
+        """Why a line may not read a value, if it may not."""
+        if name not in self.known:
+            return "is read before it is made"
+        if name in self.started and not _row(line).waits:
+            return "is still moving"
+        if name in self.device_only and not _device_only(line):
+            return "is read on the host, and the device alone has waited for it"
+        if name not in line.writes and self._gradient_waits(name) and not self._has_arrived(name):
+            return "is read before it is written"
+        if self.root(name) in self.overwritten and not _row(line).reads_new(line, name, self.aliases):
+            return "has been overwritten"
+        return None
 
     def settle(self, line: Line) -> None:
         """Checks what a redo may read and write: leaves that were written on a guess are as they were if they rest on
@@ -159,6 +165,11 @@ class _Checker:
                 self.problems.append(f"output {name} is handed out, and the device alone has waited for it")
             elif self.root(name) in self.overwritten:
                 self.problems.append(f"output {name} has been overwritten")
+        self.problems += [
+            f"{name}, the gradient of {leaf}, is never made"
+            for leaf, name in self.program.grads.items()
+            if name not in self.known
+        ]
         state = {n for n, leaf in self.program.leaves.items() if leaf.role != "key"}
         for name in sorted(self.written - set(self.aliases)):
             if name not in state:
@@ -208,6 +219,8 @@ class _Checker:
 
     def _check(self, line: Line) -> None:
         problems = misformed(line)
+        if (owner := OWNERS.get(line.op)) and owner not in {t.name for t in self.program.transforms}:
+            problems.append(f"{line.op} is an op of {owner}, which is no transform of this step")
         for text in problems:
             self.bad(line, text)
         args = [self.known[a] for a in line.args if a in self.known]

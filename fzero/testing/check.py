@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from fzero import tree
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.lowering.layouts import batch_inputs, zero_of
 from fzero.lowering.traced import base_program
-from fzero.mesh import Mesh, make_mesh
+from fzero.mesh import AbstractMesh, Mesh, make_mesh
 from fzero.program.ir import Program
 from fzero.ranks.agreement import everywhere
 from fzero.ranks.notes import exchanged, gathered_tensors
@@ -48,7 +48,7 @@ def check_equivalent(
     step: Step,
     params: Any,
     batch: Any,
-    mesh: Mesh | None = None,
+    mesh: AbstractMesh | None = None,
     *,
     steps: int = 3,
     key: torch.Tensor | None = None,
@@ -68,7 +68,8 @@ def check_equivalent(
     call of a block is traced: one that reads something unseen (see `fz.block`) and is not what it was taken for is an
     error, and so is a loss that does something else each time it is called.
 
-    On a mesh of several ranks every rank calls it, and all get the same report.
+    On a mesh of several ranks every rank calls it, and all get the same report. An `AbstractMesh` is simulated in this
+    process (`simulate`): what the program means there is compared, for a batch that is the global one.
 
     Args:
         step: a training step with its transforms.
@@ -76,12 +77,12 @@ def check_equivalent(
             They are not written.
         batch: this rank's part of the global batch, as for a compiled step. What `accumulate` does not cut is the same
             on every rank.
-        mesh: from `make_mesh`; by default the one of all processes that torchrun started.
+        mesh: from `make_mesh`, by default the one of all processes that torchrun started; or an `AbstractMesh`.
         steps: to take, at least 1.
         key: int64[3], the same on every rank; by default `fz.random.key(0)`.
         backend: "eager", or "inductor", which also checks what is compiled.
         raises: whether leaves that differ are an error.
-        **options: further arguments of `fz.compile`: budgets, an example batch.
+        **options: further arguments of `fz.compile`: budgets, an example batch. A simulation takes none.
 
     Communication: the batch and, after each step, the state are gathered on every rank.
     Memory: seven whole states, as many gradients a step, and the plain step's activations of the whole batch on every
@@ -117,21 +118,21 @@ def check_equivalent(
             message("check_equivalent", f"steps={steps!r} compares nothing", fix="give a whole number of at least 1")
         )
     mesh = make_mesh() if mesh is None else mesh
-    if not isinstance(mesh, Mesh):
-        raise FzeroTypeError(
-            message(
-                "check_equivalent",
-                f"runs on a mesh of devices, not on {type(mesh).__name__}",
-                fix="make one with fz.make_mesh",
-            )
-        )
-    setting = setting_of(step, params, batch, mesh, steps, key, backend, options)
+    if not isinstance(mesh, AbstractMesh):
+        what, fix = f"runs on a mesh, not on {type(mesh).__name__}", "make one with fz.make_mesh, or fz.AbstractMesh"
+        raise FzeroTypeError(message("check_equivalent", what, fix=fix))
+    simulated = None if isinstance(mesh, Mesh) else mesh
+    if simulated and (given := [*options, *([] if backend == "eager" else ["backend"])]):
+        fix = "leave them out, or check on a mesh of processes: fz.make_mesh"
+        raise FzeroValueError(message("check_equivalent", f"a simulation does not take {', '.join(given)}", fix=fix))
+    here = mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh.axes), 0, torch.device("cpu"))
+    setting = setting_of(step, params, batch, here, steps, key, backend, options, simulated)
     report = replace(compare(setting), wanted=steps)
-    if not report.equivalent:
+    if not report.equivalent and not simulated:
         from fzero.testing.blame import blame
 
         report = replace(report, blame=blame(setting, report))
-    elif others := _without_precision(step):
+    elif report.equivalent and (others := _without_precision(step)):
         exact = check_equivalent(
             replace(step, transforms=others),
             setting.params,
@@ -175,6 +176,7 @@ class Setting:
         whole_batch: that of all ranks.
         size: what the tolerances come from.
         plain: the trajectory of the plain step, and how far each leaf may lie off it.
+        simulated: the mesh, where all its ranks are threads of this process.
     """
 
     step: Step
@@ -188,6 +190,7 @@ class Setting:
     options: dict[str, Any]
     size: Roundoff
     plain: Trajectory
+    simulated: AbstractMesh | None = None
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,10 @@ def setting_of(
     key: torch.Tensor | None,
     backend: str,
     options: dict[str, Any],
+    simulated: AbstractMesh | None = None,
 ) -> Setting:
-    """The arguments checked, and the plain step's side of the comparison."""
+    """The arguments checked, and the plain step's side of the comparison. `simulated`: the batch is the global one, and
+    the mesh that of its first rank."""
     key = (fzrandom.key(0) if key is None else key).to(mesh.device)
     check_batch(batch)
     if callable(params):
@@ -232,9 +237,14 @@ def setting_of(
     axes = zero_of(step, mesh).batch_axes
     record = find(step.transforms, Accumulate)
     has_rows = rows(batch, record)
-    if mesh.axis_size(axes) > 1:
-        everywhere(mesh, "check_equivalent", lambda: check_rows("check_equivalent", batch, has_rows, record))
-    whole_batch = gathered(batch, mesh, axes, has_rows)
+    if simulated:
+        from fzero.testing.simulate import parts_of
+
+        whole_batch, batch = batch, parts_of(step, simulated, batch)[0]
+    else:
+        if mesh.axis_size(axes) > 1:
+            everywhere(mesh, "check_equivalent", lambda: check_rows("check_equivalent", batch, has_rows, record))
+        whole_batch = gathered(batch, mesh, axes, has_rows)
     parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
     with every_call_traced():
         base, again = (base_program(step, mesh, params, batch) for _ in range(2))
@@ -252,7 +262,7 @@ def setting_of(
     path = trajectory(plain, first, whole_batch, steps, size)
     finite = [all(x.isfinite().all() for x in leaves.values()) for leaves in path.leaves]
     steps = max(1, finite.index(False) - 1) if False in finite else steps  # a run that diverges has no tolerance
-    return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, path)
+    return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, path, simulated)
 
 
 def _text(base: Program) -> str:
@@ -294,18 +304,10 @@ def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff
 def compare(setting: Setting) -> Report:
     """The transformed step beside the plain one, without a look at where a difference begins."""
     s = setting
-    train: CompiledStep = compile(s.step, s.mesh, backend=s.backend, **s.options)
-    state = train.init(s.params, s.key)
     worst: dict[str, tuple[float, Difference]] = {}
     skipped = 0
-    for t in range(s.steps + 1):
-        metrics: dict[str, Any] = {}
-        if t:
-            state, metrics = train(state, s.batch)
-            while overflowed(metrics) and skipped < most_skipped(s.step):
-                state, metrics = train(state, s.batch)
-                skipped += 1
-        found = leaves_of(train.gather(state), metrics)
+    for t, (found, again) in enumerate(_taken(s)):
+        skipped += again
         for path, want in s.plain.leaves[t].items():
             got, size, tolerance = found.get(path), norm(want) or 1.0, s.plain.tolerances[t][path]
             off = math.inf if got is None or got.shape != want.shape else distance(got.cpu(), want.cpu())
@@ -315,7 +317,8 @@ def compare(setting: Setting) -> Report:
             ratio = 0.0 if off == 0 else off / tolerance if tolerance else math.inf
             if path not in worst or (worst[path][1].ok and ratio >= worst[path][0]):
                 worst[path] = ratio, difference
-    everyone = everyones(list(worst.items()), s.mesh, tuple[str, tuple[float, Difference]])
+    mine = list(worst.items())
+    everyone = [mine] if s.simulated else everyones(mine, s.mesh, tuple[str, tuple[float, Difference]])
     merged: dict[str, tuple[float, Difference]] = {}
     for path, entry in (item for one in everyone for item in one):
         if path not in merged or entry[0] > merged[path][0]:
@@ -326,11 +329,31 @@ def compare(setting: Setting) -> Report:
         str(s.mesh),
         tuple(map(str, s.step.transforms)),
         s.steps,
-        s.backend,
+        "simulated" if s.simulated else s.backend,
         str(s.size),
         ordered,
         skipped=skipped,
     )
+
+
+def _taken(s: Setting) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
+    """The leaves of the first state and after each step, and how often that was skipped before."""
+    if s.simulated:
+        from fzero.testing.simulate import simulated
+
+        for state, metrics in simulated(s.step, s.simulated, s.params, s.whole_batch, s.steps, s.key):
+            yield leaves_of(state, metrics), 0
+        return
+    train: CompiledStep = compile(s.step, s.mesh, backend=s.backend, **s.options)
+    state, left = train.init(s.params, s.key), most_skipped(s.step)
+    yield leaves_of(train.gather(state), {}), 0
+    for _ in range(s.steps):
+        before = left
+        state, metrics = train(state, s.batch)
+        while overflowed(metrics) and left:
+            state, metrics = train(state, s.batch)
+            left -= 1
+        yield leaves_of(train.gather(state), metrics), before - left
 
 
 def overflowed(metrics: dict[str, Any]) -> bool:

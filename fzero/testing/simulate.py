@@ -7,7 +7,7 @@ without processes. Nothing is fast here, and nothing is overlapped; it knows not
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,18 +83,30 @@ def simulate(
         fix = "fz.testing.simulate(fz.train_step(...), fz.AbstractMesh(data=2), params, batch)"
         raise FzeroTypeError(message("simulate", "invalid arguments", problems, fix))
     check_batch(batch)
+    *_, last = simulated(step, mesh, params, batch, steps, key)
+    return last
+
+
+def simulated(
+    step: Step, mesh: AbstractMesh, params: Any, batch: Any, steps: int, key: torch.Tensor | None
+) -> Iterator[tuple[State, dict[str, Any]]]:
+    """The first state, and then each that follows with its metrics. Arguments and errors: as of `simulate`."""
     step = begun(step, torch.device("cpu"))
-    ranks = [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
+    ranks = _ranks(mesh)
     whole = step.init(params, key)
-    parts = _parts(step, mesh, ranks, batch)
+    parts = parts_of(step, mesh, batch)
     lowered = lower(step, mesh, whole.params, parts[0])
     if kept := sorted(name for name in lowered.program.leaves if name.startswith("extras")):
         fix = "leave out the transform that keeps them: what it means can be checked with fz.testing.check_equivalent"
         raise FzeroValueError(message("simulate", "the state has more than parameters and optimizer state", kept, fix))
-    metrics: dict[str, Any] = {}
+    yield whole, {}
     for _ in range(steps):
         whole, metrics = _one_step(lowered, ranks, whole, parts)
-    return whole, metrics
+        yield whole, metrics
+
+
+def _ranks(mesh: AbstractMesh) -> list[Mesh]:
+    return [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
 
 
 @dataclass
@@ -203,9 +215,9 @@ def _whole(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torc
     return out.reshape(leaf.shape), problems
 
 
-def _parts(step: Step, mesh: AbstractMesh, ranks: Sequence[Mesh], batch: Any) -> list[Any]:
+def parts_of(step: Step, mesh: AbstractMesh, batch: Any) -> list[Any]:
     """Each rank's part of the global batch."""
-    axes = zero_of(step, mesh).batch_axes
+    axes, ranks = zero_of(step, mesh).batch_axes, _ranks(mesh)
     num, flat, structure = mesh.axis_size(axes), *tree.flatten(batch)
     record = find(step.transforms, Accumulate)
     cut = rows(batch, record)

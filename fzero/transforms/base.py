@@ -15,7 +15,9 @@ from fzero.boxes import Dim
 from fzero.errors import TransformError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
-from fzero.program.ir import Program
+from fzero.program.ir import Line, Program
+from fzero.program.ops import bring
+from fzero.program.ops.base import Op
 from fzero.step import EvalStep, Step
 from fzero.step.checks import no_step
 
@@ -25,11 +27,17 @@ T = TypeVar("T", bound="Transform")
 @dataclass(frozen=True)
 class Transform:
     """A spec. `order` is its place in the canonical order; `after` names the pass (fzero/passes/pipeline.py), or the
-    transform, that its own rewrite follows."""
+    transform, that its own rewrite follows; `ops` are rows of the op table for the lines that it adds."""
 
     order: ClassVar[int] = 0
     after: ClassVar[str] = "cut_update"
     name: ClassVar[str] = ""
+    ops: ClassVar[tuple[Op[Any], ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "ops" in cls.__dict__:
+            bring(cls.ops, cls.name)
 
     def __call__(self, step: Any) -> Any:
         """The step with this spec added.
@@ -90,6 +98,12 @@ class Transform:
         if not program.assigns:
             return "an evaluation has no gradients and no update"
         return f"one rank along {axis!r}" if axes and all(program.mesh.axes.get(x, 1) == 1 for x in axes) else None
+
+    def placed(self, line: Line) -> bool:
+        """Whether a line that was placed `by` a spec of this kind is this one's, where a step has several: by default
+        one over its `axis`, or over some of them."""
+        axis = getattr(self, "axis", ())
+        return {*line.axes} <= ({axis} if isinstance(axis, str) else {*axis})
 
     def in_program(self) -> str:
         """As a program's header has it: the same on every rank and every machine."""

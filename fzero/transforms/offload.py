@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from fzero.arguments import accepts, keywords, predicate
 from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf
+from fzero.program.ir import Line
 from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
@@ -63,6 +64,11 @@ class Offload(Transform):
 
     def takes(self, leaf: Leaf) -> bool:
         return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
+
+    def placed(self, line: Line) -> bool:
+        """Copies to and from a disk are of what rests there; others, which may be on that way, of what rests on the
+        host."""
+        return (self.tier == "nvme") == line.op.startswith("disk_")
 
     def in_program(self) -> str:
         """Without the names of directories, which are each machine's own; their number is the program's."""

@@ -5,9 +5,10 @@ fzero/program/verify.py refuses a line whose op is not in this table, and an att
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fzero.errors import FzeroTypeError, message
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import Attrs, SendAttrs, ill_typed, required
 from fzero.program.ir import Line, Program, Value
@@ -16,13 +17,29 @@ from fzero.program.ops.base import ANY, Op, Text, micro_of
 from fzero.program.ops.control import compared
 from fzero.program.ops.transfers import DISK, STARTS, Copy, Start
 
-OPS: Mapping[str, Op[Any]] = {row.name: row for row in (*values.ROWS, *parts.ROWS, *transfers.ROWS, *control.ROWS)}
+OPS: dict[str, Op[Any]] = {row.name: row for row in (*values.ROWS, *parts.ROWS, *transfers.ROWS, *control.ROWS)}
+OWNERS: dict[str, str] = {}
+"""By op the name of the transform that brings it (`bring`); those of the package are not among them."""
 
 COLLECTIVES = frozenset(name for name, row in STARTS.items() if row.between == "ranks")
 """Transfers between ranks, over mesh axes."""
 COPIES = frozenset(name for name, row in STARTS.items() if row.between == "tiers")
 """Transfers between the tiers of one rank."""
 TRANSFERS = COLLECTIVES | COPIES
+
+
+def bring(rows: Iterable[Op[Any]], owner: str) -> None:
+    """Adds the rows that a transform brings, for programs of steps that have it.
+
+    Raises:
+        FzeroTypeError: an op of that name is the package's, or another transform's.
+    """
+    rows = [*rows]
+    taken = [x.name for x in rows if x.name in OPS and OWNERS.get(x.name) != owner]
+    if problems := [f"{name}: {f'of {OWNERS[name]}' if name in OWNERS else 'of fzero'}" for name in taken]:
+        raise FzeroTypeError(message(owner, "ops that are there already", problems, "give them other names"))
+    OPS.update((x.name, x) for x in rows)
+    OWNERS.update((x.name, owner) for x in rows)
 
 
 def misformed(line: Line) -> list[str]:
@@ -100,6 +117,7 @@ __all__ = [
     "COPIES",
     "DISK",
     "OPS",
+    "OWNERS",
     "STARTS",
     "TRANSFERS",
     "Copy",
@@ -107,6 +125,7 @@ __all__ = [
     "Start",
     "Text",
     "batch_axes_of",
+    "bring",
     "compared",
     "from_to",
     "is_skipped",

@@ -47,7 +47,7 @@ class Update(Op[UpdateAttrs]):
                 line,
                 f"takes {len(graph.inputs)} values and gives {len(graph.outputs)}, not {counts[0]} and {counts[1]}",
             )
-        read = {*line.attrs.sums, *line.attrs.maxima, *line.attrs.grads.values(), *line.writes}
+        read = {*line.attrs.sums, *line.attrs.maxima, *rules.program.grads.values(), *line.writes}
         for name in sorted(read - {*line.args}):
             rules.bad(line, f"{name} is not among its arguments")
 
