@@ -69,7 +69,7 @@ CONTESTANTS = {
     ),
     # minutes a step on a CPU without native bf16
     "fsdp2_bf16": Contestant("FSDP2, bf16", "fsdp2", bf16=True, optional=True),
-    # benchmarks/modules_speed.py
+    # cases/modules.py
     "llama_functions": Contestant("fzero ZeRO-3, functions", "fzero", 3, optional=True, model="llama"),
     "llama_module": Contestant(
         "fzero ZeRO-3, functionalized", "fzero", 3, optional=True, model="llama", functionalized=True
