@@ -1,4 +1,4 @@
-"""Measures times and memory of steps, and writes a table to docs/results/.
+"""Measures steps, their times, memory and numbers, and writes a table to docs/results/.
 
     python benchmarks/measure.py --help             # all cases, and about how long each takes
     python benchmarks/measure.py CASE --help        # one of them, with its flags
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cases import TINY, Case, disks, host, memory, model, modules, peers, plans, steps
+from cases import TINY, Case, compositions, determinism, disks, host, memory, model, modules, peers, plans, same, steps
 from common import RESULTS, publish, serve, settings
 from contestants import CONTESTANTS
 
@@ -29,7 +29,6 @@ CHOICES: dict[str, Any] = {
     "stages": ("zero0", "zero1", "zero2", "zero3"),
     "watch": ("fp32", "bf16"),
     "where": memory.WHERE,
-    "only": list(CONTESTANTS),
 }
 HELP = {
     "backend": "of fzero",
@@ -42,6 +41,8 @@ HELP = {
     "threads": "of all processes",
     "millions": "of parameters, times 2^20",
     "device": "name or calibration file to plan with",
+    "rows": "of the table, from the top",
+    "first": "number of the first composition",
 }
 CONTEST = {"optimizer": "fused", "backend": "inductor"}
 EAGER = {**TINY, "backend": "eager"}
@@ -186,6 +187,26 @@ CASES = {
         small={"only": "llama 2 7b, 8 x"},
         how="Planned",
     ),
+    "determinism": Case(
+        "which runs are the same to the bit", 30, determinism.determinism, determinism.worker,
+        flags={**model(2, 128, 4, 64, 12), "steps": 20, "seed": 0, "only": [str]},
+        small={**TINY, "batch": 12, "steps": 3, "only": ["gloo and shared memory, 2", "draws: eager"]},
+    ),
+    "deepspeed_same": Case(
+        "losses beside DeepSpeed's, by one configuration", 5, same.deepspeed_same, same.worker,
+        flags={"rows": len(same.CONFIGURATIONS), "only": [str]},
+        small={"rows": 1},
+    ),
+    "trainer_same": Case(
+        "losses beside transformers' Trainer, alone and with DeepSpeed", 8, same.trainer_same, same.worker,
+        flags={"rows": len(same.TRAININGS), "only": [str]},
+        small={"rows": 1},
+    ),
+    "compositions": Case(
+        "random compositions beside the plain step", 120, compositions.compositions,
+        flags={"first": 0, "numbers": 2000, "steps": 3, "processes": 2},
+        small={"numbers": 4, "processes": 1},
+    ),
 }  # fmt: skip
 
 
@@ -225,7 +246,8 @@ def parsed(name: str, given: list[str]) -> argparse.Namespace:
             options["action"] = argparse.BooleanOptionalAction
         else:
             options |= {"type": kind, "nargs": "+" if many else None}
-            options["choices"] = CHOICES.get(flag) if many or flag != "only" else None
+            contest = flag == "only" and first in CONTESTANTS
+            options["choices"] = list(CONTESTANTS) if contest else CHOICES.get(flag)
         parser.add_argument(f"--{flag.replace('_', '-')}", **options)
     out = Path(TEMPORARY) / "fzero-small" if "--small" in given else RESULTS
     parser.add_argument("--small", action="store_true", help="tiny sizes and few rounds: results say nothing")
