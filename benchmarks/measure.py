@@ -18,9 +18,24 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cases import TINY, Case, compositions, determinism, disks, host, memory, model, modules, peers, plans, same, steps
+from cases import (
+    TINY,
+    Case,
+    compositions,
+    contestants,
+    determinism,
+    disks,
+    host,
+    memory,
+    model,
+    modules,
+    peers,
+    plans,
+    same,
+    steps,
+)
+from cases.contestants import CONTESTANTS
 from common import RESULTS, publish, serve, settings
-from contestants import CONTESTANTS
 
 TEMPORARY = tempfile.gettempdir()
 CHOICES: dict[str, Any] = {
@@ -58,27 +73,27 @@ HOST = {"leaves": [1, 8], "millions": 64.0, "threads": 2, "rounds": 15, "avx2": 
 
 CASES = {
     "peers": Case(
-        "a step, beside DDP, FSDP2 and DeepSpeed", 11, peers.peers,
+        "a step, beside DDP, FSDP2 and DeepSpeed", 11, peers.peers, contestants.worker,
         flags={**PEERS, "only": peers.default()},
         small={**FEW, "only": ["fzero_zero3", "ddp", "floor_module"]},
     ),
     "peers_large": Case(
-        "the same with 57 M parameters: 90 seconds a contestant", 27, peers.peers,
+        "the same with 57 M parameters: 90 seconds a contestant", 27, peers.peers, contestants.worker,
         flags={**PEERS, **LARGE, "only": peers.default()},
         small={**FEW, "only": ["fzero_zero3", "ddp"]},
     ),
     "peers_offload": Case(
-        "ZeRO-3 with the optimizer on the host, beside DeepSpeed's", 3, peers.peers,
+        "ZeRO-3 with the optimizer on the host, beside DeepSpeed's", 3, peers.peers, contestants.worker,
         flags={**PEERS, "only": list(peers.OFFLOAD)},
         small={**FEW, "only": list(peers.OFFLOAD[:2])},
     ),
     "modules_speed": Case(
-        "a module of transformers, beside functions and peers", 8, modules.speed,
+        "a module of transformers, beside functions and peers", 8, modules.speed, contestants.worker,
         flags=MODULES,
         small={**FEW, "only": list(modules.NAMES[:2])},
     ),
     "modules_first": Case(
-        "the first step of that module alone", 6, modules.first,
+        "the first step of that module alone", 6, modules.first, contestants.worker,
         flags={**MODULES, "layers": 4, "rounds": 3},
         small={**FEW, "rounds": 1, "only": list(modules.NAMES[:2])},
     ),
@@ -135,7 +150,7 @@ CASES = {
         small=EAGER,
     ),
     "memory_over_ranks": Case(
-        "memory of processes over the number of ranks", 18, memory.over_ranks,
+        "memory of processes over the number of ranks", 18, memory.over_ranks, contestants.worker,
         flags={**model(8, 768, 12, 128, 4), "ranks": [1, 2, 4], "only": memory.OVER_RANKS, **CONTEST},
         small={**EAGER, "ranks": [1, 2], "only": ["fzero_zero3", "ddp"]},
     ),
@@ -150,7 +165,7 @@ CASES = {
         small={"leaves": [2], "millions": 0.25, "rounds": 3},
     ),
     "disk_stream": Case(
-        "the disk through fzero, beside a C program", 1, disks.disk_stream, disks.stream_worker,
+        "the disk through fzero, beside a C program", 1, disks.disk_stream,
         flags={"path": [TEMPORARY], "mib": 1024, "chunk": 32, "threads": 4, "rounds": 7},
         small={"mib": 16, "chunk": 4, "threads": 2, "rounds": 2},
     ),
@@ -260,9 +275,13 @@ def work(case: Case, args: argparse.Namespace) -> None:
     """A process of a case: acts on commands until the pipe closes."""
     assert case.worker is not None
     serve(case.worker(args))
+    import torch.distributed as dist
+
     import fzero as fz
 
     fz.close_mesh()
+    if dist.is_initialized():  # a peer's
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

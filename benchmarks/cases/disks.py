@@ -93,13 +93,13 @@ def _streams(files: Any, size: int, memory: torch.Tensor) -> Callable[[str], Non
     return lambda mode: in_turn([transfer(mode, k) for k in range(size // chunk)])
 
 
-def _compiled(
+def _raw(
     paths: Sequence[str], size: int, block: int, ring: torch.Tensor, threads: int, direct: bool
-) -> Callable[[str], None] | None:
-    """The raw probe in C; None without a compiler."""
+) -> Callable[[str], None]:
+    """The raw probe, compiled."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return None
+        raise SystemExit("the raw probe takes a C compiler, as torch.compile does: install one, or set CC")
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "raw.c", Path(folder) / "raw.so"
         source.write_text(RAW)
@@ -108,7 +108,8 @@ def _compiled(
         raw = ctypes.CDLL(str(library))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     raw.run.argtypes = [pointer, ctypes.c_int, number, number, pointer, number, ctypes.c_int, ctypes.c_int]
-    fds = (ctypes.c_int * len(paths))(*_opened(paths, direct))
+    opened = [os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0)) for path in paths]
+    fds = (ctypes.c_int * len(paths))(*opened)
 
     def run(mode: str) -> None:
         if raw.run(fds, len(paths), size, block, ring.data_ptr(), ring.numel(), threads, MODES.index(mode)):
@@ -117,37 +118,12 @@ def _compiled(
     return run
 
 
-def _opened(paths: Sequence[str], direct: bool) -> list[int]:
-    return [os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0)) for path in paths]
-
-
-def stream_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
-    """One process of the raw probe where there is no compiler: every so many blocks."""
-    from fzero.comm import disk
-
-    memory = [disk.aligned(disk.PIECE).fill_(7).numpy().data]
-
-    def move(paths: list[str], size: int, mode: str, direct: bool) -> float:
-        fds, begin = _opened(paths, direct), time.perf_counter()
-        for k in range(int(os.environ["RANK"]), size // disk.PIECE, int(os.environ["WORLD_SIZE"])):
-            writes = mode == "write" or (mode == "mixed" and k % 2 == 1)
-            stripe = k if mode != "mixed" else k // 2 + (k % 2) * (size // disk.PIECE // 2)
-            call = os.pwritev if writes else os.preadv
-            call(fds[stripe % len(fds)], memory, stripe // len(fds) * disk.PIECE)
-        seconds = time.perf_counter() - begin
-        for fd in fds:
-            os.close(fd)
-        return seconds
-
-    return {"move": move}
-
-
 def disk_stream(args: argparse.Namespace) -> Table:
     """Scratch files beside a raw probe that reads and writes the very same blocks of the same files.
 
-    The raw probe is a C program of as many threads, each in a loop of `pread` and `pwrite`; without a compiler it is as
-    many processes of Python. Both run in every round, in random order, and every round is a ratio. `mixed` reads the
-    first half of the range and writes the second, as an update does. Several `--path` are striped.
+    The raw probe is a C program of as many threads, each in a loop of `pread` and `pwrite`. Both run in every round, in
+    random order, and every round is a ratio. `mixed` reads the first half of the range and writes the second, as an
+    update does. Several `--path` are striped.
     """
     from fzero.comm import disk
 
@@ -158,11 +134,7 @@ def disk_stream(args: argparse.Namespace) -> Table:
     paths = [str(part.directory / "data") for part in files._parts]
     ring = disk.aligned(DEPTH * chunk).fill_(7)  # the memory of both
     stream = _streams(files, size, ring)
-    raw = _compiled(paths, size, disk.PIECE, ring, args.threads, files.direct)
-    group = None
-    if raw is None:
-        group = processes(args, args.threads)
-        raw = lambda mode: group.ask("move", paths=paths, size=size, mode=mode, direct=files.direct)  # noqa: E731
+    raw = _raw(paths, size, disk.PIECE, ring, args.threads, files.direct)
     stream("write")  # every block once: the first write to a block costs more
     points: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     for _ in range(args.rounds):
@@ -173,10 +145,8 @@ def disk_stream(args: argparse.Namespace) -> Table:
                 run(mode)
                 point |= {f"{name}_s": time.perf_counter() - begin, f"{name}_cpu_s": time.process_time() - cpu}
             points[mode].append(point)
-    if group is not None:
-        group.close()
     files.close()
-    probe, rows, verdicts = "C" if group is None else "Python processes", [], []
+    rows, verdicts = [], []
     for mode, found in points.items():
         theirs, ours = (statistics.median(size / p[f"{who}_s"] / 1e9 for p in found) for who in ("raw", "fzero"))
         ratios = [p["raw_s"] / p["fzero_s"] for p in found]
@@ -189,12 +159,12 @@ def disk_stream(args: argparse.Namespace) -> Table:
     notes = [
         f"{args.mib} MiB, directories: {len(args.path)}, {'O_DIRECT' if files.direct else 'through the page cache'}, "
         f"blocks of 4 MiB, {args.threads} threads; {DEPTH} transfers of {args.chunk} MiB under way; the raw probe: "
-        f"{probe}, on the same blocks of the same files.",
+        "C, on the same blocks of the same files.",
         f"Medians of {args.rounds} rounds; the share is the median of the rounds' own ratios.",
         *verdicts,
     ]
     columns = ("", "raw GB/s", "fzero GB/s", "share", "over the rounds", "CPU ms a GiB")
-    data = {"directories": len(args.path), "probe": probe, "direct": files.direct, "points": points}
+    data = {"directories": len(args.path), "probe": "C", "direct": files.direct, "points": points}
     return Table("Streaming scratch files", columns, rows, notes, data)
 
 

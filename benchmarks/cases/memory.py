@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from common import MODEL, peak_mib, reset_peak, rss_mib, verdict
-from contestants import CONTESTANTS, start
 
 from cases import ZERO, Live, Running, Table, kept, number, processes
+from cases.contestants import CONTESTANTS, start
 
 # --- the state at rest ---
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from common import verdict
-from contestants import CONTESTANTS, start
 
 from cases import LR, Table, cpu_seconds, processes
+from cases.contestants import CONTESTANTS, start
 from cases.peers import measure, present
 
 NAMES = ("llama_module", "llama_functions", "llama_fsdp2", "llama_deepspeed")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from common import verdict
-from contestants import CONTESTANTS, installed, start
 
 from cases import Table
+from cases.contestants import CONTESTANTS, installed, start
 
 CPU_LIMITS = (  # CPU seconds a step of the first over those of the second, within a round, and the most that is wanted
     ("fzero_zero3", "fsdp2_compile", 0.85),
