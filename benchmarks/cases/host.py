@@ -1,14 +1,4 @@
-"""An optimizer on the host: fzero's update of 64 M parameters beside torch's fused AdamW and DeepSpeedCPUAdam, in fp32
-and with bf16 in and out.
-
-    python benchmarks/host_optimizer.py                 # one leaf, and eight; two threads; about five minutes,
-                                                        # and one more to build DeepSpeed's operator
-    python benchmarks/host_optimizer.py --avx2          # everything as on a CPU without AVX-512
-
-fzero's is the update of a program, compiled as a step on a CPU compiles it, over a state where the host tier puts one.
-Everybody updates the same tensors, so that all have the same distances between leaves, which decide more than code
-does. In a round everyone has one turn.
-"""
+"""An optimizer on the host: fzero's update alone, beside torch's fused AdamW and DeepSpeedCPUAdam."""
 
 from __future__ import annotations
 
@@ -16,11 +6,14 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common import Group, passed_on, publish, rss_mib, script_flags, serve, settings, verdict
+from common import rss_mib, verdict
+
+from cases import Table, processes
 
 LR, WEIGHT_DECAY, BETAS, EPS = 1e-3, 0.01, (0.9, 0.999), 1e-8
 PAUSE_S = 0.02  # before a turn: threads of the one before that still spin go to sleep
@@ -37,7 +30,7 @@ BYTES = {  # a parameter, read and written
     "DeepSpeedCPUAdam bf16, moments too": 14,
     "copy_": 8,
 }
-LIMITS = [  # of the first one's time over the second's
+HOST_LIMITS = [  # of the first one's time over the second's
     ("fzero AdamW", "torch fused", 1.05),
     ("fzero AdamW", "DeepSpeedCPUAdam", 1.0),
     ("fzero AdamW, bf16 in and out", "fzero AdamW", 1.25),
@@ -48,13 +41,12 @@ SAME_RATE = 1.05  # of AdamW's time a byte, for other optimizers
 RESTING = 12.2  # bytes a parameter
 
 
-# --- everybody ---
+# --- all contestants ---
 
 
-def worker(args: argparse.Namespace) -> None:
+def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     os.environ["FZERO_MALLOC"] = "default"  # peers allocate as they do without fzero; its update does not
     import torch
-    from updates import in_bf16, signed_root, update_of
 
     import fzero as fz
     from fzero import optim
@@ -172,8 +164,7 @@ def worker(args: argparse.Namespace) -> None:
                     cpu[name].append(time.process_time() - of_threads)
         return {"leaves": leaves, "parameters": sum(sizes), "resting": resting, "wall_s": wall, "cpu_s": cpu}
 
-    serve({"measure": measure})
-    fz.close_mesh()
+    return {"measure": measure}
 
 
 def _deepspeed(
@@ -221,97 +212,160 @@ def _without_avx512() -> None:
     made.simd_width = lambda self: "-D__AVX256__"
 
 
-# --- what it comes to ---
+# --- the table ---
 
 
-def main() -> None:
-    args = _arguments()
-    if args.worker:
-        worker(args)
-        return
+def host_optimizer(args: argparse.Namespace) -> Table:
+    """fzero's update of 64 M parameters beside torch's fused AdamW and DeepSpeedCPUAdam, in fp32 and around bf16.
+
+    fzero's is the update of a program, compiled as a step on a CPU compiles it, over a state as the host tier allocates
+    it. All contestants update the same tensors: the distances between leaves decide more than code does. In a round
+    each has one turn. `--avx2` compiles everything as on a CPU without AVX-512. DeepSpeed's operator is built on the
+    first run on a machine: a minute.
+    """
     if args.avx2:
-        os.environ |= {
-            "ATEN_CPU_CAPABILITY": "avx2",
-            "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "torch_extensions_avx2"),
-        }
-    found = []
+        folder = str(Path.home() / ".cache" / "torch_extensions_avx2")
+        os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "TORCH_EXTENSIONS_DIR": folder}
+    found: list[dict[str, Any]] = []
     for leaves in args.leaves:
-        flags = [*passed_on(args, "threads", "rounds", "millions"), *(["--avx2"] if args.avx2 else [])]
-        with Group(__file__, 1, flags, threads=args.threads, timeout=3000) as group:
+        with processes(args, 1, threads=args.threads, timeout=3000) as group:
             found += group.ask("measure", leaves=leaves)
-    report(args, found)
-
-
-def report(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> None:
     rows, notes = [], []
     for x in found:
         wall, total, where = x["wall_s"], x["parameters"], f"{x['leaves']} {'leaf' if x['leaves'] == 1 else 'leaves'}"
 
         def ratio(one: str, other: str, wall: Any = wall) -> float:
-            """The median of those of the rounds."""
+            """The median of the rounds' ratios."""
             return statistics.median(a / b for a, b in zip(wall[one], wall[other], strict=True))
 
         for name in wall:
             seconds = statistics.median(wall[name])
             milliseconds = [f"{1e3 * s:.1f}" for s in (seconds, min(wall[name]), statistics.median(x["cpu_s"][name]))]
-            rows.append(
-                (
-                    f"{name}, {where}",
-                    *milliseconds,
-                    BYTES[name],
-                    f"{BYTES[name] * total / seconds / 1e9:.1f}",
-                    f"{ratio(name, 'torch fused'):.2f}",
-                )
-            )
-        for one, other, limit in LIMITS:
-            if other in wall:
-                notes.append(
-                    f"{where}: {one}: {ratio(one, other):.2f} x {other}, at most {limit:g} wanted: "
-                    f"{verdict(ratio(one, other), limit)}"
-                )
+            rate = (BYTES[name], f"{BYTES[name] * total / seconds / 1e9:.1f}", f"{ratio(name, 'torch fused'):.2f}")
+            rows.append((f"{name}, {where}", *milliseconds, *rate))
+        checks = [
+            (f"{one}: {ratio(one, other):.2f} x {other}", ratio(one, other), limit)
+            for one, other, limit in HOST_LIMITS
+            if other in wall
+        ]
         for name in ("fzero Lion", "fzero, a user's own"):
             slower = ratio(name, "fzero AdamW") * BYTES["fzero AdamW"] / BYTES[name]
-            notes.append(
-                f"{where}: {name}: {slower:.2f} x AdamW's time a byte, at most {SAME_RATE:g} wanted: "
-                f"{verdict(slower, SAME_RATE)}"
-            )
-        notes.append(
-            f"{where}: masters and moments take {x['resting']:.2f} bytes a parameter, at most {RESTING:g} wanted: "
-            f"{verdict(x['resting'], RESTING)}"
-        )
+            checks.append((f"{name}: {slower:.2f} x AdamW's time a byte", slower, SAME_RATE))
+        resting = f"masters and moments take {x['resting']:.2f} bytes a parameter"
+        checks.append((resting, x["resting"], RESTING))
+        notes += [
+            f"{where}: {text}, at most {limit:g} wanted: {verdict(value, limit)}" for text, value, limit in checks
+        ]
         if "DeepSpeedCPUAdam" not in wall:
             notes.append("DeepSpeed is not installed: `pip install -e '.[bench]'`")
-    columns = ("", "ms", "least ms", "CPU ms", "bytes a parameter", "GB/s", "x fused")
-    size = f"{found[0]['parameters'] / 2**20:g} x 2^20 parameters"
     notes = [
-        f"{size}, {args.threads} threads{', AVX2' if args.avx2 else ''}; medians of {args.rounds} rounds, ratios "
-        f"within a round.",
+        f"{found[0]['parameters'] / 2**20:g} x 2^20 parameters, {args.threads} threads{', AVX2' if args.avx2 else ''}; "
+        f"medians of {args.rounds} rounds, ratios within a round.",
         "Cast, fused, cast: gradients to fp32, torch's fused AdamW, parameters to bf16, in memory allocated anew as "
-        "torch does by default; or in buffers kept. "
-        "DeepSpeed in bf16 has no fp32 masters.",
+        "torch does by default; or in buffers kept. DeepSpeed in bf16 has no fp32 masters.",
         *notes,
     ]
-    publish(
-        args.name,
-        "An optimizer on the host",
-        columns,
-        rows,
-        notes,
-        {"settings": settings(args), "points": found},
-        args.out,
+    columns = ("", "ms", "least ms", "CPU ms", "bytes a parameter", "GB/s", "x fused")
+    return Table("An optimizer on the host", columns, rows, notes, {"points": found})
+
+
+# --- fzero's update as a function ---
+
+
+class SignedRoot(NamedTuple):
+    mu: Any
+
+
+def signed_root(lr: float, b1: float = 0.9) -> Any:
+    """What a user might write: steps of the signed square root of a momentum."""
+    import torch
+
+    import fzero as fz
+    from fzero import optim
+
+    def init(params: Any) -> SignedRoot:
+        return SignedRoot(fz.tree.map(torch.zeros_like, params))
+
+    def update(grads: Any, state: SignedRoot, params: Any = None) -> tuple[Any, SignedRoot]:
+        mu = fz.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+        return fz.tree.map(lambda m: -lr * m.sign() * m.abs().sqrt(), mu), SignedRoot(mu)
+
+    return optim.GradientTransformation(init, update)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of a program: its function, the names of the arguments, and the values of those that are scalars."""
+
+    function: Any
+    names: tuple[str, ...]
+    scalars: Mapping[str, Any]
+
+
+def update_of(optimizer: Any, sizes: Sequence[int]) -> Update:
+    """The one that `train_step` makes of an optimizer for leaves `w0`, `w1`, … of these sizes, in its first step."""
+    import torch
+
+    import fzero as fz
+    from fzero.build.build import build
+
+    def loss(params: Any, batch: Any) -> Any:
+        return sum((w * batch).sum() for w in params.values())
+
+    params = {f"w{i}": torch.empty(size, device="meta") for i, size in enumerate(sizes)}
+    program = fz.lower(
+        fz.train_step(loss, optimizer), fz.AbstractMesh(data=1), params, torch.empty((), device="meta")
+    ).program
+    calls = [line for line, _ in program.walk() if line.op == "call"]
+    (update,) = [line for line in calls if line.writes]
+    known = {"step": torch.tensor(0), "opt_state.count": torch.tensor(0), "loss_sum": torch.tensor(0.0)}
+    for line in calls:
+        if line.fn.startswith("scalars") and all(name in known for name in line.args):
+            run = build({"f": program.functions[line.fn]}, "eager", fz.make_mesh(device="cpu"))["f"]
+            results = run(*(known[name] for name in line.args))
+            known |= zip((v.name for v in line.out), results if len(line.out) > 1 else [results], strict=True)
+    return Update(
+        program.functions[update.fn], update.args, {name: known[name] for name in update.args if name in known}
     )
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--leaves", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--millions", type=float, default=64.0, help="of parameters, times 2^20")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--avx2", action="store_true", help="as on a CPU without AVX-512")
-    script_flags(parser, "host_optimizer")
-    return parser.parse_args()
+def in_bf16(update: Update) -> Update:
+    """The update with gradients in bfloat16, and with the new parameters in bfloat16 as one more written argument each,
+    named `low_w0`, …"""
+    import torch
+    import torch.fx as fx
 
+    from fzero.program.ir import Function
+    from fzero.trace.recorder import Recorded
 
-if __name__ == "__main__":
-    main()
+    aten, graph, recorded = torch.ops.aten, fx.Graph(), update.function.graph
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in recorded.graph.nodes:
+        if node.op != "output":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    names, last, lows = dict(zip(inputs, update.names, strict=True)), inputs[-1], []
+    for node in inputs:
+        if names[node].startswith("d_"):
+            value = node.meta["val"]
+            node.meta = {**node.meta, "val": value.bfloat16()}
+            with graph.inserting_after(inputs[-1]):
+                up = graph.call_function(aten._to_copy.default, (node,), {"dtype": value.dtype})
+            up.meta["val"] = value
+            node.replace_all_uses_with(up, delete_user_cb=lambda user, up=up: user is not up)
+    for node in list(graph.nodes):
+        if node.target is aten.copy_.default and names[node.args[0]].startswith("params"):
+            value = node.args[1].meta["val"].bfloat16()
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"low_{len(lows)}")
+            with graph.inserting_after(node):
+                down = graph.call_function(aten._to_copy.default, (node.args[1],), {"dtype": torch.bfloat16})
+            with graph.inserting_after(down):
+                stored = graph.call_function(aten.copy_.default, (last, down))
+            for made in (last, down, stored):
+                made.meta["val"] = value
+            lows.append("low_" + names[node.args[0]].split("'")[1])
+    graph.output(())
+    writes = *update.function.writes, *range(len(inputs), len(inputs) + len(lows))
+    function = Function(f"{update.function.name}_bf16", Recorded(graph, recorded.constants), writes)
+    return Update(function, (*update.names, *lows), update.scalars)

@@ -1,7 +1,7 @@
 """The contestants of a comparison: how each is built from the same parameters, and steps on the same batches.
 
-A script of its own: one process of a contestant, which acts on the commands of a `Group` (see `start`). Peers run as
-their documentation recommends, and join process groups by torch's own means.
+A contestant is a group of processes (`start`) that act on commands (`worker`). Peers run as their documentation
+recommends, and join process groups by torch's own means.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import MODEL, Group, model_flags, passed_on, peak_mib, reset_peak, rss_mib, serve
+from common import Group, peak_mib, reset_peak, rss_mib
 
-LR, WEIGHT_DECAY, MAX_NORM = 3e-4, 0.01, 1.0
+from cases import LR, processes
+
+WEIGHT_DECAY, MAX_NORM = 0.01, 1.0
 NUM_BATCHES = 16
 
 
@@ -69,7 +71,7 @@ CONTESTANTS = {
     ),
     # minutes a step on a CPU without native bf16
     "fsdp2_bf16": Contestant("FSDP2, bf16", "fsdp2", bf16=True, optional=True),
-    # benchmarks/modules_speed.py
+    # cases/modules.py
     "llama_functions": Contestant("fzero ZeRO-3, functions", "fzero", 3, optional=True, model="llama"),
     "llama_module": Contestant(
         "fzero ZeRO-3, functionalized", "fzero", 3, optional=True, model="llama", functionalized=True
@@ -87,18 +89,12 @@ def installed(name: str) -> bool:
     return CONTESTANTS[name].library != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
 
 
-def start(name: str, args: argparse.Namespace, processes: int, cache: str | None = None) -> Group:
+def start(name: str, args: argparse.Namespace, size: int, cache: str | None = None) -> Group:
     """The processes of a contestant, joined and idle."""
     alone = CONTESTANTS[name].alone
-    flags = [f"--contestant={name}", f"--parts={processes}", *passed_on(args, *MODEL, "optimizer", "backend")]
-    group = Group(
-        __file__,
-        1 if alone else processes,
-        flags,
-        threads=processes if alone == "whole" else 1,
-        timeout=1200,
-        cache=cache,
-    )
+    threads = size if alone == "whole" else 1
+    given = {"contestant": name, "parts": size}
+    group = processes(args, 1 if alone else size, env=given, threads=threads, timeout=1200, cache=cache)
     group.ask("join")
     return group
 
@@ -106,7 +102,7 @@ def start(name: str, args: argparse.Namespace, processes: int, cache: str | None
 # --- one process ---
 
 
-def worker(args: argparse.Namespace) -> None:
+def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     contestant = CONTESTANTS[args.contestant]
     live: dict[str, Any] = {"done": 0}
 
@@ -153,8 +149,7 @@ def worker(args: argparse.Namespace) -> None:
         train = live["step"].train
         return {"planned_mib": train.plan.peak_bytes / 2**20, "least_mib": least_bytes(train.program) / 2**20}
 
-    serve({"join": join, "build": build, "steps": steps, "settle": settle, "planned": planned})
-    _leave()
+    return {"join": join, "build": build, "steps": steps, "settle": settle, "planned": planned}
 
 
 def least_bytes(program: Any) -> int:
@@ -299,30 +294,3 @@ def _optimizer(args: argparse.Namespace, model: Any, deepspeed: bool = False) ->
         return make(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, adamw_mode=True)
     options: Any = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}[args.optimizer]
     return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
-
-
-def _leave() -> None:
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def contest_flags(parser: argparse.ArgumentParser, backend: str | None = "inductor") -> None:
-    """What every script that starts contestants takes."""
-    parser.add_argument("--optimizer", choices=["fused", "foreach", "loop"], default="fused", help="the peers' AdamW")
-    parser.add_argument("--backend", choices=["inductor", "eager"], default=backend, help="fzero's")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--worker", action="store_true")
-    parser.add_argument("--contestant", choices=list(CONTESTANTS), required=True)
-    parser.add_argument("--parts", type=int, required=True, help="of the global batch")
-    model_flags(parser)
-    contest_flags(parser)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    worker(_arguments())

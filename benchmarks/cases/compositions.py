@@ -1,12 +1,4 @@
-"""Whether random compositions of models, optimizers and transforms compute what the plain step does: those of
-tests/composed.py, by number.
-
-    python benchmarks/compositions.py                        # 2,000 compositions: about two hours on 2 quiet cores
-    python benchmarks/compositions.py --first 2000 --numbers 500
-
-Each is trained for some steps, as it is and as a plain step of the same function, by `fzero.testing.check_equivalent`.
-Nothing was planted: a difference is a fault, or an alarm without a fault. What stops with an error is listed too.
-"""
+"""Random compositions of models, optimizers and transforms, beside the plain step: those of tests/composed.py."""
 
 from __future__ import annotations
 
@@ -18,12 +10,13 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from common import publish, script_flags, settings, verdict
+from common import SOURCE, verdict
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from cases import Table
+
+sys.path.insert(0, str(SOURCE / "tests"))
 
 
 def check(asked: tuple[int, int]) -> tuple[int, str, str]:
@@ -59,47 +52,27 @@ def results(args: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
             yield result
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--first", type=int, default=0, help="number of the first composition")
-    p.add_argument("--numbers", type=int, default=2000, help="how many")
-    p.add_argument("--steps", type=int, default=3, help="training steps of each")
-    p.add_argument("--processes", type=int, default=2)
-    script_flags(p, "compositions")
-    args = p.parse_args()
+def compositions(args: argparse.Namespace) -> Table:
+    """Whether random compositions of models, optimizers and transforms compute the numbers of the plain step.
+
+    Each is trained for some steps, as it is and as a plain step of the same function, by
+    `fzero.testing.check_equivalent`. No fault is planted: a difference is a fault, or an alarm without a fault. A
+    composition that stops with an error is listed too. `--first` is the number of the first one.
+    """
     found: list[tuple[int, str, str]] = []
-    with contextlib.suppress(KeyboardInterrupt):  # what is done until then is told
+    with contextlib.suppress(KeyboardInterrupt):  # the table has those that are done by then
         found.extend(results(args))
     wrong = sorted((number, text, problem) for number, text, problem in found if problem)
     kinds = collections.Counter(choice.replace("=_", "=") for _, text, _ in found for choice in text.split(", "))
-    rows: list[tuple[Any, ...]] = [
-        ("compositions", len(found)),
-        ("equal", len(found) - len(wrong)),
-        ("others", len(wrong)),
-    ]
-    rows += [
-        (kind, number)
-        for kind, number in sorted(kinds.items())
-        if kind.split("=")[0] in ("layer", "optimizer", "precision", "remat", "vertical", "tied")
-    ]
+    shown = ("layer", "optimizer", "precision", "remat", "vertical", "tied")
+    rows: list[tuple[Any, ...]] = [("compositions", len(found)), ("equal", len(found) - len(wrong))]
+    rows += [("others", len(wrong)), *((k, number) for k, number in sorted(kinds.items()) if k.split("=")[0] in shown)]
     last = max((number for number, _, _ in found), default=args.first)
     notes = [
         f"Compositions {args.first} to {last} of tests/composed.py, {args.steps} steps each, `check_equivalent` on one "
-        f"rank.",
+        "rank.",
         "Below the first three rows: how often what was chosen.",
         f"Wanted: none differs ({verdict(len(wrong), 0)}).",
         *(f"{number}: {problem.splitlines()[0]} ({text})" for number, text, problem in wrong),
     ]
-    publish(
-        args.name,
-        "Random compositions",
-        ("", "number"),
-        rows,
-        notes,
-        {"settings": settings(args), "wrong": wrong},
-        args.out,
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return Table("Random compositions", ("", "number"), rows, notes, {"wrong": wrong})

@@ -1,17 +1,4 @@
-"""The step of fzero beside its peers: one model, one batch, one optimizer, interleaved in one run.
-
-    python benchmarks/peers.py                      # 4 layers of width 512: about 11 minutes on 2 cores
-    python benchmarks/peers.py --model large        # 8 layers of width 768, seconds a step: 90 seconds a contestant
-    python benchmarks/peers.py --only fzero_zero3 fsdp2_compile floor_module
-    python benchmarks/peers.py --offload            # ZeRO-3 with the optimizer on the host, beside itself and
-    DeepSpeed: 2 minutes
-
-All start from the same parameters, see the same batches, clip by global norm and update with AdamW (contestants.py). A
-contestant is a pair of processes that steps when it is told to; the others wait. Rounds are short and many, each in an
-order of its own, so drift of the machine meets all alike; what is compared are ratios within a round.
-The large model lives with one contestant at a time, which are started anew in every round: memory is for the one that
-steps.
-"""
+"""A step of fzero beside its peers: one model, one batch, one optimizer, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -23,33 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, model_flags, publish, verdict
-from contestants import CONTESTANTS, contest_flags, installed, start
+from common import verdict
 
-PRESETS = {
-    "small": {
-        "layers": 4,
-        "width": 512,
-        "heads": 8,
-        "seq": 128,
-        "batch": 8,
-        "warmup": 2,
-        "rounds": 15,
-        "steps": 2,
-        "turns": False,
-    },
-    "large": {
-        "layers": 8,
-        "width": 768,
-        "heads": 12,
-        "seq": 256,
-        "batch": 8,
-        "warmup": 1,
-        "rounds": 3,
-        "steps": 2,
-        "turns": True,
-    },
-}
+from cases import Table
+from cases.contestants import CONTESTANTS, installed, start
 
 CPU_LIMITS = (  # CPU seconds a step of the first over those of the second, within a round, and the most that is wanted
     ("fzero_zero3", "fsdp2_compile", 0.85),
@@ -180,7 +144,7 @@ def compare(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> tuple
             notes.append(f"{name}: {middle:.3f} (rounds {min(each):.3f} to {max(each):.3f})" + _wanted(middle, wanted))
     if "fzero_zero3" in found and "ddp" in found:
         ours, ddp = found["fzero_zero3"], found["ddp"]
-        limit = PEAK_LIMIT if args.model == "large" else None
+        limit = PEAK_LIMIT if args.case == "peers_large" else None
         whole_run = [max(x["build_growth_mib"], x["growth_mib"]) for x in (ours, ddp)]
         for when, value in (
             ("whole run", whole_run[0] / whole_run[1]),
@@ -190,7 +154,7 @@ def compare(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> tuple
             data[name] = {"value": value, "limit": limit}
             notes.append(f"{name}: {value:.3f}" + _wanted(value, limit))
     for name in (n for n, x in found.items() if "least_mib" in x):
-        x, limit = found[name], LEAST_LIMIT if args.model == "large" and not CONTESTANTS[name].bf16 else None
+        x, limit = found[name], LEAST_LIMIT if args.case == "peers_large" and not CONTESTANTS[name].bf16 else None
         data[f"{name}, growth of the peak / closed form"] = {
             "value": x["growth_mib"] / x["least_mib"],
             "limit": limit,
@@ -224,9 +188,18 @@ def floors(found: dict[str, dict[str, Any]]) -> dict[bool, float]:
     return out
 
 
-def report(args: argparse.Namespace, names: list[str], found: dict[str, dict[str, Any]]) -> None:
+def peers(args: argparse.Namespace) -> Table:
+    """A step of fzero beside its peers: seconds, memory, losses, the first step.
+
+    All start from the same parameters, see the same batches, clip by global norm and update with AdamW
+    (contestants.py). A contestant is a group of processes that step on command; the others wait. Rounds are short and
+    many, each in an order of its own, so drift of the machine meets all alike; compared are ratios within a round.
+    With `--turns` one contestant lives at a time, started anew in every round: memory is for the one that steps.
+    """
     from model import Config
 
+    names = present(args.only)
+    found = measure(args, names)
     config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
     ratios, verdicts = compare(args, found)
     floor = floors(found)
@@ -234,53 +207,44 @@ def report(args: argparse.Namespace, names: list[str], found: dict[str, dict[str
     for name in names:
         x, below = found[name], floor.get(CONTESTANTS[name].bf16)
         x["above_floor_s"] = None if below is None else x["cpu_s"] - below
-        rows.append(
-            (
-                CONTESTANTS[name].title,
-                f"{x['wall_s']:.3f}",
-                f"{x['cpu_s']:.3f}",
-                "" if below is None else f"{x['cpu_s'] - below:+.3f} ({x['cpu_s'] / below - 1:+.0%})",
-                f"{x['first_step_s']:.1f}",
-                f"{x['build_growth_mib']:.0f}",
-                f"{x['growth_mib']:.0f}",
-                "" if CONTESTANTS[name].is_floor else f"{x['losses'][-1]:.5f}",
-            )
-        )
+        above = "" if below is None else f"{x['cpu_s'] - below:+.3f} ({x['cpu_s'] / below - 1:+.0%})"
+        memory = (f"{x['build_growth_mib']:.0f}", f"{x['growth_mib']:.0f}")
+        loss = "" if CONTESTANTS[name].is_floor else f"{x['losses'][-1]:.5f}"
+        seconds = (f"{x['wall_s']:.3f}", f"{x['cpu_s']:.3f}", above, f"{x['first_step_s']:.1f}")
+        rows.append((CONTESTANTS[name].title, *seconds, *memory, loss))
     notes = [
         f"{config.num_params / 1e6:.1f} M parameters ({config.layers} layers, width {config.width}, {config.heads} "
-        f"heads), sequence {config.seq}, "
-        f"global batch {config.batch}, AdamW ({args.optimizer} for the peers), clipping; {args.processes} processes "
-        f"with one thread each: peers over gloo, "
-        "fzero through shared memory unless it says gloo.",
+        f"heads), sequence {config.seq}, global batch {config.batch}, AdamW ({args.optimizer} for the peers), "
+        f"clipping; {args.processes} processes with one thread each: peers over gloo, fzero through shared memory "
+        "unless it says gloo.",
         f"Seconds a step: medians of {args.rounds} interleaved rounds of {args.steps} steps, "
         + ("every contestant started anew in each." if args.turns else "all contestants alive throughout."),
         f"CPU seconds are of all threads, for 1/{args.processes} of the batch: the single process has {args.processes} "
-        f"threads and the whole batch, "
-        "its seconds are divided.",
+        "threads and the whole batch, its seconds are divided.",
         "Floor: one process, one thread, that part of the batch, no communication; the lower of fzero's own and an "
         "eager module's.",
         "First step: with making the model, compiling from empty caches. MiB: peak resident memory of a rank above "
-        "what it had before the model "
-        "was built, with torch's compiler imported by all, while building and warming up, and in the steps measured.",
+        "what it had before the model was built, with torch's compiler imported by all, while building and warming "
+        "up, and in the steps measured.",
+        *verdicts,
     ]
     columns = ("", "wall s", "CPU s", "above the floor", "first step s", "build MiB", "steps MiB", "last loss")
-    settings = {k: v for k, v in vars(args).items() if k != "out"}
-    data = {
-        "settings": settings,
-        "contestants": found,
-        "floors": {"bf16" if k else "fp32": v for k, v in floor.items()},
-        "ratios": ratios,
-    }
-    publish(
-        args.name,
-        "One step, beside its peers",
-        columns,
-        rows,
-        notes + verdicts,
-        data,
-        args.out,
-        lambda figure: draw(figure, names, found, floor),
-    )
+    low = {"bf16" if k else "fp32": v for k, v in floor.items()}
+    data = {"contestants": found, "floors": low, "ratios": ratios}
+    picture = lambda figure: draw(figure, names, found, floor)  # noqa: E731
+    return Table("One step, beside its peers", columns, rows, notes, data, picture)
+
+
+def default() -> list[str]:
+    """The contestants that are not optional and can run here."""
+    return [name for name, x in CONTESTANTS.items() if not x.optional and installed(name)]
+
+
+def present(names: list[str]) -> list[str]:
+    """The contestants that can run here; the others are named."""
+    if missing := [name for name in names if not installed(name)]:
+        print(f"not installed: {', '.join(missing)}; the extra `bench` brings DeepSpeed", file=sys.stderr)
+    return [name for name in names if name not in missing]
 
 
 def draw(figure: Any, names: list[str], found: dict[str, dict[str, Any]], floor: dict[bool, float]) -> None:
@@ -316,55 +280,3 @@ def draw(figure: Any, names: list[str], found: dict[str, dict[str, Any]], floor:
 
 def _wanted(value: float, limit: float | None) -> str:
     return "" if limit is None else f", at most {limit:g} wanted: {verdict(value, limit)}"
-
-
-def main() -> None:
-    args = _arguments()
-    missing = [n for n in CONTESTANTS if not installed(n)]
-    names = (
-        args.only
-        or [n for n in OFFLOAD if args.offload and n not in missing]
-        or [n for n, x in CONTESTANTS.items() if not x.optional and n not in missing]
-    )
-    if missing:
-        print(f"not installed: {', '.join(missing)}; the extra `bench` brings DeepSpeed", file=sys.stderr)
-    report(args, names, measure(args, names))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--model", choices=list(PRESETS), default="small", help="what the flags below are unless given: " + str(PRESETS)
-    )
-    model_flags(parser)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--warmup", type=int, help="steps after the first that are not measured")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--steps", type=int, help="a round")
-    parser.add_argument(
-        "--turns",
-        action=argparse.BooleanOptionalAction,
-        help="one contestant alive at a time, started anew every round",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(CONTESTANTS),
-        help=f"default: all but {', '.join(n for n, x in CONTESTANTS.items() if x.optional)}",
-    )
-    parser.add_argument("--offload", action="store_true", help=f"only {', '.join(OFFLOAD)}")
-    contest_flags(parser)
-    parser.add_argument("--name", help="of the files in --out; default: peers, peers_large, peers_offload")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    for flag, value in PRESETS[args.model].items():
-        if getattr(args, flag) is None:
-            setattr(args, flag, value)
-    args.name = args.name or "_".join(
-        ["peers", *([args.model] if args.model != "small" else []), *(["offload"] if args.offload else [])]
-    )
-    return args
-
-
-if __name__ == "__main__":
-    main()

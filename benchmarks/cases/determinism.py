@@ -1,16 +1,8 @@
-"""Which runs are the same to the bit, and how far apart the others are: a small GPT with dropout, trained in two ways
-from one start.
-
-    python benchmarks/determinism.py          # every pair: half an hour or more on 2 cores
-
-Nothing here is a time, so other work may go on beside it. Compared are the losses of all steps, and all leaves of
-parameters and optimizer state after the first step and the last.
-"""
+"""Which runs are the same to the bit, and how far apart the others are: pairs of runs, trained from one start."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import sys
 import tempfile
@@ -19,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import MODEL, Group, model_flags, passed_on, publish, script_flags, serve, settings, verdict
+from common import verdict
+
+from cases import Table, processes, sizes
 
 LIMIT = 1e-5
 """How far the losses of a run in fp32 may be from those of one that sums in another order, of themselves."""
@@ -41,7 +35,7 @@ class Run:
     number: int = 1  # to run the same twice
 
     @property
-    def processes(self) -> tuple[int, int]:
+    def needs(self) -> tuple[int, int]:
         return math.prod(size for _, size in self.axes), self.threads
 
 
@@ -163,7 +157,7 @@ def pairs() -> list[Pair]:
 # --- a process ---
 
 
-def worker(args: argparse.Namespace) -> None:
+def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     import torch
 
     import fzero as fz
@@ -196,8 +190,7 @@ def worker(args: argparse.Namespace) -> None:
         if mesh.rank == 0:
             torch.save({"losses": losses, "states": states}, out)
 
-    serve({"train": train})
-    fz.close_mesh()
+    return {"train": train}
 
 
 def gpt(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
@@ -289,21 +282,18 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-# --- who compares ---
+# --- comparing ---
 
 
 def trained(runs: list[Run], args: argparse.Namespace, folder: str) -> dict[Run, Any]:
-    """What became of each run. Processes are started once for all runs that need as many, with as many threads."""
+    """Losses and states of each run. Processes are started once for all runs on as many, with as many threads."""
     import torch
 
     found: dict[Run, Any] = {}
-    with contextlib.ExitStack() as stack:
-        cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True))
-        for processes in sorted({run.processes for run in runs}):
-            with Group(
-                __file__, processes[0], passed_on(args, *MODEL, "steps", "seed"), threads=processes[1], cache=cache
-            ) as group:
-                for run in (run for run in runs if run.processes == processes):
+    with tempfile.TemporaryDirectory(prefix="fzero-bench-", ignore_cleanup_errors=True) as cache:
+        for count, threads in sorted({run.needs for run in runs}):
+            with processes(args, count, threads=threads, cache=cache) as group:
+                for run in (run for run in runs if run.needs == (count, threads)):
                     print(f"{run} ...", file=sys.stderr, flush=True)
                     out = str(Path(folder, f"{len(found)}.pt"))
                     group.ask("train", name=repr(run), folder=folder, out=out)
@@ -331,62 +321,37 @@ def distances(first: list[Any], second: list[Any]) -> Iterator[float]:
             yield float((a.double() - b.double()).abs().max()) / largest
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model_flags(p, layers=2, width=128, heads=4, seq=64, batch=12)
-    p.add_argument("--steps", type=int, default=20)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--only", nargs="+", metavar="TEXT", help="pairs whose names contain one of these")
-    script_flags(p, "determinism")
-    args = p.parse_args()
-    if args.worker:
-        worker(args)
-        return
+def determinism(args: argparse.Namespace) -> Table:
+    """Which runs are the same to the bit, and how far apart the others are: a small GPT with dropout, trained twice.
+
+    Compared are the losses of all steps, and all leaves of parameters and optimizer state after the first step and
+    the last. No time is measured: other work may go on beside it. `--only TEXT`: the pairs whose names contain it.
+    """
     chosen = [pair for pair in pairs() if not args.only or any(text in pair.name for text in args.only)]
+    runs = list(dict.fromkeys(run for pair in chosen for run in (pair.first, pair.second)))
     with tempfile.TemporaryDirectory(prefix="fzero-bench-") as folder:
-        report(
-            chosen,
-            trained(list(dict.fromkeys(run for pair in chosen for run in (pair.first, pair.second))), args, folder),
-            args,
-        )
-
-
-def report(chosen: list[Pair], found: dict[Run, Any], args: argparse.Namespace) -> None:
+        found = trained(runs, args, folder)
     results = {pair: compared(pair, found) for pair in chosen}
-    rows = [
-        (
-            pair.name,
-            "yes" if r["equal"] else "no",
-            *("0" if x == 0 else f"{x:.0e}" for x in (r["losses"], *r["leaves"])),
-            _kept(pair, r),
-        )
-        for pair, r in results.items()
-    ]
+    rows = []
+    for pair, r in results.items():
+        distances = ("0" if x == 0 else f"{x:.0e}" for x in (r["losses"], *r["leaves"]))
+        rows.append((pair.name, "yes" if r["equal"] else "no", *distances, _kept(pair, r)))
     notes = [
-        f"{args.layers} layers, width {args.width}, sequence {args.seq}, global batch {args.batch}, dropout 0.1, AdamW "
-        f"after clipping by global norm, fp32, "
-        f"eager backend and one thread a process unless said otherwise; {args.steps} steps.",
+        f"{sizes(args)}, dropout 0.1, AdamW after clipping by global norm, fp32, eager backend and one thread a "
+        f"process unless said otherwise; {args.steps} steps.",
         "Losses: the largest relative difference of any step. Leaves, of parameters and optimizer state: the largest "
-        "difference of an element, "
-        "relative to the largest element of its leaf.",
+        "difference of an element, relative to the largest element of its leaf.",
         "Draws: dropout and stochastic rounding in a linear function whose sums are exact in every order, so that only "
         "what is drawn can differ.",
         f"Wanted: the same bits where they are promised; losses within {LIMIT:g} elsewhere, in bf16 within "
         f"{LIMIT_LOW:g}.",
     ]
     columns = ("", "same bits", "losses", "leaves after 1 step", f"after {args.steps}", "wanted")
-    data = {
-        "settings": settings(args, "only"),
-        "pairs": [{"name": pair.name, "promised": pair.same, **r} for pair, r in results.items()],
-    }
-    publish(args.name, "Which runs are the same to the bit", columns, rows, notes, data, args.out)
+    data = {"pairs": [{"name": pair.name, "promised": pair.same, **r} for pair, r in results.items()]}
+    return Table("Which runs are the same to the bit", columns, rows, notes, data)
 
 
 def _kept(pair: Pair, result: dict[str, Any]) -> str:
     if pair.same:
         return f"same bits: {verdict(0 if result['equal'] else 1, 0)}"
     return f"{pair.limit:g}: {verdict(result['losses'], pair.limit)}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,163 @@
+"""Plans, of which nothing is run: 7 billion parameters on one card of 24 GB, and models up to a trillion."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import SOURCE
+
+from cases import Table
+
+# --- 7 billion parameters on 24 GB ---
+
+BUDGETS = {"memory_budget": "22GB", "host_budget": "58GB", "disk_budget": "500GB"}
+# micro-batches, and whether all pass through a block before the next
+HEADLINE = ((1, True), (4, True), (8, True), (4, False))
+
+
+def headline(args: argparse.Namespace) -> Table:
+    """Whether 7 billion parameters train on one GPU of 24 GB with 64 GB of host memory and an NVMe, and how fast.
+
+    bf16 with fp32 masters, AdamW, clipped by the global norm, `remat("full")`, accumulated over micro-batches of 16,384
+    tokens. `offload("auto")` chooses the tiers, with 22 GB of the device, 58 GB of the host and 500 GB of the disk.
+    The rates are those of a known device, or of a calibration file, which the notes print.
+    """
+    sys.path.insert(0, str(SOURCE / "examples"))
+    import plan_llama
+
+    import fzero as fz
+    from fzero.plan.devices import get_device
+
+    device, rows, cases = get_device(args.device), [], []
+    for micro_batches, vertical in HEADLINE:
+        step, params, batch = plan_llama.headline(micro_batches, args.layers or plan_llama.LAYERS, vertical)
+        begin = time.process_time()
+        plan = fz.lower(step, fz.AbstractMesh(data=1, device_type="cuda"), params, batch, device=device, **BUDGETS).plan
+        took, tokens = time.process_time() - begin, batch[0].numel()
+        peaks = [plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes]
+        name = f"{micro_batches}{', vertical' if vertical and micro_batches > 1 else ''}"
+        speed = [f"{tokens:,}", f"{plan.step_seconds:.1f}", f"{86400e-6 * tokens / plan.step_seconds:.0f}"]
+        shares = ["" if plan.mfu is None else f"{plan.mfu:.0%}", f"{plan.speed_of_light:.0%}"]
+        rows.append([name, *speed, *shares, *(f"{n / 1e9:.1f}" for n in peaks), plan.bound_by, f"{took:.0f}"])
+        case = {"micro_batches": micro_batches, "vertical": vertical, "tokens": tokens}
+        case |= {"step_seconds": plan.step_seconds, "peaks": peaks, "planned_in_cpu_seconds": took}
+        cases.append({**case, "decisions": [d._asdict() for d in plan.decisions]})
+    links = (device.host_copy, device.disk_read, device.disk_write)
+    rates = (device.host_memory_bandwidth, *(link.bandwidth for link in links))
+    memory, link, read, write = (f"{rate / 1e9:.3g} GB/s" for rate in rates)
+    notes = [
+        f"Predicted, not measured: {device.name}, {device.source}",
+        f"Assumed of the host: {memory} of memory, {link} to the device and from it; of the disk: {read} read, {write} "
+        "written",
+        *(f"{row[0]}: {case['decisions'][0]['chosen']}" for row, case in zip(rows, cases, strict=True)),
+    ]
+    speed = ("tokens a step", "s a step", "M tokens a day", "MFU", "of attainable")
+    columns = ("micro-batches", *speed, "GPU GB", "host GB", "disk GB", "bound by", "planned in CPU s")
+    data = {"device": device.name, "budgets": BUDGETS, "cases": cases}
+    return Table("7 billion parameters on one GPU of 24 GB", columns, rows, notes, data)
+
+
+# --- known models ---
+
+SIZES = {  # vocabulary, width, hidden, layers, key and value heads
+    "Llama 2 7B": (32000, 4096, 11008, 32, 32),
+    "Llama 3 8B": (128256, 4096, 14336, 32, 8),
+    "Llama 2 13B": (32000, 5120, 13824, 40, 40),
+    "Llama 3 70B": (128256, 8192, 28672, 80, 8),
+    "1 T": (50304, 25600, 68352, 128, 200),
+}
+AUTO = ("--offload", "auto")
+VERTICAL = ("--accumulate", "8", "--vertical")
+HOME = (*AUTO, *VERTICAL, "--host-budget", "58GB", "--disk-budget", "2TB")
+MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{f"{n}, 8 x 80 GB": (n, ("--devices", "8xh100")) for n in list(SIZES)[:4]},
+    **{f"{n}, 64 x 80 GB": (n, ("--devices", "64xh100")) for n in list(SIZES)[:4]},
+    **{f"{n}, 1 x 24 GB": (n, ("--devices", "1xrtx4090", *HOME)) for n in list(SIZES)[:4]},
+    "Llama 2 13B, 1 x 32 GB": (
+        "Llama 2 13B",
+        ("--devices", "1xrtx5090", *AUTO, *VERTICAL, "--host-budget", "256GB"),
+    ),
+    "1 T, 128 x 80 GB": (
+        "1 T",
+        ("--devices", "128xa100", "--seq", "2048", *AUTO, "--host-budget", "100GB", "--disk-budget", "1TB"),
+    ),
+}
+"""The model and the flags of each plan. Budgets are those of one rank."""
+
+
+def model_plans(args: argparse.Namespace) -> Table:
+    """Whether models of 7 billion to a trillion parameters fit, and how fast they train.
+
+    Each plan is `fzero plan --hf CONFIG --devices ... --json` in a process of its own; one whose file is in `--plans`
+    is not made again. Full training with AdamW and clipping, bf16 with fp32 masters, sequences of 4,096 tokens (2,048
+    of the trillion). `--only 8b`: the plans whose name has this. `--tables`: those that are there.
+    """
+    args.plans.mkdir(parents=True, exist_ok=True)
+    paths = {name: args.plans / f"{name.replace(' ', '_')}.json" for name in MODELS}
+    for name, (model, flags) in MODELS.items():
+        if not args.tables and (args.only or "").lower() in name.lower() and not paths[name].exists():
+            print(name, file=sys.stderr)
+            made = planned(args.plans / model.replace(" ", "_"), model, flags, args.seconds)
+            paths[name].write_text(json.dumps(made))
+    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    rows, notes = [], ["Predicted, not measured: no such machine was at hand."]
+    for name, case in found.items():
+        if "refused" in case:
+            lines = case["refused"].splitlines()
+            rows.append([name, "no", *[""] * 8])
+            notes.append(f"{name}: {'; '.join(x.strip() for x in lines[: 6 if len(lines) > 6 else None])}")
+            continue
+        process = sum(p["nbytes"] for p in case["process"] if p["where"] == "device")
+        sizes = (case["peak_bytes"], case["peak_bytes"] + process, case["host_peak_bytes"], case["disk_bytes"])
+        speed = (f"{case['step_seconds']:.3g}", f"{case['tokens_per_second']:,.0f}", f"{case['mfu']:.0%}")
+        rows.append([name, "yes", *(f"{n / 1e9:.1f}" if n else "" for n in sizes), *speed, case["bound_by"]])
+        chosen = next((d["chosen"] for d in case["decisions"] if d["what"] == "offload"), "")
+        notes += [f"{name}: {chosen}"] if chosen else []
+    notes += [f"Left out: {name}" for name in MODELS if name not in found]
+    for case in found.values():
+        notes += [f"Assumed: {text}" for text in case.get("assumed", [])[:2] if f"Assumed: {text}" not in notes]
+    notes += [f"{name}: fzero plan --hf DIR {' '.join(MODELS[name][1])}" for name in found]
+    sizes = ("GB a device", "with the process", "host GB a rank", "disk GB a rank")
+    columns = ("model, devices", "fits", *sizes, "s a step", "tokens/s", "MFU", "bound by")
+    return Table("Models that fit, and how fast", columns, rows, notes, {"cases": found})
+
+
+def planned(config: Path, model: str, flags: tuple[str, ...], limit: int) -> dict[str, Any]:
+    """What a plan says, or why there is none."""
+    from transformers import LlamaConfig  # pyright: ignore[reportMissingImports]
+
+    vocab, width, hidden, layers, shared = SIZES[model]
+    LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 128,
+        num_key_value_heads=shared,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(config)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    command = [sys.executable, "-m", "fzero", "plan", "--hf", str(config), *flags, "--json"]
+    env = {**os.environ, "PYTHONPATH": f"{SOURCE}:{os.environ.get('PYTHONPATH', '')}"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"refused": f"not planned: it took more than {limit} s"}
+    took = {"cpu_seconds": resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, "flags": flags}
+    if done.returncode == 1:
+        lines = [x for x in done.stderr.splitlines() if not x.startswith("fzero.plan:")]
+        return {"refused": "\n".join(lines), **took}
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    keep = ("step_seconds", "mfu", "peak_bytes", "host_peak_bytes", "disk_bytes", "bound_by", "tokens_per_second")
+    data = json.loads(done.stdout)
+    return {k: data[k] for k in (*keep, "process", "decisions", "better", "assumed", "devices")} | took
