@@ -177,7 +177,7 @@ CASES = {
     "offload_time_clipped": Case(
         "the same with updates on a guess", 5, disks.offload_time, disks.time_worker,
         flags={**ON_DISK, "batches": [1, 2], "max_norm": 1000.0, "rounds": 7},
-        small={**EAGER, "batches": [2], "rounds": 2},
+        small={**EAGER, "width": 256, "batches": [2], "rounds": 2},
     ),
     "offload_memory": Case(
         "a model larger than memory", 12, memory.offload_memory, memory.offload_worker,

@@ -508,7 +508,11 @@ def test_what_verify_finds_is_said_as_it_is(run_ranks):
         ({"steps": 0}, FzeroValueError, "steps=0"),
         ({"mesh": 2}, FzeroTypeError, "fz.make_mesh, or fz.AbstractMesh"),
         ({"mesh": fz.AbstractMesh(data=1), "backend": "inductor"}, FzeroValueError, "simulation does not take backend"),
-        ({"mesh": fz.AbstractMesh(data=5)}, FzeroValueError, "does not divide among 5 ranks"),
+        (
+            {"mesh": fz.AbstractMesh(data=5), "step": fz.shard_params(fz.train_step(loss, optim.sgd(0.1)))},
+            FzeroValueError,
+            "does not divide among 5 ranks",
+        ),
         ({"batch": models.meta(batch())}, FzeroValueError, r"\['x'\]: float32\[24, 48\]"),
     ],
 )

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,18 @@ def wanted(text: str, value: float, limit: float, form: str = ".2f", unit: str =
 
 def kept(limits: str, missed: int) -> str:
     return f"{limits}: {f'MISSED by {missed}' if missed else 'met'}"
+
+
+def within_rounds(name: str, each: Sequence[float], limit: float | None) -> tuple[dict[str, Any], str]:
+    """Ratios of the rounds as data and as a note: their median, their range, the limit if there is one."""
+    middle, least, most = statistics.median(each), min(each), max(each)
+    text = f"{name}: {middle:.3f} (rounds {least:.3f} to {most:.3f}){at_most(middle, limit)}"
+    return {"median": middle, "min": least, "max": most, "limit": limit}, text
+
+
+def at_most(value: float, limit: float | None) -> str:
+    """The end of a note: an upper limit, if there is one, and whether it is met."""
+    return "" if limit is None else f", at most {limit:g} wanted: {verdict(value, limit)}"
 
 
 def number(count: int, noun: str = "process", plural: str = "es") -> str:

@@ -7,7 +7,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,103 +55,74 @@ def on(ranks: int, *transforms: str, **more: Any) -> Run:
 
 
 def pairs() -> list[Pair]:
-    z3, one = "shard_params", on(1)
-    compiled, exact = {"backend": "inductor"}, {"model": "exact"}
+    z2, z3, twice, whole = "shard_grads", "shard_params", "accumulate 2", "remat full"
     low, lowest, drawn = "mixed_precision bf16", "mixed_precision bf16 params", "mixed_precision fp32 params"
-    replicas = (("replica", 2), ("data", 2))
+    one, two, fast = on(1), on(2, z3), on(1, backend="inductor")
+    spread = {ranks: on(ranks, z3) for ranks in (2, 3, 4)}
+    threads = replace(fast, threads=2)
+    nodes, swapped = (Run((z3,), axes) for axes in ((("replica", 2), ("data", 2)), (("data", 2), ("replica", 2))))
+    exact = on(1, drawn, model="exact")
+
+    def same(name: str, first: Run, second: Run) -> Pair:
+        return Pair(name, first, second, True)
+
+    def near(name: str, first: Run, second: Run, limit: float = LIMIT) -> Pair:
+        return Pair(name, first, second, False, limit)
+
     found = [
-        Pair("the same twice, 1 process", one, on(1, number=2), True),
-        Pair("the same twice, 2 processes", on(2, z3), on(2, z3, number=2), True),
-        Pair(
-            "the same twice, 2 threads, inductor",
-            on(1, threads=2, **compiled),
-            on(1, threads=2, number=2, **compiled),
-            True,
-        ),
-        Pair("restored and uninterrupted", on(2, z3), on(2, z3, restored=True), True),
-        Pair(
-            "orders of transforms",
-            on(2, z3, low, "accumulate 2", "remat full"),
-            on(2, "remat full", "accumulate 2", low, z3),
-            True,
-        ),
-        Pair("gloo and shared memory, 2 processes", on(2, z3), on(2, z3, shared_memory=False), True),
-        Pair("gloo and shared memory, 3 processes", on(3, z3), on(3, z3, shared_memory=False), False),
-        Pair("axis of size 1, and no axis", one, Run((z3,), (("data", 1),)), True),
+        same("the same twice, 1 process", one, replace(one, number=2)),
+        same("the same twice, 2 processes", two, replace(two, number=2)),
+        same("the same twice, 2 threads, inductor", threads, replace(threads, number=2)),
+        same("restored and uninterrupted", two, replace(two, restored=True)),
+        same("orders of transforms", on(2, z3, low, twice, whole), on(2, whole, twice, low, z3)),
+        same("gloo and shared memory, 2 processes", two, replace(two, shared_memory=False)),
+        near("gloo and shared memory, 3 processes", spread[3], replace(spread[3], shared_memory=False)),
+        same("axis of size 1, and no axis", one, on(1, z3)),
     ]
-    for ranks in (2, 3):
+    for n in (2, 3):
+        z1 = on(n, "shard_opt_state")
         found += [
-            Pair(
-                f"data_parallel and shard_opt_state, {ranks} processes",
-                on(ranks, "data_parallel"),
-                on(ranks, "shard_opt_state"),
-                False,
-            ),
-            Pair(
-                f"shard_opt_state and shard_grads, {ranks} processes",
-                on(ranks, "shard_opt_state"),
-                on(ranks, "shard_grads"),
-                True,
-            ),
-            Pair(f"shard_grads and shard_params, {ranks} processes", on(ranks, "shard_grads"), on(ranks, z3), True),
+            near(f"data_parallel and shard_opt_state, {n} processes", on(n, "data_parallel"), z1),
+            same(f"shard_opt_state and shard_grads, {n} processes", z1, on(n, z2)),
+            same(f"shard_grads and shard_params, {n} processes", on(n, z2), spread[n]),
         ]
+    z1_twice, z2_twice, z3_twice = (on(2, name, twice) for name in ("shard_opt_state", z2, z3))
     found += [
-        Pair(
-            "shard_grads and shard_params, accumulate(2)",
-            on(2, "shard_grads", "accumulate 2"),
-            on(2, z3, "accumulate 2"),
-            True,
-        ),
-        Pair(
-            "shard_opt_state and shard_grads, accumulate(2)",
-            on(2, "shard_opt_state", "accumulate 2"),
-            on(2, "shard_grads", "accumulate 2"),
-            False,
-        ),
-        Pair("1 and 2 processes", one, on(2, z3), False),
-        Pair("1 and 3 processes", one, on(3, z3), False),
-        Pair("1 and 4 processes", one, on(4, z3), False),
-        Pair("2 and 4 processes", on(2, z3), on(4, z3), False),
-        Pair("data=4, and replica=2, data=2", on(4, z3), Run((z3,), replicas), False),
-        Pair("replica=2, data=2, and data=2, replica=2", Run((z3,), replicas), Run((z3,), replicas[::-1]), False),
-        Pair("accumulate(1) and (2)", one, on(1, "accumulate 2"), False),
-        Pair("accumulate(1) and (4)", one, on(1, "accumulate 4"), False),
-        Pair("accumulate(2), in a loop and vertical", on(1, "accumulate 2"), on(1, "accumulate 2 vertical"), True),
-        Pair(
-            "the same with shard_params, 2 processes",
-            on(2, z3, "accumulate 2"),
-            on(2, z3, "accumulate 2 vertical"),
-            False,
-        ),
-        Pair("2 processes, and accumulate(2)", on(2, z3), on(1, "accumulate 2"), False),
+        same("shard_grads and shard_params, accumulate(2)", z2_twice, z3_twice),
+        near("shard_opt_state and shard_grads, accumulate(2)", z1_twice, z2_twice),
+        *(near(f"1 and {n} processes", one, spread[n]) for n in (2, 3, 4)),
+        near("2 and 4 processes", two, spread[4]),
+        near("data=4, and replica=2, data=2", spread[4], nodes),
+        near("replica=2, data=2, and data=2, replica=2", nodes, swapped),
+        near("accumulate(1) and (2)", one, on(1, twice)),
+        near("accumulate(1) and (4)", one, on(1, "accumulate 4")),
+        same("accumulate(2), in a loop and vertical", on(1, twice), on(1, "accumulate 2 vertical")),
+        near("the same with shard_params, 2 processes", z3_twice, on(2, z3, "accumulate 2 vertical")),
+        near("2 processes, and accumulate(2)", two, on(1, twice)),
+        *(same(f"remat {kind} and min_cut", on(1, f"remat {kind}"), one) for kind in ("none", "full")),
+        near("remat full and min_cut, inductor", on(1, whole, backend="inductor"), fast),
+        *(same(f"offload({tier}), and without", on(2, z3, f"offload {tier}"), two) for tier in ("cpu", "nvme")),
+        near("eager and inductor", one, fast),
+        near("1 and 2 threads, eager", one, on(1, threads=2)),
+        near("1 and 2 threads, inductor", fast, threads),
+        near("bf16, 1 and 2 processes", on(1, low), on(2, z3, low), LIMIT_LOW),
+        same("bf16, shard_grads and shard_params", on(2, z2, low), on(2, z3, low)),
+        near("bf16 without masters, 1 and 2 processes", on(1, lowest), on(2, z3, lowest), LIMIT_LOW),
     ]
-    found += [Pair(f"remat {kind} and min_cut", on(1, f"remat {kind}"), one, True) for kind in ("none", "full")]
-    found += [Pair("remat full and min_cut, inductor", on(1, "remat full", **compiled), on(1, **compiled), False)]
-    found += [
-        Pair(f"offload({tier}), and without", on(2, z3, f"offload {tier}"), on(2, z3), True) for tier in ("cpu", "nvme")
+
+    def draws(*transforms: str, ranks: int = 1) -> Run:
+        given = (z3, drawn, *transforms) if ranks > 1 else (drawn, *transforms)
+        return on(ranks, *given, model="exact")
+
+    return [
+        *found,
+        same("draws: 1 and 2 processes", exact, draws(ranks=2)),
+        same("draws: 1 and 4 processes", exact, draws(ranks=4)),
+        same("draws: accumulate(1) and (2)", exact, draws(twice)),
+        same("draws: remat none and full", draws("remat none"), draws(whole)),
+        same("draws: offload(cpu) on 2, and 1 process", draws("offload cpu", ranks=2), exact),
+        same("draws: eager and inductor", exact, replace(exact, backend="inductor")),
     ]
-    found += [
-        Pair("eager and inductor", one, on(1, **compiled), False),
-        Pair("1 and 2 threads, eager", one, on(1, threads=2), False),
-        Pair("1 and 2 threads, inductor", on(1, **compiled), on(1, threads=2, **compiled), False),
-        Pair("bf16, 1 and 2 processes", on(1, low), on(2, z3, low), False, LIMIT_LOW),
-        Pair("bf16, shard_grads and shard_params", on(2, "shard_grads", low), on(2, z3, low), True),
-        Pair("bf16 without masters, 1 and 2 processes", on(1, lowest), on(2, z3, lowest), False, LIMIT_LOW),
-        Pair("draws: 1 and 2 processes", on(1, drawn, **exact), on(2, z3, drawn, **exact), True),
-        Pair("draws: 1 and 4 processes", on(1, drawn, **exact), on(4, z3, drawn, **exact), True),
-        Pair("draws: accumulate(1) and (2)", on(1, drawn, **exact), on(1, drawn, "accumulate 2", **exact), True),
-        Pair(
-            "draws: remat none and full", on(1, drawn, "remat none", **exact), on(1, drawn, "remat full", **exact), True
-        ),
-        Pair(
-            "draws: offload(cpu) on 2, and 1 process",
-            on(2, z3, drawn, "offload cpu", **exact),
-            on(1, drawn, **exact),
-            True,
-        ),
-        Pair("draws: eager and inductor", on(1, drawn, **exact), on(1, drawn, **exact, **compiled), True),
-    ]
-    return found
 
 
 # --- a process ---
@@ -169,7 +140,7 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         run = runs[name]
         mesh = fz.make_mesh(device="cpu", shared_memory=run.shared_memory, **dict(run.axes))
         step, init, batches = MODELS[run.model](args)
-        transforms = [TRANSFORMS[name.split()[0]](*name.split()[1:], run, folder) for name in run.transforms]
+        transforms = [transform_of(text, run, folder) for text in run.transforms]
         compiled = [
             fz.compile(fz.compose(*reversed(transforms))(step), mesh, backend=run.backend)
             for _ in range(1 + run.restored)
@@ -239,47 +210,22 @@ def exact(args: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
 MODELS: dict[str, Callable[[argparse.Namespace], tuple[Any, Any, list[Any]]]] = {"gpt": gpt, "exact": exact}
 
 
-def _sharding(name: str) -> Callable[..., Any]:
-    def make(run: Run, folder: str) -> Any:
-        import fzero as fz
-
-        spread = getattr(fz, name)(axis="data")
-        return fz.compose(spread, fz.data_parallel(axis="replica")) if "replica" in dict(run.axes) else spread
-
-    return make
-
-
-def _accumulate(num: str, *more: Any) -> Any:
+def transform_of(text: str, run: Run, folder: str) -> Any:
+    """A transform by its name, and what it is given: `accumulate 2 vertical`."""
     import fzero as fz
 
-    return fz.accumulate(int(num), vertical="vertical" in more)
-
-
-def _remat(policy: str, *_: Any) -> Any:
-    import fzero as fz
-
-    return fz.remat(policy)
-
-
-def _offload(tier: str, run: Run, folder: str) -> Any:
-    import fzero as fz
-
-    return fz.offload(tier, ("opt_state", "params"), **({"path": Path(folder)} if tier == "nvme" else {}))
-
-
-def _precision(compute: str, *more: Any) -> Any:
-    import fzero as fz
-
-    return fz.mixed_precision(compute, params="bf16" if "params" in more else "fp32")
-
-
-TRANSFORMS: dict[str, Callable[..., Any]] = {
-    **{name: _sharding(name) for name in ("data_parallel", "shard_opt_state", "shard_grads", "shard_params")},
-    "accumulate": _accumulate,
-    "remat": _remat,
-    "offload": _offload,
-    "mixed_precision": _precision,
-}
+    name, *given = text.split()
+    if name == "accumulate":
+        return fz.accumulate(int(given[0]), vertical="vertical" in given)
+    if name == "remat":
+        return fz.remat(given[0])
+    if name == "offload":
+        place = {"path": Path(folder)} if given[0] == "nvme" else {}
+        return fz.offload(given[0], ("opt_state", "params"), **place)
+    if name == "mixed_precision":
+        return fz.mixed_precision(given[0], params="bf16" if "params" in given else "fp32")
+    spread = getattr(fz, name)(axis="data")
+    return fz.compose(spread, fz.data_parallel(axis="replica")) if "replica" in dict(run.axes) else spread
 
 
 # --- comparing ---

@@ -12,7 +12,7 @@ from typing import Any
 
 from common import verdict
 
-from cases import LR, Table, cpu_seconds, processes
+from cases import LR, Table, at_most, cpu_seconds, processes, within_rounds
 from cases.contestants import CONTESTANTS, start
 from cases.peers import measure, present
 
@@ -37,10 +37,9 @@ def speed(args: argparse.Namespace) -> Table:
         for kind, text in (("cpu_s", "CPU"), ("wall_s", "wall")) if other in found else ():
             rounds = zip(found["llama_module"]["rounds"], found[other]["rounds"], strict=True)
             each = [a[kind] / b[kind] for a, b in rounds]
-            most, middle = limit if kind == "cpu_s" else None, statistics.median(each)
             name = f"functionalized / {CONTESTANTS[other].title}, {text} seconds"
-            ratios[name] = {"median": middle, "min": min(each), "max": max(each), "limit": most}
-            notes.append(f"{name}: {middle:.3f} (rounds {min(each):.3f} to {max(each):.3f}){_wanted(middle, most)}")
+            ratios[name], note = within_rounds(name, each, limit if kind == "cpu_s" else None)
+            notes.append(note)
     losses = [x["losses"] for x in found.values()]
     spread = max((max(step) - min(step)) / abs(min(step)) for step in zip(*losses, strict=True))
     ratios["losses differ by"] = {"value": spread, "limit": LOSS_LIMIT}
@@ -56,10 +55,6 @@ def speed(args: argparse.Namespace) -> Table:
     columns = ("", "CPU s", "wall s", "peak MiB", "resting MiB", "first step s", "last loss")
     data = {"contestants": found, "ratios": ratios}
     return Table("A module of transformers, beside its peers", columns, rows, notes, data)
-
-
-def _wanted(value: float, limit: float | None) -> str:
-    return "" if limit is None else f", at most {limit:g} wanted: {verdict(value, limit)}"
 
 
 def first(args: argparse.Namespace) -> Table:
@@ -88,7 +83,7 @@ def first(args: argparse.Namespace) -> Table:
         ratio = middle["llama_module"]["wall_s"] / middle["llama_fsdp2"]["wall_s"]
         data["ratio"] = {"value": ratio, "limit": FIRST_LIMIT}
         name = f"first step, functionalized / {CONTESTANTS['llama_fsdp2'].title}"
-        notes.append(f"{name}: {ratio:.2f}{_wanted(ratio, FIRST_LIMIT)}")
+        notes.append(f"{name}: {ratio:.2f}{at_most(ratio, FIRST_LIMIT)}")
     return Table("The first step from empty caches", ("", "first step s", "CPU s"), rows, notes, data)
 
 
@@ -165,7 +160,7 @@ def build(args: argparse.Namespace) -> Table:
             limit = BUILD_LIMIT if (kind, what) == ("module", "build_cpu_s") else None
             ratios[f"{kind}, {what}, {most['depth']} layers / {least['depth']}"] = {"value": ratio, "limit": limit}
             seconds = f"{text} {least[what]:.2f} and {most[what]:.2f} CPU s, {ratio:.2f} times"
-            texts.append(f"{seconds}{_wanted(ratio, limit)}")
+            texts.append(f"{seconds}{at_most(ratio, limit)}")
         notes.append(f"{kind} of {least['depth']} and of {most['depth']} layers: {'; '.join(texts)}")
     notes.append(
         f"Building: width {args.width}, one process, empty cache, the compiler's processes included; functionalizing "

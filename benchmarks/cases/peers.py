@@ -10,9 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import verdict
-
-from cases import Table
+from cases import Table, at_most, within_rounds
 from cases.contestants import CONTESTANTS, installed, start
 
 CPU_LIMITS = (  # CPU seconds a step of the first over those of the second, within a round, and the most that is wanted
@@ -130,52 +128,41 @@ def _mean_losses(answers: list[dict[str, Any]]) -> list[float]:
 def compare(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """Every ratio and check with its limit, as data and as notes."""
     data: dict[str, Any] = {}
-    notes = []
+    notes: list[str] = []
+    large = args.case == "peers_large"
     for top, bottom, limit in CPU_LIMITS:
-        for kind in ("cpu_s", "wall_s"):
-            if top not in found or bottom not in found:
-                continue
+        for kind in ("cpu_s", "wall_s") if {top, bottom} <= found.keys() else ():
             # of bf16 the kernels differ, not the waits; of what is offloaded both may
             both = top.endswith("bf16") or CONTESTANTS[top].offload
-            wanted = limit if kind == "cpu_s" or both else None
             each = [a[kind] / b[kind] for a, b in zip(found[top]["rounds"], found[bottom]["rounds"], strict=True)]
-            name, middle = f"{top} / {bottom}, {kind}", statistics.median(each)
-            data[name] = {"median": middle, "min": min(each), "max": max(each), "limit": wanted}
-            notes.append(f"{name}: {middle:.3f} (rounds {min(each):.3f} to {max(each):.3f})" + _wanted(middle, wanted))
-    if "fzero_zero3" in found and "ddp" in found:
+            name = f"{top} / {bottom}, {kind}"
+            data[name], note = within_rounds(name, each, limit if kind == "cpu_s" or both else None)
+            notes.append(note)
+    if {"fzero_zero3", "ddp"} <= found.keys():
         ours, ddp = found["fzero_zero3"], found["ddp"]
-        limit = PEAK_LIMIT if args.case == "peers_large" else None
-        whole_run = [max(x["build_growth_mib"], x["growth_mib"]) for x in (ours, ddp)]
-        for when, value in (
-            ("whole run", whole_run[0] / whole_run[1]),
-            ("steps", ours["growth_mib"] / ddp["growth_mib"]),
-        ):
-            name = f"fzero_zero3 / ddp, growth of the peak, {when}"
+        whole = [max(x["build_growth_mib"], x["growth_mib"]) for x in (ours, ddp)]
+        shares = {"whole run": whole[0] / whole[1], "steps": ours["growth_mib"] / ddp["growth_mib"]}
+        for when, value in shares.items():
+            name, limit = f"fzero_zero3 / ddp, growth of the peak, {when}", PEAK_LIMIT if large else None
             data[name] = {"value": value, "limit": limit}
-            notes.append(f"{name}: {value:.3f}" + _wanted(value, limit))
-    for name in (n for n, x in found.items() if "least_mib" in x):
-        x, limit = found[name], LEAST_LIMIT if args.case == "peers_large" and not CONTESTANTS[name].bf16 else None
-        data[f"{name}, growth of the peak / closed form"] = {
-            "value": x["growth_mib"] / x["least_mib"],
-            "limit": limit,
-            "least_mib": x["least_mib"],
-        }
-        ratio, planned = x["growth_mib"] / x["least_mib"], x["planned_mib"] / x["least_mib"]
-        text = (
-            f"{name}, growth of the peak / closed form of {x['least_mib']:.0f} MiB: {ratio:.3f}{_wanted(ratio, limit)}"
-        )
+            notes.append(f"{name}: {value:.3f}{at_most(value, limit)}")
+    for who, x in found.items():
+        if "least_mib" not in x:
+            continue
+        limit, least = LEAST_LIMIT if large and not CONTESTANTS[who].bf16 else None, x["least_mib"]
+        name, ratio, planned = f"{who}, growth of the peak / closed form", x["growth_mib"] / least, x["planned_mib"]
+        data[name] = {"value": ratio, "limit": limit, "least_mib": least}
         notes.append(
-            f"{text}; planned peak, {x['planned_mib']:.0f} MiB, / closed form: {planned:.3f}{_wanted(planned, limit)}"
+            f"{name} of {least:.0f} MiB: {ratio:.3f}{at_most(ratio, limit)}; planned peak, {planned:.0f} MiB, / closed "
+            f"form: {planned / least:.3f}{at_most(planned / least, limit)}"
         )
-    fp32 = [n for n in found if not CONTESTANTS[n].bf16 and not CONTESTANTS[n].is_floor]
+    fp32 = [x["losses"] for n, x in found.items() if not CONTESTANTS[n].bf16 and not CONTESTANTS[n].is_floor]
     if len(fp32) > 1:
-        spread = [(max(at) - min(at)) / min(at) for at in zip(*(found[n]["losses"] for n in fp32), strict=True)]
-        worst = max(spread)
-        data["fp32 losses agree"] = {"value": worst, "limit": LOSS_LIMIT, "step": spread.index(worst)}
-        notes.append(
-            f"fp32 losses agree, largest relative difference: {worst:.1e} at step "
-            f"{spread.index(worst)}{_wanted(worst, LOSS_LIMIT)}"
-        )
+        spread = [(max(at) - min(at)) / min(at) for at in zip(*fp32, strict=True)]
+        worst, step = max(spread), spread.index(max(spread))
+        data["fp32 losses agree"] = {"value": worst, "limit": LOSS_LIMIT, "step": step}
+        met = at_most(worst, LOSS_LIMIT)
+        notes.append(f"fp32 losses agree, largest relative difference: {worst:.1e} at step {step}{met}")
     return data, notes
 
 
@@ -276,7 +263,3 @@ def draw(figure: Any, names: list[str], found: dict[str, dict[str, Any]], floor:
     )
     right.barh(titles, [found[n]["growth_mib"] for n in shown], color=colors, label="steps")
     right.set_xlabel("growth of the peak, MiB a rank (pale: while building)")
-
-
-def _wanted(value: float, limit: float | None) -> str:
-    return "" if limit is None else f", at most {limit:g} wanted: {verdict(value, limit)}"

@@ -8,6 +8,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any, NamedTuple
 
 from common import RESULTS, verdict
@@ -41,6 +42,13 @@ def both(args: argparse.Namespace, name: str, ranks: int, peer: str) -> tuple[li
         with processes(args, ranks) as group:
             found.append(group.ask("train", library=library, name=name)[0])
     return found[0], found[1]
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "is not installed here"
 
 
 # --- DeepSpeed's configuration ---
@@ -150,8 +158,6 @@ def deepspeed_same(args: argparse.Namespace) -> Table:
 
     Needs `pip install 'fzero[bench]'`. `--only "stage 3"` repeats some and keeps the other results.
     """
-    from importlib.metadata import version
-
     rows, found = [], {}
     for name, config in list(CONFIGURATIONS.items())[: args.rows]:
         theirs, ours = both(args, name, RANKS, "deepspeed")
@@ -164,7 +170,7 @@ def deepspeed_same(args: argparse.Namespace) -> Table:
     notes = [
         f"{STEPS} steps, {RANKS} ranks over gloo, of each {PARTS} micro-batches of {ROWS} rows; losses are of all.",
         "Unless it says so: fp32, Adam with decoupled decay, WarmupLR, clipped to 0.5.",
-        f"DeepSpeed {version('deepspeed')}.",
+        f"DeepSpeed {_version('deepspeed')}.",
     ]
     columns = ["", "first loss", "last, DeepSpeed", "last, fzero", "largest relative difference", "wanted"]
     return Table("One configuration, two libraries", columns, rows, notes, found)
@@ -320,8 +326,6 @@ def trainer_same(args: argparse.Namespace) -> Table:
     Needs `pip install 'fzero[hf,bench]'`. Two runs differ in the class of the Trainer, and in that of the arguments
     where DeepSpeed is configured. `--only "stage 3"` repeats some and keeps the other results.
     """
-    from importlib.metadata import version
-
     rows, found = [], {}
     for name, case in list(TRAININGS.items())[: args.rows]:
         theirs, ours = both(args, name, case.ranks, "transformers" if case.config is None else "deepspeed")
@@ -338,7 +342,7 @@ def trainer_same(args: argparse.Namespace) -> Table:
         " warmup, clipped to 1; one rank, or two over gloo; all in fp32 on the CPU.",
         "Rows are ragged, but for the ViT's and stages 1 to 3, and the last batch of an epoch is in part.",
         "BERT and T5 ignore `num_items_in_batch`; transformers does not divide their loss by the micro-batches.",
-        f"transformers {version('transformers')}, DeepSpeed {version('deepspeed')} by transformers' own Trainer.",
+        f"transformers {_version('transformers')}, DeepSpeed {_version('deepspeed')} by transformers' own Trainer.",
     ]
     columns = ["", "beside", "first loss", "last, theirs", "last, fzero", "largest difference", "wanted"]
     return Table("One script, two Trainers", columns, rows, notes, found)
