@@ -124,7 +124,9 @@ def test_every_file_is_in_the_page() -> None:
     assert not [
         str(p)
         for p in sorted(files)
-        if f"`{p.name}`" not in PAGE and (p.parent != Path(".") or f"`{p.stem}`" not in PAGE)
+        if f"`{p.name}`" not in PAGE
+        and (p.parent != Path(".") or f"`{p.stem}`" not in PAGE)
+        and p.parent != Path("trace/reads")  # it has a table of its own
     ]
 
 

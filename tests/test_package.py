@@ -49,7 +49,7 @@ def test_changelog_says_what_an_upgrade_changes():
     newest = (ROOT / "CHANGELOG.md").read_text().split("\n## [")[1]
     assert newest.startswith(f"{version}]") and len(newest.splitlines()) <= 150
     headings = re.findall(r"^### (.*)$", newest, re.MULTILINE)
-    assert headings[:5] == ["Numerics changed", "Printed program changed", "Added", "Changed", "Fixed"]
+    assert headings[:5] == ["Numerics changed", "Printed program changed", "Added", "Changed", "Removed"]
 
 
 def test_import_loads_nothing_and_is_silent():
