@@ -1,10 +1,10 @@
 """Says which elements of a leaf a rank holds, however it is cut: the boxes of it.
 
 A leaf is cut along dims first. A cut along a dim into `size` parts gives each rank one of as many equal runs of it;
-with `groups` the dim is that many pieces of equal length, one behind the other, and a part has a run of each: of a
-matrix for queries, keys and values beside each other (3 groups) each rank has some of all three. A part is a product of
-ranges, one list of them for each dim, so it is boxes of the leaf; laid out row-major as a tensor of its own it has flat
-shards, as a whole leaf has (fzero/layout.py).
+with `groups` the dim is that many pieces of equal length, and a part has a run of each. For example, of a matrix for
+queries, keys and values (3 groups) each rank has some of all three. A part is a product of ranges, one list of them for
+each dim, so it is boxes of the leaf; laid out row-major as a tensor of its own it has flat shards, as a whole leaf has
+(fzero/layout.py).
 
 Who draws, cuts, stores, reads or gathers leaves asks for `Boxes` and for nothing else: two layouts of a leaf have in
 common what their boxes have.
@@ -133,8 +133,8 @@ class Boxes:
             whole[tuple(there for there, _ in pairs)] = part[tuple(here for _, here in pairs)]
 
     def runs(self, other: Boxes) -> list[Run]:
-        """The elements of the leaf that are among those of both, in the order of these: for each run of them where it
-        begins here, where in the other, and its length.
+        """The common elements of two boxes, in the order of this one: for each run its start here, its start in the
+        other, and its length.
 
         Example:
             >>> rows, columns = Boxes((4, 4), (), 0, 4, 12), Boxes((4, 4), (Along(1, 1, 2),), 1, 0, 8)

@@ -134,8 +134,8 @@ def default_device() -> str:
 
 
 def einsum_paths() -> tuple[Any, Any]:
-    """`torch.backends.opt_einsum.enabled` and `.strategy`: of the module that stands in for the module of that name
-    where they were set, else of the latter, to which it gets by way of an exception."""
+    """`torch.backends.opt_einsum.enabled` and `.strategy`, read without the exception that torch's lazy module raises
+    on each access."""
     of: Any = torch.backends.opt_einsum
     return vars(of).get("enabled", of.m.enabled), vars(of).get("strategy", of.m.strategy)
 

@@ -263,7 +263,7 @@ _ELSEWHERE = {theirs: ours for ours, names in _HERE.items() for theirs in names.
 
 
 def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error of a module about a name that it has not: what it is here, those that are like it, or all."""
+    """The error of a module without this name: its name here, similar names, or all names."""
     known = sorted(known)
     small = {x.lower(): x for x in reversed(known)}
     meant = _ELSEWHERE.get(name.lower())

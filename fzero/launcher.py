@@ -74,8 +74,8 @@ def tell_through(store: dist.Store) -> None:
 
 
 def listen() -> None:
-    """Remembers which signals come to this process, whoever handles them: torchrun hands on those that end it, and
-    prints no summary then, in which an error could stand."""
+    """Remembers the signals of this process, whoever handles them. After an ending signal torchrun prints no summary
+    with errors."""
     global _signals
     if _signals is not None or not under_torchrun() or threading.current_thread() is not threading.main_thread():
         return

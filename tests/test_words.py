@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,3 +70,33 @@ def test_a_docstring_names_its_subject(path: Path) -> None:
     nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     first = {n.name: re.split(r"[\s,:]", text)[0] for n in nodes if (text := ast.get_docstring(n))}
     assert not {at: word for at, word in first.items() if word in INVERTED - {"When", "From"}}
+
+
+_POINTS = re.compile(r"\b(that|which|what|those|where)\b", re.IGNORECASE)
+_BEGINS = re.compile(r"\s*(- |\* |>>>|\.\.\.|\| |\w[\w, `]*: |\d\. )")
+"""Lines that begin an entry of a list, an example, or an argument's description."""
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a docstring or comment; a row of a table, with two spaces between its columns, is one."""
+    part: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if not line.strip() or _BEGINS.match(line) or re.search(r"\S {2,}\S", line):
+            yield from re.split(r"(?<=[.!?:;])\s+(?=[A-Z`\"(\[0-9])", " ".join(part))
+            part.clear()
+        part.append(line.strip())
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_a_sentence_is_read_once(path: Path) -> None:
+    """At most 40 words, and at most three of `that`, `which`, `what`, `those` and `where`."""
+    source = path.read_text()
+    texts = [x.value.value for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Expr) and _is_text(x.value)]
+    texts = [inspect.cleandoc(text) for text in texts]
+    texts += [t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT]
+    said = [s for text in texts for s in sentences(text)]
+    assert not [s for s in said if len(s.split()) > 40 or len(_POINTS.findall(s)) > 3]
+
+
+def _is_text(x: ast.expr) -> bool:
+    return isinstance(x, ast.Constant) and isinstance(x.value, str)

@@ -15,8 +15,8 @@ _NEEDED = (
 def from_arguments(args: Any, num_steps: int | None = None) -> dict[str, Any]:
     """Makes what `load_config(auto=...)` takes of the TrainingArguments of Hugging Face's Trainer.
 
-    The keys are those that the Trainer fills in where they are "auto" and compares where they are not. Three more, the
-    sizes of buckets that it makes of a model's width, have no meaning here, and may stay "auto".
+    The Trainer fills in these keys if they are "auto", and compares them otherwise. Three more, the sizes of buckets
+    that it makes of a model's width, have no meaning here, and may stay "auto".
 
     Args:
         args: TrainingArguments, or anything with the attributes of these.

@@ -1,8 +1,8 @@
 """Finds the memory in which a host keeps the states of a run, and says there how far each rank is. Imports no PyTorch:
 the process that watches a rank stays small.
 
-What is kept belongs to the process that owns the run, torchrun or, without it, the keeper: it is the run's as long as
-that process lives, over restarts of all the others, and removed by the next run that finds its owner gone.
+The memory belongs to the process that owns the run: torchrun or, without it, the keeper. It lasts as long as that
+    process, over restarts of all the others. The next run that finds its owner gone removes it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from fzero.private import exposed
 
 MEMORY, KEEPER, SPARE = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER", "FZERO_RUN_SPARE"
-"""Names in the environment of a process that a keeper started: where to keep states, that it is kept, and that it is no
-rank yet."""
+"""Names in the environment of a keeper's process: the place of states, the mark of a kept process, and the mark of a
+spare."""
 
 _NAMES = 100  # of a directory, that are tried
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -206,8 +206,8 @@ class Seen(NamedTuple):
 
 
 STARTING, COMING, JOINING, BUILDING, STEPPING, FINISHED = range(6)
-"""The phases of a rank: until it calls `fz.run`; until its first step on a mesh, in it while all have come and their
-mesh is made, and while a program is built; from a step on; and when all have returned from `main`."""
+"""The phases of a rank: until it calls `fz.run`; until its first step on a mesh (joining, or building a program); from
+a step on; and after all have returned from `main`."""
 
 
 class Progress:

@@ -178,8 +178,8 @@ class Keeper:
                 self._spares.look(False)
 
     def _alone(self, idle: float) -> str:
-        """Why this rank, which has done nothing together with others for a while, waits in vain, "" if it does not.
-        torchrun starts ranks again when one of its own ends, and nobody else could start those of a lost host."""
+        """Why this rank waits in vain, "" if it does not. It has taken no turn with others for a while. torchrun starts
+        ranks again when one of its own ends, and nobody else could start those of a lost host."""
         if not self._hosts.look():
             return "the process that kept the store of the ranks is gone"
         found = hosts.silent(self._memory) if idle > _FRESH else None

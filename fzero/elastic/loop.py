@@ -166,9 +166,9 @@ class Run:
         Communication: a few bytes, and what `restore` or `init` take.
 
         Raises:
-            CheckpointError, FzeroValueError: of these; or the hosts' memory does not take the state, with what is free;
-                or what was kept is lost, and there is no `path`; or the checkpoint is of a run on other data, listing
-                every difference; or another number of ranks has trained it, with `on_resize="refuse"`.
+            CheckpointError, FzeroValueError: from these; too little host memory for the state, with the free amount; a
+                lost memory without a `path`; a checkpoint of a run on other data, listing every difference; another
+                number of ranks, with `on_resize="refuse"`.
         """
         problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
         if data is not None and not isinstance(data, Steps):
@@ -238,8 +238,8 @@ class Run:
         return state
 
     def steps(self, state: State, stop: int) -> Iterator[int]:
-        """The numbers of the batches from the first that this state has not seen to `stop`: of steps, but that one
-        which is skipped, as those that overflow in fp16 are, is none and has seen its batch. Ends early, on every rank
+        """Yields batch numbers, from the first that the state has not consumed, up to `stop`. A skipped step (overflow
+        in fp16) consumes its batch without counting as a step. Ends early, on every rank
         before the same step, when a signal has come to any of them: then the state as it is after the last step is
         saved under the path of `state`.
 

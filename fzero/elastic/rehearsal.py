@@ -1,9 +1,9 @@
 """Prepares a spare process for the place of any rank: calls the run's `main` up to its first step, which is lowered and
 built and not run.
 
-The mesh of a rehearsal has the sizes of the run's and no process group, its state shapes and no values. What main does
-with either beyond that ends the rehearsal; the modules that were imported on the way, the functions that were loaded
-from the compiler's cache and what PyTorch has made of them stay.
+The mesh of a rehearsal has the sizes of the run's and no process group, its state shapes and no values. Any other use
+of either in main ends the rehearsal. Imported modules, functions from the compiler's cache and PyTorch's own caches
+stay.
 """
 
 from __future__ import annotations

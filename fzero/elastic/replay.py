@@ -1,8 +1,8 @@
 """Does a step again, from the state that was kept before it, and says which rank came to something else.
 
-A step is a function of a state and a batch: with deterministic operations it comes to the same bits every time. While
-one runs the sums of what this rank gives to other ranks are noted, line by line; so the first rank whose notes of two
-runs differ, not one that has only heard of it, is the one that erred.
+A step is a function of a state and a batch: with deterministic operations it comes to the same bits every time. A run
+    notes the sums of all values that this rank sends, line by line. So the erring rank is the first whose notes of two
+    runs differ, not a rank that received its values.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def reshard(state: State, train: CompiledStep) -> State:
 
     Raises:
         FzeroTypeError: what is not a state.
-        FzeroValueError: leaves that no compiled step made, that rest on disk, or that are of other processes; states
-            that differ between the ranks. Before anything is moved, and the state is as it was.
+        FzeroValueError: leaves without a compiled step, on disk, or of other processes; states that differ between the
+            ranks. Before anything is moved, and the state is as it was.
         CheckpointError: the state is of another model or optimizer, listing every difference; likewise.
         DivergenceError: a rank was lost on the way. The state is lost.
 

@@ -18,8 +18,8 @@ from fzero.ranks.notes import Notes
 
 
 class Sent:
-    """The comparison of one in so many states, off the path of steps: of such a state each rank notes a digest of its
-    sums in the store; whom it sends to reads it when the state has come; all look a step later for a difference.
+    """Compares one in so many states, off the path of steps. Each rank notes a digest of its sums in the store. The
+    receiver reads it when the state has arrived. All ranks look for a difference one step later.
 
     Args:
         mesh: of all ranks.

@@ -98,8 +98,7 @@ class Spares:
             self._all[process.pid], self._number[process.pid] = process, number
 
     def close(self, whole: bool) -> None:
-        """Ends those that wait, and waits for those that have taken a place; ends them too, unless the run ends
-        `whole`."""
+        """Ends waiting spares and waits for the ones in use; ends these too, unless the run ends `whole`."""
         self._failed = _FAILURES + 1
         for pid, process in self._all.items():
             if not (whole and (pid in self._taken or _note(self._memory, pid, "taken").exists())):

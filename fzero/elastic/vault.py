@@ -5,8 +5,8 @@
     of-00002/ward-00001.*                what rank 1, of another host, has sent (fzero/elastic/wards.py)
 
 A slot is made once, header and pages, and overwritten in place: keeping a state costs a copy of it. Its tensor `sealed`
-is one more than the number of batches that what it holds has seen (a step that is skipped is none, and has seen one), 0
-while it is written, so that a process that is killed leaves the other slot. The ranks of a host keep each element once
+    is 0 during a write, else the number of consumed batches plus one (a skipped step consumes one). So a killed process
+    leaves the other slot valid. The ranks of a host keep each element once
 that any of them holds: whoever is started again on that host finds there all that it had, and on another number of
 ranks whatever they had together.
 
@@ -78,8 +78,8 @@ class Vault:
         self.wards: Wards | None = None
 
     def open(self, state: Any, step: int, every: int = 1, mesh: Mesh | None = None, ward: Ward | None = None) -> None:
-        """Makes the slots for states like this one. Those that are there keep what they hold, but for what was later
-        than this step, from which the run goes on.
+        """Makes the slots for states like this one. Existing slots keep their states up to this step, from which the
+        run goes on.
 
         Args:
             state: the run's.
@@ -191,8 +191,8 @@ def _form(state: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
 
 
 def held(memory: Path) -> dict[tuple[int, int], Index]:
-    """The states that the memory of this host has, by step and by the number of ranks that kept it: what its ranks
-    have, and what was sent to them of others."""
+    """The states in the memory of this host, by step and number of ranks: the parts of its own ranks, and parts
+    received from others."""
     found: dict[tuple[int, int], Index] = {}
     for directory in memory.glob("of-*"):
         size = int(directory.name.removeprefix("of-"))
@@ -209,8 +209,8 @@ def held(memory: Path) -> dict[tuple[int, int], Index]:
 
 
 class Damage(NamedTuple):
-    """A slot whose leaves are not what was kept: of which rank, the step of its state, -1 if that is damaged too, which
-    leaves, and whether it was sent here."""
+    """A damaged slot: its rank, the step of its state (-1 if that is damaged too), the damaged leaves, and whether it
+    was received from another rank."""
 
     rank: int
     step: int

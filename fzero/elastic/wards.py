@@ -53,8 +53,8 @@ class Ward(NamedTuple):
 
 
 class Wards:
-    """The slots for what one other rank sends. Those that are there keep what they hold, but for what was later than
-    the state that the run goes on from.
+    """The slots for what one other rank sends. Existing slots keep their states up to the step from which the run goes
+    on.
 
     Between two calls of `begin` each leaf comes once: of a batch that several steps see, or one that is done again, the
     first starts from the state of that number. What is asked here is answered alike on every rank.

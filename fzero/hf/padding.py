@@ -123,8 +123,8 @@ class Padding:
         """The micro-batches of a step in one shape.
 
         Raises:
-            FzeroValueError: naming leaves that have no rows, or change a shape that is not padded; those that cannot be
-                padded and have several lengths in a step, or more than `most` in all.
+            FzeroValueError: naming each leaf without a batch dim, each whose other dims change, and each ragged leaf
+                without padding that has several lengths in a step, or more than `most` in all.
         """
         parts = [self._with_mask(part) for part in parts]
         self._check(parts)

@@ -1,4 +1,4 @@
-"""Says what would make a step fit a budget that it is over: transforms that lower its peak, and what each comes to."""
+"""Says how a step over its budget would fit: transforms that lower its peak, with the peak of each."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple
 
 
 def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
-    """Transforms that may lower the peak of a plan, those first that are about what takes the most of it."""
+    """Transforms that may lower the peak of a plan, sorted by their part of it."""
     found = list[tuple[float, Any]]()
 
     def about(roles: Sequence[str], *transforms: Any) -> None:

@@ -6,9 +6,9 @@ before in whole, and a part of the last one. Of what is on disk a part may be on
 disk only where the host has no room for them.
 
 [Note: bounds] A program takes time to make, so few of these are made. What each takes at least is known beforehand
-(bounds.py): the bytes that rest, the gradients that wait, and for how long each queue is busy. They are made in the
-order of the time that is likely, but for those that are expected not to fit, by what programs alike took besides the
-least; until none that is left can be faster, or so many lines were made that more would take too long.
+(bounds.py): the bytes that rest, the gradients that wait, and for how long each queue is busy. Candidates are lowered
+in order of estimated time. One is skipped if similar candidates exceeded their lower bound by more than it has room
+for. The search ends when no bound beats the best, or after MOST_LINES lines.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ class _Search:
         return self.variants[shares]
 
     def _ways(self, shares: Shares) -> list[Choice]:
-        """The places where updates may run and gradients wait, and those that may be on a guess: all updates on the
-        host, or, if that is open, none; what lies between is looked at afterwards."""
+        """The open places of updates and waiting gradients, and updates on a guess: all updates on the host or, if
+        open, none. Mixtures are tried afterwards."""
         state = any("opt_state" in share.roles for share in shares)
         open_side = state and not self.unified and self.auto.update_on == "auto"
         kinds = (
@@ -305,8 +305,8 @@ class _Search:
         return self.sizes.least(rests, on_host, way.grads, self.budget.device, way.guess)
 
     def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
-        """By how many bytes a candidate is over the budgets, if it takes as much besides the least as the last one of
-        its kind, or any like it, did; updates on the device take no less than on the host."""
+        """By how many bytes a candidate is over the budgets, if it exceeds its lower bound as the last similar
+        candidate did. Updates on the device take no less than on the host."""
         shares, way = candidate
         on_host = replace(way, host_share=ENDS[0])
         known = (
@@ -369,7 +369,7 @@ class _Search:
         )
 
     def _advice(self, program: Program, found: Plan) -> list[str]:
-        """Transforms that the step lacks and that lessen what fills a tier which has too little. It is not tried."""
+        """Missing transforms that would lessen the bytes of a full tier. It is not tried."""
         device, host = self._lacking(found)
         on_device = lambda *roles: device and share_of(found, roles) > FEW  # noqa: E731
         grads = on_device("gradients") or (host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes)

@@ -114,9 +114,9 @@ def lower_train(t: Training) -> Lowered:
 def _record_loss(
     t: Training, places: Sequence[Any], functions: Functions, names: Names
 ) -> tuple[Recorded, Found, fx.Node, CountAhead]:
-    """Records sums and gradients: the loss's total, its count unless it is made ahead, the auxiliary sums and the new
-    values that are averaged, then a gradient for each leaf that has one, then the new values that must agree, as one
-    vector. The node is that of the seed, from which gradients are computed."""
+    """Records sums and gradients, in this order: the loss's total, its count unless made ahead, auxiliary sums,
+    averaged new values, gradients, and as one vector the new values that must agree. The node is that of the seed, from
+    which gradients are computed."""
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         what = "anomaly mode (torch.autograd.set_detect_anomaly) looks into gradients while the step is traced"
         fix = (

@@ -22,8 +22,8 @@ from fzero.program.ir import Program, local_bytes
 
 
 class Rests(NamedTuple):
-    """Shares, by bytes, of what rests in host memory and on disk: of optimizer state and parameters; of activations
-    those that wait on the host; of gradients those that wait on disk."""
+    """Shares by bytes of optimizer state and parameters in host memory and on disk, of activations on the host, and of
+    gradients on disk."""
 
     state: tuple[float, float] = (0.0, 0.0)
     params: tuple[float, float] = (0.0, 0.0)
@@ -32,9 +32,8 @@ class Rests(NamedTuple):
 
 
 class Least(NamedTuple):
-    """Bytes of each tier that it takes at least; and of the phases of a step (forward, backward, updates that wait for
-    all gradients) the seconds for which each queue is busy: compute, disk, the link to the device, the link to the
-    host, the host's memory."""
+    """Lower bounds: bytes of each tier, and for each phase of a step (forward, backward, late updates) the busy seconds
+    of each queue: compute, disk, both links, the host's memory."""
 
     device: float
     host: float

@@ -1,10 +1,9 @@
 """Searches for the fastest program within a memory budget, among the choices that a step leaves open, by the plan.
 
-Open are: what blocks keep for their backward (`remat("auto")`), whether gradients are added up whole over micro-batches
-and reduced once, and if not whether they are reduced while the next block computes, which gathers serve forward and
-backward, how far ahead a gather starts, which transfers travel together, and how much of what rests off the device is
-updated on the host. Every candidate is the finished program with its plan, so the peak that is compared with the budget
-is that of what runs.
+The choices are: activations kept for the backward (`remat("auto")`), gradients accumulated whole or reduced per
+micro-batch, reductions overlapped or not, gathers shared by forward and backward, the distance of gathers, merged
+transfers, and the share of updates on the host. Every candidate is the finished program with its plan, so the peak that
+is compared with the budget is that of what runs.
 
 [Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each
 has a part of the blocks. With a share s on the host every queue is busy for a time linear in s, known from the programs

@@ -120,8 +120,8 @@ def _cut(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
 
 
 def _frozen(step: Step | EvalStep, params: Any, known: Sequence[Leaf]) -> Sequence[bool]:
-    """For each leaf whether it is a weight that is never updated: one that is not trained, of a function that says
-    which of its leaves are exact; the others are weights. To an evaluation, of which they rest as they are computed."""
+    """For each leaf whether it is a frozen weight, stored in the compute dtype. Only functions that name their exact
+    leaves (buffers) have any. To an evaluation, of which they rest as they are computed."""
     precision = find(step.transforms, MixedPrecision)
     if precision is None or step.exact is None:
         return [False] * len(tree.leaves(params))
@@ -159,8 +159,8 @@ def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[i
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
-    """The leaf table of the optimizer's state: a leaf that mirrors a parameter (its path ends in the parameter's, its
-    shape is the same, or that of one number for each of its blocks) rests as the parameter's state does, any other is
+    """The leaf table of the optimizer's state. A leaf mirrors a parameter if its path ends in the parameter's and it
+    has its shape, or one number for each of its blocks. Such a leaf is sharded as the parameter's state; any other is
     whole. Its leaves are never tied: each is written in place."""
     zero = zero_of(step, mesh)
     mode = compat.FakeTensorMode()

@@ -21,8 +21,7 @@ from fzero.transforms.offload import Offload, tiers_of
 
 
 class Resolved(NamedTuple):
-    """A step that leaves open no more what rests where, why it is so, and, if it was decided here, what it was traced
-    to."""
+    """A step without open tiers, the reasons, and its trace if the decision was made here."""
 
     step: Step
     chosen: tuple[Decision, ...] = ()

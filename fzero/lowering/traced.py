@@ -41,8 +41,7 @@ from fzero.transforms.precision import begun
 
 @dataclass(frozen=True)
 class Traced:
-    """The programs that a step can become, `base` before it is known what rests where, and the rest of what its trace
-    told."""
+    """The programs of a step (`base`: before tiers are known) and the other results of its trace."""
 
     base: Program
     variants: Variants
@@ -119,8 +118,8 @@ def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:
 
 
 def with_leaves(step: Step, mesh: AbstractMesh, params: Inputs) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
-    """By the path of the parameter the leaves that a step has besides: copies that are computed with, of masters that
-    rest off the device, and leaves on disk in which gradients wait for their update."""
+    """Further leaves of a step, by the path of the parameter: compute copies of masters off the device, and leaves for
+    gradients that wait on disk."""
     copies, gradients = compute_leaves(step, mesh, params), gradient_leaves(step, mesh, params)
     of = lambda leaves: {params.leaves[i].path: leaf for i, leaf in leaves.items()}  # noqa: E731
     return of(copies), of(gradients)

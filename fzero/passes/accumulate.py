@@ -84,8 +84,8 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
 
 
 def _ahead(lines: Sequence[Line]) -> tuple[list[Line], list[Line], list[Line]]:
-    """The lines that read what sums of all micro-batches come to, those that these sums are made by, and the lines of
-    the loop behind them, among which some of these can be again."""
+    """The lines that read sums over all micro-batches, the lines that make these sums, and the loop's lines behind
+    them, which may contain some of both again."""
     seeds = [line for line in lines if line.of_sums]
     if not seeds:
         return [], [], [*lines]
@@ -186,8 +186,8 @@ def _added(
 
 
 def _alone(program: Program, names: Names) -> tuple[list[Line], dict[str, str]]:
-    """The lines of loss and gradients, and what they make that is added up, by what it is to the update: of what other
-    lines read too, a copy, as totals are overwritten."""
+    """The lines of loss and gradients, and their accumulated results by role in the update. A result with other readers
+    is copied, as totals are overwritten."""
     update = _update(program)
     lines = [line for line in program.lines if line is not update]
     read = {a for line in lines if not line.of_sums for a in line.args}

@@ -1,5 +1,5 @@
-"""Says what of a step is off the device: updates that run on the host, gradients that wait there for theirs, and
-activations that wait there for their backward. `tiers.py` moves them."""
+"""Lists the parts of a step off the device: updates on the host, gradients that wait for them, and activations that
+wait for the backward. `tiers.py` moves them."""
 
 from __future__ import annotations
 

@@ -229,10 +229,9 @@ it."""
 
 
 class _Hoisting:
-    """Hoists each transfer of one op to right before the block `ahead` of the one it is for, or to where the last of
-    its inputs is made; one that is hoisted "at once", to there however far it is, unless all that it moves are leaves.
-    What was written in this step starts right behind that too, but for what was written to disk, where it waits for
-    room: that starts once it is there.
+    """Hoists each transfer of one op to the block `ahead` of its reader, but not before its last input. A transfer
+    hoisted "at once" goes right behind its last input, unless it moves leaves alone. Values written in this step
+    start right behind their write too, except on disk: there they wait for room.
 
     Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more
     micro-batches count with it, but for a transfer that is for one of them alone. What is for an update starts before
@@ -277,7 +276,7 @@ class _Hoisting:
         # the blocks that it may start before
         left = before + 1 if far else min(self.ahead + self.hops.get(line.out[0].name, 0), before)
         after: list[Line] = []  # from the last
-        along: list[Line] = []  # those that come along, but for any that stand before that place already
+        along: list[Line] = []  # lines that come along, except those already before that place
         while self.out and left and id(self.out[-1]) not in needed:
             last = self.out.pop()
             (along if id(last) in carried else after).append(last)
@@ -294,8 +293,8 @@ class _Hoisting:
         return self.calls if reader is not None and repeats(reader) else self.blocks, self.passed
 
     def _upstream(self, line: Line) -> tuple[set[int], set[int], bool]:
-        """The lines that come along, those that must come before, and whether one of these writes what is moved, other
-        than to disk."""
+        """The lines that come along, the lines that must come before, and whether one of these writes a moved value,
+        other than to disk."""
         carried, makers, written = set[int](), set[int](), False
         todo = [line]
         while todo:
@@ -439,8 +438,8 @@ class _Sinking:
         return set() if not _is_update(line) else self.kept if line.on_host else self.here
 
     def _done(self, line: Line) -> set[str]:
-        """The transfers that end before a line though it reads nothing of theirs: what was written on a guess is there
-        before it is known whether that was right, and what was written to disk before it is read again."""
+        """The transfers that end before a line without reading them: writes on a guess end before the guess is checked,
+        and writes to disk before the next read."""
         if line.op == "disk_read_start":
             return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(line.args)}
         return self.reduced if line.body and line.args else set()

@@ -6,10 +6,9 @@ the line that first writes it to the last that reads it, and what a transfer rea
 known to have read it (see [Note: release] in program/liveness.py). Regions whose times do not meet share bytes. So two
 blocks' gathers alternate between two places, gradients are made where they are reduced, and the peak is known.
 
-Copies between tiers have regions too, in the pool of the tier they are to. What a copy reads is free with its wait, as
-is what a gather reads, which may lie in such a region: a block's state that comes from disk is updated in its
-region, which is taken until all of it is written back; so three regions alternate, one that is read, one updated, one
-written.
+Copies between tiers have regions too, in the pool of the tier they are to. The source of a copy, or of a gather, is
+free with its wait. A block's state from disk is updated in its region, which is taken until all of it is written back.
+So three regions alternate: one is read, one updated, one written.
 """
 
 from __future__ import annotations
@@ -128,8 +127,8 @@ class _Placer:
         self.into[number] = [self.slots[value.name]]
 
     def _sum(self, number: int, line: Line) -> None:
-        """Totals that are added to where they lie: each from where it is made to its last reader, padded like those of
-        a loop. What is added lies in the pool too, as long as it must: one function makes the one and the other."""
+        """Totals that are added to in place: each lives from its first line to its last reader, padded like totals of a
+        loop. What is added lies in the pool too, as long as it must: one function makes the one and the other."""
         num, parts = len(line.out), self._region()
         for value, total, part in zip(line.out, line.args[:num], line.args[num:], strict=True):
             slot = self.slots.get(total)

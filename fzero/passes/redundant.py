@@ -1,5 +1,5 @@
-"""Adds what `redundant` sends of a state to another rank: each start where the step begins, its wait before the first
-line that writes what is sent.
+"""Adds the sends of `redundant` to another rank: each start where the step begins, its wait before the first line that
+overwrites the sent values.
 
 Leaves that are written together are sent together. Those in device memory of its own are copied to the host first, and
 leave when the first block has run.

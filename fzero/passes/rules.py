@@ -26,7 +26,7 @@ def on_device(program: Program) -> None:
 
 
 def placed(program: Program) -> None:
-    """All that moves has its place in the pool, but what stays where it is, and leaves that are written back."""
+    """Every moved value has a place in the pool, except unmoved ones and leaves that are written back."""
 
     def wrong(line: Line) -> str:
         pool = OPS[line.op].pool

@@ -8,8 +8,8 @@ reduce_scatter, one for all leaves of a block. The optimizer's update reads and 
 [Note: hops] What is cut over several axes moves over one axis after the other: a gather begins with the axis that cut
 last, a reduction with the one that cut first. So over a slow axis, which cuts last, each rank sends its part of what is
 cut over the faster ones, and each byte crosses it once. A leaf rests, is kept, adds up and is updated at places of its
-own on that way. A parameter is gathered once a step as far as it stays gathered, and from there around each line that
-reads it; gradients leave the backward cut as they add up, and are cut on, once a step, as the update reads them.
+own on that way. A parameter is gathered once a step as far as it stays gathered, and the rest of the way around each
+reader. Gradients leave the backward sharded for accumulation; once a step they are sharded further for the update.
 """
 
 from __future__ import annotations

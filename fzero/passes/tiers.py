@@ -147,8 +147,8 @@ class _Rewrite:
         return [*before, replace(line, body=body)]
 
     def _side(self, line: Line) -> str:
-        """The side on which a line of the optimizer runs: on the host, if most of the state that it reads rests off the
-        device and is not to be updated there, or if it reads sums that are there and writes nothing."""
+        """The side of an optimizer's line. It is the host if most of the state it reads is off the device and not
+        updated there, or if it reads sums on the host and writes nothing."""
         if not line.writes and any(a in self.waiting and "device" not in self._at(a) for a in line.args):
             return "host"
         state = {a: self.values[a].nbytes for a in line.args if a in self.program.leaves or a in self.parts}
@@ -373,8 +373,7 @@ class _Rewrite:
         return lines
 
     def _kept(self, line: Line) -> list[Line]:
-        """Copies of what an update on a guess overwrites: of the leaves that it reads and that do not rest on disk,
-        where the old value stays."""
+        """Copies of the leaves that an update on a guess overwrites; on disk the old value stays without a copy."""
         lines: list[Line] = []
         for leaf in line.writes if line.guess else ():
             if self._tier(leaf) != "disk" and self._role(leaf) != "compute":

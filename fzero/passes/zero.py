@@ -41,8 +41,8 @@ class Zero:
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
 
     def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
-        """The axes that what a stage shards of a leaf is cut over: those of the record of that stage, or a higher one,
-        that has most."""
+        """The mesh axes that shard a leaf at a ZeRO stage: the longest list among the specs of that stage and higher
+        ones."""
         found = self._known.get(leaf.path)
         if found is None:
             cut = {r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.specs if r.stage}

@@ -37,9 +37,9 @@ def counted(
 ) -> PrecisionState:
     """The state after a step.
 
-    An overflow is that of one block, the one in which it begins: the first in the order of the forward with an output
-    that is not finite; or, if there is none, the last with a gradient that is not, for the backward passes it on to all
-    blocks before. Code outside blocks comes last, and has no counts.
+    An overflow counts for the one block where it begins: the first of the forward whose output is not finite. Without
+        one, it is the last block whose gradient is not finite, because the backward passes it on to all blocks before.
+        Code outside blocks comes last, and has no counts.
 
     Args:
         state: before the step.

@@ -1,11 +1,10 @@
 """Replaces products with selected parameters by products in 8 bits, in the recorded graph, before it is laid out as
 lines.
 
-Of each selected parameter three products are known by what they read and make: the one that reads it (through views and
-casts), the one that makes the gradient of its input, which reads it too, and the one whose result becomes its gradient.
-Each is replaced by two roundings and one `scaled_mm` (fzero/operators/scaled_matmul.py); equal roundings are one, so
-that what the forward rounded is there for the backward. A product is done so if it is a whole parameter that it reads,
-and if its three dims are multiples of 16.
+Each selected parameter has three products: the forward's product reads it (through views and casts), the product for
+the input's gradient reads it too, and the third makes its own gradient. Each is replaced by two roundings and one
+`scaled_mm` (fzero/operators/scaled_matmul.py); equal roundings are one, so that what the forward rounded is there for
+the backward. A product is done so if it is a whole parameter that it reads, and if its three dims are multiples of 16.
 
 A parameter that nothing but such products reads may come rounded already, with its scale: a byte an element travels.
 Every rank rounds its shard by the largest of all ranks' scales, which is that of the whole.
@@ -92,8 +91,8 @@ def rewrite(
     sharded: Collection[fx.Node],
     paths: Mapping[fx.Node, str],
 ) -> tuple[Recorded, Mapping[fx.Node, fx.Node]]:
-    """The function with the products of some inputs replaced: its own and those of the blocks that it calls; and for
-    each input that comes rounded, as nothing but products reads it, the new input that is its scale.
+    """The function with some inputs' products replaced, in itself and in the blocks it calls. Each input that only
+    products read comes rounded, with its scale as a new input.
 
     Args:
         graph: of a step's loss and gradients, or of an evaluation; not to be used any more.
@@ -181,8 +180,8 @@ def _replace(
     """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those
     that are rounded already.
 
-    Equal roundings are one between two calls of blocks, which is what becomes one function: a block chooses what it
-    keeps, nothing chooses what to keep between two functions.
+    Equal roundings are merged between two calls of blocks, as these lines become one function: a block chooses its
+        saved values, and nothing is saved between two functions.
     """
     uses, runs, run, late = {n: Uses() for n in weights}, dict[fx.Node, int](), 0, set(late)
     makes = {

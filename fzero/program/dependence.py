@@ -4,9 +4,10 @@ The order of lines follows from the op table: reads, writes, and shared memory o
 placed, within that, is for the passes that ask (passes/overlap.py, passes/hoist_updates.py).
 
 [Note: dependences] A line comes after
-  - the line that makes what it reads, and the last one that wrote in the memory in which that lies;
-  - of memory that it writes, every line that reads there, and the last one that wrote there: leaves of the state are
-    donated, `add` adds where totals lie. Who writes a copy of a leaf, or the memory for its new value, writes the leaf.
+  - read after write: the producer of each argument, and the last writer of its memory;
+  - write after read and write after write: every reader and the last writer of the memory it writes. Leaves of the
+  state are donated, and `add` adds in place. Who writes a copy of a leaf, or the memory for its new value, writes the
+  leaf.
 A transfer reads and writes until its wait: for what comes later both of them do. Lines with a body do what that does.
 
 Transfers over one axis may start in any order, if it is the same on every rank: it is, for all of this is a function of
@@ -66,7 +67,7 @@ def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
 
 
 def _touched(touches: Sequence[Line], start: Line | None) -> tuple[list[str], list[str]]:
-    """The values that lines read and those they write, with what the transfer does that they wait for."""
+    """The values that lines read and write; a wait counts as its transfer."""
     reads = [a for x in touches for a in x.args] + ([*STARTS[start.op].sent(start)] if start else [])
     return reads, [w for x in touches for w in _writes(x)] + ([*start.writes] if start else [])
 

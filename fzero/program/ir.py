@@ -7,8 +7,9 @@
                  each padded as it rests: what a gather over it makes, and a reduction over it takes
   local(axes)    each rank has its own: the batch, and whatever is computed from it
   moving         a transfer has been started and not yet waited for
-Beside that a whole or a shard may be `partial(axes)`: each rank has a summand, the value is the sum over those axes,
-or, `by` another reduction, the largest or smallest. Only what is not partial may rest in a state, and only a `whole`
+
+A whole or a shard may also be `partial(axes)`: each rank has a summand, and the value is the sum over those axes; `by`
+another reduction it is the largest or smallest. Only what is not partial may rest in a state, and only a `whole`
 or a `local` may be returned. Each value has axes of its own: one program has shards over `data`, and, padded for the
 same `grid` of axes, the shards over `data` and `node` that those are cut in (see [Note: several axes] in
 fzero/layout.py). A transfer is over one axis: a gather over the last that its shards were cut over, a reduction over

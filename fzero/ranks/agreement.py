@@ -1,5 +1,5 @@
-"""Has every rank of a mesh act, and tells all of them each one's result or error: through the store, not by a
-collective, so that a rank that is missing, or that failed, is an error that names it, never a hang."""
+"""Has every rank of a mesh act, and tells all of them each one's result or error. It uses the store, not a collective:
+a missing or failed rank is an error that names it, never a hang."""
 
 from __future__ import annotations
 

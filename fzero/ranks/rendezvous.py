@@ -1,9 +1,9 @@
 """Brings the processes of one start together in the launcher's key-value store, under a name that no earlier start has
 used.
 
-torchrun keeps one store over all its restarts, so a process that starts again finds what its predecessors wrote:
-addresses that nobody listens on, counters that have moved on. Therefore the processes first agree on a *generation*,
-and all that follows (PyTorch's process groups, fzero's own notes) is written under its name.
+torchrun keeps one store over all its restarts. So a restarted process finds its predecessors' notes: dead addresses and
+advanced counters. Therefore the processes first agree on a *generation*, and all that follows (PyTorch's process
+groups, fzero's own notes) is written under its name.
 
 [Note: generation] Every rank writes a number of its own, drawn anew by each process. Rank 0 reads all of them, draws a
 generation and publishes both. A rank acknowledges a generation only if its own number is among those it was made for;

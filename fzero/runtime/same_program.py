@@ -21,9 +21,9 @@ def made_together(
 ) -> tuple[Any, Any]:
     """The result of `make` on this rank, once every rank has made the same program and finished building it.
 
-    `make` returns a `Lowered` and a function that builds it, which returns one that connects what was built with the
-    other ranks. An error in any of them is raised here, and reported to the other ranks: only the last waits for them,
-    when all have built. They are told `why`.
+    `make` returns a `Lowered` and a function that builds it. That function returns another, which connects the built
+    program with the other ranks. An error in any of them is raised here, and reported to the other ranks: only the last
+    waits for them, when all have built. They are told `why`.
 
     Communication: a few hundred bytes through the store, three times; the text of two programs if they differ.
 

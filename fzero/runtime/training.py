@@ -432,8 +432,8 @@ class CompiledStep(Compiled):
                 out for another step; new values of leaves (`train_step(mutable=...)`) that must agree and do not. On an
                 asynchronous device the last comes one step later.
             DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says;
-                ranks that make different calls; a call that has ended in the middle, on this rank or another, at that
-                call and every later one on the mesh (docs/restarts.md).
+                ranks with different calls; a call that has ended in the middle on some rank, at that call and every
+                later one on the mesh (docs/restarts.md).
             BusyError: another thread is using the mesh: steps, evaluations, `init`, `restore`, `gather` and
                 `fz.checkpoint.save` are for one thread at a time.
             OutOfMemory: of the device or the host. Whatever ends a step in the middle, Ctrl-C too, its state is of no

@@ -194,8 +194,7 @@ def _same_model(found: Inputs, expected: Inputs) -> bool:
 
 
 def unplaced(values: Any, role: str = "params") -> dict[str, str]:
-    """By path what is said of tensors that no step made: they are what they look like, and belong to no larger leaf
-    that is known."""
+    """By path, a description of tensors without a step: their own shape and dtype, and no larger leaf."""
     flat = zip(tree.paths(values, role), tree.leaves(values), strict=True)
     return {
         p: f"{tree.describe(x)} without a layout, which is then taken to be whole,"

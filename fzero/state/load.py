@@ -180,8 +180,7 @@ def _check_names(names: Mapping[str, str] | None, found: list[str], weights: Wei
 def _sources_of(
     names: list[str], flat: list[Any], entries: Mapping[str, Any], tied: Mapping[str, str]
 ) -> dict[str, str]:
-    """For each name, the stored name that has its data: its own, that of a name that is tied to it in the files, or
-    that of a name that is tied to it in the tree."""
+    """For each name, the stored name of its data: its own, or a name tied to it in the files or in the tree."""
     same: dict[int, list[str]] = {}
     for name, first in zip(names, ties(flat), strict=True):
         same.setdefault(first, []).append(name)

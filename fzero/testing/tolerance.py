@@ -10,9 +10,9 @@ ed., 2002, chapter 3). Here
     roundoff = sqrt(n u_sum^2 + parts u_reduce^2 + u_compute^2)
 
 Here n is the longest chain of summations and operations in the step: a matrix product counts its inner dim, a sum its
-    length, any other operation one. u_sum is of the dtype of sums, float32 or wider. parts = ranks x micro-batches, and
-    u_reduce is of the dtype of reduced gradients. u_compute is one rounding of every parameter and input to the compute
-    dtype, or to that of products' operands if it is lower.
+    length, any other operation one. The dtype of sums, float32 or wider, gives u_sum. The number of ranks times
+    micro-batches is `parts`, and the dtype of reduced gradients gives u_reduce. Every parameter and input is rounded
+    once to the compute dtype, or to that of products' operands if it is lower: u_compute.
 
 What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured, by runs of
 the plain step. Four of them run in the compute dtype, with random moves of relative size `lambda roundoff`: of every

@@ -31,21 +31,24 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
             tensors (numbers, strings, dtypes) are constants of the signature. Returns a pytree of tensors: a result is
             a value of the program, a number or a text is none.
 
-    Two calls are one traced function if their arguments have the same shapes, strides and dtypes, and all that the
-    function reads beside them is the same: its code and that of functions it calls, closure cells, globals, defaults,
-    attributes of objects, classes and modules that this code names, the environment; autocast, modes of the user's own
-    and PyTorch's other settings (settings.py and switches.py of trace/reads/). What is not seen, where it changes
-    between two calls in one step: globals of installed libraries, the insides of C extensions, files, names that code
-    puts together (`eval`), tensors written through NumPy, arrays of more than 4 MiB changed in place;
+    Two calls are one traced function if their arguments have the same shapes, strides and dtypes, and all other values
+    they read are the same:
+
+    - its code and that of functions it calls, closure cells, globals, defaults and the environment;
+    - attributes of objects, classes and modules that this code names;
+    - autocast, modes of the user's own and PyTorch's other settings (settings.py and switches.py of trace/reads/).
+
+    Not seen, if they change between two calls in one step: globals of installed libraries, the insides of C extensions,
+    files, computed names (`eval`), tensors written through NumPy, arrays of more than 4 MiB changed in place.
     `fz.testing.check_equivalent` traces every call and finds those. A function that does something else each time
     (`next(iterator)`, `random.random()`) is an error.
 
     A result that is an argument is the tensor that was given; two arguments that are one tensor are one inside. A
     result may be a view of an argument or of another result. In a program it has memory of its own, so reading one of
-    these after another was written in place is an error; so is a block that changes a container it is given, and code
-    in it that reads of an argument where it comes from or where it lies (`x.is_leaf`, `x.grad_fn`, `x._version`,
-    `x.storage_offset()`, `x.register_hook`): a block is a function of values. For that reason, too, no attribute set on
-    a tensor (`x.scale = 2`) may pass its border.
+    these after another was written in place is an error. So is changing a container argument, and asking about an
+    argument's origin or memory (`x.is_leaf`, `x.grad_fn`, `x._version`, `x.storage_offset()`, `x.register_hook`). A
+    block is a function of values. For that reason, too, no attribute set on a tensor (`x.scale = 2`) may pass its
+    border.
 
     A condition under which it raises (`assert`, `if bad.any(): raise`) is not known while tracing: where it holds,
     floating-point results are NaN.
@@ -58,10 +61,11 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         TraceError: while tracing, if it changes an argument in place (a tensor, a list, a dict), returns something
-            other than tensors, reads a tensor from its closure, draws from torch's global generator, computes something
-            else each time, asks where an argument comes from or lies, gets or returns a tensor with attributes, changes
-            what is read outside of it, is differentiated twice under other settings of PyTorch's than it is called
-            under, or is called under a `TorchDispatchMode` or `saved_tensors_hooks` of the user's own.
+            other than tensors, reads a tensor from its closure, or draws from torch's global generator.
+            So do other results each time, questions about an argument's origin or memory, tensors with attributes as
+            arguments or results, and changes of values that are read outside.
+            Also a second derivative under other settings of PyTorch's than the call's, and a `TorchDispatchMode` or
+            `saved_tensors_hooks` of the user's own.
 
     Example:
         >>> import torch

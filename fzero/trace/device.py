@@ -24,10 +24,12 @@ aten = torch.ops.aten
 
 
 def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtype] | None = None) -> Recorded:
-    """The graph as it should run on a device: matrix products in bfloat16 and float16 in float32 where the device has
-    no native ones (`slow`: these dtypes, asked of the device without it), in 8 bits as it has them
-    (fzero/operators/scaled_matmul.py); on a CPU, what is added up at indices in their order
-    (fzero/operators/index_sums.py), layers of LSTMs (fzero/operators/recurrent.py) and batch norms of two dtypes.
+    """The graph as it should run on a device.
+
+    Matrix products in bfloat16 and float16 run in float32 if the device has no native ones (`slow`: these dtypes, asked
+    of the device without it), and in 8 bits by the device's means (fzero/operators/scaled_matmul.py). A CPU adds at
+    indices in their order (fzero/operators/index_sums.py), and has its own LSTM layers (fzero/operators/recurrent.py)
+    and batch norms of two dtypes.
 
     A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding
     once is the same arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16
@@ -51,8 +53,8 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
 def by_operation(graph: Recorded) -> Callable[..., Any]:
     """The graph as a function that runs it operation by operation.
 
-    What an operation makes may have other strides there than it said that it would when it was traced, on fake tensors
-    (a log_softmax over dim 1 of a transposed tensor): what was traced as a view of it copies then.
+    A result may have other strides on the device than on fake tensors, such as a log_softmax over dim 1 of a transposed
+    tensor. A traced view of it then copies.
     """
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph.graph, env))

@@ -8,6 +8,7 @@ A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to
   full reductions         run on the shards and leave a summand each, which meet in an all_reduce over the axes of
                           that leaf
   constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
+
 Anything else on a sharded leaf is an error that names the operation and the leaf, and so is an operation on two leaves
 that are sharded over different axes. What does not depend on a sharded leaf can always be made whole and cut.
 

@@ -1,11 +1,11 @@
 """Tracks storages of a recorded graph: a view lies in what it views, an overwritten value where it lay before, anything
 else is made anew.
 
-A storage is known by the node that makes it. Everybody who asks for the memory of a value asks here: what a block may
-keep (passes/split.py), which views are remade rather than passed on (trace/subgraph.py), what must not be overwritten
-while a function's results are read (passes/hoist_updates.py) and what these keep alive (plan/memory.py), what its
-kernels read and write (plan/inductor/fusion.py). Not so trace/propagate.py: there a view is what a flat shard stays a
-shard under, memory or not. Where a value's strides are the trace's guess alone is said here too.
+A storage is known by the node that makes it. All questions for the memory of a value are answered here. They come from
+passes/split.py (saved values of a block), trace/subgraph.py (views to remake), passes/hoist_updates.py (memory still
+read), plan/memory.py (memory kept alive) and plan/inductor/fusion.py (kernels). Not so trace/propagate.py: there a view
+is what a flat shard stays a shard under, memory or not. Where a value's strides are the trace's guess alone is said
+here too.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ def fp8(
         FzeroValueError: unknown `scales`; from `compile`, a device without such products, unless it is a CPU, which
             emulates them.
         FzeroTypeError: a `where` that is not a function.
-        TransformError: another fp8 of the step; when the program is built, a leaf that `where` accepts and that cannot
-            be multiplied so; a step without any product that can be.
+        TransformError: another fp8 of the step; when the program is built, a leaf accepted by `where` that cannot be
+            multiplied in 8 bits, or a step without such a product.
 
     Papers: Micikevicius et al., FP8 formats for deep learning, 2022. Noune et al., 8-bit numerical formats for deep
         neural networks, 2022.

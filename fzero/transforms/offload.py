@@ -66,7 +66,7 @@ class Offload(Transform):
         return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def placed(self, line: Line) -> bool:
-        """Copies to and from a disk are of what rests there; others, which may be on that way, of what rests on the
+        """Copies to and from a disk count for leaves on disk; other copies, possibly on that way, for leaves on the
         host."""
         return (self.tier == "nvme") == line.op.startswith("disk_")
 

@@ -53,8 +53,8 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
         axis: the slow axis: one that leaves are sharded over, but not the one that cuts first. On a mesh with one rank
             along those that cut before it nothing changes.
         gathers: the share of blocks, counted from the last, whose parameters stay gathered over this axis, as shards
-            over the axes that cut before it; their other gathers, for the forward and the backward of each micro-batch,
-            are over those alone. "auto": as many as a memory budget has room for, and all without a budget. 0: none.
+            over the axes that cut before it. Their other gathers, in each micro-batch, are over those axes alone.
+            "auto": as many as a memory budget has room for, and all without a budget. 0: none.
         reductions: whether the gradients of micro-batches add up as shards over the axes that cut before this one, and
             are reduced over it after the last micro-batch. Otherwise once a micro-batch.
 

@@ -208,8 +208,8 @@ def mixed_precision(
 
     Raises:
         FzeroValueError: an unknown dtype or rounding; a `start` without "auto", or from which no block can move; a
-            rounding without parameters stored in bf16; a loss scale that is not above 0, or without fp16: bf16 has the
-            range of fp32. From `compile`: a dtype without support on the device, with the supported ones.
+            rounding without parameters stored in bf16; a loss scale that is not above 0, or without fp16. From
+            `compile`: a dtype without support on the device, with the supported ones.
         TransformError: another mixed_precision of the step; when the program is built, a tied leaf of which `where`
             accepts one path and not another.
         LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.

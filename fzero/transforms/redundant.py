@@ -103,8 +103,8 @@ def redundant(
 
     Raises:
         FzeroTypeError: an `axis` that is not a name.
-        FzeroValueError: `every` below 1; when a state is made, an axis that the mesh does not have, that has one rank
-            or does not leave a host; leaves that rest on disk; no leaf that is sharded over the axis.
+        FzeroValueError: `every` below 1. When a state is made: an axis missing from the mesh, with one rank, or within
+            one host; leaves on disk; no leaf sharded over the axis.
         TransformError: a second, different `redundant`; an evaluation.
 
     Paper: Wang et al., Gemini: fast failure recovery in distributed training with in-memory checkpoints, SOSP 2023.

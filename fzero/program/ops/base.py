@@ -1,8 +1,8 @@
 """Defines the row of an op: the class that every op in the table subclasses.
 
-A row answers every question about a line: its form and rule (verify), shared memory (views, the pool), the place of
-computation, bytes touched or sent (cost), text (show), execution (execute), meaning (the interpreter), and the meaning
-of its results (blame). A new op is a new row, and the rewrite that makes lines of it.
+A row answers every question about a line: form and rule (verify), shared memory (views, the pool), place, bytes (cost),
+    text (show), execution (execute), meaning (the interpreter), and meaning of results (blame). A new op is a new row,
+    and the rewrite that makes lines of it.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ def _texts(constants: Collection[Any]) -> Iterator[str]:
 
 @functools.cache
 def stores(code: types.CodeType) -> frozenset[str]:
-    """The names of attributes that code writes to: it binds them, writes their items, calls a method of theirs that
-    writes, or gives them to a function that writes what it is given. Code without a text writes to none."""
+    """The names of attributes that code writes: it binds them, writes their items, calls a writing method, or passes
+    them to a function that writes its argument. Code without a text writes to none."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError):

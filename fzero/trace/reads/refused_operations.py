@@ -1,5 +1,5 @@
-"""Refuses operations that a program has no line for: those that draw from the global generator, need a value, make
-tensors that are not dense, or write where no trace sees it."""
+"""Refuses operations without a line in a program: draws from the global generator, questions for a value, tensors that
+are not dense, and writes outside the trace."""
 
 from __future__ import annotations
 

@@ -7,14 +7,12 @@ what code names is looked up, code is not run. A value of no kind that is known 
 told by its identity, or not at all. It must not know what a block is, or a step.
 
 A name that code has as text counts where code reads by text: `getattr(config, "rate")`, `vars(config)["rate"]`,
-`globals()["RATE"]`. Of the environment, and of a dictionary of texts, only those items count that code names, where all
-that it does with the dictionary's name is to name items (`CONFIG["rate"]`, `os.getenv("RATE", "1")`): what else a run
-writes down there is none of its settings. Unless strict.
+`globals()["RATE"]`. Of the environment, and of a dictionary of texts, only named items count, if code does nothing else
+with the dictionary (`CONFIG["rate"]`, `os.getenv("RATE", "1")`). Other items of it are no settings. Unless strict.
 
-What is not seen: what a function draws or counts while it runs (`counted` is for that), the clock (`timed`), globals of
-installed libraries, names that are put together while code runs (`globals()[prefix + "rate"]`, `eval`), files, tensors
-that NumPy writes to, changes in place of arrays above `value_keys.LARGE` bytes, and what lies behind the first
-`settings_walk.MOST` values.
+Not seen are draws and counts of a running function (`counted` is for these), the clock (`timed`), globals of installed
+libraries and computed names (`globals()[prefix + "rate"]`, `eval`). Nor are files, tensors written through NumPy,
+changes in place of arrays above `value_keys.LARGE` bytes, and values beyond the first `settings_walk.MOST`.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ GLOBAL_GENERATORS = ("random (Python's generator)", "numpy.random")
 
 
 class Settings(NamedTuple):
-    """Facts about what a function reads, in a fixed order, and where each was found; and objects that say themselves
-    what of them is read. Two functions with equal facts and equal arguments do the same."""
+    """Facts about the values that a function reads, in a fixed order, with the place of each; and objects that know
+    their own reads. Two functions with equal facts and equal arguments do the same."""
 
     facts: tuple[Hashable, ...]
     places: tuple[str, ...]
@@ -44,9 +42,9 @@ def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] =
 
     Args:
         values: functions, and arguments that are not tensors.
-        strict: whether values are different when in doubt: those of no known kind, and tensors in memory, are then told
-            apart by identity, and where code reads attributes without naming them (`getattr`, `vars`) all are read; so
-            are all items of a dictionary. Otherwise they are equal when in doubt.
+        strict: whether values count as different when in doubt. Then values of unknown kinds and tensors in memory are
+            compared by identity. If code reads attributes without naming them (`getattr`, `vars`), all are read, and
+            all items of a dictionary. Otherwise they are equal when in doubt.
         without: functions and objects of which this holds are not looked into.
 
     Example:
