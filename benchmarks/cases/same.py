@@ -96,9 +96,10 @@ def network() -> Any:
     class Net(nn.Module):
         def __init__(self, width: int = 64):
             super().__init__()
-            self.first, self.last = nn.Linear(16, width), nn.Linear(width, 8)
+            self.first = nn.Linear(16, width)
             self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
             self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+            self.last = nn.Linear(width, 8)
 
         def forward(self, x: Any) -> Any:
             x = self.first(x)
