@@ -25,7 +25,7 @@ from fzero import compat, tree
 from fzero.build import build as building
 from fzero.build.calls import as_called
 from fzero.comm.collectives import ProcessGroups
-from fzero.comm.copies import Copy, moves
+from fzero.comm.copies import PendingCopy, moves
 from fzero.mesh import Mesh
 from fzero.operators import scaled_matmul
 from fzero.program.ir import Function, Program
@@ -259,11 +259,11 @@ def _like(value: torch.Tensor | None) -> torch.Tensor | None:
 class _Copies:
     """Copies between device and host that launch, and copy nothing."""
 
-    def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Copy:
+    def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> PendingCopy:
         assert into is not None
         for source, target in moves(sources, into):
             target.copy_(source, non_blocking=True)
-        return Copy(into, sources, lambda: None)
+        return PendingCopy(into, sources, lambda: None)
 
     to_device_start = to_host_start
 

@@ -366,7 +366,7 @@ def load_artifact(data: bytes) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Lowered:
+class InductorOutput:
     """Inductor's output for a graph before any C++ is compiled: a Python module as text, and which of the graph's
     inputs it writes."""
 
@@ -381,7 +381,7 @@ _FEW_OPERATIONS = 12
 
 def inductor_lower(
     graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor], trust_cpu: bool, intertwined: bool = False
-) -> Lowered:
+) -> InductorOutput:
     """Inductor's code for a graph of ATen operations on the CPU: Python around C++ kernels, which are left as text.
 
     Args:
@@ -400,11 +400,11 @@ def inductor_lower(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    found: list[Lowered] = []
+    found: list[InductorOutput] = []
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         compiled: Any = compile_fx_inner(module, inputs, **kwargs)
-        found.append(Lowered(compiled.source_code, len(inputs), tuple(sorted(compiled.mutated_input_idxs))))
+        found.append(InductorOutput(compiled.source_code, len(inputs), tuple(sorted(compiled.mutated_input_idxs))))
         return compiled
 
     patches: dict[str, Any] = {

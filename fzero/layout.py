@@ -62,7 +62,7 @@ class Layout:
             object.__setattr__(self, "dims", self.dims[: len(self.axes)])
 
 
-class Storage(Protocol):
+class DiskFiles(Protocol):
     """Scratch files of a rank, as one range of bytes (fzero/comm/disk.py)."""
 
     def read(self, runs: Sequence[tuple[int, torch.Tensor]]) -> Any: ...
@@ -80,7 +80,7 @@ class Extent:
     """The place of a leaf on disk: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is where the
     next value can be written before it counts (fzero/passes/speculate.py)."""
 
-    files: Storage
+    files: DiskFiles
     offset: int
     nbytes: int
     spare: Extent | None = None

@@ -22,7 +22,7 @@ import fzero as fz
 from fzero import tree
 from fzero.comm import collectives
 from fzero.comm.collectives import ProcessGroups
-from fzero.comm.copies import Copy, meet
+from fzero.comm.copies import PendingCopy, meet
 from fzero.runtime import compiled
 
 Tensors = Sequence[torch.Tensor]
@@ -78,7 +78,7 @@ class LateCopies:
         self.num_settled = 0  # of them, how many the host waited for because it was to write what they read
         self.races: list[str] = []  # lines that wrote what a copy reads or fills
 
-    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
         job = self._started(sources, into)
         job.after = [*self._unsettled, *self._arriving]
 
@@ -92,9 +92,9 @@ class LateCopies:
             self._arriving.append(job)
             self.num_held += 1
 
-        return Copy(into or (), sources, wait, hold=hold)
+        return PendingCopy(into or (), sources, wait, hold=hold)
 
-    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
         job = self._started(sources, into)
 
         def wait() -> None:
@@ -102,7 +102,7 @@ class LateCopies:
             self._behind.append(job)
             self._unsettled.append(job)
 
-        return Copy(into or (), sources, wait)
+        return PendingCopy(into or (), sources, wait)
 
     def settle(self, written: Tensors) -> None:
         arrived = self._arrive(lambda job: meet(job.targets, written))

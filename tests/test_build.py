@@ -27,7 +27,7 @@ from fzero import compat, random
 from fzero.build import build as building
 from fzero.build import cache as caching
 from fzero.build import cpp_kernels, graph_pickle, worker
-from fzero.build.cache import Cache, Entry, open_cache
+from fzero.build.cache import Cache, CacheEntry, open_cache
 from fzero.errors import FzeroError, FzeroValueError
 from fzero.program.ir import Function
 from fzero.trace.device import on_host, substituted
@@ -190,7 +190,7 @@ extern "C" void kernel(int64_t* mine, const int64_t* theirs, const int64_t patie
 """Returns once the same kernel has begun in another thread."""
 
 
-def library(path: Path, *made: cpp_kernels.Kernel) -> Path:
+def library(path: Path, *made: cpp_kernels.CppKernel) -> Path:
     path.write_bytes(
         worker._compile_cpp(
             cpp_kernels.library_source(made), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)
@@ -203,7 +203,7 @@ def library(path: Path, *made: cpp_kernels.Kernel) -> Path:
 def meeting(tmp_path_factory) -> Path:
     return library(
         tmp_path_factory.mktemp("kernels") / "kernels.so",
-        cpp_kernels.Kernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t")),
+        cpp_kernels.CppKernel(MEETING, ("int64_t*", "const int64_t*", "const int64_t")),
     )
 
 
@@ -216,7 +216,10 @@ def test_libraries_loaded_again_keep_their_own_kernels(meeting, tmp_path):
     """A second step in one process loads what the first has loaded; Python takes an extension of a known name and file
     for the module loaded last."""
     kernel = 'extern "C" void kernel(int64_t* x) { *x += %d; }'
-    paths = meeting, library(tmp_path / "kernels.so", *(cpp_kernels.Kernel(kernel % n, ("int64_t*",)) for n in (1, 10)))
+    paths = (
+        meeting,
+        library(tmp_path / "kernels.so", *(cpp_kernels.CppKernel(kernel % n, ("int64_t*",)) for n in (1, 10))),
+    )
     first = [cpp_kernels.load_library(p) for p in paths]
     again = [cpp_kernels.load_library(p) for p in paths]
     assert len({id(m) for m in first + again}) == 4
@@ -267,7 +270,7 @@ def test_without_a_cache_every_build_compiles_and_says_so(cold, tmp_path, monkey
 def fake_compile_jobs(jobs: Any, cache: Cache, cores: int, done: Any) -> dict[str, str]:
     """Takes no time: functions that return their first argument."""
     for job in jobs:
-        cache.write(job.key, Entry("def call(x, *rest, **into): return x", b""))
+        cache.write(job.key, CacheEntry("def call(x, *rest, **into): return x", b""))
         done(job.name)
     cache.trim()
     return {}
@@ -432,7 +435,7 @@ def test_the_key_changes_with_where_and_how_it_is_compiled(monkeypatch):
 # --- the files ---
 
 
-ENTRY = Entry("def call(): pass", b"a library" * 100)
+ENTRY = CacheEntry("def call(): pass", b"a library" * 100)
 
 
 def test_an_entry_comes_back_as_it_was(tmp_path):
@@ -512,14 +515,14 @@ def test_a_folder_that_cannot_be_made_is_not_used(folder, caplog):
 # --- Inductor's code ---
 
 
-def lowered(body: str, head: str = "", writes: tuple[int, ...] = ()) -> compat.Lowered:
+def lowered(body: str, head: str = "", writes: tuple[int, ...] = ()) -> compat.InductorOutput:
     lines = [
         "    def call(self, args):",
         "        arg0_1, arg1_1 = args",
         "        args.clear()",
         *(f"        {line}" for line in body.splitlines()),
     ]
-    return compat.Lowered("\n".join([head, "class Runner:", *lines]), 2, writes)
+    return compat.InductorOutput("\n".join([head, "class Runner:", *lines]), 2, writes)
 
 
 KERNEL = (
@@ -558,7 +561,7 @@ def test_a_plain_function_is_cut_out():
         (lowered("return (arg0_1, )", "k = async_compile.triton('k', 'source')"), "kernels of the kind triton"),
         (lowered("return (arg0_1, )", KERNEL.replace("{}", "{ kernel(a, b); }")), "several functions"),
         (lowered("if arg0_1:\n    return (arg0_1, )\nreturn (arg0_1, )"), "results of another form"),
-        (compat.Lowered("x = 1", 2, ()), "0 functions"),
+        (compat.InductorOutput("x = 1", 2, ()), "0 functions"),
     ],
 )
 def test_code_that_is_more_than_a_function_over_kernels_is_refused(made, why):
@@ -606,8 +609,10 @@ def test_operators_of_ours_are_known_where_functions_are_compiled(tmp_path):
 
 
 def test_large_work_is_compiled_in_several_units():
-    jobs = [worker.Job(str(i), str(i), None, (), 0, 0, (), ()) for i in range(5)]  # type: ignore[arg-type]
-    plain = {str(i): cpp_kernels.Plain(None, {"k": cpp_kernels.Kernel("x" * 60_000 * (i + 1), ())}) for i in range(5)}  # type: ignore[arg-type]
+    jobs = [worker.CompileJob(str(i), str(i), None, (), 0, 0, (), ()) for i in range(5)]  # type: ignore[arg-type]
+    plain = {
+        str(i): cpp_kernels.Plain(None, {"k": cpp_kernels.CppKernel("x" * 60_000 * (i + 1), ())}) for i in range(5)
+    }  # type: ignore[arg-type]
     assert [len(unit) for unit in worker._units(jobs, plain, 1)] == [5]
     units = worker._units(jobs, plain, 4)
     assert len(units) == 4 and sorted(job.key for unit in units for job in unit) == list("01234")

@@ -203,7 +203,7 @@ def test_bfloat16_is_measured_as_the_runtime_runs_it(monkeypatch):
 def test_the_disk_of_a_directory_is_measured_as_leaves_are_moved(monkeypatch, tmp_path):
     made, moved = [], []
 
-    class Watched(probes.Files):
+    class Watched(probes.ScratchFiles):
         def __init__(self, directories, nbytes):
             super().__init__(directories, nbytes)
             made.append((directories, nbytes, [p.name for p in tmp_path.iterdir()]))
@@ -212,7 +212,7 @@ def test_the_disk_of_a_directory_is_measured_as_leaves_are_moved(monkeypatch, tm
             moved.append((self.bytes_read, self.bytes_written))
             super().close()
 
-    monkeypatch.setattr(probes, "Files", Watched)
+    monkeypatch.setattr(probes, "ScratchFiles", Watched)
     read, written, mixed = probes.disk(0.01, tmp_path)
     assert min(read.bandwidth, written.bandwidth, mixed) > 0
     ((directory, nbytes, files),) = made

@@ -16,7 +16,7 @@ from fzero.build.build import check_backend
 from fzero.errors import TraceError
 from fzero.program.ir import Function
 from fzero.trace.reads import deterministic
-from fzero.trace.reads.deterministic import Setting
+from fzero.trace.reads.deterministic import DeterministicSetting
 from fzero.trace.record import record
 
 CPU = torch.device("cpu")
@@ -43,11 +43,11 @@ def scattered() -> Function:
 
 def test_a_setting_is_taken_over_and_says_what_it_is() -> None:
     before = deterministic.setting()
-    assert before == Setting(False, False, False) and str(before) == "off"
+    assert before == DeterministicSetting(False, False, False) and str(before) == "off"
     try:
         for setting, text in (
-            (Setting(True, False, True), "on"),
-            (Setting(True, True, False), "on, with warnings only"),
+            (DeterministicSetting(True, False, True), "on"),
+            (DeterministicSetting(True, True, False), "on, with warnings only"),
         ):
             deterministic.use(setting)
             assert deterministic.setting() == setting and str(setting) == text
@@ -134,7 +134,11 @@ def test_ranks_that_are_not_set_alike_run_nothing(run_ranks: Any) -> None:
 
 def test_products_that_would_refuse_are_refused_when_a_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS, which reads its workspace from the environment when CUDA starts."""
-    on, warns, off = Setting(True, False, True), Setting(True, True, True), Setting(False, False, False)
+    on, warns, off = (
+        DeterministicSetting(True, False, True),
+        DeterministicSetting(True, True, True),
+        DeterministicSetting(False, False, False),
+    )
     assert deterministic.unsettled("cuda", on, None) == "CUBLAS_WORKSPACE_CONFIG is not set"
     assert deterministic.unsettled("cuda", on, ":0:0") == "CUBLAS_WORKSPACE_CONFIG is ':0:0'"
     for device, setting, workspace in (

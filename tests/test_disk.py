@@ -43,7 +43,7 @@ def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
     return out.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
 
 
-def read(found: disk.Files, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+def read(found: disk.ScratchFiles, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
     out = disk.aligned(found.nbytes - offset if nbytes is None else nbytes)
     found.read([(offset, out)]).wait()
     return out
@@ -77,7 +77,7 @@ def root(request: Any, tmp_path: Path) -> Iterator[Path]:
 def test_what_is_written_is_read(root: Path, num: int) -> None:
     paths = [root] * num
     with_tail = 9 * MIB + 5 * BLOCK
-    found = disk.Files(paths, with_tail)
+    found = disk.ScratchFiles(paths, with_tail)
     assert len(ours(root)) == num
     value = pattern(with_tail)
     found.write([(0, value)]).wait()
@@ -95,7 +95,7 @@ def test_files_of_a_stripe_hold_what_lies_there(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.mkdir()
-    found = disk.Files(paths, 9 * MIB)
+    found = disk.ScratchFiles(paths, 9 * MIB)
     value = pattern(9 * MIB)
     found.write([(0, value)]).wait()
     first, second = (bytearray((ours(path)[0] / "data").read_bytes()) for path in paths)
@@ -118,7 +118,7 @@ def test_runs_go_where_they_should(
     monkeypatch.setattr(files, "PIECE", 4 * BLOCK)
     monkeypatch.setattr(scratch, "PIECE", 4 * BLOCK)
     total = sum(gap + size for gap, size in sizes) * BLOCK
-    found, expected = disk.Files([tmp_path] * num, total), torch.zeros(total, dtype=torch.uint8)
+    found, expected = disk.ScratchFiles([tmp_path] * num, total), torch.zeros(total, dtype=torch.uint8)
     memory, runs, at = pattern(total), [], 0
     for gap, size in sizes:
         at += gap * BLOCK
@@ -148,7 +148,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[int, list[in
 
 def test_neighbours_are_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Wherever they lie in memory; runs of more than 4 MiB are several."""
-    found = disk.Files(tmp_path, 16 * MIB)
+    found = disk.ScratchFiles(tmp_path, 16 * MIB)
     seen = calls(monkeypatch, "preadv")
     found.read([(i * BLOCK, disk.aligned(BLOCK)) for i in range(2, 5)] + [(8 * BLOCK, disk.aligned(BLOCK))]).wait()
     assert sorted(seen) == [(2 * BLOCK, [BLOCK] * 3), (8 * BLOCK, [BLOCK])]
@@ -156,7 +156,7 @@ def test_neighbours_are_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     found.read([(MIB, disk.aligned(9 * MIB))]).wait()
     assert sorted(seen) == [(MIB, [4 * MIB]), (5 * MIB, [4 * MIB]), (9 * MIB, [MIB])]
     found.close()
-    striped = disk.Files([tmp_path] * 2, 16 * MIB)
+    striped = disk.ScratchFiles([tmp_path] * 2, 16 * MIB)
     seen.clear()
     striped.read([(MIB, disk.aligned(9 * MIB))]).wait()
     assert sorted(seen) == [(0, [4 * MIB]), (MIB, [3 * MIB]), (4 * MIB, [2 * MIB])]
@@ -164,7 +164,7 @@ def test_neighbours_are_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_bytes_that_were_never_written_are_zeros(root: Path) -> None:
-    found = disk.Files(root, 6 * MIB)
+    found = disk.ScratchFiles(root, 6 * MIB)
     found.write([(MIB, pattern(BLOCK))]).wait()
     value = read(found)
     assert not value[:MIB].any() and value[MIB : MIB + BLOCK].any() and not value[MIB + BLOCK :].any()
@@ -172,14 +172,14 @@ def test_bytes_that_were_never_written_are_zeros(root: Path) -> None:
 
 
 def test_blocks_are_there_from_the_start(root: Path) -> None:
-    found = disk.Files(root, 3 * MIB + 1)
+    found = disk.ScratchFiles(root, 3 * MIB + 1)
     status = (ours(root)[0] / "data").stat()
     assert status.st_size == found.nbytes == 3 * MIB + BLOCK and status.st_blocks * 512 >= found.nbytes
     found.close()
 
 
 def test_nothing_to_move(tmp_path: Path) -> None:
-    found = disk.Files(tmp_path, 0)
+    found = disk.ScratchFiles(tmp_path, 0)
     found.read([]).wait()
     found.write([(0, disk.aligned(0))]).wait()
     assert found.bytes_written == 0 and found.busy_seconds == 0
@@ -199,7 +199,7 @@ def test_memory_for_direct_io(nbytes: int) -> None:
 
 
 def test_runs_that_cannot_be_moved(tmp_path: Path) -> None:
-    found, memory = disk.Files(tmp_path, 4 * BLOCK), disk.aligned(4 * BLOCK)
+    found, memory = disk.ScratchFiles(tmp_path, 4 * BLOCK), disk.aligned(4 * BLOCK)
     bad = [
         (1, memory[:BLOCK]),
         (0, memory[:100]),
@@ -223,8 +223,8 @@ def test_runs_that_cannot_be_moved(tmp_path: Path) -> None:
 
 def test_transfers_are_taken_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whichever files they are of. With one thread held back, all others wait behind it."""
-    monkeypatch.setattr(files, "_pool", files._Pool())
-    one, two = (disk.Files(tmp_path, 8 * BLOCK, num_threads=1) for _ in range(2))
+    monkeypatch.setattr(files, "_pool", files._ThreadPool())
+    one, two = (disk.ScratchFiles(tmp_path, 8 * BLOCK, num_threads=1) for _ in range(2))
     seen, go, real = [], threading.Event(), os.pwritev
 
     def late(fd: int, views: list[memoryview], at: int) -> int:
@@ -245,7 +245,7 @@ def test_transfers_are_taken_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_transfer_keeps_its_files_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found, go, real = disk.Files(tmp_path, BLOCK), threading.Event(), os.pwritev
+    found, go, real = disk.ScratchFiles(tmp_path, BLOCK), threading.Event(), os.pwritev
     written: list[bytes] = []
 
     def late(fd: int, views: list[memoryview], at: int) -> int:
@@ -265,7 +265,7 @@ def test_a_transfer_keeps_its_files_and_memory(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_counters(tmp_path: Path) -> None:
-    found = disk.Files(tmp_path, 8 * MIB)
+    found = disk.ScratchFiles(tmp_path, 8 * MIB)
     transfer = found.write([(0, pattern(8 * MIB))])
     transfer.wait()
     assert transfer.nbytes == found.bytes_written == 8 * MIB and found.bytes_read == 0
@@ -280,7 +280,7 @@ def test_counters(tmp_path: Path) -> None:
 def test_only_this_user_can_look(root: Path) -> None:
     before = os.umask(0)
     try:
-        found = disk.Files(root, MIB)
+        found = disk.ScratchFiles(root, MIB)
     finally:
         os.umask(before)
     (directory,) = ours(root)
@@ -292,7 +292,7 @@ def test_only_this_user_can_look(root: Path) -> None:
 
 def test_nothing_is_left(root: Path) -> None:
     num = len(os.listdir("/proc/self/fd"))
-    closed, dropped = disk.Files([root, root], MIB), disk.Files(root, MIB)
+    closed, dropped = disk.ScratchFiles([root, root], MIB), disk.ScratchFiles(root, MIB)
     assert len(ours(root)) == 3
     closed.close()
     closed.close()
@@ -303,7 +303,7 @@ def test_nothing_is_left(root: Path) -> None:
 
 
 def test_closed_files_say_so(tmp_path: Path) -> None:
-    found = disk.Files(tmp_path, MIB)
+    found = disk.ScratchFiles(tmp_path, MIB)
     found.close()
     with pytest.raises(TierError, match="closed before"):
         found.read([(0, disk.aligned(BLOCK))]).wait()
@@ -321,7 +321,7 @@ def run(code: str, *args: Any) -> subprocess.Popen[str]:
 
 
 HOLD = """
-    files = disk.Files([path, path], 1 << 20)
+    files = disk.ScratchFiles([path, path], 1 << 20)
     files.write([(0, disk.aligned(1 << 20).fill_(9))]).wait()
     print("ready", flush=True)
     sys.stdin.read()
@@ -352,7 +352,7 @@ def test_killed_runs_are_cleared_and_live_ones_are_not(tmp_path: Path) -> None:
     killed.communicate()
     left = ours(tmp_path)
     assert len([p for p in left if f"-{killed.pid}-" in p.name]) == 2
-    own = disk.Files(tmp_path, MIB)
+    own = disk.ScratchFiles(tmp_path, MIB)
     others = [p for p in ours(tmp_path) if f"-{os.getpid()}-" not in p.name]
     assert others == [p for p in left if f"-{killed.pid}-" not in p.name], "only the killed run's are gone"
     out, _ = live.communicate()
@@ -366,12 +366,12 @@ def test_killed_runs_are_cleared_and_live_ones_are_not(tmp_path: Path) -> None:
 
 def test_what_others_put_there_stays(tmp_path: Path) -> None:
     """In a directory of ours as well: only what runs make is removed."""
-    found = disk.Files(tmp_path, MIB)
+    found = disk.ScratchFiles(tmp_path, MIB)
     note = ours(tmp_path)[0] / "notes"
     note.write_text("mine")
     found.close()
     assert [p.name for p in note.parent.iterdir()] == ["notes"]
-    disk.Files(tmp_path, MIB).close()
+    disk.ScratchFiles(tmp_path, MIB).close()
     assert note.read_text() == "mine"
 
 
@@ -387,7 +387,7 @@ def test_nothing_is_left_at_exit(tmp_path: Path) -> None:
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), os.listdir(path), flush=True)
         else:
             os._exit(0)
-        files = disk.Files([path, path], 1 << 24)
+        files = disk.ScratchFiles([path, path], 1 << 24)
         files.write([(0, disk.aligned(1 << 24))])
         exec(end)
         """,
@@ -401,7 +401,7 @@ def test_nothing_is_left_at_exit(tmp_path: Path) -> None:
 def test_a_fork_leaves_its_parents_files_alone(tmp_path: Path) -> None:
     process = run(
         """
-        files = disk.Files(path, 1 << 20)
+        files = disk.ScratchFiles(path, 1 << 20)
         files.write([(0, disk.aligned(1 << 20).fill_(9))]).wait()
         pid = os.fork()
         if pid == 0:
@@ -409,7 +409,7 @@ def test_a_fork_leaves_its_parents_files_alone(tmp_path: Path) -> None:
                 files.read([(0, disk.aligned(4096))])
             except ValueError as error:
                 assert "was forked" in str(error)
-                own = disk.Files(path, 4096)
+                own = disk.ScratchFiles(path, 4096)
                 own.write([(0, disk.aligned(4096).fill_(5))]).wait()
                 del own, files
                 sys.exit(7)
@@ -435,7 +435,7 @@ def test_a_lock_taken_in_between_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp
         return hold(lock)
 
     monkeypatch.setattr(scratch, "_hold", late)
-    found = disk.Files(tmp_path, MIB)
+    found = disk.ScratchFiles(tmp_path, MIB)
     assert len(ours(tmp_path)) == 1 and times
     assert torch.equal(read(found), torch.zeros(MIB, dtype=torch.uint8))
     found.close()
@@ -452,7 +452,7 @@ def test_memory_is_not_direct_and_that_is_said_once(
     monkeypatch.setattr(scratch, "_told", set())
     with caplog.at_level(logging.WARNING, "fzero"):
         for _ in range(2):
-            found = disk.Files([MEMORY, MEMORY], MIB)
+            found = disk.ScratchFiles([MEMORY, MEMORY], MIB)
             assert not found.direct
             found.close()
     assert [r.getMessage().split(" (O_DIRECT)")[0] for r in caplog.records] == [
@@ -472,11 +472,11 @@ def test_without_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refu
             return real(path, flags, mode, **keywords)
 
         monkeypatch.setattr(os, "open", open_)
-        found = disk.Files(tmp_path, MIB)
+        found = disk.ScratchFiles(tmp_path, MIB)
     else:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", fails(errno.EINVAL))
-            found = disk.Files(tmp_path, MIB)
+            found = disk.ScratchFiles(tmp_path, MIB)
     assert not found.direct and [p.name for p in sorted(ours(tmp_path)[0].iterdir())] == ["data", "fzero.lock"]
     found.write([(0, pattern(MIB))]).wait()
     assert torch.equal(read(found), pattern(MIB))
@@ -484,7 +484,7 @@ def test_without_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refu
 
 
 def test_direct_io_goes_past_the_page_cache(tmp_path: Path) -> None:
-    found = disk.Files(tmp_path, MIB)
+    found = disk.ScratchFiles(tmp_path, MIB)
     if not found.direct:
         pytest.skip("temporary files of this machine are not written directly")
     found.write([(0, pattern(MIB))]).wait()
@@ -532,7 +532,7 @@ def fails(code: int, after: int = 0, name: str = "pwritev") -> Callable[..., int
 @pytest.mark.parametrize(("operation", "code"), [("write", errno.ENOSPC), ("write", errno.EIO), ("read", errno.EIO)])
 def test_a_fault_in_the_middle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, operation: str, code: int) -> None:
     """One error, with what, where and what now; afterwards the same threads serve the same files."""
-    found, value = disk.Files(tmp_path, 40 * MIB), pattern(40 * MIB)
+    found, value = disk.ScratchFiles(tmp_path, 40 * MIB), pattern(40 * MIB)
     found.write([(0, value)]).wait()
     directory = ours(tmp_path)[0]
     with monkeypatch.context() as patch:
@@ -559,8 +559,8 @@ def test_a_fault_in_the_middle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 def test_a_thread_survives_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also what is no OSError: the wait ends, the error is there, and all threads go on."""
-    monkeypatch.setattr(files, "_pool", files._Pool())
-    found = disk.Files(tmp_path, 16 * MIB, num_threads=2)
+    monkeypatch.setattr(files, "_pool", files._ThreadPool())
+    found = disk.ScratchFiles(tmp_path, 16 * MIB, num_threads=2)
     before = threading.active_count()
     for broken in (MemoryError("no memory"), SystemExit(1), KeyboardInterrupt()):
 
@@ -579,7 +579,7 @@ def test_a_thread_survives_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize("short", [BLOCK, 3 * BLOCK + 777, MIB - 1])
 def test_short_transfers_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short: int) -> None:
     """From the last whole block, over several runs, with interruptions."""
-    found, value = disk.Files([tmp_path] * 2, 6 * MIB), pattern(6 * MIB)
+    found, value = disk.ScratchFiles([tmp_path] * 2, 6 * MIB), pattern(6 * MIB)
     odd = [False]
 
     def shortened(name: str) -> Callable[..., int]:
@@ -611,7 +611,7 @@ def test_short_transfers_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 @pytest.mark.parametrize("num", [0, 100])
 def test_a_transfer_that_does_not_go_on_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num: int) -> None:
-    found = disk.Files(tmp_path, MIB)
+    found = disk.ScratchFiles(tmp_path, MIB)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", lambda *_: num)
         with pytest.raises(TierError, match="it stopped after 0 of 1048576 bytes"):
@@ -621,7 +621,7 @@ def test_a_transfer_that_does_not_go_on_is_an_error(monkeypatch: pytest.MonkeyPa
 
 def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     """By someone else; really."""
-    found = disk.Files(tmp_path, 8 * MIB)
+    found = disk.ScratchFiles(tmp_path, 8 * MIB)
     os.truncate(ours(tmp_path)[0] / "data", 5 * MIB)
     with pytest.raises(TierError, match=f"it stopped after {MIB} of {4 * MIB} bytes"):
         read(found)
@@ -631,9 +631,9 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
 
 def test_closing_under_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is being moved is finished, what is not fails, and no wait hangs."""
-    monkeypatch.setattr(files, "_pool", files._Pool())
+    monkeypatch.setattr(files, "_pool", files._ThreadPool())
     found, begun, go, real = (
-        disk.Files(tmp_path, 16 * MIB, num_threads=1),
+        disk.ScratchFiles(tmp_path, 16 * MIB, num_threads=1),
         threading.Event(),
         threading.Event(),
         os.pwritev,
@@ -682,7 +682,7 @@ def test_every_bad_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert lines[4].startswith(f"  {good}: {2 * 2 * 2**20 / 5:.2f} TiB needed, ") and lines[4].endswith(" free")
     assert lines[5:] == ["Fix: free space, or give other paths"]
     with pytest.raises(FzeroValueError, match="no path is given"):
-        disk.Files([], 0)
+        disk.ScratchFiles([], 0)
     assert not ours(good)
 
 
@@ -714,7 +714,7 @@ def test_a_disk_that_fills_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "posix_fallocate", full)
     num = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FzeroValueError, match=f"{paths[1]}: No space left on device: 4.0 MiB needed, ") as caught:
-        disk.Files(paths, 9 * MIB)
+        disk.ScratchFiles(paths, 9 * MIB)
     assert str(paths[0]) not in str(caught.value) and not ours(paths[0]) and not ours(paths[1])
     assert len(os.listdir("/proc/self/fd")) == num
 
@@ -726,7 +726,7 @@ def test_a_limit_of_the_system(tmp_path: Path) -> None:
         import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         try:
-            disk.Files(path, 1 << 22)
+            disk.ScratchFiles(path, 1 << 22)
         except ValueError as error:
             print(error)
         """,

@@ -122,8 +122,8 @@ def test_a_copy_that_the_host_reads_and_the_device_alone_waits_for_is_found(monk
     """By its numbers, of both doubles: gradients that the host updates with."""
     want = trained(fz.make_mesh(data=1), ())[0]
     tiers = importlib.import_module("fzero.comm.tiers")
-    wait = tiers.Arriving.wait
-    monkeypatch.setattr(tiers.Arriving, "wait", lambda moving, into, host=True: wait(moving, into, False))
+    wait = tiers.TierCopy.wait
+    monkeypatch.setattr(tiers.TierCopy, "wait", lambda moving, into, host=True: wait(moving, into, False))
     for is_late in (True, False):
         with monkeypatch.context() as patch:
             mesh = _late_mesh(patch)[0] if is_late else fz.make_mesh(data=1, unified_memory=False)

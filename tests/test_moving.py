@@ -14,7 +14,7 @@ import torch
 
 import fzero as fz
 from fzero.boxes import Along, Boxes, claimed, whole
-from fzero.checkpoint.index import Index, Part
+from fzero.checkpoint.index import Index, StoredPart
 from fzero.comm import pairwise
 from fzero.elastic import moving
 from fzero.elastic.vault import Vault, is_whole
@@ -168,7 +168,7 @@ def test_claims_of_ranges() -> None:
     leaf = torch.arange(24).view(shape)
 
     def index(*parts: Boxes) -> Index:
-        found = {"x": tuple(Part("", "x", b, 0) for b in parts)}
+        found = {"x": tuple(StoredPart("", "x", b, 0) for b in parts)}
         return Index(Path(), 0, {"x": (shape, torch.float32)}, {}, None, {}, {}, found)
 
     cuts: list[tuple[Along, ...]] = [(), (Along(1, 1, 2),), (Along(0, 1, 2), Along(1, 3, 2))]

@@ -17,7 +17,7 @@ import torch
 
 import fzero as fz
 from fzero.build import cache
-from fzero.build.cache import Entry, guard_inductor, open_cache
+from fzero.build.cache import CacheEntry, guard_inductor, open_cache
 from fzero.elastic import host
 from fzero.errors import CheckpointError, FzeroValueError
 from fzero.private import exposed
@@ -86,7 +86,7 @@ def test_a_cache_below_another_users_directory_is_not_used(
     monkeypatch.setenv("FZERO_CACHE", str(hers / "mine"))
     opened = open_cache()
     assert opened is not None
-    opened.write("a", Entry("text", b"library"))
+    opened.write("a", CacheEntry("text", b"library"))
     os.chown(hers, OTHER, OTHER)
     assert open_cache() is None
     assert f"{hers} belongs to the user {OTHER}, and what a cache holds is run" in caplog.text

@@ -12,7 +12,7 @@ import torch
 from fzero import compat
 from fzero import random as fzrandom
 from fzero.errors import TraceError
-from fzero.trace.meta_cache import Remembering, Results
+from fzero.trace.meta_cache import FakeResults, Remembering
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
 
@@ -79,7 +79,7 @@ def test_results_are_asked_once_and_are_apart():
 def test_only_metadata_is_remembered():
     """A view shares memory, a literal has a value, an operator of another library may do anything: each is asked every
     time."""
-    results = Results()
+    results = FakeResults()
     with compat.FakeTensorMode() as mode:
         x = torch.empty(4, 4)
         literal = torch.tensor(3)

@@ -164,7 +164,7 @@ def test_an_entry_that_cannot_be_loaded_is_compiled_anew(
     files = list((tmp_path / "functions").glob("*.so"))
     assert files
     for file in files:
-        cache.Cache(file.parent).write(file.stem, cache.Entry("", b"no artifact"))
+        cache.Cache(file.parent).write(file.stem, cache.CacheEntry("", b"no artifact"))
 
     def load(data: bytes) -> Any:
         assert data == b"kept by this release", "result is not None"  # as PyTorch says it

@@ -12,7 +12,7 @@ import torch
 
 import fzero as fz
 from fzero import optim
-from fzero.lowering.slots import SLOTS, StateSlot, Taken
+from fzero.lowering.slots import SLOTS, StateSlot, StepResults
 from fzero.step import Step
 
 
@@ -29,7 +29,7 @@ def leaves(step: Step, params: Any) -> Any:
     return shapes if step.name == "watched_loss" else None
 
 
-def advance(before: Norms, taken: Taken) -> tuple[Norms, Mapping[str, Any]]:
+def advance(before: Norms, taken: StepResults) -> tuple[Norms, Mapping[str, Any]]:
     after = Norms(
         torch.where(taken.finite, torch.maximum(before.largest, taken.norm.to(torch.float32)), before.largest),
         before.num_steps + 1,

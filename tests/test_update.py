@@ -98,12 +98,12 @@ def test_alike_blocks_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However deep the model, the update is extracted as often."""
     extracted: list[Any] = []
 
-    class Counted(cut_update.Part):
+    class Counted(cut_update.Subgraph):
         def extract(self, names: Any = None) -> Any:
             extracted.append(self)
             return super().extract(names)
 
-    monkeypatch.setattr(cut_update, "Part", Counted)
+    monkeypatch.setattr(cut_update, "Subgraph", Counted)
     step = fz.shard_params(
         fz.train_step(models.gpt_loss, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)))
     )

@@ -100,3 +100,8 @@ def test_a_sentence_is_read_once(path: Path) -> None:
 
 def _is_text(x: ast.expr) -> bool:
     return isinstance(x, ast.Constant) and isinstance(x.value, str)
+
+
+def test_class_names_occur_once() -> None:
+    classes = [x.name for path in FILES for x in ast.parse(path.read_text()).body if isinstance(x, ast.ClassDef)]
+    assert sorted(classes) == sorted({*classes})

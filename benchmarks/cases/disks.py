@@ -130,7 +130,7 @@ def disk_stream(args: argparse.Namespace) -> Table:
     size, chunk = args.mib << 20, args.chunk << 20
     if size % (2 * chunk) or chunk % disk.PIECE:
         raise SystemExit("--mib must be a multiple of twice --chunk, and --chunk of 4")
-    files = disk.Files(args.path, size, num_threads=args.threads)
+    files = disk.ScratchFiles(args.path, size, num_threads=args.threads)
     paths = [str(part.directory / "data") for part in files._parts]
     ring = disk.aligned(DEPTH * chunk).fill_(7)  # the memory of both
     stream = _streams(files, size, ring)
@@ -233,7 +233,7 @@ def _disk_alone(running: Running, path: list[str]) -> tuple[Callable[[], None], 
     spans = [[offsets[a] for a in line.writes or line.args] for line in copies]
     moved = [sum(size for _, size in each) for each in spans]
     largest = max(moved)
-    files, ring = disk.Files(path, end), [disk.aligned(largest).fill_(7) for _ in range(DEPTH)]
+    files, ring = disk.ScratchFiles(path, end), [disk.aligned(largest).fill_(7) for _ in range(DEPTH)]
 
     def transfer(op: str, each: list[tuple[int, int]]) -> Callable[[int], Any]:
         def begin(buffer: int) -> Any:

@@ -47,7 +47,7 @@ logger = logging.getLogger("fzero")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A compiled function: the Python that is run, and the library (or the payload) that it calls."""
 
     text: str
@@ -69,7 +69,7 @@ class Cache:
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.so"
 
-    def read(self, key: str) -> Entry | None:
+    def read(self, key: str) -> CacheEntry | None:
         """The entry of a key, if there is one and it is whole; a damaged one is removed. Reading counts as use."""
         path = self.path(key)
         try:
@@ -85,7 +85,7 @@ class Cache:
             os.utime(path)
         return entry
 
-    def write(self, key: str, entry: Entry) -> None:
+    def write(self, key: str, entry: CacheEntry) -> None:
         """Keeps an entry. Whoever reads at the same time sees the old file or the new one, never a part."""
         text = entry.text.encode()
         digest = hashlib.sha256(entry.library + text).digest()
@@ -122,14 +122,14 @@ class Cache:
         return host(), about.st_dev, about.st_ino
 
 
-def _decode(data: bytes) -> Entry | None:
+def _decode(data: bytes) -> CacheEntry | None:
     if len(data) < _FOOTER.size:
         return None
     size, text_size, digest, magic = _FOOTER.unpack(data[-_FOOTER.size :])
     body = data[: -_FOOTER.size]
     if magic != _MAGIC or size + text_size != len(body) or hashlib.sha256(body).digest() != digest:
         return None
-    return Entry(body[size:].decode(), body[:size])
+    return CacheEntry(body[size:].decode(), body[:size])
 
 
 def open_cache() -> Cache | None:

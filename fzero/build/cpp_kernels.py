@@ -34,7 +34,7 @@ class NotPlain(Exception):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CppKernel:
     """A C++ function `kernel`: its source, and the types of its arguments."""
 
     source: str
@@ -46,10 +46,10 @@ class Plain:
     """A function as text, and its kernels by the names that it calls them by."""
 
     call: ast.FunctionDef
-    kernels: Mapping[str, Kernel]
+    kernels: Mapping[str, CppKernel]
 
 
-def parse(lowered: compat.Lowered, num_inputs: int, num_outputs: int, writes: Sequence[int]) -> Plain:
+def parse(lowered: compat.InductorOutput, num_inputs: int, num_outputs: int, writes: Sequence[int]) -> Plain:
     """Inductor's module as a function over its kernels.
 
     Args:
@@ -96,7 +96,7 @@ def parse(lowered: compat.Lowered, num_inputs: int, num_outputs: int, writes: Se
     return Plain(ast.FunctionDef("call", _arguments(inputs), body, [], type_params=[]), kernels)  # type: ignore[call-arg]
 
 
-def _kernel(node: ast.stmt) -> tuple[str, Kernel] | None:
+def _kernel(node: ast.stmt) -> tuple[str, CppKernel] | None:
     """`name = async_compile.cpp_pybinding(types, source)`."""
     match node:
         case ast.Assign(
@@ -104,7 +104,7 @@ def _kernel(node: ast.stmt) -> tuple[str, Kernel] | None:
         ):
             if maker != "cpp_pybinding":
                 raise NotPlain(f"kernels of the kind {maker}")
-            kernel = Kernel(ast.literal_eval(source), tuple(ast.literal_eval(types_)))
+            kernel = CppKernel(ast.literal_eval(source), tuple(ast.literal_eval(types_)))
             if len(re.findall(r"\bkernel\s*\(", kernel.source)) != 1:
                 raise NotPlain("a kernel of several functions")
             return name, kernel
@@ -130,7 +130,9 @@ def _arguments(names: Sequence[str]) -> ast.arguments:
     return ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
 
 
-def text_of(plain: Plain, numbers: Mapping[Kernel, int], num_args: int, into: Sequence[int], num_outputs: int) -> str:
+def text_of(
+    plain: Plain, numbers: Mapping[CppKernel, int], num_args: int, into: Sequence[int], num_outputs: int
+) -> str:
     """The function as a line of a program calls it, as Python.
 
     Args:
@@ -215,7 +217,7 @@ def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if math.prod(sizes) else 0
 
 
-def library_source(kernels: Sequence[Kernel]) -> str:
+def library_source(kernels: Sequence[CppKernel]) -> str:
     """One C++ file with all kernels and a Python function for each, `kernel_0`, `kernel_1`, …"""
     includes: dict[str, None] = {}
     parts, table = [], []

@@ -26,7 +26,7 @@ class Ref:
     index: int
 
 
-class Op(NamedTuple):
+class PickledOp(NamedTuple):
     """An operator of `torch.ops`, by its names, and by the module that defines it where it is one of ours."""
 
     namespace: str
@@ -60,7 +60,7 @@ def plain(graph: fx.Graph) -> Sent:
         >>> x = graph.placeholder("x")
         >>> _ = graph.output((graph.call_function(torch.ops.aten.neg.default, (x,)),))
         >>> plain(graph)[1][:3]
-        ('call_function', 'neg_default', Op(namespace='aten', name='neg', overload='default', module=''))
+        ('call_function', 'neg_default', PickledOp(namespace='aten', name='neg', overload='default', module=''))
     """
     index = {node: i for i, node in enumerate(graph.nodes)}
 
@@ -85,7 +85,9 @@ def restored(sent: Sent) -> fx.GraphModule:
     for kind, name, target, args, kwargs in sent:
         given: Any = map_aggregate((args, kwargs), back)
         nodes.append(
-            graph.create_node(kind, target.found() if isinstance(target, Op) else target, given[0], given[1], name)
+            graph.create_node(
+                kind, target.found() if isinstance(target, PickledOp) else target, given[0], given[1], name
+            )
         )
     return fx.GraphModule({}, graph)
 
@@ -94,4 +96,4 @@ def _named(target: Any) -> Any:
     if not compat.is_operator(target):
         return target
     namespace, name, overload = str(target).split(".")
-    return Op(namespace, name, overload, module_of(f"{namespace}.{name}"))
+    return PickledOp(namespace, name, overload, module_of(f"{namespace}.{name}"))

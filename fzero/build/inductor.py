@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from fzero import compat, random
 from fzero.build import cpp_kernels, graph_pickle, worker
-from fzero.build.cache import Cache, Entry, guard_inductor, host, key, logger, open_cache
+from fzero.build.cache import Cache, CacheEntry, guard_inductor, host, key, logger, open_cache
 from fzero.build.calls import as_called
 from fzero.build.share import Share
 from fzero.errors import FzeroError, message
@@ -116,7 +116,7 @@ class _Loader:
                     path.unlink(missing_ok=True)
         return made
 
-    def _callable(self, name: str, entry: Entry, path: Path) -> Callable[..., Any]:
+    def _callable(self, name: str, entry: CacheEntry, path: Path) -> Callable[..., Any]:
         function, graph = self._functions[name]
         if not entry.text:
             return as_called(function, compat.load_artifact(entry.library))
@@ -178,7 +178,7 @@ def _compile_here(
     for name, (function, graph) in functions.items():
         artifact = _artifact(function, graph, device)
         try:
-            cache.write(keys[name], Entry("", compat.artifact_bytes(artifact)))
+            cache.write(keys[name], CacheEntry("", compat.artifact_bytes(artifact)))
         except (RuntimeError, AssertionError, OSError) as error:
             logger.info("%s is compiled at every start: %s", name, error)
         made[name] = as_called(function, artifact)
@@ -193,7 +193,7 @@ def _artifact(function: Function, graph: Recorded, device: torch.device) -> Call
     return compat.inductor_compile(graph.module(), [(v.shape, v.stride(), v.dtype) for v in values], device)
 
 
-def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job:
+def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.CompileJob:
     """The job of a worker: all that it needs of a function. Its literals become arguments, for the code does not depend
     on their values."""
     module = fx.Graph()
@@ -206,7 +206,7 @@ def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Job
             env[node] = module.node_copy(node, lambda n: env[n])
             env[node].meta.clear()
     values = [n.meta["val"] for n in graph.inputs] + [graph.constants[target] for target in literals]
-    return worker.Job(
+    return worker.CompileJob(
         key=key,
         name=name,
         graph=graph_pickle.plain(module),

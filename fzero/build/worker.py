@@ -24,7 +24,7 @@ import torch
 
 from fzero import compat
 from fzero.build import cpp_kernels, graph_pickle
-from fzero.build.cache import Cache, Entry
+from fzero.build.cache import Cache, CacheEntry
 from fzero.read_json import parsed
 from fzero.trace.reads import deterministic
 
@@ -33,7 +33,7 @@ _UNIT_CHARS = 100_000
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """A function to compile: a graph without literals, what its inputs look like, and how it is called (see
     `kernels.text_of`)."""
 
@@ -53,7 +53,7 @@ class Failed(Exception):
     here. The text is their own words."""
 
 
-def compile_jobs(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[str], None]) -> dict[str, str]:
+def compile_jobs(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Callable[[str], None]) -> dict[str, str]:
     """Compiles functions into a cache.
 
     Args:
@@ -76,7 +76,9 @@ def compile_jobs(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[
     return answer["skipped"]
 
 
-def _ask(jobs: Sequence[Job], cache: Cache, cores: int, done: Callable[[str], None], trust_cpu: bool) -> dict[str, Any]:
+def _ask(
+    jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Callable[[str], None], trust_cpu: bool
+) -> dict[str, Any]:
     request = pickle.dumps(
         (
             tuple(jobs),
@@ -146,7 +148,7 @@ def main() -> None:
 
 
 def _work(
-    jobs: Sequence[Job], cache: Cache, cores: int, trust_cpu: bool, done: Callable[[str], None]
+    jobs: Sequence[CompileJob], cache: Cache, cores: int, trust_cpu: bool, done: Callable[[str], None]
 ) -> dict[str, str]:
     plain: dict[str, cpp_kernels.Plain] = {}
     skipped: dict[str, str] = {}
@@ -172,28 +174,28 @@ def _work(
     return skipped
 
 
-def _units(jobs: Sequence[Job], plain: dict[str, cpp_kernels.Plain], cores: int) -> list[list[Job]]:
+def _units(jobs: Sequence[CompileJob], plain: dict[str, cpp_kernels.Plain], cores: int) -> list[list[CompileJob]]:
     """Functions to compile together: as few translation units as keep all cores busy, for each reads the headers
     again."""
     sizes = {job.key: sum(len(k.source) for k in plain[job.key].kernels.values()) for job in jobs}
     number = max(1, min(cores, -(-sum(sizes.values()) // _UNIT_CHARS)))
-    units: list[list[Job]] = [[] for _ in range(number)]
+    units: list[list[CompileJob]] = [[] for _ in range(number)]
     for job in sorted(jobs, key=lambda job: sizes[job.key], reverse=True):
         min(units, key=lambda unit: sum(sizes[x.key] for x in unit)).append(job)
     return [unit for unit in units if unit]
 
 
 def _compile_unit(
-    jobs: Sequence[Job], plain: dict[str, cpp_kernels.Plain], cache: Cache, command: Sequence[str]
+    jobs: Sequence[CompileJob], plain: dict[str, cpp_kernels.Plain], cache: Cache, command: Sequence[str]
 ) -> list[str]:
-    numbers: dict[cpp_kernels.Kernel, int] = {}
+    numbers: dict[cpp_kernels.CppKernel, int] = {}
     for job in jobs:
         for kernel in plain[job.key].kernels.values():
             numbers.setdefault(kernel, len(numbers))
     library = _compile_cpp(cpp_kernels.library_source(list(numbers)), command) if numbers else b""
     for job in jobs:
         text = cpp_kernels.text_of(plain[job.key], numbers, job.num_args, job.into, job.num_outputs)
-        cache.write(job.key, Entry(text, library if plain[job.key].kernels else b""))
+        cache.write(job.key, CacheEntry(text, library if plain[job.key].kernels else b""))
     return [job.name for job in jobs]
 
 

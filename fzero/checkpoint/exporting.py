@@ -13,7 +13,7 @@ import torch
 
 from fzero.checkpoint import format
 from fzero.checkpoint.files import sync
-from fzero.checkpoint.format import Run
+from fzero.checkpoint.format import ElementRun
 from fzero.checkpoint.index import Index, describe
 from fzero.checkpoint.places import local
 from fzero.checkpoint.reading import damaged, leaf_bytes, missing
@@ -132,7 +132,7 @@ def _write(
 def export_tensors(
     path: str | os.PathLike[str],
     out: Path,
-    tensors: Mapping[str, tuple[tuple[int, ...], Sequence[Run]]],
+    tensors: Mapping[str, tuple[tuple[int, ...], Sequence[ElementRun]]],
     prefix: str,
     max_shard_bytes: int,
     dtype: torch.dtype | None,

@@ -68,7 +68,7 @@ class Entry:
         return self.numel * self.dtype.itemsize
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements `start` to `stop` of a flattened tensor: those of the flattened tensor `key` from element `at` on."""
 
     start: int

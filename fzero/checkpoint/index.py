@@ -43,7 +43,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in CODES}
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """These elements of a leaf: tensor `key` of `file`, whose bytes begin at `offset`."""
 
     file: str
@@ -86,7 +86,7 @@ class Index:
     skeleton: Any = field(repr=False)
     meta: Mapping[str, Any]
     files: Mapping[str, File] = field(repr=False)
-    parts: Mapping[str, tuple[Part, ...]] = field(repr=False)
+    parts: Mapping[str, tuple[StoredPart, ...]] = field(repr=False)
     sha256: str = field(default="", repr=False)  # of the index itself
     spread: Spread | None = field(default=None, repr=False, compare=False)  # where files are that are not among `files`
 
@@ -364,7 +364,7 @@ def dump(content: dict[str, Any]) -> bytes:
 def to_json(
     step: int,
     leaves: Expected,
-    parts: Mapping[str, Iterable[Part]],
+    parts: Mapping[str, Iterable[StoredPart]],
     aliases: Mapping[str, str],
     skeleton: Any,
     meta: Any,
@@ -389,7 +389,7 @@ def to_json(
     }
 
 
-def _part_json(p: Part) -> dict[str, Any]:
+def _part_json(p: StoredPart) -> dict[str, Any]:
     """Elements `start` to `stop` of the flattened leaf, or, where it is cut along dims, of its part `place`."""
     cut = {"along": [[*a] for a in p.boxes.along], "place": p.boxes.place} if p.boxes.along else {}
     return {
@@ -435,10 +435,10 @@ def parse(directory: Place, content: Mapping[str, Any]) -> Index:
     )
 
 
-def _part(p: Mapping[str, Any], shape: tuple[int, ...]) -> Part:
+def _part(p: Mapping[str, Any], shape: tuple[int, ...]) -> StoredPart:
     along = tuple(Along(*map(_count, a)) for a in p.get("along", ()))
     boxes = Boxes(shape, along, _count(p.get("place", 0)), _count(p["start"]), _count(p["stop"]))
-    return Part(_text(p["file"]), _text(p["key"]), boxes, _count(p["offset"]))
+    return StoredPart(_text(p["file"]), _text(p["key"]), boxes, _count(p["offset"]))
 
 
 def _inconsistent(index: Index) -> list[str]:

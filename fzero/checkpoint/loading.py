@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint.format import Entry, Run
+from fzero.checkpoint.format import ElementRun, Entry
 from fzero.checkpoint.index import show
 from fzero.checkpoint.places import Place, as_path
 from fzero.checkpoint.storage import Reader, storage_of
@@ -38,7 +38,7 @@ _ALIGNED = 16  # bytes: no element of any dtype lies across the border of two wi
 _THREADS = 4
 
 
-Sources = Mapping[str, Sequence[Run]]
+Sources = Mapping[str, Sequence[ElementRun]]
 """By a leaf's dotted name the runs that make it up, in its order."""
 
 
@@ -50,10 +50,10 @@ class Weights:
     entries: Mapping[str, tuple[Place, Entry]]
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def whole(self, key: str) -> tuple[Run, ...]:
+    def whole(self, key: str) -> tuple[ElementRun, ...]:
         """The runs of a leaf that is a stored tensor as it is."""
         numel = self.entries[key][1].numel
-        return (Run(0, numel, key, 0),) if numel else ()
+        return (ElementRun(0, numel, key, 0),) if numel else ()
 
 
 def open_weights(path: str | os.PathLike[str], mesh: Mesh) -> Weights:
@@ -142,7 +142,7 @@ def _replicas(leaf: Leaf, mesh: Mesh) -> tuple[str, ...]:
     return tuple(a for a, size in mesh.axes.items() if size > 1 and a not in leaf.layout.axes)
 
 
-def _place(weights: Weights, runs: Sequence[Run]) -> tuple[str, int]:
+def _place(weights: Weights, runs: Sequence[ElementRun]) -> tuple[str, int]:
     if not runs:
         return "", 0
     file, entry = weights.entries[runs[0].key]

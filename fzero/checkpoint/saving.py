@@ -28,7 +28,7 @@ from fzero.boxes import Boxes, part_shape
 from fzero.checkpoint import behind, format, skeleton
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.directory import complete_steps, step_name
-from fzero.checkpoint.index import File, Part, dump, show, to_json
+from fzero.checkpoint.index import File, StoredPart, dump, show, to_json
 from fzero.checkpoint.places import INDEX, Place, Url, as_path
 from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
@@ -48,7 +48,7 @@ _warned: set[str] = set()  # roots under which older checkpoints could not be de
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """The plan of a save: `parts[name]` are the ranks that write the leaf, and what of it each writes. Alike on all
     ranks but for `tensors`."""
 
@@ -80,7 +80,7 @@ class Job:
     ranks: Ranks
     root: Place
     draft: Draft
-    plan: Plan
+    plan: SavePlan
     keep: int | None
     meta: Mapping[str, Any] | None
     check_replicas: bool
@@ -215,7 +215,7 @@ def begin(
     Arguments and errors as for `save`. Called with `behind.one_at_a_time` held.
     """
     root: Place | None = None
-    plan: Plan | None = None
+    plan: SavePlan | None = None
     draft: Draft | None = None
 
     def act() -> tuple[str, tuple[str, str] | None]:
@@ -290,7 +290,7 @@ def _read(job: Job) -> dict[str, torch.Tensor]:
     return {name: x for name, x in plan.tensors.items() if name in names}
 
 
-def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = None) -> Plan:
+def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = None) -> SavePlan:
     """Who writes which elements of which leaf; the same on every rank.
 
     A shard that one rank holds is written by that rank. Whole leaves and shards with replicas go, largest first, to
@@ -349,7 +349,7 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
         loads[writer] += nbytes
         parts[name].append((writer, boxes))
     axes = next((tag[1].axes for x in tensors.values() if (tag := leaf_of(x)) is not None), {})
-    return Plan(
+    return SavePlan(
         step,
         size,
         leaves,
@@ -365,12 +365,12 @@ def file_name(rank: int, size: int) -> str:
     return f"rank-{rank:05d}-of-{size:05d}.safetensors"
 
 
-def written_by(plan: Plan, rank: int) -> dict[str, Boxes]:
+def written_by(plan: SavePlan, rank: int) -> dict[str, Boxes]:
     """The parts that a rank writes, of each leaf at most one."""
     return {name: boxes for name, parts in plan.parts.items() for r, boxes in parts if r == rank}
 
 
-def write_rank_file(draft: Draft, plan: Plan, rank: int) -> None:
+def write_rank_file(draft: Draft, plan: SavePlan, rank: int) -> None:
     """Writes this rank's parts, and a note of what was written for `commit`."""
     mine = written_by(plan, rank)
 
@@ -393,7 +393,7 @@ def write_rank_file(draft: Draft, plan: Plan, rank: int) -> None:
 
 
 def commit(
-    root: Place, draft: Draft, plan: Plan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
+    root: Place, draft: Draft, plan: SavePlan, *, keep: int | None = None, meta: Mapping[str, Any] | None = None
 ) -> Place:
     """Makes the files that all ranks have written the latest checkpoint."""
     storage, target = storage_of(root), root / step_name(plan.step)
@@ -401,7 +401,7 @@ def commit(
     names = [draft.name(file_name(rank, plan.size)) for rank in range(plan.size)]
     files = {name: File(n["bytes"], n["sha256"], n["crc32"]) for name, n in zip(names, notes, strict=True)}
     parts = {
-        name: [Part(names[r], name, boxes, notes[r]["offsets"][name]) for r, boxes in ps]
+        name: [StoredPart(names[r], name, boxes, notes[r]["offsets"][name]) for r, boxes in ps]
         for name, ps in plan.parts.items()
     }
     index = dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.skeleton, dict(meta or {}), files))
@@ -481,7 +481,7 @@ def not_private(path: str | os.PathLike[str], private: Any) -> list[str]:
     return problems
 
 
-def _check_arguments(keep: Any, meta: Any, wait: Any, plan: Plan, problems: list[str]) -> None:
+def _check_arguments(keep: Any, meta: Any, wait: Any, plan: SavePlan, problems: list[str]) -> None:
     if type(wait) is not bool:
         problems.append(f"wait={wait!r}: True or False")
     on_disk = [name for name, x in plan.tensors.items() if extent_of(x) is not None]

@@ -13,7 +13,7 @@ from fzero.lowering.lowered import Lowered
 from fzero.plan.cost import DISK
 from fzero.plan.plan import Plan
 from fzero.plan.process import ProcessPart
-from fzero.plan.render import Table, assumed
+from fzero.plan.render import TextTable, assumed
 from fzero.units import duration, rate, size
 
 WORDS = {
@@ -82,7 +82,7 @@ class Answer:
     def process_bytes(self, where: str) -> int:
         return sum(part.nbytes for part in self.process if part.where == where)
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[TextTable]:
         """The tables before the code."""
         plan, unit = self.plan, self.script.unit
         speed = f"{self.per_second:,.0f} {unit}/s, {self.per_second / self.num_ranks:,.0f} a device"
@@ -105,8 +105,8 @@ class Answer:
         rows += self._process_rows(where, plan.peak_bytes)
         what = f"{self.script.name}, {self._parameters() / 1e9:.3g} B parameters, on {self._devices()}"
         out = [
-            Table(f"{what}: predicted, not measured", ("", "", ""), totals),
-            Table(f"memory of each {'device' if where == 'device' else 'process'}", ("", "bytes", ""), rows),
+            TextTable(f"{what}: predicted, not measured", ("", "", ""), totals),
+            TextTable(f"memory of each {'device' if where == 'device' else 'process'}", ("", "bytes", ""), rows),
         ]
         if where == "device":
             words = sorted(plan.host_breakdown.items(), key=lambda item: -item[1])
@@ -114,9 +114,9 @@ class Answer:
             rows += [("the plan's peak", size(plan.host_peak_bytes), "")] if rows else []
             rows += self._process_rows("host", plan.host_peak_bytes)
             rows += [("on disk", size(plan.disk_bytes), "scratch files")] if plan.disk_bytes else []
-            out.append(Table("host memory of each process", ("", "bytes", ""), rows))
+            out.append(TextTable("host memory of each process", ("", "bytes", ""), rows))
         out.append(assumed(plan))
-        return out + ([Table("chosen", ("", "", "because"), plan.decisions, prose=True)] if plan.decisions else [])
+        return out + ([TextTable("chosen", ("", "", "because"), plan.decisions, prose=True)] if plan.decisions else [])
 
     def _process_rows(self, where: str, peak: int) -> list[tuple[str, str, str]]:
         how = {True: "measured here", False: "assumed"}

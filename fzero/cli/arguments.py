@@ -10,7 +10,7 @@ from typing import Annotated, Union
 
 import tyro
 
-from fzero.cli.commands import Calibrate, Check, Plan, Show
+from fzero.cli.commands import Calibrate, Check, PlanCommand, Show
 
 _ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says
 more; `fzero --version` prints the version.
@@ -51,7 +51,7 @@ examples:
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
-def parse(args: Sequence[str]) -> Plan | Show | Check | Calibrate:
+def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate:
     """The command of a command line. Exits, as argparse does, with 2 and what is wrong, or with 0 after a help text."""
 
     def told(name: str, kind: type) -> object:
@@ -61,7 +61,7 @@ def parse(args: Sequence[str]) -> Plan | Show | Check | Calibrate:
             name, description=f"{first}\n{_EXAMPLES[name]}" if list(args[:1]) == [name] else first
         )
 
-    kinds = {"plan": Plan, "show": Show, "check": Check, "calibrate": Calibrate}
+    kinds = {"plan": PlanCommand, "show": Show, "check": Check, "calibrate": Calibrate}
     each = tuple(Annotated[kind, told(name, kind)] for name, kind in kinds.items())
     commands = Union[each]  # noqa: UP007  # made of a list
     try:

@@ -209,7 +209,7 @@ def _likely(blocks: int, search: bool) -> float:
 
 
 @dataclass(frozen=True)
-class Plan(_OfTarget):
+class PlanCommand(_OfTarget):
     """Predicts the cost of a step on each rank: memory, bytes on every wire, time. Nothing is run or allocated."""
 
     trace: Annotated[Path | None, _FILE] = None

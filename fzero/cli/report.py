@@ -14,7 +14,7 @@ from fzero.cli.answer import Answer
 from fzero.lowering.lowered import Lowered
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan
-from fzero.plan.render import Table, draw, plain, tables
+from fzero.plan.render import TextTable, draw, plain, tables
 from fzero.program.ir import Program
 from fzero.program.show import statements
 from fzero.testing import Report
@@ -74,7 +74,7 @@ def print_device(device: Device) -> None:
     machine = ", ".join(f"{what} {n}" for what in ("cores", "threads") if (n := device.machine.get(what)))
     _print(
         [
-            Table(
+            TextTable(
                 f"{device.name}{f' ({machine})' if machine else ''}: {device.source}",
                 ("each rank", "attains", ""),
                 rows,
@@ -135,7 +135,7 @@ def program_data(program: Program) -> dict[str, Any]:
     }
 
 
-def _print(shown: Sequence[Table], last: str = "") -> None:
+def _print(shown: Sequence[TextTable], last: str = "") -> None:
     console = Console()
     if console.is_terminal:
         draw(shown, console)

@@ -32,7 +32,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 @dataclass(frozen=True, eq=False)
-class Moving:
+class PendingTransfer:
     """A transfer under way: what to wait for, the flats it fills, and whether it is gloo's, whose waits hold the
     host."""
 
@@ -47,7 +47,7 @@ class ProcessGroups:
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._names: list[str] = []  # of the programs, in the order of their pools
-        self._under_way: set[Moving] = set()
+        self._under_way: set[PendingTransfer] = set()
         self.slept: dict[int | None, float] = {None: 0.0}  # seconds that the host waited: it does not know for whom
         self._sends: dict[str, Any] = {}  # by axis
 
@@ -70,7 +70,9 @@ class ProcessGroups:
             number = pool._fzero_number  # type: ignore[attr-defined]
             self._mesh.turns.begin(f"program {number}", f"runs {self._names[number]}, program {number}", say=False)
 
-    def all_gather_start(self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]) -> Moving:
+    def all_gather_start(
+        self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
+    ) -> PendingTransfer:
         group = self._mesh.group(axis, gathers=True)
         if self._mesh.device.type == "cuda":
             return self._moving(compat.all_gather_together(into, shards, group), into)
@@ -79,7 +81,7 @@ class ProcessGroups:
 
     def reduce_scatter_start(
         self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
-    ) -> Moving:
+    ) -> PendingTransfer:
         group, flats, shards = self._mesh.group(axis), into[: len(wholes)], into[len(wholes) :]
         settle(wholes, flats)
         if self._mesh.device.type == "cuda":
@@ -89,7 +91,7 @@ class ProcessGroups:
 
     def all_reduce_start(
         self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
-    ) -> Moving:
+    ) -> PendingTransfer:
         group = self._mesh.group(axis)
         settle(values, into)
         if self._mesh.device.type == "cuda":
@@ -120,7 +122,7 @@ class ProcessGroups:
         shift: int,
         into: Sequence[torch.Tensor],
         through: Sequence[torch.Tensor] = (),
-    ) -> Moving:
+    ) -> PendingTransfer:
         """Values in host memory to the rank `shift` further along an axis, and what comes so `into` these places."""
         self.connect(axis)
         group, here, size = self._sends[axis], self._mesh.index(axis), self._mesh.axes[axis]
@@ -133,7 +135,9 @@ class ProcessGroups:
                 works.append(dist.all_to_all_single(target, data, of, to, group, async_op=True))
         return self._moving(works, (), on_host=True)
 
-    def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
+    def wait(
+        self, moving: PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
+    ) -> Sequence[torch.Tensor]:
         """The values of a transfer, once they are there; then nothing of it is being read anywhere, `together` or
         not."""
         for work in moving.works:
@@ -155,8 +159,8 @@ class ProcessGroups:
                 groups += [self._mesh.joined, *map(self._mesh.group, self._mesh.axes)]
             threading.Thread(target=_outlast, args=(works, groups), name="fzero-abandoned", daemon=True).start()
 
-    def _moving(self, works: Sequence[Any], filled: Sequence[torch.Tensor], on_host: bool = False) -> Moving:
-        moving = Moving(works, filled, on_host or self._mesh.device.type == "cpu")
+    def _moving(self, works: Sequence[Any], filled: Sequence[torch.Tensor], on_host: bool = False) -> PendingTransfer:
+        moving = PendingTransfer(works, filled, on_host or self._mesh.device.type == "cpu")
         self._under_way.add(moving)
         return moving
 

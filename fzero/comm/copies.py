@@ -19,7 +19,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Copy:
+class PendingCopy:
     """A copy in flight: its destinations, its sources and a wait. On CUDA also its two events; a copy to the host also
     has a wait of the stream alone."""
 
@@ -41,9 +41,9 @@ class Copies(Protocol):
     Without `into`, which only one memory for both allows, the sources are handed on.
     """
 
-    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy: ...
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy: ...
 
-    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy: ...
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy: ...
 
     def settle(self, written: Tensors) -> None:
         """Returns once the host may write these: on CUDA the wait for a copy may hold up the device alone, and the copy
@@ -68,10 +68,10 @@ class Unified:
     """Copies within one memory: everything is where it should be, except for a leaf of the state that is to have
     another's value."""
 
-    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
         for source, target in moves(sources, into or sources):
             target.copy_(source)
-        return Copy(into or sources, sources, lambda: None)
+        return PendingCopy(into or sources, sources, lambda: None)
 
     to_device_start = to_host_start
 
@@ -92,13 +92,13 @@ class Streams:
         # of copies for which the device alone has waited, and that may not be done: what they use of the host's memory
         self._using: list[tuple[torch.cuda.Event, Tensors]] = []
 
-    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
         filled, begin, done = self._start(self._to_host, sources, into)
-        return Copy(filled, sources, done.synchronize, (begin, done), lambda: self._hold(done, filled))
+        return PendingCopy(filled, sources, done.synchronize, (begin, done), lambda: self._hold(done, filled))
 
-    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
         filled, begin, done = self._start(self._to_device, sources, into)
-        return Copy(filled, sources, lambda: self._hold(done, sources), (begin, done))
+        return PendingCopy(filled, sources, lambda: self._hold(done, sources), (begin, done))
 
     def _hold(self, done: torch.cuda.Event, on_host: Tensors) -> None:
         """Has the device wait for a copy that uses this memory of the host."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fzero.comm.files import Files, Transfer
+from fzero.comm.files import ScratchFiles, Transfer
 from fzero.comm.scratch import ALIGNMENT, PIECE, aligned, check, padded
 from fzero.errors import FzeroValueError, TierError, message
 from fzero.layout import Extent, Leaf, extent_of, leaf_of, place
@@ -23,7 +23,7 @@ from fzero.mesh import Mesh
 __all__ = [
     "ALIGNMENT",
     "PIECE",
-    "Files",
+    "ScratchFiles",
     "Transfer",
     "aligned",
     "check",
@@ -49,7 +49,7 @@ def rest(
     Args:
         leaves: in the order in which they are to lie. Those that follow each other can be read at once.
         mesh: of which this rank's parts are.
-        directories: as in `Files`.
+        directories: as in `ScratchFiles`.
 
     Memory: none.
 
@@ -66,7 +66,7 @@ def rest(
         (device(type='meta'), tensor(6.))
     """
     tensors = [torch.empty(leaf.resting_shape(mesh), dtype=leaf.dtype, device="meta") for leaf in leaves]
-    files, offset = Files(directories, sum(padded(t.nbytes) for t in tensors)), 0
+    files, offset = ScratchFiles(directories, sum(padded(t.nbytes) for t in tensors)), 0
     for tensor, leaf in zip(tensors, leaves, strict=True):
         place(tensor, leaf, mesh, Extent(files, offset, tensor.nbytes))
         offset += padded(tensor.nbytes)

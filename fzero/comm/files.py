@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from fzero.comm import scratch
-from fzero.comm.scratch import ALIGNMENT, PIECE, Part
+from fzero.comm.scratch import ALIGNMENT, PIECE, ScratchFile
 from fzero.errors import FzeroValueError, TierError, message
 
 Runs = Iterable[tuple[int, torch.Tensor]]
 _FIX = "the state is lost; go on from the last checkpoint; free space or use another path"
 
 
-class Files:
+class ScratchFiles:
     """Bytes 0 to `nbytes` on disk, of this process alone, striped over directories in pieces of 4 MiB.
 
     Blocks are allocated at once; bytes that were never written read as zeros. The files are private (0600, in a
@@ -51,7 +51,7 @@ class Files:
 
     Example:
         >>> import tempfile
-        >>> files = Files(tempfile.gettempdir(), 8192)
+        >>> files = ScratchFiles(tempfile.gettempdir(), 8192)
         >>> files.write([(4096, scratch.aligned(4096).fill_(7))]).wait()
         >>> found = scratch.aligned(8192)
         >>> files.read([(0, found)]).wait()
@@ -143,10 +143,12 @@ class Files:
                 )
             )
         transfer = Transfer(self, operation)
-        transfer.start([_Piece(transfer, self._open, *located) for located in self._located(runs)], self._num_threads)
+        transfer.start(
+            [_FilePiece(transfer, self._open, *located) for located in self._located(runs)], self._num_threads
+        )
         return transfer
 
-    def _located(self, runs: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[Part, int, int, int, Any]]:
+    def _located(self, runs: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[ScratchFile, int, int, int, Any]]:
         """The pieces of runs: the file, the offset there, the offset here, the bytes, and their memory."""
         num = len(self._parts)
         pieces: list[Any] = []
@@ -177,15 +179,15 @@ class Transfer:
         seconds: from its start to the end of its last piece; 0.0 until then.
     """
 
-    def __init__(self, files: Files, operation: str):
+    def __init__(self, files: ScratchFiles, operation: str):
         self.operation, self.nbytes, self.seconds = operation, 0, 0.0
-        self._files: Files | None = files
+        self._files: ScratchFiles | None = files
         self._left = 0
         self._error: tuple[BaseException, str] | None = None
         self._lock, self._done = threading.Lock(), threading.Event()
         self._started = time.perf_counter()
 
-    def start(self, pieces: Sequence[_Piece], num_threads: int) -> None:
+    def start(self, pieces: Sequence[_FilePiece], num_threads: int) -> None:
         """Hands its pieces to the threads."""
         self.nbytes, self._left = sum(piece.nbytes for piece in pieces), len(pieces)
         if pieces:
@@ -227,12 +229,12 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _FilePiece:
     """The piece that one thread moves at a time: consecutive bytes of one file."""
 
     transfer: Transfer
     open: _Open
-    part: Part
+    part: ScratchFile
     at: int
     offset: int
     nbytes: int
@@ -275,10 +277,10 @@ def _move(operation: str, fd: int, views: Sequence[memoryview], at: int, nbytes:
 
 
 class _Open:
-    """The open files behind `Files`, apart from it so that they can be closed when it is gone; and what was done with
-    them."""
+    """The open files behind `ScratchFiles`, apart from it so that they can be closed when it is gone; and what was done
+    with them."""
 
-    def __init__(self, parts: Sequence[Part]):
+    def __init__(self, parts: Sequence[ScratchFile]):
         self.pid = os.getpid()
         self.moved = {"read": 0, "write": 0}
         self._parts, self._closed = parts, False
@@ -320,7 +322,7 @@ class _Open:
             part.remove()
 
 
-class _Pool:
+class _ThreadPool:
     """The threads of this process. They are daemons: a step that was given up does not keep it alive."""
 
     def __init__(self) -> None:
@@ -328,10 +330,10 @@ class _Pool:
         os.register_at_fork(after_in_child=self._begin)  # threads do not come along
 
     def _begin(self) -> None:
-        self._pieces: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
+        self._pieces: queue.SimpleQueue[_FilePiece] = queue.SimpleQueue()
         self._lock, self._num_threads = threading.Lock(), 0
 
-    def submit(self, pieces: Sequence[_Piece], num_threads: int) -> None:
+    def submit(self, pieces: Sequence[_FilePiece], num_threads: int) -> None:
         with self._lock:
             while self._num_threads < num_threads:
                 threading.Thread(
@@ -342,14 +344,14 @@ class _Pool:
                 self._pieces.put(piece)
 
 
-def _work(pieces: queue.SimpleQueue[_Piece]) -> None:
+def _work(pieces: queue.SimpleQueue[_FilePiece]) -> None:
     while True:
         piece = pieces.get()
         piece.run()
         del piece  # or this thread would keep its memory and files until the next one comes
 
 
-_pool = _Pool()
+_pool = _ThreadPool()
 
 
 def _check_runs(runs: Sequence[tuple[int, torch.Tensor]], nbytes: int) -> None:

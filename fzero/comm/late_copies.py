@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 import torch
 
-from fzero.comm.copies import Copy, Tensors, meet, moves
+from fzero.comm.copies import PendingCopy, Tensors, meet, moves
 from fzero.errors import TierError, message
 
 
@@ -39,15 +39,15 @@ class LateCopies:
         thread.start()
         weakref.finalize(self, _end, self._queue, thread)
 
-    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
         self._show(into or ())
         done = self._start(sources, into)
-        return Copy(into or (), sources, lambda: self._wait(done), hold=lambda: self._hold(done, into or ()))
+        return PendingCopy(into or (), sources, lambda: self._wait(done), hold=lambda: self._hold(done, into or ()))
 
-    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> Copy:
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
         self._show(sources)
         done = self._start(sources, into)
-        return Copy(into or (), sources, lambda: self._wait(done))
+        return PendingCopy(into or (), sources, lambda: self._wait(done))
 
     def _start(self, sources: Tensors, into: Tensors | None) -> Future[None]:
         assert into is not None, "two memories"

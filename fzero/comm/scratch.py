@@ -47,7 +47,7 @@ _told: set[str] = set()  # paths of which the log already says that they are not
 
 
 @dataclass(frozen=True)
-class Part:
+class ScratchFile:
     """A rank's file under one path: the file's private directory, its descriptor, that of the lock, and whether I/O
     goes past the page cache."""
 
@@ -149,14 +149,14 @@ def check(
         raise _impossible(nbytes, problems)
 
 
-def allocate(directories: Sequence[Path], nbytes: int) -> list[Part]:
+def allocate(directories: Sequence[Path], nbytes: int) -> list[ScratchFile]:
     """A file under each path, which together hold `nbytes`; as long as nothing is written to them they read as zeros.
 
     Raises:
         FzeroValueError: as `check`, and if the blocks cannot be had after all. Then nothing is left behind.
     """
     check(directories, nbytes)
-    parts: list[Part] = []
+    parts: list[ScratchFile] = []
     problems = []
     for path, share in zip(directories, shares(nbytes, len(directories)), strict=True):
         try:
@@ -171,7 +171,7 @@ def allocate(directories: Sequence[Path], nbytes: int) -> list[Part]:
     return parts
 
 
-def extend(parts: Sequence[Part], before: int, nbytes: int) -> None:
+def extend(parts: Sequence[ScratchFile], before: int, nbytes: int) -> None:
     """Makes `nbytes` of `before` bytes that these files hold together.
 
     Raises:
@@ -213,7 +213,7 @@ def _free(path: Path) -> int:
 # --- making ---
 
 
-def _make(path: Path, nbytes: int) -> Part:
+def _make(path: Path, nbytes: int) -> ScratchFile:
     """A directory of this process under a path, with a file of `nbytes` whose blocks are there."""
     directory, lock = _claim(path)
     fds = [lock]
@@ -231,10 +231,10 @@ def _make(path: Path, nbytes: int) -> Part:
         if nbytes:
             os.posix_fallocate(plain, 0, nbytes)
         if not direct:
-            return Part(path, directory, plain, lock, False)
+            return ScratchFile(path, directory, plain, lock, False)
         fd = os.open(directory / _DATA, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         os.close(plain)
-        return Part(path, directory, fd, lock, True)
+        return ScratchFile(path, directory, fd, lock, True)
     except BaseException:
         _remove(directory)
         for fd in reversed(fds):

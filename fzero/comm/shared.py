@@ -47,7 +47,7 @@ _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 @dataclass(frozen=True)
-class Moving:
+class SharedTransfer:
     """A transfer under way: its kind, and for each rank along the axis how many notices from it mean that its part is
     there."""
 
@@ -149,26 +149,28 @@ class SharedMemory:
             fix = "call the same compiled steps in the same order on every rank: an evaluation too"
             raise DivergenceError(message("step", "ranks run different programs", which, fix))
 
-    def all_gather_start(self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]) -> Moving:
+    def all_gather_start(
+        self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
+    ) -> SharedTransfer:
         index = self._mesh.index(axis)
         for shard, whole in zip(shards, into, strict=True):
             part = whole[index * shard.numel() : (index + 1) * shard.numel()]
             if part.data_ptr() != shard.data_ptr():
                 part.copy_(shard)
-        return Moving("gather", axis, "", self._announce(axis), into, into)
+        return SharedTransfer("gather", axis, "", self._announce(axis), into, into)
 
     def reduce_scatter_start(
         self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
-    ) -> Moving:
+    ) -> SharedTransfer:
         flats = into[: len(wholes)]
         settle(wholes, flats)
-        return Moving("scatter", axis, op, self._announce(axis), flats, into[len(wholes) :])
+        return SharedTransfer("scatter", axis, op, self._announce(axis), flats, into[len(wholes) :])
 
     def all_reduce_start(
         self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
-    ) -> Moving:
+    ) -> SharedTransfer:
         settle(values, into)
-        return Moving("reduce", axis, op, self._announce(axis), into, into)
+        return SharedTransfer("reduce", axis, op, self._announce(axis), into, into)
 
     def connect(self, axis: str) -> None:
         """For what is sent along an axis: the ranks are connected."""
@@ -180,16 +182,18 @@ class SharedMemory:
         shift: int,
         into: Sequence[torch.Tensor],
         through: Sequence[torch.Tensor],
-    ) -> Moving:
+    ) -> SharedTransfer:
         """Values to the rank `shift` further along an axis, which reads them in the pool, and what comes so `into`
         these places."""
         settle(values, through)
         along, index = self._along[axis], self._mesh.index(axis)
         reader, source = (along[(index + n) % len(along)] for n in (shift, -shift))
         self._tell([self._peers[rank] for rank in {reader, source}])  # each counts what it has told, and so is told
-        return Moving("send", axis, "", {source: self._peers[source].told}, through, into)
+        return SharedTransfer("send", axis, "", {source: self._peers[source].told}, through, into)
 
-    def wait(self, moving: Moving, into: Sequence[torch.Tensor], together: bool = False) -> Sequence[torch.Tensor]:
+    def wait(
+        self, moving: SharedTransfer, into: Sequence[torch.Tensor], together: bool = False
+    ) -> Sequence[torch.Tensor]:
         """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this
         rank's as well."""
         self._hear(moving.due)

@@ -25,7 +25,7 @@ from fzero.ranks.notes import exchanged
 
 
 @dataclass(frozen=True)
-class Arriving:
+class TierCopy:
     """A copy in flight: its wait, the values it makes unless they have a place, its events, the bytes it reads from
     disk or writes there, and a wait of the device alone."""
 
@@ -40,7 +40,7 @@ class Arriving:
         return into or self.values
 
 
-class Tiers:
+class TierTransport:
     """The copies of a program.
 
     Args:
@@ -56,13 +56,13 @@ class Tiers:
         self._guessed: list[torch.Tensor] = []  # leaves whose spare extents have been written since the step began
         self._on_disk: list[Callable[[], None]] = []  # waits for what was started since then
 
-    def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
+    def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> TierCopy:
         copy = self._copies.to_host_start(sources, _shaped(into, sources))
-        return Arriving(copy.wait, sources, copy.span, hold=copy.hold)
+        return TierCopy(copy.wait, sources, copy.span, hold=copy.hold)
 
-    def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> Arriving:
+    def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> TierCopy:
         copy = self._copies.to_device_start(sources, _shaped(into, sources))
-        return Arriving(copy.wait, sources, copy.span)
+        return TierCopy(copy.wait, sources, copy.span)
 
     def begin(self, guesses: bool) -> None:
         """Called before a step runs, with whether it may guess: every leaf that it would write so has a spare
@@ -97,18 +97,18 @@ class Tiers:
 
     def disk_read_start(
         self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False
-    ) -> Arriving:
+    ) -> TierCopy:
         if guess and not self.guessing:
             return _NOTHING
         self._copies.settle(into)
         extents = [_extent(x) for x in leaves]
         transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
         self._on_disk.append(transfer.wait)
-        return Arriving(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
+        return TierCopy(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
 
     def disk_write_start(
         self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False
-    ) -> Arriving:
+    ) -> TierCopy:
         if guess and not self.guessing:
             return _NOTHING
         extents = [_extent(x) for x in into]
@@ -118,7 +118,7 @@ class Tiers:
         runs = [(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)]
         transfer = extents[0].files.write(runs)
         self._on_disk.append(transfer.wait)
-        return Arriving(lambda: self._kept(transfer.wait), (), disk_bytes=sum(e.nbytes for e in extents))
+        return TierCopy(lambda: self._kept(transfer.wait), (), disk_bytes=sum(e.nbytes for e in extents))
 
     def settled(
         self, function: Callable[..., Any], written: Callable[..., Iterable[torch.Tensor | None]]
@@ -165,7 +165,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
-_NOTHING = Arriving(_nothing, ())
+_NOTHING = TierCopy(_nothing, ())
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

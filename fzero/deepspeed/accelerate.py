@@ -10,8 +10,8 @@ from typing import Any
 
 from fzero.deepspeed.config import Config, load_config
 from fzero.deepspeed.optimizer import Given
-from fzero.deepspeed.reading import Settings, read_file, settings
-from fzero.deepspeed.table import Table, rows
+from fzero.deepspeed.reading import ConfigSettings, read_file, settings
+from fzero.deepspeed.table import KeyTable, rows
 from fzero.errors import FzeroValueError, message
 from fzero.transforms.offload import offload
 from fzero.transforms.remat import remat
@@ -79,7 +79,7 @@ refused fsdp_config [null] | which parameters are sharded is said by fz.shard_pa
 """
 _ROWS = rows(_TABLE)
 _SHORT = {path.replace(".fsdp_", "."): path for path in _ROWS if path.startswith("fsdp_config.")}
-ACCELERATE = Table(_ROWS, _SHORT)
+ACCELERATE = KeyTable(_ROWS, _SHORT)
 """The answers to Accelerate's keys; those of FSDP may lack their prefix."""
 
 _STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, True: 3, False: 2, "1": 3, "2": 2, "3": 0}
@@ -176,7 +176,7 @@ def _beside(config: Any, named: str) -> str:
     return str(Path(config).parent / named)
 
 
-def _deepspeed(found: Settings, base: dict[str, Any]) -> dict[str, Any]:
+def _deepspeed(found: ConfigSettings, base: dict[str, Any]) -> dict[str, Any]:
     """The configuration that Accelerate makes of its plugin."""
     get = lambda key, default=None: found.get(f"deepspeed_config.{key}", default)  # noqa: E731
     if get("deepspeed_config_file") is not None:
@@ -196,7 +196,7 @@ def _deepspeed(found: Settings, base: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
-def _fsdp(found: Settings) -> dict[str, Any]:
+def _fsdp(found: ConfigSettings) -> dict[str, Any]:
     """The section `zero_optimization` that a strategy of FSDP's is."""
     strategy = "fsdp_config.fsdp_sharding_strategy"
     if strategy not in found.values:
@@ -218,7 +218,7 @@ def _fsdp(found: Settings) -> dict[str, Any]:
     return {"stage": stage, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
-def _activations(found: Settings) -> list[Any]:
+def _activations(found: ConfigSettings) -> list[Any]:
     out = [remat(policy="full")] if found.get("fsdp_config.fsdp_activation_checkpointing", False) else []
     if found.get("fsdp_config.fsdp_activation_checkpointing_offload", False):
         out.append(offload(tier="cpu", of="activations"))

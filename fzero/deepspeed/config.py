@@ -13,7 +13,7 @@ import torch
 
 from fzero.arguments import count
 from fzero.deepspeed import optimizer as optimizers
-from fzero.deepspeed.reading import DTYPES, Decision, Settings, read_file, settings
+from fzero.deepspeed.reading import DTYPES, ConfigSettings, KeyDecision, read_file, settings
 from fzero.deepspeed.table import MEANING
 from fzero.errors import FzeroError, FzeroValueError, message
 from fzero.optim import GradientTransformation, Schedule
@@ -118,7 +118,7 @@ class Config:
     batch_size: int
     micro_batch_size: int
     num_micro_batches: int
-    decisions: tuple[Decision, ...]
+    decisions: tuple[KeyDecision, ...]
     optimizer_text: str
 
     def __call__(self, step: Any) -> Any:
@@ -208,7 +208,7 @@ def load_config(
     )
 
 
-def _batch(found: Settings, world: int) -> tuple[int, int, int]:
+def _batch(found: ConfigSettings, world: int) -> tuple[int, int, int]:
     """Rows of a step, of a rank's micro-batch, and how many micro-batches: any two of them give the third. DeepSpeed
     rounds down, and fails on what is left over."""
     paths = _BATCH
@@ -232,7 +232,7 @@ def _batch(found: Settings, world: int) -> tuple[int, int, int]:
     return total, micro, num
 
 
-def _agree(found: Settings, auto: Mapping[str, Any], batch: dict[str, int]) -> None:
+def _agree(found: ConfigSettings, auto: Mapping[str, Any], batch: dict[str, int]) -> None:
     """The arguments must say what omitted keys come to: DeepSpeed goes by these, in silence."""
     known = not any(p.startswith(("train_", "gradient_acc", "world")) for p in found.problems)
     for path, value in (_OMITTED | (batch if known else {})).items():
@@ -241,7 +241,7 @@ def _agree(found: Settings, auto: Mapping[str, Any], batch: dict[str, int]) -> N
             found.problems.append(f"{path}: {says}")
 
 
-def _clipping(found: Settings) -> float:
+def _clipping(found: ConfigSettings) -> float:
     if found.values.get("gradient_clipping") is None:
         found.omitted("gradient_clipping", "1.0, as DeepSpeed has it since 2026; 0 is none")
     norm = float(found.get("gradient_clipping", 1.0))
@@ -250,7 +250,7 @@ def _clipping(found: Settings) -> float:
     return max(0.0, norm)
 
 
-def _skips(found: Settings) -> bool:
+def _skips(found: ConfigSettings) -> bool:
     """Whether updates with gradients that are not finite are left out; under fp16 the loss scale does that."""
     if not found.get("bf16.enabled", False):
         return False
@@ -259,7 +259,7 @@ def _skips(found: Settings) -> bool:
     return found.get("bf16.check_grad_overflow", True)
 
 
-def _precision(found: Settings) -> list[Transform]:
+def _precision(found: ConfigSettings) -> list[Transform]:
     computes = [text for text in ("fp16", "bf16") if found.get(f"{text}.enabled", False)]
     if found.get("torch_autocast.enabled", False):
         dtype = DTYPES.get(found.get("torch_autocast.dtype", ""))
@@ -295,7 +295,7 @@ def _precision(found: Settings) -> list[Transform]:
     return _made(found, "fp16 and bf16", lambda: mixed_precision(compute=compute, **options))
 
 
-def _loss_scale(found: Settings) -> LossScale | float | None:
+def _loss_scale(found: ConfigSettings) -> LossScale | float | None:
     get = lambda key, default: found.get(f"fp16.{key}", default)  # noqa: E731
     if get("loss_scale", 0):
         return float(get("loss_scale", 0))
@@ -317,7 +317,7 @@ def _loss_scale(found: Settings) -> LossScale | float | None:
     return scales[0] if scales else None
 
 
-def _stage(found: Settings) -> list[Transform]:
+def _stage(found: ConfigSettings) -> list[Transform]:
     stage, small = found.get(f"{_ZERO}.stage", 0), f"{_ZERO}.stage3_param_persistence_threshold"
     numel = found.get(small)
     if stage == 3 and numel:
@@ -331,7 +331,7 @@ def _stage(found: Settings) -> list[Transform]:
     return [(data_parallel, shard_opt_state, shard_grads, shard_params)[stage]()]
 
 
-def _offload(found: Settings) -> list[Transform]:
+def _offload(found: ConfigSettings) -> list[Transform]:
     stage, wanted = found.get(f"{_ZERO}.stage", 0), {}
     old = dict(zip(_OFFLOADS, (f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param"), strict=True))
     for section, (role, least) in _OFFLOADS.items():
@@ -363,14 +363,14 @@ def _offload(found: Settings) -> list[Transform]:
     ]
 
 
-def _activations(found: Settings) -> list[Transform]:
+def _activations(found: ConfigSettings) -> list[Transform]:
     """Layers are recomputed from their inputs, which wait in host memory, as DeepSpeed's checkpoints do."""
     if not found.get("activation_checkpointing.cpu_checkpointing", False):
         return []
     return [remat(policy="full"), offload(tier="cpu", of="activations")]
 
 
-def _made(found: Settings, where: str, make: Callable[[], Any]) -> list[Any]:
+def _made(found: ConfigSettings, where: str, make: Callable[[], Any]) -> list[Any]:
     """The result of `make`, if its arguments are right; else its problems are the configuration's."""
     try:
         return [make()]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import optim
-from fzero.deepspeed.reading import Settings
+from fzero.deepspeed.reading import ConfigSettings
 from fzero.errors import FzeroError
 from fzero.optim import GradientTransformation, Schedule
 from fzero.optim.base import is_transformation
@@ -52,7 +52,7 @@ class Made(NamedTuple):
     text: str
 
 
-def make(settings: Settings, given: Given, own: Schedule | None, clip: float, skip: bool) -> Made | None:
+def make(settings: ConfigSettings, given: Given, own: Schedule | None, clip: float, skip: bool) -> Made | None:
     """The optimizer of a configuration, or the `given` one in its place, behind clipping; None if there is none.
 
     Args:
@@ -86,7 +86,9 @@ def make(settings: Settings, given: Given, own: Schedule | None, clip: float, sk
     return Made(optimizer, schedule, text)
 
 
-def _given(settings: Settings, given: Any, schedule: Schedule | None) -> tuple[GradientTransformation, str] | None:
+def _given(
+    settings: ConfigSettings, given: Any, schedule: Schedule | None
+) -> tuple[GradientTransformation, str] | None:
     """The caller's own optimizer. DeepSpeed takes it in place of the section, too."""
     if "optimizer.type" in settings.values:
         settings.note("optimizer.type", "the caller's optimizer takes its place")
@@ -100,7 +102,7 @@ def _given(settings: Settings, given: Any, schedule: Schedule | None) -> tuple[G
     return made, "the caller's"
 
 
-def _own(settings: Settings, lr: float | Schedule, shown: str) -> tuple[GradientTransformation, str] | None:
+def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[GradientTransformation, str] | None:
     kind: str = settings.get("optimizer.type", "")
     if not kind:
         settings.problems.append(f"optimizer: none is said; add the section, or {_CLIENT}")
@@ -133,7 +135,7 @@ def _own(settings: Settings, lr: float | Schedule, shown: str) -> tuple[Gradient
 
 
 def _adam(
-    settings: Settings, name: str, lr: Any, shown: str, b1: float, b2: float
+    settings: ConfigSettings, name: str, lr: Any, shown: str, b1: float, b2: float
 ) -> tuple[GradientTransformation, str]:
     get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
     decoupled = name == "AdamW" or get("adam_w_mode", True)
@@ -156,7 +158,7 @@ def _adam(
     ), f"chain(add_decayed_weights({decay:g}), adam({numbers}))"
 
 
-def _schedule(settings: Settings, lr: float) -> tuple[Schedule | None, str]:
+def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str]:
     """The schedule, None if there is none, and its text. DeepSpeed steps it after the update, from -1."""
     kind = settings.get("scheduler.type")
     params = {p.rpartition(".")[2]: x for p, x in settings.values.items() if p.startswith("scheduler.params.")}

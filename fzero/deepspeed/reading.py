@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.arguments import shown
-from fzero.deepspeed.table import DEEPSPEED, NOTE, REFUSED, Row, Table
+from fzero.deepspeed.table import DEEPSPEED, NOTE, REFUSED, KeyTable, Row
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.read_json import Malformed, contents, parsed
 
@@ -26,7 +26,7 @@ _ELSEWHERE = 3  # sections: a name that more have says nothing about where a key
 
 
 @dataclass(frozen=True)
-class Decision:
+class KeyDecision:
     """A key, its value as it is given ("" for one that is omitted), the answer to it, and why.
 
     Example:
@@ -44,11 +44,11 @@ class Decision:
 
 
 @dataclass
-class Settings:
+class ConfigSettings:
     """Values by the path of their row, with what has been decided and what is wrong so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[KeyDecision] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -58,7 +58,7 @@ class Settings:
 
     def omitted(self, path: str, says: str) -> None:
         """Notes what happens because a key is omitted."""
-        self.decisions.append(Decision(path, "", NOTE, f"omitted: {says}"))
+        self.decisions.append(KeyDecision(path, "", NOTE, f"omitted: {says}"))
 
     def instead(self, path: str, says: str) -> None:
         """Notes what becomes of a key's value, in place of the answer of its row."""
@@ -68,7 +68,7 @@ class Settings:
 
     def note(self, path: str, says: str) -> None:
         """Notes something about a key beside its row."""
-        self.decisions.append(Decision(path, shown(self.values.get(path)), NOTE, says))
+        self.decisions.append(KeyDecision(path, shown(self.values.get(path)), NOTE, says))
 
     def refuse(self, path: str, says: str) -> None:
         self.problems.append(f"{path}={shown(self.values.get(path))}: {says}")
@@ -155,10 +155,10 @@ _FILLED_ALONE = {"scheduler.params.warmup_min_lr"}
 """Keys that no training argument is of: they are filled in where they are "auto", and compared with nothing."""
 
 
-def settings(given: Mapping[str, Any], auto: Mapping[str, Any], table: Table = DEEPSPEED) -> Settings:
+def settings(given: Mapping[str, Any], auto: Mapping[str, Any], table: KeyTable = DEEPSPEED) -> ConfigSettings:
     """The values of a configuration, "auto" filled in, and what its keys are answered, but for what several of them
     mean together."""
-    out, auto = Settings(), _plain(auto, "auto")
+    out, auto = ConfigSettings(), _plain(auto, "auto")
     written: dict[str, str] = {}
     for path, value in _leaves(given, out, table):
         at = table.aliases.get(path, path)
@@ -183,11 +183,11 @@ def settings(given: Mapping[str, Any], auto: Mapping[str, Any], table: Table = D
     return out
 
 
-def _answer(out: Settings, path: str, row: Row, value: Any) -> None:
+def _answer(out: ConfigSettings, path: str, row: Row, value: Any) -> None:
     if row.answer != REFUSED:
-        out.decisions.append(Decision(path, shown(value), row.answer, row.says))
+        out.decisions.append(KeyDecision(path, shown(value), row.answer, row.says))
     elif any(value is x or (value == x and not isinstance(value, bool)) for x in row.neutral) or _off(value):
-        out.decisions.append(Decision(path, shown(value), NOTE, "asks for nothing"))
+        out.decisions.append(KeyDecision(path, shown(value), NOTE, "asks for nothing"))
     else:
         out.problems.append(f"{path}={shown(value)}: {row.says}")
 
@@ -196,7 +196,9 @@ def _off(value: Any) -> bool:
     return isinstance(value, dict) and value.get("enabled") is False
 
 
-def _leaves(given: Mapping[str, Any], out: Settings, table: Table, under: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(
+    given: Mapping[str, Any], out: ConfigSettings, table: KeyTable, under: str = ""
+) -> Iterator[tuple[str, Any]]:
     for key, value in given.items():
         path = f"{under}{key}"
         if path in table.sections and isinstance(value, Mapping):
@@ -211,14 +213,14 @@ def _leaves(given: Mapping[str, Any], out: Settings, table: Table, under: str = 
             out.problems.append(f"{path}: unknown{_nearest(path, table)}")
 
 
-def _keys(section: str, table: Table) -> list[str]:
+def _keys(section: str, table: KeyTable) -> list[str]:
     """The names of the keys of a section ("": the top)."""
     at = f"{section}." if section else ""
     names = (path[len(at) :].partition(".")[0] for path in (*table.rows, *table.aliases) if path.startswith(at))
     return list(dict.fromkeys(names))
 
 
-def _nearest(path: str, table: Table) -> str:
+def _nearest(path: str, table: KeyTable) -> str:
     """Words about the key that may have been meant: one of that name in another section, or one with a like name."""
     section, _, name = path.rpartition(".")
     known = dict.fromkeys((*table.rows, *sorted(table.sections)))

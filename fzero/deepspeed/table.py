@@ -312,7 +312,7 @@ note autotuning | nothing is tried out: `fzero plan` tells what fits and how lon
 
 
 @dataclass(frozen=True)
-class Table:
+class KeyTable:
     """The rows of a configuration by the paths of its keys, and the other names of some."""
 
     rows: dict[str, Row]
@@ -356,4 +356,4 @@ ALIASES: dict[str, str] = {
 }
 """Keys that DeepSpeed reads under two names: the path under the one, and the path of the row."""
 
-DEEPSPEED = Table(ROWS, ALIASES)
+DEEPSPEED = KeyTable(ROWS, ALIASES)

@@ -210,7 +210,7 @@ STARTING, COMING, JOINING, BUILDING, STEPPING, FINISHED = range(6)
 a step on; and after all have returned from `main`."""
 
 
-class Progress:
+class RankProgress:
     """The progress of a rank, in memory that it shares with its keeper. Where the file is removed, the keeper makes
     another with the same content, and the rank goes on in that."""
 
@@ -319,7 +319,7 @@ def keeper_lives(directory: Path, rank: int) -> bool:
     """Whether the keeper of a rank of this host, which removes its file when it ends, is alive."""
     try:
         with (directory / f"progress-{rank:05d}").open("rb") as f:
-            f.seek(Progress._PID)
+            f.seek(RankProgress._PID)
             pid = int.from_bytes(f.read(8), "little")
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -161,7 +161,7 @@ class _Signs:
         self._ranks = range(first, first + number("LOCAL_WORLD_SIZE", 1))
         self._heard: dict[int, tuple[int, float]] = {}  # the number of a host's last sign, and when it came
         self._first: dict[int, int] = {}
-        self._progress = [host.Progress(memory, rank) for rank in self._ranks]
+        self._progress = [host.RankProgress(memory, rank) for rank in self._ranks]
         self._called, self.trip = False, time.monotonic()
 
     def say(self, left: bool = False) -> None:

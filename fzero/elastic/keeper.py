@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.elastic import host, hosts
-from fzero.elastic.spares import Spares, Taken, take
+from fzero.elastic.spares import Spares, TakenSpare, take
 
 _LOOK = 0.05  # seconds between two looks at the process
 _STACKS = 1.0  # seconds for a process to print its stacks
@@ -59,7 +59,7 @@ class Keeper:
         self._command, self._hang, self._max_losses, self._memory = command, hang, max_losses, memory
         self._lost_host, self._hosts, self._is_alone = lost_host, hosts.Watch(memory), False
         self._rank = int(os.environ.get("RANK", "0"))
-        self._progress = host.Progress(memory, self._rank)
+        self._progress = host.RankProgress(memory, self._rank)
         self._progress.say(host.STARTING, 0)
         self._progress.owe(False)
         self._progress.tell(False)
@@ -67,7 +67,7 @@ class Keeper:
         self._begun = 0  # beats of the rank before its process has come to `fz.run`
         self._saves = False  # its process is there to save what the one before it has not
         self._parent, self._told = os.getppid(), False
-        self._process: subprocess.Popen[bytes] | Taken | None = None
+        self._process: subprocess.Popen[bytes] | TakenSpare | None = None
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         self._here = here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._spares = Spares(memory, spare, spares, here, self._say) if spares and self._rank == first else None
@@ -195,7 +195,7 @@ class Keeper:
     def _does_not_come(self) -> int:
         """The exit code of a rank that has ended with 0 and no call of `fz.run`: 1 if any other one calls it, which
         then waits for this one."""
-        others = [host.Progress(self._memory, rank) for rank in self._here if rank != self._rank]
+        others = [host.RankProgress(self._memory, rank) for rank in self._here if rank != self._rank]
         known = hosts.number("WORLD_SIZE", 1) if hosts.several() else len(self._here)
         if known > 1:
             self._say("has ended with code 0, before it called fz.run: if another rank calls it, the run ends here")

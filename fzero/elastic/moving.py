@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.checkpoint import format
-from fzero.checkpoint.index import Index, Part, parse, to_json
+from fzero.checkpoint.index import Index, StoredPart, parse, to_json
 from fzero.checkpoint.spread import Spread
 from fzero.checkpoint.storage import storage_of
 from fzero.elastic import vault
@@ -159,7 +159,7 @@ def check(index: Index) -> None:
         ValueError: it names the file.
         OSError: it cannot be read.
     """
-    of_file: dict[str, list[Part]] = {file: [] for file in index.files}
+    of_file: dict[str, list[StoredPart]] = {file: [] for file in index.files}
     for parts in index.parts.values():
         for part in parts:
             of_file[part.file].append(part)
@@ -184,7 +184,7 @@ def _form(index: Index) -> str:
 
 def _joined(
     states: Sequence[tuple[int, Index]], named: Callable[[int, str], str] = lambda number, file: file
-) -> dict[str, tuple[Part, ...]]:
+) -> dict[str, tuple[StoredPart, ...]]:
     """The parts that several memories have of one state, in their order."""
     names = states[0][1].parts
     return {

@@ -67,7 +67,7 @@ def rehearse(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]
     if mesh.device_type != "cpu":
         return "modules are imported"
     try:
-        main(Rehearsal(mesh))
+        main(SpareRehearsal(mesh))
         came = "main has returned without a step"
     except _Rehearsed:
         came = f"its step is built, in {time.process_time() - begin:.1f} CPU s"
@@ -88,7 +88,7 @@ class _Rehearsed(BaseException):
     """Ends a rehearsal where the first step would run."""
 
 
-class Rehearsal(Run):
+class SpareRehearsal(Run):
     """The run that a spare's `main` is given."""
 
     rehearsing = True

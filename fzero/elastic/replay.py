@@ -35,7 +35,7 @@ _AT_THE_END = 1 << 40  # a position behind all lines
 
 
 @dataclass
-class Ran:
+class RanStep:
     """A run of a step: its metrics, the sums of what this rank gave to each transfer, in their order, and of each leaf
     of the state behind it."""
 
@@ -44,7 +44,7 @@ class Ran:
     state: dict[str, int]
 
 
-class Difference(NamedTuple):
+class StepDifference(NamedTuple):
     """The place where two runs differ first, and the ranks on which they do."""
 
     ranks: tuple[int, ...]
@@ -70,7 +70,7 @@ def twice(
     """
     mesh = train.mesh
 
-    def once_more() -> Ran:
+    def once_more() -> RanStep:
         _rewind(state, _kept(mesh, seen, memory, on_host), mesh)
         return _carried_out(train, state, batch)
 
@@ -103,14 +103,14 @@ def _kept(mesh: Mesh, seen: int, memory: Path | None, on_host: Sequence[int]) ->
     return index
 
 
-def _carried_out(train: CompiledStep, state: State, batch: Any) -> Ran:
+def _carried_out(train: CompiledStep, state: State, batch: Any) -> RanStep:
     """Takes a step and notes what this rank gives to others."""
     for x in tree.leaves(state):  # padding is nobody's: what is read back has zeros there
         _own(x, rest=True).zero_()
     lowered, run = train.built(state, batch)
     with _watching(run, lowered.program) as given:
         _, metrics = train(state, batch)
-    return Ran(metrics, given, _sums(state))
+    return RanStep(metrics, given, _sums(state))
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def _rewind(state: State, index: Index, mesh: Mesh) -> None:
         storage.fill(copy, storage.cast(params[name], copy.dtype))
 
 
-def _differing(mesh: Mesh, one: Ran, other: Ran) -> Difference | None:
+def _differing(mesh: Mesh, one: RanStep, other: RanStep) -> StepDifference | None:
     """The first difference between two runs of a step, the same on every rank.
 
     Communication: about a hundred bytes through the store.
@@ -156,10 +156,10 @@ def _differing(mesh: Mesh, one: Ran, other: Ran) -> Difference | None:
         return None
     first = min(position for position, _ in found.values())
     ranks = tuple(rank for rank, (position, _) in found.items() if position == first)
-    return Difference(ranks, found[ranks[0]][1])
+    return StepDifference(ranks, found[ranks[0]][1])
 
 
-def _first(one: Ran, other: Ran) -> tuple[int, str] | None:
+def _first(one: RanStep, other: RanStep) -> tuple[int, str] | None:
     for i, (x, y) in enumerate(zip(_numbers(one.given), _numbers(other.given), strict=True)):
         if x != y:
             line = one.given[i][0]

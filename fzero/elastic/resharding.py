@@ -12,8 +12,8 @@ import torch
 from fzero import tree
 from fzero.boxes import Boxes
 from fzero.checkpoint.format import as_bytes
-from fzero.checkpoint.index import Index, Part
-from fzero.checkpoint.saving import Plan, make_plan
+from fzero.checkpoint.index import Index, StoredPart
+from fzero.checkpoint.saving import SavePlan, make_plan
 from fzero.checkpoint.spread import Spread
 from fzero.comm import replicas
 from fzero.errors import FzeroTypeError, FzeroValueError, message
@@ -82,7 +82,10 @@ def reshard(state: State, train: CompiledStep) -> State:
         plan.skeleton,
         {},
         {},
-        {name: tuple(Part(f"{r}:{name}", name, b, 0) for r, b in _parts(plan, name, mesh)) for name in plan.parts},
+        {
+            name: tuple(StoredPart(f"{r}:{name}", name, b, 0) for r, b in _parts(plan, name, mesh))
+            for name in plan.parts
+        },
         spread=Spread(
             mesh, "reshard", f"the state of step {plan.step}", lambda file: int(file.split(":")[0]), take, let_go
         ),
@@ -97,7 +100,7 @@ def reshard(state: State, train: CompiledStep) -> State:
     return new
 
 
-def _parts(plan: Plan, name: str, mesh: Mesh) -> Iterator[tuple[int, Boxes]]:
+def _parts(plan: SavePlan, name: str, mesh: Mesh) -> Iterator[tuple[int, Boxes]]:
     """The ranks that have elements of a leaf, and which: this one first."""
     leaf = leaf_of(plan.tensors[name])
     assert leaf is not None
@@ -111,10 +114,10 @@ def _model(state: State) -> Any:
     return tree.map(lambda x: whole.setdefault(id(x), leaf_of(x)[0].meta), state.params)  # type: ignore[index]
 
 
-def _plan(state: Any, mesh: Mesh) -> Plan:
+def _plan(state: Any, mesh: Mesh) -> SavePlan:
     """Who has what of a state; the same on all ranks, or an error on all of them."""
 
-    def act() -> Plan:
+    def act() -> SavePlan:
         _check(state, mesh)
         return make_plan(state, mesh.rank, mesh.size)
 

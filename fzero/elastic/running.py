@@ -109,7 +109,7 @@ def run(
         kept_in = host.memory(memory) if keeper or torchrun or memory is not None else None
         if kept_in is not None:
             host.made(host.of_run(kept_in, _ended[kept_in]))
-            turns.watcher = host.Progress(kept_in, here.rank)
+            turns.watcher = host.RankProgress(kept_in, here.rank)
             if not keeper or turns.watcher.read().phase == host.FINISHED:  # no steps are of this run
                 turns.watcher.say(host.COMING, 0)
     except OSError as error:

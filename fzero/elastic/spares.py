@@ -108,7 +108,7 @@ class Spares:
             time.sleep(0.01)
 
 
-class Taken:
+class TakenSpare:
     """A spare that has taken a rank's place, as its keeper, which is not always its parent, has it: like a `Popen`."""
 
     def __init__(self, memory: Path, pid: int):
@@ -143,7 +143,7 @@ class Taken:
         self.send_signal(signal.SIGKILL)
 
 
-def take(memory: Path, rank: int, environment: dict[str, str]) -> Taken | None:
+def take(memory: Path, rank: int, environment: dict[str, str]) -> TakenSpare | None:
     """A spare of this host, which is this rank from here on; None if none is ready."""
     found = []
     for ready in memory.glob("spare-*.ready"):
@@ -154,7 +154,7 @@ def take(memory: Path, rank: int, environment: dict[str, str]) -> Taken | None:
     for _, pid in sorted(found):
         try:
             os.rename(_note(memory, pid, "ready"), _note(memory, pid, "taken"))
-            taken = Taken(memory, pid)
+            taken = TakenSpare(memory, pid)
         except OSError:  # another rank's, or dead
             continue
         if _sent(memory, pid, environment):

@@ -35,7 +35,7 @@ from fzero.checkpoint.index import File, Index, parse, show
 from fzero.checkpoint.saving import make_plan, written_by
 from fzero.comm.replicas import word_sum
 from fzero.elastic.host import made
-from fzero.elastic.wards import SEALED, SUMS, Files, Ward, Wards, write_note
+from fzero.elastic.wards import SEALED, SUMS, Ward, WardFiles, Wards, write_note
 from fzero.errors import FzeroValueError, message
 from fzero.mesh import Mesh
 from fzero.read_json import read
@@ -44,7 +44,7 @@ from fzero.train_state import lasting
 _MOST = 1 << 48  # batches: a slot that says more is damaged
 
 
-class _Kept(NamedTuple):
+class _KeptSlot(NamedTuple):
     """A leaf's place among those of a state, how many elements this rank keeps of it, and where in each slot."""
 
     index: int
@@ -67,14 +67,14 @@ class Vault:
     def __init__(self, memory: Path, rank: int, size: int, host: Sequence[int]):
         self._memory, self._rank, self._size, self._host = memory, rank, size, host
         self._directory = memory / f"of-{size:05d}"
-        self._leaves: list[_Kept] = []
+        self._leaves: list[_KeptSlot] = []
         self._form: list[tuple[str, torch.Size, torch.dtype]] = []
         self._names: list[str] = []
         self._sealed: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._sent: int | None = None
         self._count = 0
-        self._files: list[Files] = []
+        self._files: list[WardFiles] = []
         self.wards: Wards | None = None
 
     def open(self, state: Any, step: int, every: int = 1, mesh: Mesh | None = None, ward: Ward | None = None) -> None:
@@ -98,14 +98,14 @@ class Vault:
         num = 2 if ward is None else 3 if ward.spec.every == every else 4
         slots = [format.reserve(self._directory / _file(self._rank, i), entries) for i in range(num)]
         write_note(self._directory / f"rank-{self._rank:05d}.json", plan, mine, slots)
-        self._files = [Files(slots, self._directory / f"rank-{self._rank:05d}.json")]
+        self._files = [WardFiles(slots, self._directory / f"rank-{self._rank:05d}.json")]
         if ward is not None:
             assert mesh is not None
             self._sent, self.wards = ward.spec.every, Wards(self._directory, plan, mesh, ward, step)
             self._files.append(self.wards.files)
         order = {name: i for i, name in enumerate(plan.tensors)}
         self._form, self._names = _form(state), list(mine)
-        self._leaves = [_Kept(order[n], boxes.numel, [s.tensors[n] for s in slots]) for n, boxes in mine.items()]
+        self._leaves = [_KeptSlot(order[n], boxes.numel, [s.tensors[n] for s in slots]) for n, boxes in mine.items()]
         self._sealed = [s.tensors[SEALED] for s in slots]
         self._sums = [s.tensors[SUMS] for s in slots]
         for sealed in self._sealed:

@@ -20,8 +20,8 @@ import torch
 
 from fzero.boxes import Boxes
 from fzero.checkpoint import format
-from fzero.checkpoint.index import Part, to_json
-from fzero.checkpoint.saving import Plan
+from fzero.checkpoint.index import StoredPart, to_json
+from fzero.checkpoint.saving import SavePlan
 from fzero.comm.replicas import word_sum
 from fzero.layout import Leaf, leaf_of
 from fzero.mesh import Mesh
@@ -74,7 +74,7 @@ class Wards:
         OSError: there is not enough memory.
     """
 
-    def __init__(self, directory: Path, plan: Plan, mesh: Mesh, ward: Ward, seen: int):
+    def __init__(self, directory: Path, plan: SavePlan, mesh: Mesh, ward: Ward, seen: int):
         leaves = {
             name: (tag[0], x)
             for name, x in plan.tensors.items()
@@ -89,7 +89,7 @@ class Wards:
         entries += [format.Entry(SEALED, torch.int64, (1,)), format.Entry(SUMS, torch.int64, (len(leaves),))]
         slots = [format.reserve(directory / f"{stem}.{i}.safetensors", entries) for i in range(_SLOTS)]
         write_note(directory / f"{stem}.json", plan, boxes, slots)
-        self.files = Files(slots, directory / f"{stem}.json")
+        self.files = WardFiles(slots, directory / f"{stem}.json")
         self._slots = [{leaf.path: slot.tensors[name] for name, (leaf, _) in leaves.items()} for slot in slots]
         self._sealed, self._sums = ([s.tensors[name] for s in slots] for name in (SEALED, SUMS))
         for sealed in self._sealed:
@@ -165,7 +165,7 @@ class Wards:
         return next((i for i, sealed in enumerate(self._sealed) if int(sealed) == seen + 1), None)
 
 
-class Files:
+class WardFiles:
     """The files of some slots and their note, which somebody may remove: a cleaner, or logind at the user's logout."""
 
     def __init__(self, slots: Sequence[format.Reserved], note: Path):
@@ -185,10 +185,10 @@ class Files:
         _write(self._note, self._text)
 
 
-def write_note(path: Path, plan: Plan, boxes: Any, slots: Sequence[format.Reserved]) -> None:
+def write_note(path: Path, plan: SavePlan, boxes: Any, slots: Sequence[format.Reserved]) -> None:
     """Says in a file of JSON what slots hold, of a state of this plan: these elements of each leaf."""
     offsets = slots[0].offsets
-    parts = {n: [Part("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}
+    parts = {n: [StoredPart("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}
     content = to_json(0, plan.leaves, parts, plan.aliases, plan.skeleton, {}, {})
     content |= {"chunk": format.CHUNK, "sha256": "", "bytes": slots[0].bytes}
     content |= {"sealed": offsets[SEALED], "slots": len(slots)}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fzero.checkpoint.format import Entry, Run
+from fzero.checkpoint.format import ElementRun, Entry
 from fzero.checkpoint.loading import Sources, Weights
 from fzero.errors import CheckpointError, message
 
@@ -36,7 +36,7 @@ def sources(module: Any, weights: Weights) -> Sources:
     renamings = [x for x in mapping if isinstance(x, WeightRenaming)]
     converters = [x for x in mapping if isinstance(x, WeightConverter)]
     by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
-    out: dict[str, Sequence[Run]] = {}
+    out: dict[str, Sequence[ElementRun]] = {}
     used: dict[str, tuple[Any, list[str]]] = {}
     state = module.state_dict()
     for key in sorted(weights.entries, key=dot_natural_key):
@@ -68,7 +68,7 @@ def sources(module: Any, weights: Weights) -> Sources:
     )
 
 
-def stored(module: Any) -> dict[str, tuple[tuple[int, ...], Sequence[Run]]]:
+def stored(module: Any) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]]]:
     """The tensors that the library writes of a model: by their stored names the shape, and the runs of leaves that
     make them up.
 
@@ -142,7 +142,7 @@ class _Rows:
             self._widths.append(entry.shape[-1] if len(entry.shape) > 1 else 1)
             at += num + 1  # the last row of one is not followed by the first of the next
 
-    def runs(self, rows: torch.Tensor) -> tuple[list[Run], int] | None:
+    def runs(self, rows: torch.Tensor) -> tuple[list[ElementRun], int] | None:
         """The runs of elements that these rows are, and the length of a row; None if they are none, or of several
         lengths."""
         flat = rows.reshape(-1)
@@ -160,5 +160,5 @@ class _Rows:
             return None
         (width,), out = widths, []
         for start, stop, first, i in zip(starts, [*breaks, flat.numel()], firsts.tolist(), owners, strict=True):
-            out.append(Run(start * width, stop * width, self._keys[i], (first - self._begins[i]) * width))
+            out.append(ElementRun(start * width, stop * width, self._keys[i], (first - self._begins[i]) * width))
         return out, width

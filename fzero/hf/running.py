@@ -14,7 +14,7 @@ from fzero.errors import FzeroTypeError, message
 from fzero.hf.models import Pretrained
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
-from fzero.modules.skeleton import Slot
+from fzero.modules.skeleton import TensorSlot
 from fzero.ranks import agreement
 from fzero.state import gather
 
@@ -81,7 +81,7 @@ def whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
         return gather.whole(tensor, mesh).to(mesh.device)
 
 
-def _fill(slots: dict[str, Slot], gathered: Gathered, paths: Sequence[str]) -> None:
+def _fill(slots: dict[str, TensorSlot], gathered: Gathered, paths: Sequence[str]) -> None:
     values: dict[str, torch.Tensor] = {}
     for path in paths:
         slot = slots[path]
@@ -90,11 +90,11 @@ def _fill(slots: dict[str, Slot], gathered: Gathered, paths: Sequence[str]) -> N
         _put(slot, values[slot.name])
 
 
-def _empty(slots: dict[str, Slot], paths: Sequence[str]) -> None:
+def _empty(slots: dict[str, TensorSlot], paths: Sequence[str]) -> None:
     for path in paths:
         _put(slots[path], torch.empty_like(slots[path].get(), device="meta"))
     return_freed_memory()  # what lies between freed layers would keep them all
 
 
-def _put(slot: Slot, value: torch.Tensor) -> None:
+def _put(slot: TensorSlot, value: torch.Tensor) -> None:
     slot.put(torch.nn.Parameter(value, requires_grad=False) if slot.of == "_parameters" else value)

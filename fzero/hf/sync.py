@@ -68,7 +68,7 @@ class Sync:
 
     def __init__(self, trainer: Any, base: type, declared: Sequence[Any]):
         self._trainer, self._base, self._declared = trainer, base, tuple(declared)
-        self._guard = _Guard(trainer.model)
+        self._guard = _WeightGuard(trainer.model)
         self._fresh, self._ended, self._said = True, False, False
         self._module: Any = None
         self._open: list[tuple[str, list[str]]] = []  # declared code that runs, by event and names
@@ -370,7 +370,7 @@ class Sync:
         raise FzeroValueError(message("hf.Trainer", what, changed, fix))
 
 
-class _Guard(OwnTensors):
+class _WeightGuard(OwnTensors):
     """Has a rule judge each operation on the tensors of a module.
 
     Attributes:

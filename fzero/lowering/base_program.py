@@ -34,7 +34,7 @@ from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
 
 
-class Lowered(NamedTuple):
+class BaseProgram(NamedTuple):
     """A program and what is needed to hand its outputs back as the user's trees."""
 
     program: Program
@@ -42,7 +42,7 @@ class Lowered(NamedTuple):
     watched: Watched | None = None
 
 
-def lower_train(t: Training) -> Lowered:
+def lower_train(t: Training) -> BaseProgram:
     """The base program of one optimizer step."""
     functions, names = Functions(), Names()
     lines, cast = _casts(t.params, t.precision.compute, names)
@@ -108,7 +108,7 @@ def lower_train(t: Training) -> Lowered:
         assigns=update.writes,
         grads={t.params.leaves[i].path: grads[i].name for i in grads},
     )
-    return Lowered(program, structure, watched)
+    return BaseProgram(program, structure, watched)
 
 
 def _record_loss(
@@ -204,7 +204,7 @@ def _reduced_grads(
 
 def lower_eval(
     name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, precision: Precision
-) -> Lowered:
+) -> BaseProgram:
     """The base program of a forward-only step."""
     functions, names = Functions(), Names()
     lines, computed = _casts(params, precision.compute, names)
@@ -264,7 +264,7 @@ def lower_eval(
         owners=_owners(lines, {params.leaves[i].path for i in params.distinct}),
         sums=tuple(sums),
     )
-    return Lowered(program, means.structure)
+    return BaseProgram(program, means.structure)
 
 
 def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Line], dict[int, Value]]:

@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class StepResults:
     """The numbers of a step that are known at its end, where slots are advanced, all of them the same on every rank.
 
     Attributes:
@@ -64,7 +64,7 @@ class StateSlot:
     name: str
     kind: type[Any]
     leaves: Callable[[Step, Inputs], Shapes | None]
-    advance: Callable[[Any, Taken], tuple[Any, Mapping[str, Any]]]
+    advance: Callable[[Any, StepResults], tuple[Any, Mapping[str, Any]]]
     init: Callable[[Step], Any] | None = None
     moves: bool = False
 
@@ -105,7 +105,7 @@ def _scale_leaves(step: Step, params: Inputs) -> Shapes | None:
     return None if _scaling(step) is None else {name: ((), dtype) for name, dtype in dtypes.items()}
 
 
-def _scale_advanced(before: LossScaleState, taken: Taken) -> tuple[LossScaleState, Mapping[str, Any]]:
+def _scale_advanced(before: LossScaleState, taken: StepResults) -> tuple[LossScaleState, Mapping[str, Any]]:
     scaling, overflow = taken.training.precision.loss_scale, taken.overflow
     assert scaling is not None and overflow is not None
     after, at_minimum = scaling.update(before, overflow)
@@ -122,7 +122,7 @@ def _count_leaves(step: Step, params: Inputs) -> Shapes | None:
     return {name: ((len(params.ties),), torch.int32) for name in PrecisionState._fields}
 
 
-def _counted(before: PrecisionState, taken: Taken) -> tuple[PrecisionState, Mapping[str, Any]]:
+def _counted(before: PrecisionState, taken: StepResults) -> tuple[PrecisionState, Mapping[str, Any]]:
     t = taken.training
     safer = [leaf.path in t.precision.safer for leaf in t.params.leaves] if t.precision.safer else ()
     assert taken.watched is not None

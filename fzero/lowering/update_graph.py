@@ -12,7 +12,7 @@ import torch
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.loss import agreeing
-from fzero.lowering.slots import SLOTS, Taken, slots_of
+from fzero.lowering.slots import SLOTS, StepResults, slots_of
 from fzero.lowering.training import ROUNDING_STREAM, Found, Training
 from fzero.optim import global_norm
 from fzero.optim.apply import apply_optimizer
@@ -122,7 +122,7 @@ def record_update(
             )
             return {**seen, "output_max": output_maxima(largest.get("block_max"), loss)}
 
-        taken = Taken(t, loss, norm, finite, overflow, watched, statistics)
+        taken = StepResults(t, loss, norm, finite, overflow, watched, statistics)
         few: list[torch.Tensor] = []
         for name, before in carried.items():
             after, more = SLOTS[name].advance(before, taken)

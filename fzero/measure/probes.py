@@ -18,7 +18,8 @@ import torch
 
 from fzero import compat
 from fzero.build.build import build, has_compiler
-from fzero.comm.disk import PIECE, Files, aligned
+from fzero.comm.disk import PIECE, aligned
+from fzero.comm.files import ScratchFiles
 from fzero.comm.transport import transport
 from fzero.mesh import Mesh
 from fzero.plan.devices import Link
@@ -204,7 +205,7 @@ def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tup
         directory: in which; by default the system's for temporary files.
     """
     cpu = torch.device("cpu")
-    files = Files(directory or tempfile.gettempdir(), SCRATCH)
+    files = ScratchFiles(directory or tempfile.gettempdir(), SCRATCH)
     try:
         ours, theirs = (aligned(_REQUEST).random_() for _ in range(2))
         at = itertools.cycle(range(0, SCRATCH, _REQUEST))

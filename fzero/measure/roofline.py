@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fzero.layout import Storage, extent_of
+from fzero.layout import DiskFiles, extent_of
 from fzero.mesh import Mesh
 from fzero.plan.cost import channel, model_flops
 from fzero.plan.devices import get_device
@@ -138,7 +138,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 @dataclass
-class _Run:
+class _TimedRun:
     """One run of a program: when it began and ended, its waits, and what links say of themselves."""
 
     begin: Any
@@ -146,7 +146,7 @@ class _Run:
     waits: list[tuple[str, Any, Any]] = field(default_factory=list)
     copies: list[tuple[str, Any, Any]] = field(default_factory=list)
     # seconds that they had been busy before their first transfer
-    files: dict[Storage, float] = field(default_factory=dict)
+    files: dict[DiskFiles, float] = field(default_factory=dict)
     disk_seconds: float = 0.0
     disk_bytes: int = 0  # more than planned where a guess was wrong
 
@@ -171,8 +171,8 @@ class Limits:
         self._moved = dict(sorted(moved.items()))
         # links of a run's transfers, by identity; transfers of nothing are one, on the link of the last
         self._moving: dict[int, str] = {}
-        self._run = _Run(None)
-        self._running: deque[_Run] = deque()  # that ended for the host
+        self._run = _TimedRun(None)
+        self._running: deque[_TimedRun] = deque()  # that ended for the host
 
     def before(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Called before each of `OBSERVED`."""
@@ -199,7 +199,7 @@ class Limits:
 
     def begin(self) -> None:
         self._moving.clear()
-        self._run = _Run(self._clock.mark())
+        self._run = _TimedRun(self._clock.mark())
 
     def end(self) -> None:
         run = self._run
@@ -212,7 +212,7 @@ class Limits:
         while self._running and self._clock.done(self._running[0].end):
             self.metrics = self._reported(self._running.popleft())
 
-    def _reported(self, run: _Run) -> dict[str, Any]:
+    def _reported(self, run: _TimedRun) -> dict[str, Any]:
         stalled: dict[str, float] = defaultdict(float)
         for link, begin, end in run.waits:
             stalled[link] += self._clock.seconds(begin, end)

@@ -16,11 +16,11 @@ from torch import nn
 
 from fzero import compat
 from fzero.errors import FzeroValueError, message
-from fzero.modules.skeleton import Slot
+from fzero.modules.skeleton import TensorSlot
 from fzero.trace.reads.code import stores
 
 
-def overwritten(module: nn.Module, slots: Sequence[Slot], mutable: Sequence[str]) -> frozenset[str]:
+def overwritten(module: nn.Module, slots: Sequence[TensorSlot], mutable: Sequence[str]) -> frozenset[str]:
     """The names of buffers that the forward of a module may overwrite in its mode, and of the buffers and frozen
     parameters that `mutable` names.
 

@@ -26,13 +26,13 @@ from fzero.modules.entries import Arguments, Reading, arguments
 from fzero.modules.forward import Forward
 from fzero.modules.init import initialized
 from fzero.modules.kinds import check_kinds
-from fzero.modules.layers import Blocks, Call, as_blocks, check_bound, chosen, find_layers, layers_of
+from fzero.modules.layers import Blocks, LayerCall, as_blocks, check_bound, chosen, find_layers, layers_of
 from fzero.modules.losses import Counting, own_loss
 from fzero.modules.norms import without_counts_read
 from fzero.modules.original import Original
 from fzero.modules.rows import ROWS
 from fzero.modules.skeleton import (
-    Slot,
+    TensorSlot,
     check_hooks,
     check_plain,
     holding,
@@ -332,7 +332,7 @@ class Functional(SelfChecked):
                 else:
                     s.put(made.setdefault(s.name, new.clone().to(old.dtype)))
 
-    def slots(self, module: nn.Module) -> dict[str, Slot]:
+    def slots(self, module: nn.Module) -> dict[str, TensorSlot]:
         """The places of tensors in a copy of the module, by the names of its `state_dict()`, each with its leaf's."""
         return {name: slot._replace(name=self._leaf_of[name]) for name, slot in named(module)}
 
@@ -454,11 +454,11 @@ class Mode:
             if counting is not None:
                 counting.clear()
             with counting or nullcontext():
-                return self._run(given, Call(Draws(given.key if self._draws else None, dims[0]), list(dims[1])))
+                return self._run(given, LayerCall(Draws(given.key if self._draws else None, dims[0]), list(dims[1])))
 
         return settled(self._skeleton, "", run)
 
-    def _run(self, given: Given, call: Call) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _run(self, given: Given, call: LayerCall) -> tuple[Any, dict[str, torch.Tensor]]:
         changes = self.overwritten
         tensors = {name: x.clone() if name in changes else x for name, x in given.tensors.items()}
         with ExitStack() as stack:
@@ -489,7 +489,7 @@ class Mode:
 
                 def rehearsed() -> tuple[Dims, list[Dims]]:
                     found, layers = Rehearsal(given.rows), []
-                    self._run(Given(tensors, None, None, args, kwargs), Call(found, layers))
+                    self._run(Given(tensors, None, None, args, kwargs), LayerCall(found, layers))
                     return tuple(found.found), layers
 
                 try:

@@ -24,7 +24,7 @@ from fzero import tree
 from fzero.errors import FzeroValueError, TraceError, message
 from fzero.modules import capture
 from fzero.modules.draws import Dims, Draws, Rehearsal
-from fzero.modules.skeleton import Slot, holding, named, settled
+from fzero.modules.skeleton import TensorSlot, holding, named, settled
 from fzero.trace.block import attempt, block
 from fzero.trace.block_body import COMPUTES
 from fzero.trace.reads.exact_types import asks_types
@@ -87,7 +87,7 @@ def chosen(module: nn.Module, blocks: Blocks) -> list[str]:
 
 
 @dataclass(eq=False)
-class Call:
+class LayerCall:
     """One call of a whole module: what draws in it, what each layer draws, in the order that they are called in, and
     whether a block is being run. In a rehearsal what they draw is found."""
 
@@ -96,11 +96,11 @@ class Call:
     inside: bool = False
 
 
-_call: ContextVar[Call] = ContextVar("fzero_module_call")
+_call: ContextVar[LayerCall] = ContextVar("fzero_module_call")
 
 
 @contextmanager
-def _within(call: Call) -> Iterator[None]:
+def _within(call: LayerCall) -> Iterator[None]:
     token = _call.set(call)
     try:
         yield
@@ -115,7 +115,7 @@ def in_block() -> bool:
 
 
 @contextmanager
-def as_blocks(layers: Sequence[Layer], call: Call) -> Iterator[None]:
+def as_blocks(layers: Sequence[Layer], call: LayerCall) -> Iterator[None]:
     """Calls of these layers inside are calls of blocks."""
     for layer in layers:
         vars(layer.module)["forward"] = layer
@@ -168,9 +168,9 @@ class Layer:
                 slot.put(new[slot.name])
         return out
 
-    def _rehearsed(self, call: Call, args: Any, kwargs: Any) -> Any:
+    def _rehearsed(self, call: LayerCall, args: Any, kwargs: Any) -> Any:
         assert isinstance(call.draws, Rehearsal)
-        with _within(Call(call.draws, [], inside=True)), call.draws.aside() as drawn:
+        with _within(LayerCall(call.draws, [], inside=True)), call.draws.aside() as drawn:
             out = self.module.forward(*args, **kwargs)
         call.layers.append(tuple(drawn))
         return out
@@ -211,7 +211,7 @@ class Layer:
             vars(self.module)["forward"] = self
 
 
-def _body(layer: nn.Module, slots: Sequence[Slot], overwritten: Sequence[str]) -> Callable[..., Any]:
+def _body(layer: nn.Module, slots: Sequence[TensorSlot], overwritten: Sequence[str]) -> Callable[..., Any]:
     """The function of a block: the layer's own forward with the tensors that it is given."""
 
     name = type(layer).__name__
@@ -219,7 +219,7 @@ def _body(layer: nn.Module, slots: Sequence[Slot], overwritten: Sequence[str]) -
     def run(p: Any, key: Any, dims: Dims, args: Any, kwargs: Any, captures: Any) -> Any:
         def once() -> Returned:
             given = {name: x.clone() if name in overwritten else x for name, x in p.items()}
-            call = Call(Draws(key, dims), [], inside=True)
+            call = LayerCall(Draws(key, dims), [], inside=True)
             with _within(call), _asked(layer), capture.aside(captures) as captured, holding(slots, given), call.draws:
                 out = layer.forward(*args, **kwargs)
                 check_bound(slots, given, overwritten, name)
@@ -232,7 +232,9 @@ def _body(layer: nn.Module, slots: Sequence[Slot], overwritten: Sequence[str]) -
     return run
 
 
-def check_bound(slots: Sequence[Slot], given: Mapping[str, Any], overwritten: Collection[str], owner: str) -> None:
+def check_bound(
+    slots: Sequence[TensorSlot], given: Mapping[str, Any], overwritten: Collection[str], owner: str
+) -> None:
     """Raises if a forward has bound a parameter anew, or a buffer that is not known to be overwritten."""
     bound = [s for s in slots if s.name not in overwritten and s.get() is not given[s.name]]
     if bound:

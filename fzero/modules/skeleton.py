@@ -21,7 +21,7 @@ from fzero.trace.reads.settings import Settings, settings
 Tensors = dict[str, torch.Tensor]
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """A place of a module that holds a tensor: `_parameters` or `_buffers` of `owner`, under `attribute`. Tied places
     have one name, under which the tree has their tensor."""
 
@@ -149,18 +149,18 @@ def plain_tensors(module: nn.Module) -> list[str]:
     return [name for name, x in vars(module).items() if isinstance(x, torch.Tensor)]
 
 
-def named(module: nn.Module) -> Iterator[tuple[str, Slot]]:
+def named(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
     """Every place of a tensor, by the name that `state_dict()` has for it, in its order; a module that is in several
-    places has several names. `Slot.name` is this name."""
+    places has several names. `TensorSlot.name` is this name."""
     for prefix, m in module.named_modules(remove_duplicate=False):
         for of in ("_parameters", "_buffers"):
             for attribute, x in getattr(m, of).items():
                 if x is not None:
                     name = f"{prefix}.{attribute}" if prefix else attribute
-                    yield name, Slot(m, of, attribute, name)
+                    yield name, TensorSlot(m, of, attribute, name)
 
 
-def slots_of(module: nn.Module) -> list[Slot]:
+def slots_of(module: nn.Module) -> list[TensorSlot]:
     """The places of all tensors of a module. Of tied ones the model's own name counts: the source in
     `all_tied_weights_keys` where there is one, else the first."""
     tied_to: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
@@ -194,7 +194,7 @@ def _listed(node: Any) -> Any:
 
 
 @contextmanager
-def holding(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def holding(slots: Sequence[TensorSlot], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """A skeleton with these tensors in its places. Afterwards these are as before, also those that the body has bound
     anew."""
     before = [slot.get() for slot in slots]

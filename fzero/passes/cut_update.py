@@ -26,7 +26,7 @@ from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace.propagate import Sharded, all_reduce, cut, draw_start, num_valid, propagate
 from fzero.trace.recorder import Recorded
-from fzero.trace.subgraph import Part, ancestors, views_of
+from fzero.trace.subgraph import Subgraph, ancestors, views_of
 
 aten = torch.ops.aten
 
@@ -276,7 +276,7 @@ class _Cutter:
         returning them."""
         needed = ancestors(outputs, stop)
         inputs = sorted({n for n in needed if n in stop} | {self.place[t] for t in targets})
-        part = Part(self.graph, inputs, outputs)
+        part = Subgraph(self.graph, inputs, outputs)
         args = tuple(self.name[n] for n in inputs)
         writes = tuple(args.index(t) for t in targets)
         key = (name, part.signature, writes)

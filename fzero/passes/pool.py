@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from fzero import layout
 from fzero.passes.out_variants import with_functions
-from fzero.passes.regions import ALIGNMENT, Region, Slot, assign
+from fzero.passes.regions import ALIGNMENT, Region, RegionSlot, assign
 from fzero.program.attrs import ScatterAttrs
 from fzero.program.ir import Line, Program, Value
 from fzero.program.liveness import Uses
@@ -51,8 +51,8 @@ class _Placer:
         self.adds = {
             a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
         }
-        self.slots: dict[str, Slot] = {}  # values that lie in the pool
-        self.into: dict[int, list[Slot | None]] = {}
+        self.slots: dict[str, RegionSlot] = {}  # values that lie in the pool
+        self.into: dict[int, list[RegionSlot | None]] = {}
         self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
         self.regions: list[Region] = []
 
@@ -141,7 +141,7 @@ class _Placer:
         assert parts.first is not None
         parts.times.append((parts.first, number))
 
-    def _make(self, name: str, slot: Slot) -> int:
+    def _make(self, name: str, slot: RegionSlot) -> int:
         """Lets the function, or the cast, that makes a value write it to its place. Returns the number of that line."""
         maker = self.made[name]
         line = self.lines[maker][0]
@@ -277,7 +277,7 @@ class _Placer:
         # compiled readers rely on the strides they were traced with
         return not line.fn or self.program.functions[line.fn].graph.outputs[which].meta["val"].is_contiguous()
 
-    def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> Slot:
+    def _source(self, region: Region, name: str, number: int, numel: int, packed: bool = False) -> RegionSlot:
         """The place of a reduction's operand: where it lies already, else in `region`, made there if its maker can."""
         known = self.slots.get(name)
         if known is not None and known.numel >= numel and self.reads[name] == 1 and not packed:

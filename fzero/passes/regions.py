@@ -24,25 +24,25 @@ class Region:
     align: int = ALIGNMENT
     first: int | None = None  # the first line that writes it
 
-    def add(self, numel: int, value: Value, align: int = ALIGNMENT) -> Slot:
+    def add(self, numel: int, value: Value, align: int = ALIGNMENT) -> RegionSlot:
         self.nbytes = -(-self.nbytes // align) * align
-        slot = Slot(self, self.nbytes, numel, value)
+        slot = RegionSlot(self, self.nbytes, numel, value)
         self.nbytes += numel * value.dtype.itemsize
         return slot
 
-    def add_leaves(self, values: Sequence[Value], numels: Sequence[int]) -> list[Slot]:
+    def add_leaves(self, values: Sequence[Value], numels: Sequence[int]) -> list[RegionSlot]:
         """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same
         cache sets hold another."""
         *offsets, self.nbytes = layout.apart([n * v.dtype.itemsize for v, n in zip(values, numels, strict=True)])
         self.align, self.nbytes = layout.SECTOR, layout.padded(self.nbytes)
-        return [Slot(self, at, n, v) for at, n, v in zip(offsets, numels, values, strict=True)]
+        return [RegionSlot(self, at, n, v) for at, n, v in zip(offsets, numels, values, strict=True)]
 
     def written(self, number: int) -> None:
         self.first = number if self.first is None else min(self.first, number)
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class RegionSlot:
     """A flat in a region, `numel` elements with its padding, for a value."""
 
     region: Region

@@ -45,19 +45,19 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Choices]) ->
 
 
 @dataclass(frozen=True)
-class Keeps:
+class KeptValues:
     """The kept values of each distinct block, by a policy. Policies that keep the same make the same program."""
 
     blocks: tuple[Kept, ...]
     policy: str | float = field(compare=False)
 
 
-def keeps(program: Program, policy: str | float, known: dict[Any, Choices]) -> Keeps | None:
+def keeps(program: Program, policy: str | float, known: dict[Any, Choices]) -> KeptValues | None:
     """The values that blocks keep, None if none is split. Args: as of `rewrite`."""
     if policy == "full":
         return None
     distinct = dict.fromkeys(_blocks(program, known).values())
-    return Keeps(tuple(_kept(choices, policy) for choices in distinct), policy)
+    return KeptValues(tuple(_kept(choices, policy) for choices in distinct), policy)
 
 
 def _blocks(program: Program, known: dict[Any, Choices]) -> dict[int, Choices]:

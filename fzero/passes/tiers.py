@@ -38,7 +38,7 @@ def rewrite(
         on_disk: the leaves in which others wait on disk.
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
-    return _Rewrite(program, records, on_device, waiting, dict(on_disk)).run()
+    return _TierRewrite(program, records, on_device, waiting, dict(on_disk)).run()
 
 
 def with_leaves(program: Program, leaves: Iterable[Leaf]) -> Program:
@@ -48,7 +48,7 @@ def with_leaves(program: Program, leaves: Iterable[Leaf]) -> Program:
     return replace(program, inputs=(*program.inputs, *values), leaves={**program.leaves, **new})
 
 
-class _Rewrite:
+class _TierRewrite:
     def __init__(
         self,
         program: Program,

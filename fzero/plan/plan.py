@@ -63,7 +63,7 @@ class Channel(NamedTuple):
         return self.bytes / self.busy_seconds if self.busy_seconds else 0.0
 
 
-class Wait(NamedTuple):
+class WaitTime(NamedTuple):
     """Seconds a step that compute waits at a line, for a transfer of a channel."""
 
     line: At
@@ -128,7 +128,7 @@ class Plan:
     compute_seconds: float
     exposed_seconds: float
     channels: Mapping[str, Channel]
-    waits: tuple[Wait, ...]
+    waits: tuple[WaitTime, ...]
     peak_bytes: int
     peak_line: At
     breakdown: Mapping[str, int]
@@ -261,7 +261,7 @@ def plan(
             q: Channel(n, timeline.num_transfers[q], timeline.busy_seconds[q], exposed[q])
             for q, n in sorted(sent.items())
         },
-        waits=tuple(Wait(At(n, line_of[n]), timeline.waited[n], s) for n, s in timeline.exposed.items()),
+        waits=tuple(WaitTime(At(n, line_of[n]), timeline.waited[n], s) for n, s in timeline.exposed.items()),
         peak_bytes=peak.total,
         peak_line=At(peak.line, line_of[peak.line]),
         breakdown=dict(zip(ROLES, peak.by_role, strict=True)),

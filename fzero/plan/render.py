@@ -21,7 +21,7 @@ _WIDTH = 120  # columns of a table
 _LONGEST_WAITS = 5
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     """Cells with a title above them. The first column and the last are text, those between are numbers; of `prose` all
     columns are text, in lines."""
 
@@ -36,7 +36,7 @@ def table(plan: Plan) -> str:
     return plain(tables(plan))
 
 
-def tables(plan: Plan) -> list[Table]:
+def tables(plan: Plan) -> list[TextTable]:
     """The contents of `table`."""
     share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
     totals = [
@@ -49,12 +49,12 @@ def tables(plan: Plan) -> list[Table]:
         ("model FLOPs", f"{plan.model_flops:.3g}", _utilisation(plan)),
     ]
     out = [
-        Table(
+        TextTable(
             f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals
         )
     ]
     roles = [(role, size(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
-    out.append(Table("at the peak", ("", "bytes", "share"), roles))
+    out.append(TextTable("at the peak", ("", "bytes", "share"), roles))
     if plan.host_peak_bytes or plan.disk_bytes:
         on_host = ", ".join(
             f"{role} {size(n)}" for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1]) if n
@@ -64,7 +64,7 @@ def tables(plan: Plan) -> list[Table]:
             ("host", size(plan.host_resting_bytes), size(plan.host_peak_bytes), on_host or "the device's memory"),
             ("disk", size(plan.disk_bytes), size(plan.disk_bytes), "scratch files"),
         ]
-        out.append(Table("tiers", ("", "at rest", "peak", ""), tiers))
+        out.append(TextTable("tiers", ("", "at rest", "peak", ""), tiers))
     if plan.channels:
         columns = ("channel", "moves", "transfers", "GB/s", "busy", "of the step", "exposed")
         rows = [
@@ -72,14 +72,14 @@ def tables(plan: Plan) -> list[Table]:
             for queue, c in plan.channels.items()
             if c.num_transfers
         ]
-        out.append(Table("transfers", columns, rows))
+        out.append(TextTable("transfers", columns, rows))
     longest = sorted((w for w in plan.waits if w.seconds), key=lambda w: -w.seconds)[:_LONGEST_WAITS]
     if longest:
         waits = [(duration(w.seconds), w.channel, f"{w.line.index}: {brief(w.line.text)}") for w in longest]
-        out.append(Table("longest waits", ("seconds a step", "channel", "line"), waits))
+        out.append(TextTable("longest waits", ("seconds a step", "channel", "line"), waits))
     out.append(assumed(plan))
     if plan.decisions:
-        out.append(Table("what was left open", ("", "chosen", "because"), plan.decisions, prose=True))
+        out.append(TextTable("what was left open", ("", "chosen", "because"), plan.decisions, prose=True))
     return out
 
 
@@ -92,7 +92,7 @@ def _utilisation(plan: Plan) -> str:
     )
 
 
-def assumed(plan: Plan) -> Table:
+def assumed(plan: Plan) -> TextTable:
     """The rates that the plan goes by, of the queues that it has."""
     device, host = plan.device, plan.device.host
     products = (
@@ -114,7 +114,7 @@ def assumed(plan: Plan) -> Table:
     if host is not None:
         whose = f"of a host that {'it has alone' if host.ranks == 1 else f'{host.ranks} ranks share'}: {host.what}"
     rows += [(name, rate(attained), whose) for name, attained in shares]
-    return Table(f"assumed of {device.name}: {device.source}", ("", "each rank", ""), rows)
+    return TextTable(f"assumed of {device.name}: {device.source}", ("", "each rank", ""), rows)
 
 
 _LINKS = {"intra": "the same host", "inter": "other hosts"}
@@ -129,7 +129,7 @@ def _moved(channel: Channel) -> tuple[str, ...]:
     )
 
 
-def plain(tables: Iterable[Table]) -> str:
+def plain(tables: Iterable[TextTable]) -> str:
     """As text without colours."""
     from rich.console import Console
 
@@ -138,7 +138,7 @@ def plain(tables: Iterable[Table]) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
-def draw(tables: Iterable[Table], console: Console) -> None:
+def draw(tables: Iterable[TextTable], console: Console) -> None:
     """Onto a console, as wide as it is if that is narrow."""
     from rich import table as rich
     from rich.text import Text

@@ -64,13 +64,13 @@ class InFp8:
 
 
 @dataclass
-class Uses:
+class ProductUses:
     """The products with one parameter: how many are done in 8 bits, and the dims of those that cannot be."""
 
     done: int = 0
     left: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def add(self, other: Uses) -> None:
+    def add(self, other: ProductUses) -> None:
         self.done += other.done
         self.left += other.left
 
@@ -80,7 +80,7 @@ class _Block:
     """A block with the products of some of its inputs replaced, and those by the number of the input."""
 
     joint: Joint
-    uses: Mapping[int, Uses]
+    uses: Mapping[int, ProductUses]
 
 
 def rewrite(
@@ -106,7 +106,7 @@ def rewrite(
         TransformError: there is none that could be replaced.
     """
     blocks: dict[Any, _Block] = {}
-    uses: dict[fx.Node, Uses] = defaultdict(Uses)
+    uses: dict[fx.Node, ProductUses] = defaultdict(ProductUses)
     nodes = list(graph.graph.nodes)
     late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
     rounded = [n for n in weights if n in sharded and only_multiplied(n)]
@@ -139,7 +139,7 @@ _FIX = (
 )
 
 
-def _why(uses: Uses) -> str:
+def _why(uses: ProductUses) -> str:
     left = ", ".join(" x ".join(map(str, d)) for d in dict.fromkeys(uses.left))
     return f"its products are of {left}" if left else "no product reads the whole of it"
 
@@ -176,14 +176,14 @@ def _replace(
     late: Collection[fx.Node],
     rows: bool,
     scales: Mapping[fx.Node, fx.Node],
-) -> dict[fx.Node, Uses]:
+) -> dict[fx.Node, ProductUses]:
     """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those
     that are rounded already.
 
     Equal roundings are merged between two calls of blocks, as these lines become one function: a block chooses its
         saved values, and nothing is saved between two functions.
     """
-    uses, runs, run, late = {n: Uses() for n in weights}, dict[fx.Node, int](), 0, set(late)
+    uses, runs, run, late = {n: ProductUses() for n in weights}, dict[fx.Node, int](), 0, set(late)
     makes = {
         product: weight
         for weight, grad in weights.items()

@@ -30,7 +30,7 @@ def check(program: Program) -> Program:
     Raises:
         VerifyError: listing every rule that is broken, with the line.
     """
-    checker = _Checker(program)
+    checker = _PoolChecker(program)
     checker.lines(program.lines)
     refuse(program, checker.problems, "the pool")
     return program
@@ -48,7 +48,7 @@ class _Guard:
     after: set[str] = field(default_factory=set)
 
 
-class _Checker:
+class _PoolChecker:
     def __init__(self, program: Program):
         self.program, self.problems = program, list[str]()
         self.places: dict[str, Span] = {}

@@ -14,7 +14,7 @@ import torch
 from fzero.boxes import Boxes, Dim
 from fzero.build.tracebacks import compiled
 from fzero.comm.host import host_pool
-from fzero.comm.tiers import Arriving, Tiers
+from fzero.comm.tiers import TierCopy, TierTransport
 from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
 from fzero.measure.roofline import OBSERVED, limits_of
@@ -36,7 +36,7 @@ def executable(
     text = source(program)
     batch_axes = batch_axes_of(program)
     carrier = transport(mesh)
-    tiers = Tiers(mesh, any(line.op in COPIES and DISK in from_to(line) for line, _ in program.walk()))
+    tiers = TierTransport(mesh, any(line.op in COPIES and DISK in from_to(line) for line, _ in program.walk()))
     arenas = {"device": carrier.pool(program.pool_bytes, f"{name_of(program)} {program.name}")}
     if program.host_pool_bytes:
         arenas["host"] = host_pool(program.host_pool_bytes, mesh)
@@ -93,7 +93,7 @@ def executable(
     return whole_run
 
 
-def _on_host(run: Callable[..., Any], function: Function, tiers: Tiers) -> Callable[..., Any]:
+def _on_host(run: Callable[..., Any], function: Function, tiers: TierTransport) -> Callable[..., Any]:
     """A function that the host runs, when nothing that it writes is on its way to the device."""
     return tiers.settled(run, lambda *args: (*(args[i] for i in function.writes), *args[-1]))
 
@@ -101,7 +101,7 @@ def _on_host(run: Callable[..., Any], function: Function, tiers: Tiers) -> Calla
 class _Running:
     """The surroundings that ops of a program run in."""
 
-    def __init__(self, mesh: Mesh, carrier: Any, tiers: Tiers, batch_axes: tuple[str, ...]):
+    def __init__(self, mesh: Mesh, carrier: Any, tiers: TierTransport, batch_axes: tuple[str, ...]):
         self.mesh, self.carrier, self.tiers, self.batch_axes = mesh, carrier, tiers, batch_axes
 
     @functools.cache  # noqa: B019  # lives as long as the program
@@ -128,15 +128,15 @@ class _Running:
         not want them now."""
         wards = self.mesh.context.wards
         if wards is None or (places := wards.places(into, every, once)) is None:
-            return Arriving(lambda: None, ())
+            return TierCopy(lambda: None, ())
         moving = self.carrier.send_start(values, axis, shift, places, through)
-        return Arriving(lambda: self.carrier.wait(moving, ()), ())
+        return TierCopy(lambda: self.carrier.wait(moving, ()), ())
 
     def wait(
         self, moving: Any, into: Sequence[torch.Tensor] = (), together: bool = False, host: bool = True
     ) -> Sequence[torch.Tensor]:
         """The results of a transfer of any kind."""
-        return moving.wait(into, host) if isinstance(moving, Arriving) else self.carrier.wait(moving, into, together)
+        return moving.wait(into, host) if isinstance(moving, TierCopy) else self.carrier.wait(moving, into, together)
 
 
 def _tensors(line: Line, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:

@@ -26,7 +26,7 @@ from fzero.trace.functional import AGAIN
 from fzero.trace.propagate import Sharded, aten, constants_for_shapes, cut, propagate
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
-from fzero.trace.subgraph import Part, ancestors
+from fzero.trace.subgraph import Subgraph, ancestors
 
 PART = 32 << 20
 """Bytes of the parts in which a leaf is made."""
@@ -51,7 +51,7 @@ def from_function(
     (place,) = graph.inputs
     # one split makes the keys of many leaves: it is done once
     keys = list(graph.graph.find_nodes(op="call_function", target=DERIVE))
-    derived = _Run(Part(graph, [place], keys).extract()).run(key)
+    derived = _Run(Subgraph(graph, [place], keys).extract()).run(key)
     values: dict[fx.Node, Load] = {
         n: functools.partial(_same, x) for n, x in zip((place, *keys), (key, *derived), strict=True)
     }
@@ -99,7 +99,7 @@ def _leaves(
         leaf = inputs.leaves[i]
         # a graph of one leaf: with all inputs it would take time quadratic in the leaves
         read = sorted(ancestors([outputs[i]], stop) & stop)
-        part = Part(graph, read, [outputs[i]])
+        part = Subgraph(graph, read, [outputs[i]])
         made_as, index = leaf.cut(mesh) if leaf.layout.axes else None, mesh.index(leaf.layout.axes)
         comes = [_comes(sharded[p], leaf) if p in sharded else () for p in read]  # the axes that each input is cut over
         rest = [sharded[p].with_layout(axes=axes) if axes else None for p, axes in zip(read, comes, strict=True)]

@@ -45,7 +45,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """The leaves of parameters by where they come from; positions and stored names."""
 
     weights: Weights
@@ -61,7 +61,7 @@ def plan(
     names: Mapping[str, str] | None,
     model: Any,
     graph: Recorded | None,
-) -> Plan:
+) -> LoadPlan:
     """Decides where each leaf comes from; says in the log which are not in the files, and what of these is left.
 
     Args:
@@ -132,11 +132,11 @@ def plan(
         tied = {alias: f"{alias} (tied to {name})" for name, others in aliases.items() for alias in others}
         told = ", ".join(tied.get(n, n) for n in extra)
         logger.warning("fzero.load: %d tensors of %s are not used: %s", len(extra), weights.path, told)
-    return Plan(weights, found, runs, missing)
+    return LoadPlan(weights, found, runs, missing)
 
 
 def leaves(
-    made_of: Plan,
+    made_of: LoadPlan,
     inputs: Inputs,
     mesh: Mesh,
     put: Callable[[Any, Leaf], torch.Tensor],

@@ -27,7 +27,7 @@ from fzero.runtime.training import CompiledStep
 from fzero.state.storage import load
 from fzero.step import State
 from fzero.step.checks import wants_key
-from fzero.testing.check import Setting, compare, everyones, leaves_of, most_skipped, overflowed, rows, trajectory
+from fzero.testing.check import Comparison, compare, everyones, leaves_of, most_skipped, overflowed, rows, trajectory
 from fzero.testing.lines import Reference, distance, first_line, part_values
 from fzero.testing.record import recording
 from fzero.testing.report import Blame, FirstLine, Report
@@ -37,7 +37,7 @@ from fzero.transforms.base import Transform, find
 from fzero.transforms.shard import Parallel
 
 
-def blame(setting: Setting, report: Report) -> Blame:
+def blame(setting: Comparison, report: Report) -> Blame:
     """Finds the beginning of a report's difference; all ranks call it together."""
     step = min((d.step for d in report.differences if not d.ok), default=setting.steps)
     s = replace(setting, steps=step)  # what differs after it follows from that
@@ -76,7 +76,7 @@ _NO_LINE = (
 )
 
 
-def _first_transform(s: Setting) -> tuple[Transform | None, tuple[Transform, ...]]:
+def _first_transform(s: Comparison) -> tuple[Transform | None, tuple[Transform, ...]]:
     """The first transform with which the step differs, None if it does without any, and those that it needs to do
     so."""
     transforms = s.step.transforms
@@ -93,7 +93,7 @@ def _first_transform(s: Setting) -> tuple[Transform | None, tuple[Transform, ...
     return culprit, needed
 
 
-def _with(setting: Setting, transforms: tuple[Transform, ...]) -> Setting:
+def _with(setting: Comparison, transforms: tuple[Transform, ...]) -> Comparison:
     """The same comparison with fewer transforms: on each rank by itself, if none of them is parallel."""
     s = replace(setting, step=replace(setting.step, transforms=transforms), backend="eager")
     if any(isinstance(t, Parallel) for t in transforms) or s.mesh.size == 1:
@@ -101,7 +101,7 @@ def _with(setting: Setting, transforms: tuple[Transform, ...]) -> Setting:
     return replace(s, mesh=_alone(s.mesh), batch=s.whole_batch)
 
 
-def _same(setting: Setting) -> bool:
+def _same(setting: Comparison) -> bool:
     """Whether a step with fewer transforms is equivalent; one that cannot be built says nothing, and counts as such."""
     try:
         found = compare(setting).equivalent
@@ -114,7 +114,7 @@ def _alone(mesh: Mesh) -> Mesh:
     return Mesh({"data": 1}, 0, mesh.device)
 
 
-def _is_mean(s: Setting) -> bool:
+def _is_mean(s: Comparison) -> bool:
     """Whether the loss of the whole batch is what fzero takes it for: the mean of its parts' losses, or of what is
     weighted."""
     num, batches = _batches(s)
@@ -136,7 +136,7 @@ def _is_mean(s: Setting) -> bool:
     )
 
 
-def _batches(s: Setting) -> tuple[int, list[Any]]:
+def _batches(s: Comparison) -> tuple[int, list[Any]]:
     """The number of parts, ranks x micro-batches, that the global batch is cut in, and the parts."""
     record, axes = find(s.step.transforms, Accumulate), zero_of(s.step, s.mesh).batch_axes
     num = s.mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
@@ -148,7 +148,7 @@ def _batches(s: Setting) -> tuple[int, list[Any]]:
     ]
 
 
-def first_differing(s: Setting, culprit: Transform | None) -> tuple[FirstLine | None, int]:
+def first_differing(s: Comparison, culprit: Transform | None) -> tuple[FirstLine | None, int]:
     """The first line that differs, in the first step in which one does, and that step."""
     train: CompiledStep = compile(s.step, s.mesh, backend=s.backend, **s.options)
     state, step, skipped = train.init(s.params, s.key), 0, 0
@@ -171,7 +171,7 @@ def first_differing(s: Setting, culprit: Transform | None) -> tuple[FirstLine | 
     return None, s.steps
 
 
-def _prepared(train: CompiledStep, state: State, s: Setting) -> tuple[Any, Program, Sequence[str]]:
+def _prepared(train: CompiledStep, state: State, s: Comparison) -> tuple[Any, Program, Sequence[str]]:
     """The executable of the coming step, its program, and the paths of its metrics in the order of the program's
     outputs."""
     lowered, run = train.built(state, s.batch)
@@ -179,7 +179,7 @@ def _prepared(train: CompiledStep, state: State, s: Setting) -> tuple[Any, Progr
     return run, lowered.program, tree.paths(metrics, "metrics")
 
 
-def _leaves(state: State, s: Setting) -> dict[str, torch.Tensor]:
+def _leaves(state: State, s: Comparison) -> dict[str, torch.Tensor]:
     """Copies of what a program is given on this rank, by the names of its inputs."""
     roots = (("params", state.params), ("opt_state", state.opt_state), ("extras", state.extras), ("batch", s.batch))
     found = {"step": state.step, "key": state.key}
@@ -189,7 +189,7 @@ def _leaves(state: State, s: Setting) -> dict[str, torch.Tensor]:
 
 
 def _reference(
-    s: Setting,
+    s: Comparison,
     whole: State,
     leaves: dict[str, torch.Tensor],
     culprit: Transform | None,

@@ -167,7 +167,7 @@ def _without_precision(step: Step) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Comparison:
     """The setting of a comparison: the arguments of `check_equivalent`, settled.
 
     Attributes:
@@ -213,7 +213,7 @@ def setting_of(
     backend: str,
     options: dict[str, Any],
     simulated: AbstractMesh | None = None,
-) -> Setting:
+) -> Comparison:
     """The arguments checked, and the plain step's side of the comparison. `simulated`: the batch is the global one, and
     the mesh that of its first rank."""
     key = (fzrandom.key(0) if key is None else key).to(mesh.device)
@@ -262,7 +262,7 @@ def setting_of(
     path = trajectory(plain, first, whole_batch, steps, size)
     finite = [all(x.isfinite().all() for x in leaves.values()) for leaves in path.leaves]
     steps = max(1, finite.index(False) - 1) if False in finite else steps  # a run that diverges has no tolerance
-    return Setting(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, path, simulated)
+    return Comparison(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, path, simulated)
 
 
 def _text(base: Program) -> str:
@@ -301,7 +301,7 @@ def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff
     return Trajectory(first, exact, tolerances)
 
 
-def compare(setting: Setting) -> Report:
+def compare(setting: Comparison) -> Report:
     """The transformed step beside the plain one, without a look at where a difference begins."""
     s = setting
     worst: dict[str, tuple[float, Difference]] = {}
@@ -336,7 +336,7 @@ def compare(setting: Setting) -> Report:
     )
 
 
-def _taken(s: Setting) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
+def _taken(s: Comparison) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
     """The leaves of the first state and after each step, and how often that was skipped before."""
     if s.simulated:
         from fzero.testing.simulate import simulated

@@ -26,7 +26,7 @@ from fzero.program.ir import Line, Program, Value
 from fzero.program.ops import OPS, STARTS, micro_of
 from fzero.program.show import statements
 from fzero.testing.interpret import Interpreter, cut
-from fzero.testing.record import Ran
+from fzero.testing.record import RanLine
 from fzero.testing.report import FirstLine
 from fzero.testing.tolerance import LAMBDA, unit
 
@@ -91,7 +91,7 @@ def part_values(
 
 
 def first_line(
-    ran: Sequence[Ran],
+    ran: Sequence[RanLine],
     program: Program,
     mesh: Mesh,
     leaves: Mapping[str, torch.Tensor],
@@ -114,7 +114,7 @@ def first_line(
     texts = statements(program)
     found: FirstLine | None = None
 
-    def differs(entry: Ran, name: str, got: torch.Tensor, want: torch.Tensor, tolerance: float, why: str) -> None:
+    def differs(entry: RanLine, name: str, got: torch.Tensor, want: torch.Tensor, tolerance: float, why: str) -> None:
         nonlocal found
         off = distance(got, want)
         if found is None and not off <= tolerance:
@@ -157,7 +157,7 @@ def first_line(
     return found
 
 
-def _compare(entry: Ran, name: str, told: Interpreter, meanings: _Meanings, differs: Any) -> None:
+def _compare(entry: RanLine, name: str, told: Interpreter, meanings: _Meanings, differs: Any) -> None:
     expected = meanings.expected(name)
     if expected is not None and expected[0].numel() == told.values[name].numel():
         want, tolerance = expected

@@ -20,7 +20,7 @@ from fzero.runtime.observe import observe
 
 
 @dataclass
-class Ran:
+class RanLine:
     """A line that ran: its number in the text, its turn of the loop around it, what it read and what it made or wrote,
     by name."""
 
@@ -32,16 +32,16 @@ class Ran:
 
 
 @contextmanager
-def recording(run: Callable[..., Any], program: Program) -> Iterator[list[Ran]]:
+def recording(run: Callable[..., Any], program: Program) -> Iterator[list[RanLine]]:
     """Records each line of the one run of an executable in the body, in the order in which they run; of what was done
     on a guess and again only the latter."""
-    ran: list[Ran] = []
+    ran: list[RanLine] = []
     again = False
 
-    def before(place: LinePlace, args: tuple[Any, ...]) -> tuple[Ran, dict[str, torch.Tensor]] | None:
+    def before(place: LinePlace, args: tuple[Any, ...]) -> tuple[RanLine, dict[str, torch.Tensor]] | None:
         if place[0].body:  # it says whether they run
             return None
-        entry = Ran(*place)
+        entry = RanLine(*place)
         ran.append(entry)
         line, row, given = entry.line, OPS[entry.line.op], list(_tensors(args))
         names = row.given(line)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fzero.plan.render import Table, brief, plain
+from fzero.plan.render import TextTable, brief, plain
 
 NUM_ROWS = 12
 """The leaves of a table: different ones first, then the closest to being different."""
@@ -149,7 +149,7 @@ class Report:
     def __str__(self) -> str:
         return plain(self.tables()) + "".join(f"{line}\n" for line in self.remarks())
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[TextTable]:
         """The leaves nearest to their tolerances or beyond."""
         wrong = self.num_different
         verdict = (
@@ -165,9 +165,9 @@ class Report:
         left = len(self.differences) - NUM_ROWS
         if left > 0:
             rows.append((f"{left} more", "", "", "", f"{max(wrong - NUM_ROWS, 0)} differ" if wrong > NUM_ROWS else ""))
-        out = [Table(title, ("leaf", "difference", "tolerance", "step", ""), rows)]
+        out = [TextTable(title, ("leaf", "difference", "tolerance", "step", ""), rows)]
         if self.blame is not None:
-            out.append(Table("where it begins", ("", ""), _blamed(self.blame)))
+            out.append(TextTable("where it begins", ("", ""), _blamed(self.blame)))
         if self.exact is not None and not self.exact.equivalent:
             first, *rest = self.exact.tables()
             out += [first._replace(title=f"without mixed_precision: {first.title}"), *rest]

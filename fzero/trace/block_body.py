@@ -27,7 +27,7 @@ COMPUTES = "_fzero_computes"
 all (a module's buffers stay in their own)."""
 
 
-class Results(NamedTuple):
+class BlockResults(NamedTuple):
     """The results of a block's function: the tensors that it made, and how the tree that it returns is made of them."""
 
     made: list[torch.Tensor]
@@ -51,7 +51,7 @@ class Body:
     autocast: Autocast
     switches: tuple[object, ...]
 
-    def __call__(self, xs: Sequence[torch.Tensor]) -> Results:
+    def __call__(self, xs: Sequence[torch.Tensor]) -> BlockResults:
         """The results, blocks inside inlined."""
         token = tracer.set(None)
         try:
@@ -81,7 +81,7 @@ class Body:
         storages = [x.untyped_storage()._cdata for x in tensors]
         made = [resolved(x) for x in tensors[len(xs) :]]
         made = [*made, _largest(flat)] if self.watch else made
-        return Results(made, structure, tuple(number[id(x)] for x in flat), tuple(map(storages.index, storages)))
+        return BlockResults(made, structure, tuple(number[id(x)] for x in flat), tuple(map(storages.index, storages)))
 
 
 def resolved(x: torch.Tensor) -> torch.Tensor:

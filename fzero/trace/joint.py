@@ -10,13 +10,13 @@ import torch
 
 from fzero import compat, tree
 from fzero.errors import TraceError, message
-from fzero.trace.block_body import Body, Results, resolved, where
+from fzero.trace.block_body import BlockResults, Body, resolved, where
 from fzero.trace.functional import functional
 from fzero.trace.merge_equal import merge_equal
 from fzero.trace.reads.switches import without_autocast
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
-from fzero.trace.subgraph import Part
+from fzero.trace.subgraph import Subgraph
 
 
 def call_block(joint: Joint, call: int, *inputs: torch.Tensor) -> Any:
@@ -53,7 +53,7 @@ def _of_results(graph: Recorded) -> Any:
     """The operations that make a function's results. An operation without results, such as the checks of torch.linalg,
     is none of that."""
     merge_equal(graph.graph)
-    return Part(graph, graph.inputs, graph.outputs).signature
+    return Subgraph(graph, graph.inputs, graph.outputs).signature
 
 
 def trace_joint(
@@ -67,7 +67,7 @@ def trace_joint(
 ) -> Joint:
     """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks
     inside are inlined. `of`: the outputs that it has a backward of; None: all that can have one."""
-    found: list[Results] = []
+    found: list[BlockResults] = []
     diff: tuple[int, ...] = ()
     with mode:
         primals = [torch.empty_strided(s, st, dtype=d, device=at) for s, st, d, at, _ in signature]
@@ -106,7 +106,7 @@ def trace_joint(
                 labels=labels,
                 trained=needs,
             )
-            both = Part(graph, graph.inputs[: len(primals)], graph.outputs[: len(results.made)])
+            both = Subgraph(graph, graph.inputs[: len(primals)], graph.outputs[: len(results.made)])
             same = both.signature == _of_results(forward_alone)
             if not same and both.signature != _of_results(functional(forward_alone, body.owner)):
                 # as the joint graph is where a backward writes in place

@@ -18,7 +18,7 @@ from fzero import compat
 aten = torch.ops.aten
 
 
-class Results:
+class FakeResults:
     """Runs operations on the fake tensors of one mode. A result is a new tensor every time, whether it was remembered
     or not."""
 
@@ -51,7 +51,7 @@ class Remembering(compat.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._results = Results()
+        self._results = FakeResults()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._results(func, args, kwargs or {})

@@ -25,7 +25,7 @@ from fzero import compat
 from fzero.errors import TraceError, message
 from fzero.operators.ctc import CTC
 from fzero.operators.recurrent import RNN
-from fzero.trace.meta_cache import Results
+from fzero.trace.meta_cache import FakeResults
 from fzero.trace.reads import overwrites
 from fzero.trace.reads.answers import Answers
 from fzero.trace.reads.argument_memory import ArgumentMemory
@@ -93,7 +93,7 @@ class Recorder(compat.TorchDispatchMode):
         self.source = constants_from
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []  # ids are only good while the tensor lives
-        self._results = Results()
+        self._results = FakeResults()
         self._labels: dict[fx.Node, str] = {}
         self._answers = Answers(self)
         self._replaced: dict[int, str | None] = {}  # tensors that were given other memory, and where

@@ -17,7 +17,7 @@ from fzero.trace.storages import storage_of
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Subgraph:
     """The function from `inputs` to `outputs` that a graph contains. Nodes that no output needs are left out."""
 
     source: Recorded
@@ -55,7 +55,7 @@ def extract(
     source: Recorded, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], names: Sequence[str] | None = None
 ) -> Recorded:
     """The function from `inputs` to `outputs` that a graph contains, as a graph of its own."""
-    return Part(source, inputs, outputs).extract(names)
+    return Subgraph(source, inputs, outputs).extract(names)
 
 
 def inlined(

@@ -215,7 +215,7 @@ def offload(
     )
 
 
-class Tiers(NamedTuple):
+class LeafTiers(NamedTuple):
     """The tiers of a parameter, its optimizer state, the copy that is computed with, if it is a master, and, if it
     waits, its gradient, unless the plan says so: each one of `layout.TIERS`."""
 
@@ -230,7 +230,7 @@ def tiers_of(
     params: Sequence[Leaf],
     ties: Sequence[int] | None = None,
     casts: Callable[[Leaf], bool] = lambda leaf: False,
-) -> list[Tiers]:
+) -> list[LeafTiers]:
     """For each parameter the tier it rests on, and those of what goes with it.
 
     Args:
@@ -256,7 +256,7 @@ def tiers_of(
         state = by_role["opt_state"].get(t, "device")
         param = by_role["params"].get(t, "device")
         gradient = by_role["gradients"].get(t, "device")
-        out.append(Tiers(state if param == "device" and casts(params[t]) else param, state, param, gradient))
+        out.append(LeafTiers(state if param == "device" and casts(params[t]) else param, state, param, gradient))
     return out
 
 

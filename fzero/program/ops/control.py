@@ -107,7 +107,7 @@ def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
     return line.args[:half], line.args[half:]
 
 
-class Accumulate(Op[JoinAttrs]):
+class Accumulation(Op[JoinAttrs]):
     """The sum over the turns of the loop that it is in, or the largest, of one value or of several; read after the
     loop."""
 
@@ -271,4 +271,4 @@ class Assign(Op[AssignAttrs]):
         of.written(line.writes)
 
 
-ROWS: Sequence[Op[Any]] = (Update(), Loop(), Redo(), Accumulate(), Add(), Assign())
+ROWS: Sequence[Op[Any]] = (Update(), Loop(), Redo(), Accumulation(), Add(), Assign())

@@ -2,7 +2,7 @@
 decide which code is made and what it does.
 
 It is the process's. Whoever traces or runs something asks PyTorch anew; what is made once and kept is kept under the
-`Setting` that it was made with.
+`DeterministicSetting` that it was made with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORKSPACES = (":4096:8", ":16:8")
 """Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS is deterministic."""
 
 
-class Setting(NamedTuple):
+class DeterministicSetting(NamedTuple):
     """The position of the switch. `fill`: whether memory that nobody has written yet is filled with NaN."""
 
     enabled: bool
@@ -28,23 +28,23 @@ class Setting(NamedTuple):
         return ("on, with warnings only" if self.warn_only else "on") if self.enabled else "off"
 
 
-def setting() -> Setting:
+def setting() -> DeterministicSetting:
     """The setting of this process, now."""
     enabled = torch.are_deterministic_algorithms_enabled()
-    return Setting(
+    return DeterministicSetting(
         enabled,
         enabled and torch.is_deterministic_algorithms_warn_only_enabled(),
         enabled and compat.fills_uninitialized_memory(),
     )
 
 
-def use(setting: Setting) -> None:
+def use(setting: DeterministicSetting) -> None:
     """Takes over another process's setting."""
     torch.use_deterministic_algorithms(setting.enabled, warn_only=setting.warn_only)
     compat.fill_uninitialized_memory(setting.fill)
 
 
-def unsettled(device_type: str, setting: Setting, workspace: str | None) -> str | None:
+def unsettled(device_type: str, setting: DeterministicSetting, workspace: str | None) -> str | None:
     """Why products on a device would refuse to run under a setting, if they would: cuBLAS gives the same sums each time
     only with a workspace that is said before CUDA starts.
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.errors import FzeroError, TraceError, message
 from fzero.operators.ctc import CTC_LOSS, with_tensors
 from fzero.trace.reads import conditions
-from fzero.trace.reads.refusals import _KINDS, _OF_TRACES, Traced, described, note
+from fzero.trace.reads.refusals import _KINDS, _OF_TRACES, TracedFunction, described, note
 from fzero.trace.reads.user_lines import asking_frame, is_library
 
 
@@ -45,7 +45,7 @@ _asked: ContextVar[list[str] | None] = ContextVar("fzero_strides", default=None)
 class Calls(TorchFunctionMode):
     """Notes the call of PyTorch's, as the function wrote it, that raises."""
 
-    def __init__(self, traced: Traced):
+    def __init__(self, traced: TracedFunction):
         super().__init__()
         self._traced = traced
 
@@ -133,7 +133,7 @@ def _asked_by_user(frame: FrameType | None) -> bool:
 _OF_METHODS = frozenset(os.path.join(os.path.dirname(torch.__file__), name) for name in ("_tensor.py", "overrides.py"))
 
 
-def _check_layout(traced: Traced, tensor: torch.Tensor) -> None:
+def _check_layout(traced: TracedFunction, tensor: torch.Tensor) -> None:
     """Notes where code asks how a tensor is laid out; raises where a trace cannot tell."""
     _note_strides(traced.here())
     if traced.layout_guessed(tensor):
@@ -145,7 +145,7 @@ def _check_layout(traced: Traced, tensor: torch.Tensor) -> None:
         raise TraceError(message(traced.owner, text, traced.here(described(tensor, traced.named(tensor))), fix))
 
 
-def _check_read(traced: Traced, what: str, tensor: torch.Tensor) -> None:
+def _check_read(traced: TracedFunction, what: str, tensor: torch.Tensor) -> None:
     """Raises if code reads of a tensor what is another in PyTorch: where it comes from, if it is a block's argument, or
     where it lies."""
     if what in _OF_HISTORY:

@@ -34,7 +34,7 @@ class Failure:
     in_backward: bool
 
 
-class Traced(Protocol):
+class TracedFunction(Protocol):
     """Who knows the tensors of the function that is traced."""
 
     failure: Failure | None
@@ -67,7 +67,7 @@ def described(tensor: torch.Tensor, name: str | None = None) -> str:
     return (f"{name}: " if name else "") + f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def note(traced: Traced, error: Exception, func: Any, args: Any) -> None:
+def note(traced: TracedFunction, error: Exception, func: Any, args: Any) -> None:
     """Remembers which call raised. One in the backward is more than the call of the backward, one of the user's more
     than what it is made of."""
     known = traced.failure
@@ -79,7 +79,7 @@ def note(traced: Traced, error: Exception, func: Any, args: Any) -> None:
 
 
 @contextmanager
-def plainly(owner: str, traced: Traced | None = None) -> Iterator[None]:
+def plainly(owner: str, traced: TracedFunction | None = None) -> Iterator[None]:
     """Turns what PyTorch says of the function in the body into a TraceError."""
     try:
         with compat.quiet_fake_tensors():
@@ -190,7 +190,7 @@ _REFUSED = [
 """Errors of torch: a pattern of its text, the meaning, and the fix."""
 
 
-def lines_through(error: BaseException, traced: Traced | None = None) -> list[str]:
+def lines_through(error: BaseException, traced: TracedFunction | None = None) -> list[str]:
     """The innermost of the user's lines that an error went through, or whose backward raised it: one or none."""
     found, trace = [], error.__traceback__
     while trace is not None:

@@ -10,7 +10,7 @@ import torch
 from fzero import compat
 from fzero.errors import TraceError, message
 from fzero.trace.reads import overwrites
-from fzero.trace.reads.refusals import Traced, described
+from fzero.trace.reads.refusals import TracedFunction, described
 from fzero.trace.reads.user_lines import asking_frame, is_pytorchs, line
 
 aten = torch.ops.aten
@@ -35,14 +35,14 @@ _PRODUCTS = {
 }
 
 
-def refuse_functions(traced: Traced, name: str) -> NoReturn:
+def refuse_functions(traced: TracedFunction, name: str) -> NoReturn:
     """Raises because of an operator of functions."""
     what = f"uses an operator of functions, which a program has no line for ({name})"
     fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
     raise TraceError(message(traced.owner, what, traced.here(), fix))
 
 
-def check_operation(traced: Traced, func: Any, args: Any, kwargs: Any) -> None:
+def check_operation(traced: TracedFunction, func: Any, args: Any, kwargs: Any) -> None:
     """Raises if an operation is none that can be recorded, whatever it returns."""
     if compat.fx_tracing():
         what = f"traces a function by torch.fx while being traced ({func})"
@@ -85,7 +85,7 @@ def check_dtypes(func: Any, args: Any) -> None:
         raise RuntimeError(f"expected operands of one dtype, but got {' and '.join(sorted(str(d) for d in dtypes))}")
 
 
-def check_dense(traced: Traced, func: Any, result: Any) -> None:
+def check_dense(traced: TracedFunction, func: Any, result: Any) -> None:
     """Raises if an operation makes a tensor that is not dense."""
     for x in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(x, torch.Tensor) and x.layout is not torch.strided:
@@ -94,7 +94,7 @@ def check_dense(traced: Traced, func: Any, result: Any) -> None:
             raise TraceError(message(traced.owner, what, traced.here(), fix))
 
 
-def refuse_value(traced: Traced, func: Any, error: Exception) -> NoReturn:
+def refuse_value(traced: TracedFunction, func: Any, error: Exception) -> NoReturn:
     """Raises because an operation needs the value of a tensor."""
     of_shape = isinstance(error, compat.SHAPE_DEPENDENT)
     what = "needs the value of a tensor while being traced" + (", for a shape" if of_shape else "")
