@@ -114,11 +114,12 @@ def stale_cast(patch):
 
 
 def buffer_of_another(patch):
-    tensors = execute._tensors
+    tensors, first = execute._tensors, {}
 
-    def overlapping(line, program, mesh, arenas):
-        calls = [x for x in program.pooled if x.fn == "dense"]
-        return tensors(calls[0] if line in calls else line, program, mesh, arenas)
+    def overlapping(line, mesh, arenas):
+        if line.fn == "dense":  # all calls of a program have the places of its first
+            _, line = first.setdefault(id(arenas), (arenas, line))
+        return tensors(line, mesh, arenas)
 
     patch.setattr(execute, "_tensors", overlapping)
 
