@@ -9,6 +9,6 @@ from fzero.deepspeed.accelerate import load_accelerate
 from fzero.deepspeed.arguments import from_arguments
 from fzero.deepspeed.config import Config, load_config
 from fzero.deepspeed.initialize import initialize
-from fzero.deepspeed.reading import KeyDecision
+from fzero.deepspeed.reading import Decision
 
-__all__ = ["Config", "KeyDecision", "from_arguments", "initialize", "load_accelerate", "load_config"]
+__all__ = ["Config", "Decision", "from_arguments", "initialize", "load_accelerate", "load_config"]

@@ -13,7 +13,7 @@ import torch
 
 from fzero.arguments import count
 from fzero.deepspeed import optimizer as optimizers
-from fzero.deepspeed.reading import DTYPES, ConfigSettings, KeyDecision, read_file, settings
+from fzero.deepspeed.reading import DTYPES, ConfigSettings, Decision, read_file, settings
 from fzero.deepspeed.table import MEANING
 from fzero.errors import FzeroError, FzeroValueError, message
 from fzero.optim import GradientTransformation, Schedule
@@ -118,7 +118,7 @@ class Config:
     batch_size: int
     micro_batch_size: int
     num_micro_batches: int
-    decisions: tuple[KeyDecision, ...]
+    decisions: tuple[Decision, ...]
     optimizer_text: str
 
     def __call__(self, step: Any) -> Any:

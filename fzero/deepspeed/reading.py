@@ -26,7 +26,7 @@ _ELSEWHERE = 3  # sections: a name that more have says nothing about where a key
 
 
 @dataclass(frozen=True)
-class KeyDecision:
+class Decision:
     """A key, its value as it is given ("" for one that is omitted), the answer to it, and why.
 
     Example:
@@ -48,7 +48,7 @@ class ConfigSettings:
     """Values by the path of their row, with what has been decided and what is wrong so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    decisions: list[KeyDecision] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -58,7 +58,7 @@ class ConfigSettings:
 
     def omitted(self, path: str, says: str) -> None:
         """Notes what happens because a key is omitted."""
-        self.decisions.append(KeyDecision(path, "", NOTE, f"omitted: {says}"))
+        self.decisions.append(Decision(path, "", NOTE, f"omitted: {says}"))
 
     def instead(self, path: str, says: str) -> None:
         """Notes what becomes of a key's value, in place of the answer of its row."""
@@ -68,7 +68,7 @@ class ConfigSettings:
 
     def note(self, path: str, says: str) -> None:
         """Notes something about a key beside its row."""
-        self.decisions.append(KeyDecision(path, shown(self.values.get(path)), NOTE, says))
+        self.decisions.append(Decision(path, shown(self.values.get(path)), NOTE, says))
 
     def refuse(self, path: str, says: str) -> None:
         self.problems.append(f"{path}={shown(self.values.get(path))}: {says}")
@@ -185,9 +185,9 @@ def settings(given: Mapping[str, Any], auto: Mapping[str, Any], table: KeyTable 
 
 def _answer(out: ConfigSettings, path: str, row: Row, value: Any) -> None:
     if row.answer != REFUSED:
-        out.decisions.append(KeyDecision(path, shown(value), row.answer, row.says))
+        out.decisions.append(Decision(path, shown(value), row.answer, row.says))
     elif any(value is x or (value == x and not isinstance(value, bool)) for x in row.neutral) or _off(value):
-        out.decisions.append(KeyDecision(path, shown(value), NOTE, "asks for nothing"))
+        out.decisions.append(Decision(path, shown(value), NOTE, "asks for nothing"))
     else:
         out.problems.append(f"{path}={shown(value)}: {row.says}")
 

@@ -25,7 +25,7 @@ from fzero.lowering.variants import Variants
 from fzero.passes.choice import Choice
 from fzero.passes.off_device import GRADS
 from fzero.passes.speculate import TIERS, num_guessable
-from fzero.plan.plan import Decision, Plan, peak_bytes, plan, step_seconds
+from fzero.plan.plan import Plan, PlanDecision, peak_bytes, plan, step_seconds
 from fzero.program.ir import Program
 from fzero.transforms.base import find
 from fzero.transforms.offload import ROLES, Offload
@@ -95,7 +95,7 @@ Shares = tuple[_Share, ...]
 
 def choose_tiers(
     build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Callable[[str], object]
-) -> tuple[Records, Decision]:
+) -> tuple[Records, PlanDecision]:
     """The records that take the place of an `offload("auto")`, and why.
 
     Args:
@@ -161,9 +161,9 @@ class _Search:
         self.besides: dict[Any, tuple[float, float]] = {}
         self.made: dict[int, Program] = {}  # by identity: choices may come to the same
 
-    def run(self) -> tuple[Records, Decision]:
+    def run(self) -> tuple[Records, PlanDecision]:
         if self._try((), self.least):
-            return (), Decision("offload", "nothing", "the step fits as it is")
+            return (), PlanDecision("offload", "nothing", "the step fits as it is")
         asked = self._everything()
         program = self._variants(asked).cut(self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
@@ -201,7 +201,7 @@ class _Search:
             f"{duration(self.found[best])} a step predicted, the fastest that fits",
             *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2]),
         ]
-        return self._records(best), Decision("offload", _names(best), "; ".join(why))
+        return self._records(best), PlanDecision("offload", _names(best), "; ".join(why))
 
     def _ladders(self) -> list[Ladder]:
         """Without the roles that may not be moved, and the tiers that are not there."""

@@ -26,7 +26,7 @@ from fzero.passes.off_device import blocks_updated_on_host
 from fzero.passes.overlap import Order, coalescable, sharable
 from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device
-from fzero.plan.plan import Decision, Plan, peak_bytes, queue_seconds
+from fzero.plan.plan import Plan, PlanDecision, peak_bytes, queue_seconds
 from fzero.plan.render import brief
 from fzero.plan.timeline import COMPUTE
 from fzero.program.ir import Program
@@ -255,7 +255,7 @@ def _of(build: Callable[[Choice], Program], find: Callable[[Program], Any]) -> C
     return of
 
 
-def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Decision, ...]:
+def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[PlanDecision, ...]:
     """The decisions behind a program that has been chosen: without a budget only what becomes of the gradients of
     micro-batches."""
     limited = budget is not None and budget.nbytes is not None
@@ -264,32 +264,32 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[De
         auto = find(program.transforms, Remat) == Remat("auto")
         why = "the share of activation memory that fits and is fastest" if auto else "the step says so"
         kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
-        found = [Decision("remat", kept, why), *found, *_of_order(choice.order)]
+        found = [PlanDecision("remat", kept, why), *found, *_of_order(choice.order)]
     if choice.grads != "update":
         host = choice.grads == "host"
         why = "wherever their update runs: the device has no room for them"
         why = why if host else "sums over micro-batches: it is faster"
-        found.append(Decision("gradients wait", f"on the {'host' if host else 'device'}", why))
+        found.append(PlanDecision("gradients wait", f"on the {'host' if host else 'device'}", why))
     if choice.guess:
         why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again "
-        found.append(Decision("update", "on a guess", f"{why}if that changes it"))
+        found.append(PlanDecision("update", "on a guess", f"{why}if that changes it"))
     if choice.share_because:
         on_host, num = blocks_updated_on_host(program)
         sides = {num: f"all {num} blocks on the host", 0: f"all {num} blocks on the device"}
         where = sides.get(on_host, f"{on_host} of {num} blocks on the host")
-        found.append(Decision("update_on", where, choice.share_because))
+        found.append(PlanDecision("update_on", where, choice.share_because))
     return tuple(found)
 
 
-def _gathered_once(program: Program, choice: Choice, limited: bool) -> Iterator[Decision]:
+def _gathered_once(program: Program, choice: Choice, limited: bool) -> Iterator[PlanDecision]:
     if (once := keeps_gathers(program.transforms)) is not None:
         why = "as many blocks as fit and are fastest" if limited else "of all blocks: there is no budget"
         why = why if once.least < once.most else "the step says so"
         why = f"the share of blocks whose parts stay gathered over {once.axis}: {why}"
-        yield Decision("gathered once a step", f"{choice.stay:.3g}", why)
+        yield PlanDecision("gathered once a step", f"{choice.stay:.3g}", why)
 
 
-def _of_micro_batches(program: Program, choice: Choice) -> Iterator[Decision]:
+def _of_micro_batches(program: Program, choice: Choice) -> Iterator[PlanDecision]:
     for loop in (line for line in program.lines if line.op == "loop"):
         within = {a: None for line in loop.body if line.op == ReduceScatter.name for a in line.axes}
         later = {a: None for line in program.lines if line.op in _REDUCES for a in line.axes if a not in within}
@@ -298,17 +298,17 @@ def _of_micro_batches(program: Program, choice: Choice) -> Iterator[Decision]:
         if within and later:
             how = f"reduced over {', '.join(within)} after every micro-batch, over {', '.join(later)} once a step"
         why = f"{how}: {why or 'it takes least, and there is no budget'}"
-        yield Decision("gradients", "shards" if within else "whole", why)
+        yield PlanDecision("gradients", "shards" if within else "whole", why)
 
 
-def _of_order(order: Order) -> Iterator[Decision]:
+def _of_order(order: Order) -> Iterator[PlanDecision]:
     why = "serve the forward and the backward of a block: as many as fit"
-    yield Decision("shared gathers", str(order.shared), why)
-    yield Decision("ahead", str(order.ahead), "blocks that a gather starts before it is needed: the fastest")
+    yield PlanDecision("shared gathers", str(order.shared), why)
+    yield PlanDecision("ahead", str(order.ahead), "blocks that a gather starts before it is needed: the fastest")
     if order.late_sums:
         why = "a micro-batch's gradients are reduced while the next block computes: faster"
-        yield Decision("sums", "a block later", why)
-    yield Decision("coalesced", size(order.coalesced), "transfers that send less than this travel together")
+        yield PlanDecision("sums", "a block later", why)
+    yield PlanDecision("coalesced", size(order.coalesced), "transfers that send less than this travel together")
 
 
 def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] = (), rows: int = 1) -> BudgetError:

@@ -13,7 +13,7 @@ from fzero.lowering.budget import Budget, decided
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import passes_of
 from fzero.plan.devices import Device
-from fzero.plan.plan import Decision, Plan, plan
+from fzero.plan.plan import Plan, PlanDecision, plan
 from fzero.precision.statistics import Watched
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
@@ -45,7 +45,7 @@ class Lowered:
     choice: Choice = field(default_factory=Choice)  # what the budget chose
     device: Device | None = None  # that `plan` is for, and its backend
     backend: str = "inductor"
-    chosen: tuple[Decision, ...] = ()  # before it was lowered
+    chosen: tuple[PlanDecision, ...] = ()  # before it was lowered
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
     # the programs on the way, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)

@@ -13,7 +13,7 @@ from fzero.lowering.layouts import auto_of, mirrors, offloads, params_inputs, pr
 from fzero.lowering.traced import Traced, trace_step, with_leaves
 from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh
-from fzero.plan.plan import Decision
+from fzero.plan.plan import PlanDecision
 from fzero.program.lines import Inputs
 from fzero.progress import shown
 from fzero.step import Step
@@ -24,7 +24,7 @@ class Resolved(NamedTuple):
     """A step without open tiers, the reasons, and its trace if the decision was made here."""
 
     step: Step
-    chosen: tuple[Decision, ...] = ()
+    chosen: tuple[PlanDecision, ...] = ()
     traced: Traced | None = None
 
 

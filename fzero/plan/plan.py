@@ -71,7 +71,7 @@ class WaitTime(NamedTuple):
     seconds: float
 
 
-class Decision(NamedTuple):
+class PlanDecision(NamedTuple):
     """Something that a step leaves open: how it was decided for this program, and why."""
 
     what: str
@@ -144,7 +144,7 @@ class Plan:
     memory: tuple[Sample, ...] = field(repr=False)
     events: tuple[Event, ...] = field(repr=False)
     lines: tuple[str, ...] = field(repr=False)
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[PlanDecision, ...] = ()
     ward_bytes: int = 0
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ def plan(
     device: Device | str | None = None,
     *,
     backend: str = "inductor",
-    decisions: Sequence[Decision] = (),
+    decisions: Sequence[PlanDecision] = (),
 ) -> Plan:
     """Predicts the cost of a finished program on each rank in one step. No device is touched.
 

@@ -27,7 +27,7 @@ from fzero.lowering.lower import lower_inputs
 from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.plan.devices import Device, get_device
-from fzero.plan.plan import Decision, Plan
+from fzero.plan.plan import Plan, PlanDecision
 from fzero.program.ir import Function, Program
 from fzero.program.lines import Inputs
 from fzero.program.show import name_of
@@ -106,7 +106,7 @@ class Compiled:
         self.graphs = graphs  # whether runs are captured
         self._step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._budget: Budget | None = None
-        self._chosen: tuple[Decision, ...] = ()  # for what the step left open before it was lowered
+        self._chosen: tuple[PlanDecision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
         # when a program was called last, and how long a look at its settings takes
         self._called, self._looking = (0.0, 0.0)

@@ -11,7 +11,7 @@ from fzero.lowering.layouts import leaves_made_anew, precision_of
 from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.optim.loss_scale import LossScale, LossScaleState
-from fzero.plan.plan import Decision
+from fzero.plan.plan import PlanDecision
 from fzero.precision.counters import LIMIT, PrecisionState
 from fzero.precision.statistics import Watched
 from fzero.program.lines import Inputs
@@ -33,7 +33,7 @@ class Safer:
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._counts: PrecisionState | None = None  # what was decided by
-        self._moved: tuple[Decision, ...] = ()  # the blocks that compute in a safer dtype
+        self._moved: tuple[PlanDecision, ...] = ()  # the blocks that compute in a safer dtype
 
     def resolved(self, step: Step, params: Inputs, counts: PrecisionState) -> Step:
         """The step with every parameter whose count has reached its limit computed with in float32. All ranks go by the
@@ -91,7 +91,7 @@ def _renew(scale: LossScaleState, scaling: LossScale, counts: PrecisionState) ->
             old.copy_(new)
 
 
-def _decisions(step: Step, params: Inputs, watched: Watched, counts: PrecisionState) -> tuple[Decision, ...]:
+def _decisions(step: Step, params: Inputs, watched: Watched, counts: PrecisionState) -> tuple[PlanDecision, ...]:
     """The blocks of a resolved step that compute in float32, with the reasons."""
     record = find(step.transforms, MixedPrecision)
     if record is None or not record.safer:
@@ -107,11 +107,11 @@ def _decisions(step: Step, params: Inputs, watched: Watched, counts: PrecisionSt
                 for kind, number in numbers.items()
                 if number >= LIMIT
             )
-            out.append(Decision(f"mixed_precision: {name}", "fp32", why))
+            out.append(PlanDecision(f"mixed_precision: {name}", "fp32", why))
     return tuple(out)
 
 
-def _say(found: tuple[Decision, ...], mesh: Mesh) -> None:
+def _say(found: tuple[PlanDecision, ...], mesh: Mesh) -> None:
     """Tells the log of the first rank."""
     if mesh.rank == 0 and found:
         problems = [f"{d.what.removeprefix('mixed_precision: ')}: {d.why}" for d in found]
