@@ -87,20 +87,20 @@ PROGRAMS = {"gpt": lambda: base("gpt"), "mixed": lambda: base("mixed"), "gated":
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_more_never_keeps_less_nor_recomputes_more(name):
     program = PROGRAMS[name]()
-    found = [(saved_bytes(p), flops(p)) for p in (rewrite(program, f) for f in FRACTIONS)]
+    found = [(saved_bytes(p), flops(p)) for p in (rewrite(program, f, {}) for f in FRACTIONS)]
     assert found == sorted(found, key=lambda x: (x[0], -x[1]))
     assert len(set(found)) > (1 if name == "mixed" else 3)  # the blocks of mixed have one thing to keep
-    everything = saved_bytes(rewrite(program, "none"))
+    everything = saved_bytes(rewrite(program, "none", {}))
     assert all(nbytes <= f * everything for f, (nbytes, _) in zip(FRACTIONS, found, strict=True))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_ends_are_none_and_full(name):
     program = PROGRAMS[name]()
-    assert saved_bytes(rewrite(program, 0.0)) == 0
-    assert flops(rewrite(program, 0.0)) <= flops(program)
-    assert [str(x) for x in rewrite(program, 1.0).lines] == [str(x) for x in rewrite(program, "none").lines]
-    assert flops(rewrite(program, 1.0)) == min(flops(rewrite(program, f)) for f in FRACTIONS)
+    assert saved_bytes(rewrite(program, 0.0, {})) == 0
+    assert flops(rewrite(program, 0.0, {})) <= flops(program)
+    assert [str(x) for x in rewrite(program, 1.0, {}).lines] == [str(x) for x in rewrite(program, "none", {}).lines]
+    assert flops(rewrite(program, 1.0, {})) == min(flops(rewrite(program, f, {})) for f in FRACTIONS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -131,7 +131,7 @@ def test_what_is_kept_is_storage_of_the_blocks_own():
         assert not any(view in k for k in kept for view in ("view", "split", "slice", "getitem", ".t.", "permute")), (
             kept
         )
-    program = rewrite(gated_base(), "none")
+    program = rewrite(gated_base(), "none", {})
     shapes = [v.shape for line in program.lines for v in line.out if v.name.startswith("saved_")]
     assert shapes and (8, 8) not in shapes and (8, 16) not in shapes  # those of parameters
 
@@ -245,7 +245,7 @@ def embed(p, tokens):
 
 def test_auto_without_a_budget_is_min_cut():
     program = base("gpt")
-    assert [str(x) for x in rewrite(program, "auto").lines] == [str(x) for x in rewrite(program, "min_cut").lines]
+    assert [str(x) for x in rewrite(program, "auto", {}).lines] == [str(x) for x in rewrite(program, "min_cut", {}).lines]
 
 
 @pytest.mark.parametrize("wrong", [1.5, -0.1, float("nan"), 2])
