@@ -245,7 +245,9 @@ def embed(p, tokens):
 
 def test_auto_without_a_budget_is_min_cut():
     program = base("gpt")
-    assert [str(x) for x in rewrite(program, "auto", {}).lines] == [str(x) for x in rewrite(program, "min_cut", {}).lines]
+    assert [str(x) for x in rewrite(program, "auto", {}).lines] == [
+        str(x) for x in rewrite(program, "min_cut", {}).lines
+    ]
 
 
 @pytest.mark.parametrize("wrong", [1.5, -0.1, float("nan"), 2])
