@@ -7,10 +7,6 @@ from typing import Any
 
 import torch
 
-from fzero.ranks.notes import exchanged, gathered_tensors
-
-_SIZE = "fzero.size"
-
 
 class Exchange:
     """Tells every rank of a Trainer what the others have. All of them call its methods."""
@@ -26,15 +22,3 @@ class Exchange:
         here = torch.tensor([[*high.values(), *(-x for x in low.values())]], device=self._trainer.args.device)
         found = self._trainer.accelerator.gather(here).amax(0).tolist()
         return dict(zip(high, found, strict=False)), dict(zip(low, (-x for x in found[len(high) :]), strict=True))
-
-    def all(self, x: str | None) -> list[str | None]:
-        """A text of every rank."""
-        return [x] if self._alone else exchanged(x, str | None, "hf.Trainer")
-
-    def least(self, size: int, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The rows of the first rank whose size is least."""
-        if self._alone:
-            return dict(rows)
-        found = gathered_tensors({**rows, _SIZE: torch.tensor(size, device="cpu")})
-        least = min(found, key=lambda x: int(x[_SIZE]))
-        return {n: least[n].to(self._trainer.args.device) for n in rows}

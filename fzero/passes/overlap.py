@@ -224,8 +224,7 @@ def _is_update(line: Line) -> bool:
 
 
 _CARRIED = {"cast", "join_parts", "wait", *COPIES}
-"""What comes along with a transfer that starts sooner: shards are cast, and leaves fetched from another tier, for
-it."""
+"""The ops that a transfer takes along when it starts sooner: casts of its shards, and copies from another tier."""
 
 
 class _Hoisting:
