@@ -34,12 +34,12 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.a, self.bn, self.drop, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 3)
         self.temperature, self.config, self.act, self.seen = 1.0, Config(), torch.tanh, 0
-        self.window = 100
+        self.window, self.bias = 100, torch.zeros(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.window = min(self.window, x.shape[1])
         y = self.act(self.bn(self.a(x))) * self.config.slope * sum(self.config.widths) / 16
-        return self.b(self.drop(y)) / self.temperature * RATE
+        return self.b(self.drop(y)) / self.temperature * RATE + self.bias
 
 
 def loss(out: Any, batch: Any) -> torch.Tensor:
@@ -70,6 +70,7 @@ def half(_m: Any, _given: Any, out: torch.Tensor) -> torch.Tensor:
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "frozen": (lambda n: n.a.requires_grad_(False), "a.weight.requires_grad: True then, False now\n"),
     "attribute": (lambda n: setattr(n, "temperature", 2.0), "temperature: 1.0 then, 2.0 now\n"),
+    "plain tensor": (lambda n: setattr(n, "bias", torch.ones(3)), "bias: a tensor float32[3] then, another tensor"),
     "attribute of a layer": (lambda n: setattr(n.drop, "p", 0.9), "drop.p: 0.0 then, 0.9 now\n"),
     "attribute of a configuration": (lambda n: setattr(n.config, "slope", 3.0), "config.slope: 1.0 then, 3.0 now\n"),
     "item of a list": (lambda n: n.config.widths.append(8), "config.widths: a list of 2 then, a list of 3 now\n"),

@@ -199,7 +199,7 @@ class Original:
         if kind in PLAIN_TYPES or isinstance(x, enum.Enum):
             found[path] = _Fact(exact(x) if kind in PLAIN_TYPES else (kind, x.name), repr(x))
         elif isinstance(x, torch.Tensor):
-            found[path] = _Fact((x.shape, x.dtype), f"a tensor {tree.describe(x)}")
+            found[path] = _Fact((Same(x), x.shape, x.dtype), f"a tensor {tree.describe(x)}")
         elif isinstance(x, (nn.Module, type, *_FUNCTIONS)):
             found[path] = _Fact(Same(x), getattr(x, "__name__", kind.__name__))
             if isinstance(x, _FUNCTIONS) or (isinstance(x, type) and not installed(x.__module__)):
