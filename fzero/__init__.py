@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fzero.transforms.redundant import redundant
     from fzero.transforms.remat import remat
     from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
+    from fzero.transforms.tensor import tensor_parallel
 
 __version__ = "0.2.0"
 
@@ -80,6 +81,7 @@ _HOME = {
     "shard_opt_state": "transforms.shard",
     "shard_params": "transforms.shard",
     "show": "program.show",
+    "tensor_parallel": "transforms.tensor",
     "train_step": "step",
     "weighted": "loss",
 }
@@ -130,6 +132,7 @@ __all__ = [
     "shard_opt_state",
     "shard_params",
     "show",
+    "tensor_parallel",
     "testing",
     "train_step",
     "tree",

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -158,6 +159,19 @@ def names(tree: Tree) -> list[str]:
         ['layers.0', 'layers.1', 'out']
     """
     return [".".join(_key(entry) for entry in accessor) for accessor in _accessors(tree)]
+
+
+def dotted(path: str) -> str:
+    """The dotted name in a path, without its root.
+
+    Example:
+        >>> dotted("params['layers'][3].weight"), dotted("params['h.0.out']")
+        ('layers.3.weight', 'h.0.out')
+    """
+    return ".".join(a or b or c for a, b, c in _ENTRY.findall(path))
+
+
+_ENTRY = re.compile(r"\['([^']*)'\]|\[([^\]]*)\]|\.(\w+)")
 
 
 def select(keep: Callable[[str, Any], bool], tree: Tree, root: str = "") -> Tree:

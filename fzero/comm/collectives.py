@@ -73,7 +73,7 @@ class ProcessGroups:
     def all_gather_start(
         self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
     ) -> PendingTransfer:
-        group = self._mesh.group(axis, gathers=True)
+        group, shards = self._mesh.group(axis, gathers=True), [shard.reshape(-1) for shard in shards]
         if self._mesh.device.type == "cuda":
             return self._moving(compat.all_gather_together(into, shards, group), into)
         works = [compat.all_gather(whole, shard, group) for shard, whole in zip(shards, into, strict=True)]

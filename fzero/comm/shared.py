@@ -156,7 +156,7 @@ class SharedMemory:
         for shard, whole in zip(shards, into, strict=True):
             part = whole[index * shard.numel() : (index + 1) * shard.numel()]
             if part.data_ptr() != shard.data_ptr():
-                part.copy_(shard)
+                part.copy_(shard.reshape(-1))
         return SharedTransfer("gather", axis, "", self._announce(axis), into, into)
 
     def reduce_scatter_start(

@@ -1,6 +1,6 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
-    recorded program -- fuse, copies --> base program -- remat, accumulate, shard, cut_update -->
+    recorded program -- fuse, copies --> base program -- remat, cut, accumulate, shard, cut_update -->
     lines in the base program's order -- gradients, speculate, hoist_updates, tiers, overlap, redundant, rename, pool,
     batch, device_waits --> finished program
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError, message
 from fzero.layout import TIERS, Leaf
-from fzero.passes import accumulate, batch, copies, fuse, off_device, pool, redundant, remat, rules, shard, tiers
+from fzero.passes import accumulate, batch, copies, cut, fuse, off_device, pool, redundant, remat, rules, shard, tiers
 from fzero.passes.choice import Choice
 from fzero.passes.cut_update import cut_update
 from fzero.passes.device_waits import mark
@@ -166,6 +166,12 @@ PASSES = (
         option=lambda made, asked, choice: remat.keeps(_now(made), choice.remat, asked.known),
     ),
     Pass(
+        "cut",
+        lambda program, asked, _: cut.rewrite(program, asked.zero.tensor),
+        wanted=lambda program, asked, _: asked.zero.tensor,
+        needed="functions would read whole parameters, of which a rank has parts",
+    ),
+    Pass(
         "accumulate",
         lambda program, asked, _: accumulate.rewrite(program, asked.num_micro, asked.batch),
         wanted=lambda program, asked, _: asked.num_micro > 1,
@@ -174,7 +180,7 @@ PASSES = (
     Pass(
         "shard",
         lambda program, asked, option: shard.rewrite(program, asked.zero, *option),
-        wanted=lambda program, asked, _: asked.zero.batch_axes,
+        wanted=lambda program, asked, _: asked.zero.batch_axes or asked.zero.tensor,
         option=lambda made, asked, choice: (choice.whole_grads, choice.stay, _cast_once(made, choice)),
         needed="without it every rank would train by itself",
     ),

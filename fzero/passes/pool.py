@@ -156,7 +156,7 @@ class _Placer:
 
     def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
         """Elements of what a rank holds of a value, with the padding of its shards over these axes."""
-        if value.placement.is_cut or not axes:  # of a shard that is there already
+        if value.placement.is_cut or value.placement.cuts or not axes:  # of a shard that is there already
             return _numel(value.held(self.mesh))
         return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 

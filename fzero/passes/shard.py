@@ -64,8 +64,15 @@ class _Rewrite:
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
         self.started: dict[str, int] = {}  # transfers of each kind
         self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
-        self.by = max((r for r in zero.specs), key=lambda r: r.stage).name
-        self.local = Placement("local", zero.batch_axes)
+        self.by = max(zero.specs, key=lambda r: r.stage).name if zero.specs else "data_parallel"
+        self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
+        self.own: set[str] = set()  # what each rank along a batch axis has its own of
+        # of a function in segments, what they read, and the names of what was gathered for the first
+        self.reads_of: dict[int, dict[str, None]] = defaultdict(dict)
+        self.gathered_for: dict[int, dict[str, str]] = {}
+        for line, _ in program.walk():
+            if line.segment.count > 1:
+                self.reads_of[line.segment.of].update(dict.fromkeys(line.args))
         # gradients and sums by the names under which the backward makes them, and what a loop adds them up to
         update = program.update
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
@@ -88,6 +95,7 @@ class _Rewrite:
             leaf = self.program.leaves.get(value.name)
             placement = self.local if leaf is None else resting(leaf.layout)
             self.placement[value.name] = placement
+            self.own |= {value.name} if leaf is None else set()
             inputs.append(replace(value, placement=placement))
             if leaf is not None and leaf.role in ("params", "compute") and leaf.layout.axes:
                 self.leaf_of[value.name] = (value.name, None)
@@ -156,15 +164,38 @@ class _Rewrite:
 
     def _reads(self, line: Line) -> tuple[Line, list[Line]]:
         """The line with the whole values of the sharded parameters it reads, and the lines that gather them."""
-        wanted = [a for a in dict.fromkeys(line.args) if a in self.leaf_of]
+        part = line.segment.of
+        if part in self.gathered_for:
+            return line.rename(self.gathered_for[part]), []
+        wanted = [a for a in (self.reads_of.get(part) or dict.fromkeys(line.args)) if a in self.leaf_of]
         lines = self._keep(wanted)
         names = {a: self.kept.get(a, a) for a in wanted}
         fresh = [a for a in wanted if a not in self.kept or self.placement[self.kept[a]] != WHOLE]
         if repeats(line):
             return line.rename({**names, **{a: self.shared[a] for a in fresh}}), lines
-        gathered, more = self._gather({a: names[a] for a in fresh})
+        gathered, more = self._gather({a: names[a] for a in fresh}, {a: self._computed(a) for a in fresh})
+        for a, name in gathered.items():
+            if self.placement[name].is_cut:
+                gathered[a], tensor = self._unflatten(a, name)
+                more.append(tensor)
+        if part in self.reads_of:
+            self.gathered_for[part] = {**names, **gathered}
         self.shared = gathered or self.shared
         return line.rename({**names, **gathered}), lines + more
+
+    def _computed(self, name: str) -> tuple[str, ...]:
+        """The axes over which a parameter is cut where functions read it."""
+        layout = self._param(name).layout
+        return tuple(a for a in layout.axes[: len(layout.dims)] if a in self.zero.computed)
+
+    def _unflatten(self, name: str, shard: str) -> tuple[str, Line]:
+        """The part of a parameter, a flat shard, as the tensor that functions read; its name and the line."""
+        at = self.placement[shard]
+        cuts = tuple(zip(at.axes, at.dims, strict=True))
+        value = replace(self.values[name], name=self.names(f"{identifier(self.leaf_of[name][0])}_cut"))
+        value = replace(value, placement=Placement(cuts=cuts))
+        self.placement[value.name] = value.placement
+        return value.name, Line("unflatten", (shard,), (value,), by=self.by)
 
     def _scales(self, lines: Sequence[Line]) -> list[Line]:
         """Scales of whole leaves: the largest of all shards', in one reduction over each axis."""
@@ -274,12 +305,18 @@ class _Rewrite:
 
     def _placed(self, line: Line) -> Line:
         """The line with the placements of its results: local as soon as it reads anything local."""
-        local = line.op in ("part_index", "take_part") or any(self.placement.get(a, WHOLE) != WHOLE for a in line.args)
+        local = line.op in ("part_index", "take_part") or not self.own.isdisjoint(line.args)
         out = []
         for value in line.out:
+            self.own |= {value.name} if local else set()
             summand = value.name in self.grads or value.name in (*self.sums, *self.maxima) or value.name in self.added
             by = "max" if value.name in self.maxima or value.name in self.of_maxima else "sum"
-            placement = Placement(partial=self.zero.batch_axes, by=by) if summand else self.local if local else WHOLE
+            if value.placement == MOVING:
+                placement = MOVING
+            elif summand and self.zero.batch_axes:
+                placement = _both(Placement(partial=self.zero.batch_axes, by=by), value.placement)
+            else:
+                placement = _both(self.local if local else WHOLE, value.placement)
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
         line = line.saying(axes=self.zero.batch_axes) if line.op == "part_index" else line
@@ -344,6 +381,7 @@ class _Rewrite:
         """Gradients cut over these axes, and reduced over what they are cut over here: one axis after the other, what
         goes over the same together."""
         lines, now = list[Line](), {n: self.renamed.get(n, n) for n in to}
+        lines += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].cuts]
         while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
             cut = {n: self.placement[now[n]].axes for n in left}
             hop = {n: (cut[n], to[n][len(cut[n]) :][:1], self._finest(n)) for n in left}
@@ -371,6 +409,16 @@ class _Rewrite:
         self.renamed.update((n, name) for n, name in now.items() if name != n)
         return lines
 
+    def _flatten(self, now: dict[str, str], grad: str) -> Line:
+        """A gradient of a part as the flat shard that the part rests as."""
+        at, value = self.placement[now[grad]], self.values[now[grad]]
+        axes, dims = zip(*at.cuts, strict=True)
+        flat = Placement("shard", axes, at.partial, at.by, self._finest(grad), dims)
+        shard = replace(value, name=self.names(f"{grad}_flat"), placement=flat)
+        line = Line("flatten", (now[grad],), (shard,), by=self.by)
+        now[grad], self.placement[shard.name], self.values[shard.name] = shard.name, flat, shard
+        return line
+
     def _param_of(self, grad: str) -> Leaf:
         return self.program.leaves[self.param_of[grad]]
 
@@ -391,7 +439,7 @@ class _Rewrite:
         """Values reduced over all axes over which they are summands. `into`: what they are called then."""
         lines, now = list[Line](), {n: self.renamed.get(n, n) for n in names}
         base = dict(now)
-        for axis in self.zero.batch_axes:
+        for axis in (*self.zero.batch_axes, *self.zero.computed):
             here = [n for n in names if axis in self.placement[now[n]].partial]
             if not here:
                 continue
@@ -443,3 +491,18 @@ class _Rewrite:
             )
             out += [*lines, Line("assign", (*paths, *(values[p].name for p in paths)), writes=tuple(paths), by=self.by)]
         return out
+
+
+def _both(over_batch: Placement, computed: Placement) -> Placement:
+    """The placement of a value over the batch axes and, of what functions compute with parts, over other axes."""
+    if computed == WHOLE:
+        return over_batch
+    local = (*over_batch.axes, *(computed.axes if computed.kind == "local" else ()))
+    return replace(
+        over_batch,
+        kind="local" if local else over_batch.kind,
+        axes=local,
+        partial=(*over_batch.partial, *computed.partial),
+        by=computed.by if computed.partial else over_batch.by,
+        cuts=computed.cuts,
+    )

@@ -14,6 +14,7 @@ from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, find
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.shard import Parallel, ShardParams
+from fzero.transforms.tensor import TensorParallel
 
 
 def keeps_gathers(transforms: tuple[Transform, ...]) -> OnceAStep | None:
@@ -31,6 +32,7 @@ class Zero:
     mesh: AbstractMesh
     casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
     once: OnceAStep | None = None
+    tensor: TensorParallel | None = None  # if it cuts anything on this mesh
     # by path of a leaf and stage, the axes of the specs that shard it: predicates are asked once
     _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -39,6 +41,11 @@ class Zero:
         """Axes along which the batch is cut, in mesh order."""
         wanted = {a for r in self.specs for a in r.axes}
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """Axes whose cuts of parameters functions compute with."""
+        return (self.tensor.axis,) if self.tensor else ()
 
     def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
         """The mesh axes that shard a leaf at a ZeRO stage: the longest list among the specs of that stage and higher
@@ -107,7 +114,7 @@ class Zero:
             )
         if self.once:
             self._check_once(self.once)
-        named = {a for r in self.specs for a in r.axes}
+        named = {*self.computed, *(a for r in self.specs for a in r.axes)}
         idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
         if idle:
             raise FzeroValueError(

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -88,12 +88,21 @@ class BlockCall(Attrs):
     grads: tuple[int, ...] = ()
 
 
+class Segment(NamedTuple):
+    """The part of a function that was cut at its collectives: `index` of `count`; `of` is the function's own number."""
+
+    of: int
+    index: int
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class CallAttrs(Repeated, Guessed, Side):
     """`scales`: that it makes scales of 8 bits, of shards; `of_sums`: that it reads what the sums of ranks and
     micro-batches add up to, where other lines read this one's own."""
 
     block: BlockCall | None = None
+    segment: Segment | None = None
     scales: bool = False
     of_sums: bool = False
 
@@ -199,9 +208,11 @@ class ReduceAttrs(GatherAttrs, JoinAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterAttrs(ReduceAttrs):
-    """`grid`: the axes that a whole is padded for, if they are more than those that it is cut over here."""
+    """`grid`: the axes that a whole is padded for, if they are more than those that it is cut over here. `rows`: whether
+    each rank gets its part of dim 0, as a tensor of its own."""
 
     grid: tuple[str, ...] = ()
+    rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

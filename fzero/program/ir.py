@@ -8,16 +8,18 @@
   local(axes)    each rank has its own: the batch, and whatever is computed from it
   moving         a transfer has been started and not yet waited for
 
-A whole or a shard may also be `partial(axes)`: each rank has a summand, and the value is the sum over those axes; `by`
+A whole or a local may also be `cut(axes along dims)`: a rank has one of the equal parts that these axes cut it in, as a
+tensor of its own.
+Any of them may also be `partial(axes)`: each rank has a summand, and the value is the sum over those axes; `by`
 another reduction it is the largest or smallest. Only what is not partial may rest in a state, and only a `whole`
-or a `local` may be returned. Each value has axes of its own: one program has shards over `data`, and, padded for the
+or a `local` that is not cut may be returned. Each value has axes of its own: one program has shards over `data`, and, padded for the
 same `grid` of axes, the shards over `data` and `node` that those are cut in (see [Note: several axes] in
 fzero/layout.py). A transfer is over one axis: a gather over the last that its shards were cut over, a reduction over
 the next that they are to be cut over.
 
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few
 small things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`,
-`take_part`, `part_index`, `num_valid`, `draw_start`, `accumulate`, `add`, `assign`, `zeros`; `update` is the whole
+`take_part`, `part_index`, `cut_index`, `unflatten`, `flatten`, `num_valid`, `draw_start`, `accumulate`, `add`, `assign`, `zeros`; `update` is the whole
 optimizer before it is cut into functions. `loop` repeats a body once a micro-batch; an `accumulate` inside it is the
 sum over its turns, or the largest (`op`), and is read after it. Without a loop lines are repeated themselves
 (`repeats`), and `add` adds to totals where they lie: its first arguments, which its results are from there on. Names
@@ -56,10 +58,21 @@ from typing import Any, Generic
 import torch
 from typing_extensions import TypeVar
 
-from fzero.boxes import Dim
+from fzero.boxes import Along, Dim, part_shape
 from fzero.layout import Layout, Leaf, cut_over, grid_of, over_axes
 from fzero.mesh import AbstractMesh
-from fzero.program.attrs import Attrs, BlockCall, CallAttrs, Counted, Guessed, Over, Repeated, Side, UpdateAttrs
+from fzero.program.attrs import (
+    Attrs,
+    BlockCall,
+    CallAttrs,
+    Counted,
+    Guessed,
+    Over,
+    Repeated,
+    Segment,
+    Side,
+    UpdateAttrs,
+)
 from fzero.trace.recorder import Recorded
 
 A = TypeVar("A", bound=Attrs, default=Attrs, covariant=True)
@@ -71,7 +84,7 @@ _UNSAID: Any = None  # the attributes of a line's op, with nothing said
 class Placement:
     """See [Note: placements]. `partial`: the axes over which the value is still to be reduced, and `by` what: "sum",
     "max" or "min". `grid`: of a shard, the axes that it is padded for, where they are more than its own. `dims`: how
-    the first of its axes cut it along dims."""
+    the first of its axes cut it along dims. `cuts`: of what is no shard, the axes that cut it along dims."""
 
     kind: str = "whole"
     axes: tuple[str, ...] = ()
@@ -79,12 +92,18 @@ class Placement:
     by: str = "sum"
     grid: tuple[str, ...] = ()
     dims: tuple[Dim, ...] = ()
+    cuts: tuple[tuple[str, Dim], ...] = ()
 
     def __post_init__(self) -> None:
         if self.grid:
             object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.is_cut else ())
         if self.dims:
             object.__setattr__(self, "dims", self.dims[: len(self.axes)])
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The axes along which each rank has its own: a part, or a summand."""
+        return (*self.axes, *(axis for axis, _ in self.cuts), *self.partial)
 
     def cut(self, axes: tuple[str, ...], grid: tuple[str, ...] = (), dims: tuple[Dim, ...] = ()) -> Placement:
         """Cut over these axes, what is a shard already further; `grid`: the axes that a whole is padded for; `dims`:
@@ -115,8 +134,11 @@ class Placement:
     def __str__(self) -> str:
         finer = f" of {', '.join(self.grid)}" if self.grid else ""
         text = f"{self.kind}({over_axes(self.axes, self.dims)}{finer})" if self.axes else self.kind
+        if self.cuts:
+            parts = f"cut({over_axes(*zip(*self.cuts, strict=True))})"
+            text = parts if self.kind == "whole" else f"{text} {parts}"
         partial = f"partial({', '.join(self.partial)}{'' if self.by == 'sum' else f' by {self.by}'})"
-        return text if not self.partial else partial if self.kind == "whole" else f"{text} {partial}"
+        return text if not self.partial else partial if text == "whole" else f"{text} {partial}"
 
 
 def resting(layout: Layout) -> Placement:
@@ -152,7 +174,7 @@ class Value:
         """Shape of what a rank holds of it."""
         at = self.placement
         if not at.is_cut:
-            return self.shape
+            return part_shape(self.shape, [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts])
         parts = mesh.axis_size(at.axes[-1:]) if at.kind == "parts" else 1
         return (parts * cut_over(mesh, at.axes, at.grid, at.dims).numel(self.shape),)
 
@@ -203,6 +225,22 @@ class Line(Generic[A]):
     def block(self) -> BlockCall | None:
         """The block's call that it is."""
         return self.attrs.block if isinstance(self.attrs, CallAttrs) else None
+
+    @property
+    def segment(self) -> Segment:
+        """Which part of a function it calls: by default all of it."""
+        said = self.attrs.segment if isinstance(self.attrs, CallAttrs) else None
+        return said or Segment(-1, 0, 1)
+
+    @property
+    def begins_block(self) -> bool:
+        """Whether it is a block's call, or the first segment of one."""
+        return self.block is not None and self.segment.index == 0
+
+    @property
+    def ends_block(self) -> bool:
+        """Whether it is a block's call, or the last segment of one."""
+        return self.block is not None and self.segment.index == self.segment.count - 1
 
     @property
     def is_forward(self) -> bool:
@@ -285,7 +323,7 @@ class Program:
 
     `leaves` is the leaf table: how every input that is part of a state rests, by name. `assigns` names those of them
     that get a new value in each step. `grads` has, by the path of a parameter, the name of its gradient as an update
-    reads it, reduced.
+    reads it, reduced. `notes` are what passes say of it in its header.
     """
 
     name: str
@@ -302,6 +340,7 @@ class Program:
     sums: tuple[str, ...] = ()  # values an evaluation sums over the mesh
     pool_bytes: int = 0
     host_pool_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
     def walk(self) -> Iterator[tuple[Line, int]]:
         """Every line with the number of times it runs in a step, bodies of loops included."""

@@ -234,6 +234,7 @@ def _header(program: Program) -> list[str]:
         out.append(f"  {text:<60} {verb} {size(sent)} in {num} transfers a step" if num else f"  {text}")
     for name, (num, sent) in cost.items():
         out.append(f"  {name:<60} sends {size(sent)} in {num} transfers a step")
+    out += [f"  {note}" for note in program.notes]
     if program.pool_bytes:
         out.append(f"pool, in which transfers have their buffers: {size(program.pool_bytes)}")
     if program.host_pool_bytes:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from fzero.boxes import uneven
+from fzero.boxes import Along, uneven
 from fzero.errors import VerifyError, message
 from fzero.layout import cut_over
 from fzero.program.attrs import AssignAttrs
@@ -157,9 +157,10 @@ class _Checker:
     def outputs(self) -> None:
         for name in self.program.outputs:
             value = self.known.get(name)
+            at_rest = value.placement if value else WHOLE
             if value is None:
                 self.problems.append(f"output {name} is never made")
-            elif value.placement.partial or value.placement.is_cut or value.placement.kind == "moving":
+            elif at_rest.partial or at_rest.is_cut or at_rest.cuts or at_rest.kind == "moving":
                 self.problems.append(f"output {name} is {value.placement}")
             elif name in self.device_only:
                 self.problems.append(f"output {name} is handed out, and the device alone has waited for it")
@@ -242,9 +243,13 @@ class _Checker:
     def _impossible(self, value: Value) -> str | None:
         """Why a value cannot be placed so on the mesh, if it cannot."""
         at, mesh = value.placement, self.program.mesh
-        if unknown := sorted({*at.axes, *at.partial} - {*mesh.axes}):
+        if unknown := sorted({*at.own} - {*mesh.axes}):
             return f"the mesh has no axis {', '.join(map(repr, unknown))}"
-        why = uneven(value.shape, cut_over(mesh, at.axes, dims=at.dims).along)
+        cuts = [axis for axis, _ in at.cuts]
+        if cuts and (at.is_cut or len({*cuts}) < len(cuts) or {*cuts} & {*at.axes, *at.partial}):
+            return f"{value.name} is {at}: an axis cuts a value once"
+        along = [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
+        why = uneven(value.shape, along or cut_over(mesh, at.axes, dims=at.dims).along)
         return f"{value.name} is {at}: {why}" if why else None
 
     def micro(self, line: Line) -> tuple[int, int]:

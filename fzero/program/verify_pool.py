@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from fzero.program.attrs import WaitAttrs
 from fzero.program.ir import Line, Place, Program
@@ -87,8 +88,9 @@ class _PoolChecker:
                 for name in (n for n in map(self._origin, line.writes) if n in self.places):
                     self._write(line, name, self.places[name])
                 read = [(a, self.places.get(a)) for a in map(self._origin, line.args)] if row.batched else []
-                for value, place in zip(line.out, line.into, strict=False):
-                    if place is None:
+                for value, place in zip_longest(line.out, line.into):
+                    if place is None:  # in an earlier turn of a loop a transfer may have copied it to the pool
+                        self.places.pop(value.name, None)
                         continue
                     if over := [a for a, at in read if at is not None and _meet(at, self._span(place))]:
                         self._add(line, f"{value.name} is written over {', '.join(over)}, which it reads meanwhile")

@@ -11,7 +11,8 @@ here too.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -70,10 +71,10 @@ def writes(node: fx.Node) -> bool:
     return node.op == "call_function" and compat.is_operator(node.target) and node.target._schema.is_mutable  # type: ignore[union-attr]
 
 
-def strides_guessed(node: fx.Node) -> bool:
+def strides_guessed(node: fx.Node, packed: Collection[Any] = ()) -> bool:
     """Whether the strides of a value that was traced may be others where it runs. They are those that its fake tensor
     says if it is made of contiguous tensors, by an elementwise operation of one tensor or a matrix product, or in a
-    layout that is asked for."""
+    layout that is asked for. `packed`: operations whose results are contiguous too."""
     seen, todo = set[fx.Node](), [node]
     while todo:
         value = todo.pop()
@@ -81,6 +82,7 @@ def strides_guessed(node: fx.Node) -> bool:
             value in seen
             or value.op != "call_function"
             or value.target in _PRODUCTS
+            or value.target in packed
             or value.kwargs.get("memory_format") is torch.contiguous_format
         ):
             continue

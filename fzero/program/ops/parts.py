@@ -1,10 +1,10 @@
 """Defines ops for values that a mesh axis cuts along a dim: a gather over it makes their parts, one behind the other,
-and a reduction over it takes them so."""
+and a reduction over it takes them so. Functions read and make a part as a tensor of its own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from fzero.boxes import Along, Dim, part_shape, parts_of
 from fzero.layout import cut_over
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import Over
-from fzero.program.ir import Line, Program, Value, local_bytes
+from fzero.program.ir import Line, Placement, Program, Value, local_bytes
 from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told, into, over
 
 
@@ -114,4 +114,71 @@ class SplitParts(Rearranged):
         return out
 
 
-ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts())
+class Reshaped(Op):
+    """A part of a value along dims: at rest a flat shard, in functions a tensor of its own."""
+
+    args = 1
+    out = 1
+    computes = "there"
+
+    def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
+        """The shard, and the tensor."""
+        raise NotImplementedError(self.name)
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        shard, tensor = self.parts(line, args[0])
+        at = shard.placement
+        cut = Placement(partial=at.partial, by=at.by, cuts=tuple(zip(at.axes, at.dims, strict=False)))
+        right = at.kind == "shard" and len(at.axes) == len(at.dims)
+        if not right or replace(shard, name=tensor.name, placement=cut) != tensor:
+            rules.bad(line, f"{args[0]} becomes {line.out[0]}")
+        rules.aliases |= {line.out[0].name: root} if (root := rules.root(args[0].name)) in rules.program.leaves else {}
+
+    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
+        return [(line.out[0].name, line.args[0])]
+
+    def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+        return local_bytes(line.out[0], mesh) <= local_bytes(values[line.args[0]], mesh)
+
+    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return 0.0 if self.is_view(line, values, mesh) else 2 * local_bytes(line.out[0], mesh)
+
+    def text(self, line: Line, program: Program) -> Text:
+        return Text(f"{self.name}({line.args[0]}, {[*line.out[0].held(program.mesh)]})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return _reshaped
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [_reshaped(args[0], line.out[0].held(told.mesh)).clone()]
+
+    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+        of.same(line.out[0].name, line.args[0])
+
+
+def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor's elements in another shape: without the padding behind them, or with zeros as padding."""
+    flat, numel = x.reshape(-1), math.prod(shape)
+    missing = numel - flat.numel()
+    return (torch.nn.functional.pad(flat, (0, missing)) if missing > 0 else flat[:numel]).view(*shape)
+
+
+class Unflatten(Reshaped):
+    """A shard that axes cut along dims, and nothing flat, as the tensor that functions read."""
+
+    name = "unflatten"
+
+    def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
+        return arg, line.out[0]
+
+
+class Flatten(Reshaped):
+    """A tensor that axes cut along dims, as the shard that it is, with its padding."""
+
+    name = "flatten"
+
+    def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
+        return line.out[0], arg
+
+
+ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts(), Unflatten(), Flatten())

@@ -3,12 +3,14 @@ for either."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
+from fzero.boxes import Dim
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import CopyAttrs, GatherAttrs, ReduceAttrs, ScatterAttrs, SendAttrs, WaitAttrs
 from fzero.program.ir import MOVING, Line, Place, Placement, Program, Value, local_bytes
@@ -16,6 +18,7 @@ from fzero.program.ops.base import Op, Rules, Running, Standing, Start, Text, To
 from fzero.units import size
 
 DISK = "disk"
+_ROWS = Dim(0)
 REDUCTIONS = {"sum", "max", "min"}
 """The operations by which a reduction makes the values of ranks one."""
 
@@ -55,14 +58,23 @@ class Collective(Start[GatherAttrs]):
         return f"reduce:{','.join(line.attrs.axes)}"
 
     def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        n = mesh.axis_size(line.attrs.axes)
+        return self.together(line, values, mesh) * (n - 1) // n
+
+    def together(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         """The bytes of what the ranks along the axis have together: the whole, or where that is cut over other axes a
         part of it."""
-        n, axis = mesh.axis_size(line.attrs.axes), {*line.attrs.axes}
-        others = (mesh.axis_size(tuple(a for a in values[x].placement.axes if a not in axis)) for x in line.args)
-        return sum(values[a].nbytes // size for a, size in zip(line.args, others, strict=True)) * (n - 1) // n
+        found, axis = 0, {*line.attrs.axes}
+        for value in (values[a] for a in line.args):
+            at = value.placement
+            others = tuple(a for a in at.axes if at.is_cut and a not in axis)
+            cuts = tuple(cut for cut in at.cuts if cut[0] not in axis)
+            found += local_bytes(replace(value, placement=Placement(cuts=cuts)), mesh) // mesh.axis_size(others)
+        return found
 
     def text(self, line: Line[GatherAttrs], program: Program) -> Text:
         how = [f"op={line.attrs.reduction!r}"] if isinstance(line.attrs, ReduceAttrs) else []
+        how += ["rows=True"] if isinstance(line.attrs, ScatterAttrs) and line.attrs.rows else []
         sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
         arguments = ", ".join([f"[{', '.join(line.args)}]", over(line), *how, *into(line, program)])
         return Text(f"{self.name}({arguments})", f">>> sends {sent} over {', '.join(line.attrs.axes)}")
@@ -85,14 +97,15 @@ class Collective(Start[GatherAttrs]):
 
 class AllGather(Collective):
     """Shards to what they are the parts of: whole values, or, where those are cut over other axes too, shards over
-    these."""
+    these. Or parts of dim 0, one behind the other."""
 
     name = "all_gather_start"
     pool = "gather"
     hoisted = "ahead"
 
     def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
-        return placement.kind == "shard" and placement.axes[-1:] == line.attrs.axes and not placement.partial
+        shard = placement.kind == "shard" and placement.axes[-1:] == line.attrs.axes
+        return (shard or dict(placement.cuts).get(*line.attrs.axes) == _ROWS) and not placement.partial
 
     def reads_new(self, line: Line[GatherAttrs], name: str, aliases: Mapping[str, str]) -> bool:
         return name in aliases
@@ -101,6 +114,8 @@ class AllGather(Collective):
         return f"gather:{','.join(line.attrs.axes)}"
 
     def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
+        if placement.cuts:
+            return replace(placement, cuts=tuple(cut for cut in placement.cuts if cut[0] not in line.attrs.axes))
         along_dim = len(placement.axes) == len(placement.dims)
         return replace(placement, kind="parts") if along_dim else placement.joined
 
@@ -109,12 +124,13 @@ class AllGather(Collective):
     ) -> Sequence[torch.Tensor]:
         (axis,) = line.attrs.axes
         gathered = zip((told.gather(x.contiguous(), axis) for x in moved), out, strict=True)
-        return [x if v.placement.is_cut else x[: v.numel].view(v.shape) for x, v in gathered]
+        shapes = ((x, v.held(told.mesh)) for x, v in gathered)
+        return [x[: math.prod(shape)].view(shape) for x, shape in shapes]
 
 
 class ReduceScatter(Collective):
-    """Summands to this rank's shard of their sum. Those that are shards are cut further. `grid`: the axes that a whole
-    is padded for, if they are more."""
+    """Summands to this rank's shard of their sum. Those that are shards are cut further. Or, with `rows`, to this rank's
+    part of dim 0."""
 
     name = "reduce_scatter_start"
     attrs = ScatterAttrs
@@ -125,22 +141,21 @@ class ReduceScatter(Collective):
         return line.into[len(line.args) :]
 
     def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
-        axes = tuple(line.attrs.axes)
-        cut = (
-            replace(placement, kind="shard")
-            if placement.kind == "parts"
-            else placement.cut(axes, line.says(ScatterAttrs).grid)
-        )
-        return cut.left(a for a in placement.partial if a not in axes)
+        axes, said = tuple(line.attrs.axes), line.says(ScatterAttrs)
+        left = tuple(a for a in placement.partial if a not in axes)
+        if said.rows:
+            return replace(placement, cuts=(*placement.cuts, (*axes, _ROWS))).left(left)
+        cut = replace(placement, kind="shard") if placement.kind == "parts" else placement.cut(axes, said.grid)
+        return cut.left(left)
 
     def handed_out(
         self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
+        moved = list(super().handed_out(line, moved, out, told))
+        if line.says(ScatterAttrs).rows:
+            return [x.chunk(told.mesh.axis_size(line.axes))[told.mesh.index(line.axes)].clone() for x in moved]
         sources = (told.program.values_by_name[a] for a in line.args)
-        return [
-            told.cut(x, source, v)
-            for x, source, v in zip(super().handed_out(line, moved, out, told), sources, out, strict=True)
-        ]
+        return [told.cut(x, source, v) for x, source, v in zip(moved, sources, out, strict=True)]
 
 
 class AllReduce(Collective):
@@ -156,9 +171,8 @@ class AllReduce(Collective):
         return placement.left(a for a in placement.partial if a not in line.attrs.axes)
 
     def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """Bytes of what travels: of shards, on a mesh with a replica axis, only the shard."""
         n = mesh.axis_size(line.attrs.axes)
-        return sum(values[a].nbytes // mesh.axis_size(values[a].placement.axes) for a in line.args) * 2 * (n - 1) // n
+        return self.together(line, values, mesh) * 2 * (n - 1) // n
 
 
 class Send(Start[SendAttrs]):

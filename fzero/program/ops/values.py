@@ -19,6 +19,7 @@ from fzero.program.attrs import (
     CastAttrs,
     CutAttrs,
     DrawAttrs,
+    Over,
     PartAttrs,
     PartIndexAttrs,
     ShardOfAttrs,
@@ -67,8 +68,8 @@ class Call(Op[CallAttrs]):
             self._matches(line, arg, place.meta["val"], "takes", rules)
             if arg.placement.is_cut and line.block is not None:
                 rules.bad(line, f"{arg.name} is {arg.placement}, a block takes whole values")
-            if arg.placement.partial and not line.writes and line.block is not None:
-                rules.bad(line, f"{arg.name} is {arg.placement}")
+            if arg.placement.partial:
+                rules.bad(line, f"{arg.name} is {arg.placement}, and no function reads a summand")
         if line.writes != tuple(line.args[i] for i in function.writes):
             rules.bad(
                 line, f"{line.fn} writes its arguments {list(function.writes)}, not {', '.join(line.writes) or 'none'}"
@@ -77,17 +78,16 @@ class Call(Op[CallAttrs]):
         if len(returned) != len(line.out):
             rules.bad(line, f"{line.fn} returns {len(returned)} values, {len(line.out)} are named")
             return
-        own = {
-            place: a.name
-            for place, a in zip(places, args, strict=True)
-            if a.placement.kind == "local" or a.placement.partial
-        }
+        own = {place: a for place, a in zip(places, args, strict=True) if a.placement.own}
         for node, out in zip(returned, line.out, strict=True):
             self._matches(line, out, node.meta["val"], "returns", rules)
-            if own and out.placement == WHOLE:
+            if any({*a.placement.own} - {*out.placement.own} for a in own.values()):
                 read = ancestors([node], stop=set(places))
-                for a in (a for p, a in own.items() if p in read):
-                    rules.bad(line, f"{out.name} is whole, but reads {a}, of which each rank has its own")
+                for place, a in own.items():
+                    lost = [axis for axis in a.placement.own if axis not in out.placement.own and place in read]
+                    if lost:
+                        said = f"{out.name} is {out.placement}, but reads {a.name}"
+                        rules.bad(line, f"{said}, of which each rank along {', '.join(lost)} has its own")
 
     def _matches(self, line: Line[CallAttrs], value: Value, expected: torch.Tensor, verb: str, rules: Rules) -> None:
         if tuple(expected.shape) != value.held(rules.program.mesh) or expected.dtype != value.dtype:
@@ -375,6 +375,29 @@ class PartIndex(Number[PartIndexAttrs]):
         return [torch.tensor(told.part_index(count, micro), device=told.mesh.device)]
 
 
+class CutIndex(Op[Over]):
+    """The number of this rank along an axis, as int64[1]."""
+
+    name = "cut_index"
+    args = 0
+    out = 1
+    attrs = Over
+
+    def check(self, line: Line[Over], args: list[Value], rules: Rules) -> None:
+        wanted = Value(line.out[0].name, (1,), torch.int64, Placement("local", line.attrs.axes))
+        if line.out[0] != wanted or len(line.attrs.axes) != 1:
+            rules.bad(line, f"makes {line.out[0]}, not {wanted}")
+
+    def text(self, line: Line[Over], program: Program) -> Text:
+        return Text(f"cut_index({over(line)})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return lambda axis: torch.full((1,), on.mesh.index(axis), dtype=torch.int64, device=on.mesh.device)
+
+    def means(self, line: Line[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [torch.full((1,), told.mesh.index(line.axes), dtype=torch.int64, device=told.mesh.device)]
+
+
 class NumValid(Number[ShardOfAttrs]):
     """The number of elements of this rank's shard that are not padding."""
 
@@ -431,6 +454,7 @@ ROWS: Sequence[Op[Any]] = (
     TakeShard(),
     TakePart(),
     PartIndex(),
+    CutIndex(),
     NumValid(),
     DrawStart(),
 )

@@ -1,0 +1,216 @@
+"""Has functions compute with leaves that a mesh axis cuts along a dim, instead of with whole ones.
+
+A function is rewritten once for each way in which its arguments are cut (trace/cuts.py), and cut at its collectives into
+segments (trace/segments.py). What ranks tell each other is a line between them. Gradients of whole leaves and sums leave
+as summands: they are reduced with those over the batch axes (passes/shard.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero.boxes import Dim
+from fzero.errors import FzeroValueError, message
+from fzero.program.attrs import GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
+from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
+from fzero.program.lines import Functions
+from fzero.program.names import Names
+from fzero.trace import cuts
+from fzero.trace.cuts import PARTIAL, CutFunction, Place, Wanted
+from fzero.trace.segments import Call, Exchange, Segments, segments
+from fzero.transforms.tensor import TensorParallel
+from fzero.units import size
+
+_STARTS = {
+    cuts.all_reduce: "all_reduce_start",
+    cuts.all_gather: "all_gather_start",
+    cuts.reduce_scatter: "reduce_scatter_start",
+}
+
+
+def rewrite(program: Program, spec: TensorParallel) -> Program:
+    """The program whose functions compute with parts along the axis of a spec.
+
+    Raises:
+        FzeroValueError: operations that every rank would have to compute whole, of more bytes than the spec allows.
+    """
+    return _Rewrite(program, spec).run()
+
+
+class _Rewrite:
+    def __init__(self, program: Program, spec: TensorParallel):
+        self.program, self.spec, self.axis = program, spec, spec.axis
+        self.n = program.mesh.axes[spec.axis]
+        self.functions, self.names = Functions(), Names(program.values())
+        self.places: dict[str, Place] = {}
+        self.started: dict[str, list[Place]] = {}  # by handle
+        self.leaves: set[str] = set()  # parameters, and casts of them
+        self.wanted: dict[str, Wanted | Dim | None] = {}
+        self.known: dict[Any, tuple[CutFunction, Segments]] = {}
+        self.index: Value | None = None
+        self.whole: dict[tuple[str, str, str], int] = {}  # operations made whole: function, operation, line -> bytes
+        self.numbers = 0
+
+    def run(self) -> Program:
+        inputs = [self._input(v) for v in self.program.inputs]
+        self._want()
+        lines = [new for line in self.program.lines for new in self._line(line)]
+        self._check()
+        if self.index is not None:
+            index = Line("cut_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
+            lines.insert(0, index)
+        notes = tuple(
+            f"{self.spec.name}: {op} of {fn} is computed whole on every rank of {self.axis}: {size(nbytes)}{where}"
+            for (fn, op, where), nbytes in self.whole.items()
+        )
+        functions = self.functions.by_name
+        notes = (*self.program.notes, *notes)
+        return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), functions=functions, notes=notes)
+
+    def _input(self, value: Value) -> Value:
+        leaf = self.program.leaves.get(value.name)
+        computed = leaf is not None and leaf.role in ("params", "compute")
+        if computed:
+            self.leaves.add(value.name)
+        return self._put(value, self._dim(value.name) if computed else None)
+
+    def _dim(self, name: str) -> Dim | None:
+        """The cut of a leaf along the axis."""
+        layout = self.program.leaves[name].layout
+        return dict(zip(layout.axes, layout.dims, strict=False)).get(self.axis)
+
+    def _want(self) -> None:
+        """Says how each value is to come out that the step reduces, or returns."""
+        program, update = self.program, self.program.update
+        summands = {*program.sums, *(update.attrs.sums if update else ())}
+        whole = {*program.outputs, *(update.attrs.maxima if update else ())}
+        self.wanted = dict.fromkeys(whole) | dict.fromkeys(summands, Wanted.SUMMAND)
+        self.wanted |= {g: self._dim(leaf) or Wanted.SUMMAND for leaf, g in program.grads.items()}
+        # the sums that another line of the loss reads are wanted whole
+        read = {a for line in program.lines if line.of_sums for a in line.args}
+        self.wanted |= {a: Wanted.SUMMAND for a in read if a in summands}
+        for line in reversed(program.lines):
+            if line.op == "cast":
+                for source, v in zip(line.args, line.out, strict=False):
+                    if v.name in self.wanted:
+                        self.wanted[source] = self.wanted[v.name]
+
+    def _put(self, value: Value, place: Place) -> Value:
+        """A value with its place along the axis."""
+        self.places[value.name] = place
+        at = value.placement
+        if isinstance(place, Dim):
+            at = replace(at, cuts=(*at.cuts, (self.axis, place)))
+        elif place == PARTIAL:
+            at = replace(at, partial=(*at.partial, self.axis))
+        return replace(value, placement=at)
+
+    def _line(self, line: Line) -> list[Line]:
+        if line.op == "call":
+            return self._call(line)
+        if line.fn:
+            self.functions.by_name.setdefault(line.fn, self.program.functions[line.fn])
+        if isinstance(line.attrs, UpdateAttrs) or line.op != "cast":
+            return [replace(line, out=tuple(self._put(v, None) for v in line.out))]
+        self.leaves |= {v.name for a, v in zip(line.args, line.out, strict=False) if a in self.leaves}
+        out = (self._put(v, self.places[a]) for a, v in zip(line.args, line.out, strict=False))
+        return [replace(line, out=tuple(out))]
+
+    def _call(self, line: Line) -> list[Line]:
+        function = self.program.functions[line.fn]
+        places = tuple(self.places[a] for a in line.args)
+        wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in line.out)
+        if not any(isinstance(place, Dim) for place in (*places, *wanted)):
+            fn = self.functions.add(line.fn, function.graph, function.writes)
+            return [replace(line, fn=fn, out=tuple(self._put(v, None) for v in line.out))]
+        leaves = frozenset(i for i, a in enumerate(line.args) if a in self.leaves)
+        key = line.fn, places, wanted, leaves
+        if key not in self.known:
+            made = cuts.propagate(function.graph, self.n, places, wanted, leaves=leaves)
+            for x in made.whole:
+                of = line.fn, x.op, f", {x.line}" if x.line else ""
+                self.whole[of] = max(self.whole.get(of, 0), x.nbytes)
+            like = [x.meta["val"] for x in function.graph.outputs]
+            self.known[key] = made, segments(made, like)
+        return self._emit(line, *self.known[key])
+
+    def _emit(self, line: Line, made: CutFunction, cut: Segments) -> list[Line]:
+        """The lines of a function in segments."""
+        args = list(line.args)
+        if made.has_index:
+            if self.index is None:
+                at = Placement("local", (self.axis,))
+                self.index = Value(self.names(f"{self.axis}_index"), (1,), torch.int64, at)
+            args.append(self.index.name)
+        names: dict[fx.Node, str] = dict(zip(cut.inputs, args, strict=True))
+        final = {
+            x: self._put(v, place)
+            for x, v, place in zip(cut.outputs, line.out, made.places, strict=True)
+            if x not in names
+        }
+        count, at, lines = sum(isinstance(x, Call) for x in cut.steps), 0, list[Line]()
+        sent = {x: step for step in cut.steps if isinstance(step, Exchange) for x in step.sent}
+        handles: dict[Exchange, str] = {}
+        for step in cut.steps:
+            if isinstance(step, Call):
+                out = tuple(final.get(x) or self._between(line, x, cut, sent.get(x)) for x in step.outputs)
+                names.update((x, v.name) for x, v in zip(step.outputs, out, strict=True))
+                fn = self.functions.add(line.fn if count == 1 else f"{line.fn}_seg{at}", step.graph)
+                new = replace(line, fn=fn, args=tuple(names[x] for x in step.inputs), out=out)
+                lines.append(new.saying(segment=Segment(self.numbers, at, count)) if count > 1 else new)
+                at += 1
+            elif isinstance(step, Exchange):
+                handle = Value(self.names(f"{self.axis}_0"), (), torch.uint8, MOVING)
+                handles[step] = handle.name
+                lines.append(self._start(step, tuple(names[x] for x in step.sent), handle))
+            else:
+                out = tuple(final.get(m) or self._arrived(line, m) for m in step.of.markers)
+                names.update((m, v.name) for m, v in zip(step.of.markers, out, strict=True))
+                lines.append(Line("wait", (handles[step.of],), out, by=self.spec.name))
+        self.numbers += 1
+        return lines
+
+    def _between(self, line: Line, node: fx.Node, cut: Segments, sent: Exchange | None) -> Value:
+        """What a segment makes for another, or for a collective."""
+        value, axis = node.meta["val"], self.axis
+        name, shape = self.names(f"{line.out[0].name}_{node.name}"), tuple(value.shape)
+        if sent is None:
+            own = Placement("local", (axis,)) if node in cut.own else WHOLE
+            return Value(name, shape, value.dtype, own)
+        if sent.kind is cuts.all_gather:
+            return Value(name, (self.n, *shape[1:]), value.dtype, Placement(cuts=((axis, Dim(0)),)))
+        return Value(name, shape, value.dtype, Placement(partial=(axis,), by=sent.reduction))
+
+    def _arrived(self, line: Line, marker: fx.Node) -> Value:
+        """What a collective has brought for a segment."""
+        value = marker.meta["val"]
+        name, shape = self.names(f"{line.out[0].name}_{marker.name}"), tuple(value.shape)
+        if marker.target is cuts.reduce_scatter:
+            return Value(name, (self.n, *shape[1:]), value.dtype, Placement(cuts=((self.axis, Dim(0)),)))
+        return Value(name, shape, value.dtype)
+
+    def _start(self, step: Exchange, sent: tuple[str, ...], handle: Value) -> Line:
+        op, axes = _STARTS[step.kind], (self.axis,)
+        attrs = {
+            "all_gather_start": lambda: GatherAttrs(axes=axes),
+            "all_reduce_start": lambda: ReduceAttrs(axes=axes, reduction=step.reduction),
+            "reduce_scatter_start": lambda: ScatterAttrs(axes=axes, reduction="sum", rows=True),
+        }[op]()
+        return Line(op, sent, (handle,), attrs=attrs, by=self.spec.name)
+
+    def _check(self) -> None:
+        """Raises naming the operations that every rank would compute whole, above the bytes that the spec allows."""
+        large = {of: nbytes for of, nbytes in self.whole.items() if nbytes > self.spec.whole_bytes}
+        if not large:
+            return
+        problems = [f"{op} of {fn}: {size(nbytes)}{where}" for (fn, op, where), nbytes in large.items()]
+        what = f"operations would be computed whole on every rank of {self.axis!r}, of more than {size(self.spec.whole_bytes)}"
+        fix = (
+            "give the leaves that they read other rules (None leaves one whole), or allow it: "
+            f"fz.tensor_parallel(rules=..., whole_bytes='{size(max(large.values()))}')"
+        )
+        raise FzeroValueError(message(self.spec.name, what, problems, fix))

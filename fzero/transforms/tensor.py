@@ -1,0 +1,160 @@
+"""Computes with parameters that a mesh axis cuts along a dim: tensor_parallel. Acts on the program, in passes/cut.py;
+between blocks ranks exchange results instead of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+from fzero.arguments import keywords
+from fzero.boxes import Dim
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
+from fzero.layout import Leaf
+from fzero.mesh import AbstractMesh
+from fzero.transforms.base import Transform, applied
+from fzero.transforms.shard import Parallel
+from fzero.tree import dotted
+from fzero.units import parse_bytes, size
+
+Rule: TypeAlias = "int | tuple[int, int] | None"
+Rules: TypeAlias = "Mapping[str, Rule] | Callable[[str, torch.Tensor], Rule]"
+
+
+@dataclass(frozen=True)
+class TensorParallel(Transform):
+    axis: str = "model"
+    rules: tuple[tuple[str, Dim | None], ...] | Callable[[str, torch.Tensor], Rule] = ()
+    whole_bytes: int = 1 << 20
+    order: ClassVar[int] = 45
+    name: ClassVar[str] = "tensor_parallel"
+
+    def conflict(self, other: Transform) -> str | None:
+        if isinstance(other, Parallel) and self.axis in other.axes:
+            return f"along {self.axis!r} every rank has the same batch, and {other.name} cuts the batch along it"
+        return super().conflict(other)
+
+    def cut(self, leaf: Leaf) -> Dim | None:
+        """The cut of a leaf, by the first rule that matches its name."""
+        if callable(self.rules):
+            return _dim(self.rules(leaf.path, leaf.meta))
+        name = dotted(leaf.path)
+        return next((dim for glob, dim in self.rules if _matches(name, glob)), None)
+
+    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
+        dim = self.cut(leaf)
+        return {} if dim is None else {self.axis: dim}
+
+    def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
+        """Raises naming rules that no leaf matches, or tied leaves that two rules cut in two ways."""
+        names = [dotted(leaf.path) for leaf in leaves]
+        if not callable(self.rules):
+            unused = [glob for glob, _ in self.rules if not any(_matches(name, glob) for name in names)]
+            if unused:
+                shown = [f"{glob!r}: near it {', '.join(_near(glob, names)) or 'is nothing'}" for glob in unused]
+                fix = "name the end of a parameter's dotted name, e.g. 'qkv' or 'layers.*.out'"
+                raise FzeroValueError(message(self.name, "no leaf matches a rule", shown, fix))
+        cuts = [self.cut(leaf) for leaf in leaves]
+        if not any(cuts):
+            what = "does nothing: no parameter is cut"
+            fix = f"let a rule accept one of {', '.join(names[:5])}"
+            raise FzeroValueError(message(self.name, what, fix=fix))
+        torn = [f"{names[i]}: {cuts[i]}, {names[t]}: {cuts[t]}" for i, t in enumerate(tied) if cuts[i] != cuts[t]]
+        if torn:
+            fix = "give both names one rule: they are one tensor"
+            raise TransformError(message(self.name, "tied leaves have two rules", torn, fix))
+
+    def __str__(self) -> str:
+        said = [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
+        if callable(self.rules):
+            rules = getattr(self.rules, "__name__", repr(self.rules))
+        else:
+            rules = "{" + ", ".join(f"{glob!r}: {_shown(dim)}" for glob, dim in self.rules) + "}"
+        return f"{self.name}({', '.join([f'axis={self.axis!r}', f'rules={rules}', *said])})"
+
+
+@keywords
+def tensor_parallel(step: Any = None, *, axis: str = "model", rules: Rules, whole_bytes: int | str = "1MiB") -> Any:
+    """Cuts parameters along a dim over `axis`, and computes with the parts: ranks exchange results, not parameters.
+
+    Equal to the untransformed step, up to the order of summation. Every rank along `axis` has the same batch; any ZeRO
+    stage may shard what is left over the other axes. A parameter without a rule stays whole. The function of a block is
+    rewritten by rules for each operation; an operation without one is computed whole, and the program's header lists it.
+
+    Args:
+        step: a training or evaluation step; without one a transform is returned.
+        axis: the mesh axis.
+        rules: a mapping from the end of a parameter's dotted name, in which `*` stands for anything, to the dim that is
+            cut; or to a pair `(dim, groups)`, for a dim of several equal pieces each of which is cut, such as queries,
+            keys and values in one matrix: `(1, 3)`; or to None. The first that matches counts. Or a function
+            `(path, leaf)` that returns one of these; `leaf` is a meta tensor.
+        whole_bytes: an operation whose whole inputs take more bytes than this on a rank is an error instead.
+
+    Communication: of a transformer block whose first matrix of a pair is cut by columns and whose second by rows, two
+        all_reduces of its activations in the forward and two in the backward: 2 (M-1)/M of their bytes each.
+    Memory: 1/M of the cut parameters, their gradients and state, and of the activations between the matrices of a pair.
+
+    Raises:
+        FzeroTypeError: `rules` that are neither, an `axis` that is not a name.
+        FzeroValueError: when the program is built, a rule that no parameter matches; a dim that does not divide; an
+            operation above `whole_bytes`.
+        TransformError: another transform that cuts the batch, or a leaf, over `axis`; tied leaves with two rules.
+
+    Paper: Shoeybi et al., Megatron-LM: training multi-billion parameter language models using model parallelism, 2019.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> def loss(p, x):
+        ...     return (torch.tanh(x @ p["up"]) @ p["down"]).square().mean()
+        >>> step = fz.tensor_parallel(fz.train_step(loss, fz.optim.adamw(1e-3)), rules={"up": 1, "down": 0})
+        >>> params = {"up": torch.empty(64, 256, device="meta"), "down": torch.empty(256, 64, device="meta")}
+        >>> lowered = fz.lower(step, fz.AbstractMesh(model=4), params, torch.empty(8, 64, device="meta"))
+        >>> [line.op for line in lowered.program.lines if line.by == "tensor_parallel" and line.op.endswith("start")]
+        ['all_reduce_start']
+    """
+    problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
+    given: Any = rules
+    if isinstance(rules, Mapping):
+        wrong = [f"rules[{glob!r}]={rule!r}: {why}" for glob, rule in rules.items() if (why := _wrong(glob, rule))]
+        problems += wrong
+        given = () if wrong else tuple((glob, _dim(rule)) for glob, rule in rules.items())
+    elif not callable(rules):
+        problems.append(f"rules={rules!r}: a mapping from names to dims, or a function (path, leaf)")
+    if problems:
+        fix = "fz.tensor_parallel(rules={'qkv': (1, 3), 'out': 0, 'up': 1, 'down': 0})"
+        raise FzeroTypeError(message("tensor_parallel", "invalid arguments", problems, fix))
+    return applied(TensorParallel(axis, given, parse_bytes(whole_bytes)), step)
+
+
+def _wrong(glob: Any, rule: Any) -> str:
+    if not isinstance(glob, str):
+        return "a name is a string"
+    numbers = rule if isinstance(rule, tuple) else () if rule is None else (rule,)
+    if len(numbers) > 2 or not all(isinstance(x, int) and not isinstance(x, bool) for x in numbers):
+        return "a dim, a pair (dim, groups), or None"
+    if any(x < 0 for x in numbers) or any(x < 1 for x in numbers[1:]):
+        return "a dim counts from 0, groups from 1"
+    return ""
+
+
+def _dim(rule: Rule) -> Dim | None:
+    if why := _wrong("", rule):
+        what = f"rules returned {rule!r}"
+        raise FzeroTypeError(message("tensor_parallel", what, fix=f"return {why}"))
+    return None if rule is None else Dim(*rule) if isinstance(rule, tuple) else Dim(rule)
+
+
+def _shown(dim: Dim | None) -> str:
+    return "None" if dim is None else str(dim.dim) if dim.groups == 1 else f"({dim.dim}, {dim.groups})"
+
+
+def _matches(name: str, glob: str) -> bool:
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+
+
+def _near(glob: str, names: Sequence[str]) -> list[str]:
+    last = glob.split(".")[-1].strip("*")
+    return [name for name in names if last and last in name][:3] or list(names[:3])
