@@ -50,7 +50,7 @@ def _next_blocks(lines: Sequence[Line]) -> list[int]:
     for i in reversed(range(len(lines))):
         out[i] = found
         micro, count = lines[i].micro or (0, 1)
-        if lines[i].is_backward and micro == count - 1:
+        if lines[i].is_backward and lines[i].ends_block and micro == count - 1:
             found = i
             while found + 1 < len(lines) and lines[found + 1].op in ("cast", "add", "split_parts", *COLLECTIVES):
                 found += 1

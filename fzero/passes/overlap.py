@@ -215,9 +215,6 @@ def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Seq
     return any(a in brought for x in lines[:end] for a in x.args)
 
 
-def _is_block(line: Line) -> bool:
-    return line.block is not None
-
 
 def _is_update(line: Line) -> bool:
     return bool(line.fn and line.writes)
@@ -243,8 +240,9 @@ class _Hoisting:
         fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
         self.hops = _hops(lines)  # the first of several starts so many blocks sooner, as the last is there then
         self.updates = {id(x) for x in lines if _is_update(x)}
-        reads = lambda x: x.fn and not x.writes and not fetched.isdisjoint(x.args)  # noqa: E731
-        self.calls = {id(x) for x in lines if _is_block(x) or reads(x)}
+        first = lambda x: x.segment.index == 0  # noqa: E731
+        reads = lambda x: x.fn and not x.writes and first(x) and not fetched.isdisjoint(x.args)  # noqa: E731
+        self.calls = {id(x) for x in lines if x.begins_block or reads(x)}
         self.blocks = {id(x) for x in lines if id(x) in self.calls and not repeats(x)}
         self.readers = _readers(lines)
         self.stores = {x.out[0].name: x for x in lines if x.op in COPIES}
@@ -432,7 +430,7 @@ class _Sinking:
 
     def _counted(self, line: Line) -> set[str]:
         """The transfers for which a line is a block that passes."""
-        if _is_block(line) and not repeats(line):
+        if line.begins_block and not repeats(line):
             return self.reduced
         return set() if not _is_update(line) else self.kept if line.on_host else self.here
 

@@ -129,7 +129,8 @@ class _TierRewrite:
         if (line.is_backward or line.by == "fuse") and not repeats(line):
             # there an update comes a block later (passes/hoist_updates.py)
             num = 1 if self.program.mesh.unified_memory else 2
-            self.recent = [*self.recent, self._read_by(lines)][-num:]
+            before = self.recent.pop() if line.segment.index else {}
+            self.recent = [*self.recent, {**before, **self._read_by(lines)}][-num:]
             sums = [*self._added(), *self._written()]
         return [*lines, *sums, *self._rest(line)]
 

@@ -31,6 +31,8 @@ from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.flops import attention_of, packet, product_flops
 from fzero.trace.joint import Joint
 from fzero.trace.subgraph import ancestors
+from fzero.transforms.base import find
+from fzero.transforms.tensor import TensorParallel
 
 aten = torch.ops.aten
 
@@ -244,14 +246,16 @@ def model_flops(program: Program) -> float:
 
     A block's are counted in its joint graph of forward and backward, where each product stands once; functions outside
     blocks count as they run. Attention's backward counts as twice its forward, not with the scores that fused attention
-    computes again. For a chain of layers that is three times the forward.
+    computes again. For a chain of layers that is three times the forward. Of a block whose values are cut a rank has
+    its share.
     """
-    total = 0.0
+    total, tensor = 0.0, find(program.transforms, TensorParallel)
+    ranks = program.mesh.axes[tensor.axis] if tensor else 1
     for line, times in program.walk():
         if not line.fn:
             continue
         if (block := line.block) is not None and block.part != "both":
-            total += times * _joint_flops(block)
+            total += times * _joint_flops(block) / ranks if line.begins_block else 0
         else:
             total += times * _counted(program.functions[line.fn].graph.graph.nodes)
     return total
