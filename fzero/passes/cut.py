@@ -140,7 +140,7 @@ class _Rewrite:
 
     def _emit(self, line: Line, made: CutFunction, cut: Segments) -> list[Line]:
         """The lines of a function in segments."""
-        args = list(line.args)
+        args, name = list(line.args), f"{line.fn}_{line.block.number}" if line.block else line.fn
         if made.has_index:
             if self.index is None:
                 at = Placement("local", (self.axis,))
@@ -157,27 +157,27 @@ class _Rewrite:
         handles: dict[Exchange, str] = {}
         for step in cut.steps:
             if isinstance(step, Call):
-                out = tuple(final.get(x) or self._between(line, x, cut, sent.get(x)) for x in step.outputs)
+                out = tuple(final.get(x) or self._between(name, x, cut, sent.get(x)) for x in step.outputs)
                 names.update((x, v.name) for x, v in zip(step.outputs, out, strict=True))
                 fn = self.functions.add(line.fn if count == 1 else f"{line.fn}_seg{at}", step.graph)
                 new = replace(line, fn=fn, args=tuple(names[x] for x in step.inputs), out=out)
                 lines.append(new.saying(segment=Segment(self.numbers, at, count)) if count > 1 else new)
                 at += 1
             elif isinstance(step, Exchange):
-                handle = Value(self.names(f"{self.axis}_0"), (), torch.uint8, MOVING)
+                handle = Value(self.names(f"{name}_{self.axis}_{len(handles)}"), (), torch.uint8, MOVING)
                 handles[step] = handle.name
                 lines.append(self._start(step, tuple(names[x] for x in step.sent), handle))
             else:
-                out = tuple(final.get(m) or self._arrived(line, m) for m in step.of.markers)
+                out = tuple(final.get(m) or self._arrived(name, m) for m in step.of.markers)
                 names.update((m, v.name) for m, v in zip(step.of.markers, out, strict=True))
                 lines.append(Line("wait", (handles[step.of],), out, by=self.spec.name))
         self.numbers += 1
         return lines
 
-    def _between(self, line: Line, node: fx.Node, cut: Segments, sent: Exchange | None) -> Value:
+    def _between(self, of: str, node: fx.Node, cut: Segments, sent: Exchange | None) -> Value:
         """What a segment makes for another, or for a collective."""
         value, axis = node.meta["val"], self.axis
-        name, shape = self.names(f"{line.out[0].name}_{node.name}"), tuple(value.shape)
+        name, shape = self.names(f"{of}_{node.name}"), tuple(value.shape)
         if sent is None:
             own = Placement("local", (axis,)) if node in cut.own else WHOLE
             return Value(name, shape, value.dtype, own)
@@ -185,10 +185,10 @@ class _Rewrite:
             return Value(name, (self.n, *shape[1:]), value.dtype, Placement(cuts=((axis, Dim(0)),)))
         return Value(name, shape, value.dtype, Placement(partial=(axis,), by=sent.reduction))
 
-    def _arrived(self, line: Line, marker: fx.Node) -> Value:
+    def _arrived(self, of: str, marker: fx.Node) -> Value:
         """What a collective has brought for a segment."""
         value = marker.meta["val"]
-        name, shape = self.names(f"{line.out[0].name}_{marker.name}"), tuple(value.shape)
+        name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
         if marker.target is cuts.reduce_scatter:
             return Value(name, (self.n, *shape[1:]), value.dtype, Placement(cuts=((self.axis, Dim(0)),)))
         return Value(name, shape, value.dtype)

@@ -64,7 +64,7 @@ class _Rewrite:
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
         self.started: dict[str, int] = {}  # transfers of each kind
         self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
-        self.by = max(zero.specs, key=lambda r: r.stage).name if zero.specs else "data_parallel"
+        self.by = max(zero.specs, key=lambda r: r.stage).name if zero.specs else zero.tensor.name if zero.tensor else ""
         self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
         self.own: set[str] = set()  # what each rank along a batch axis has its own of
         # of a function in segments, what they read, and the names of what was gathered for the first
@@ -270,7 +270,7 @@ class _Rewrite:
         now, lines = dict(values), list[Line]()
         while left := [key for key, v in now.items() if v.placement.axes != to.get(key, ())]:
             first = max((now[key].placement.axes for key in left), key=len)
-            here = [key for key in left if now[key].placement.axes == first]
+            here = [key for key in left if now[key].placement.axes[-1:] == first[-1:]]
             handle, arrives = self._handle("gather"), STARTS["all_gather_start"].arrives
             start = Line(
                 "all_gather_start",
@@ -384,15 +384,17 @@ class _Rewrite:
         lines += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].cuts]
         while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
             cut = {n: self.placement[now[n]].axes for n in left}
-            hop = {n: (cut[n], to[n][len(cut[n]) :][:1], self._finest(n)) for n in left}
-            first, axis, grid = min(hop.values(), key=lambda h: len(h[0]))
-            here = [n for n in left if hop[n] == (first, axis, grid)]
+            axes = {n: to[n][len(cut[n]) :][:1] for n in left}
+            # the axes that a whole is padded for; of a shard its placement says it
+            padding = {n: () if cut[n] or self._finest(n) == axes[n] else self._finest(n) for n in left}
+            nearest = min(left, key=lambda n: len(cut[n]))
+            axis, padded = axes[nearest], padding[nearest]
+            here = [n for n in left if (axes[n], padding[n]) == (axis, padded)]
             for n in here:
                 dims = self._param_of(n).layout.dims
-                if len(first) < len(dims):
-                    lines.append(self._split(now, n, axis, grid, dims[: len(first) + 1]))
+                if len(cut[n]) < len(dims):
+                    lines.append(self._split(now, n, axis, self._finest(n), dims[: len(cut[n]) + 1]))
             handle, arrives = self._handle("scatter"), STARTS["reduce_scatter_start"].arrives
-            padded = () if first or grid == axis else grid  # of a shard its placement says it
             start = Line(
                 "reduce_scatter_start",
                 tuple(now[n] for n in here),
@@ -443,20 +445,21 @@ class _Rewrite:
             here = [n for n in names if axis in self.placement[now[n]].partial]
             if not here:
                 continue
+            placed = self.zero.tensor.name if self.zero.tensor and axis in self.zero.computed else by
             handle, arrives = self._handle("reduce"), STARTS["all_reduce_start"].arrives
             start = Line(
                 "all_reduce_start",
                 tuple(now[n] for n in here),
                 (handle,),
                 attrs=ReduceAttrs(axes=(axis,), reduction=op),
-                by=by,
+                by=placed,
             )
             for n in here:
                 placement = arrives(start, self.placement[now[n]])
                 name = into[n] if into and not placement.partial else self.names(f"{base[n]}_sum")
                 value = replace(self.values[now[n]], name=name, placement=placement)
                 self.placement[name], self.values[name], now[n] = placement, value, name
-            lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=by)]
+            lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=placed)]
         self.renamed.update((n, name) for n, name in now.items() if name != n)
         return lines
 

@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from fzero.trace.cuts import MARKERS, PARTIAL, CutFunction, all_gather, all_reduce, reduce_scatter
+from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import is_view, strides_guessed
 from fzero.trace.subgraph import ancestors, extract
@@ -176,7 +177,9 @@ def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]
         here = [x for x in body if level[x] == k and x not in marked]
         sources = [m.args[0] for m in markers if level[m] == k]
         first = ancestors(sources, stop=marked) if sources else {*here}  # type: ignore[arg-type]
-        made.update((x, 2 * k if x in first else 2 * k + 1) for x in here)
+        rest = [x for x in here if x not in first]
+        late = 1 if any(product_flops(x) for x in rest) else 0  # what takes no time waits with the others
+        made.update((x, 2 * k if x in first else 2 * k + late) for x in here)
     for x in body:  # what an operation makes several of leaves with it
         if x.target is operator.getitem:
             made[x] = made[x.all_input_nodes[0]]
