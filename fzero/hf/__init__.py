@@ -3,6 +3,7 @@
 from_pretrained, from_config   a model of the library as functions of its tensors
 save_pretrained                a directory that the library's own `from_pretrained` reads
 module                         a model of the library with the weights of a state, for `generate()` and evaluation
+tensor_rules                   how tensor_parallel cuts a model, by the library's own plan
 Trainer, TrainingArguments     the library's Trainer around one compiled step
 """
 
@@ -13,12 +14,22 @@ from fzero.errors import no_attribute
 from fzero.hf.models import Pretrained, from_config, from_pretrained
 from fzero.hf.running import module
 from fzero.hf.saving import save_pretrained
+from fzero.hf.tensor_rules import tensor_rules
 
 if TYPE_CHECKING:
     from fzero.hf.options import TrainingArguments
     from fzero.hf.trainer import Trainer
 
-__all__ = ["Pretrained", "Trainer", "TrainingArguments", "from_config", "from_pretrained", "module", "save_pretrained"]
+__all__ = [
+    "Pretrained",
+    "Trainer",
+    "TrainingArguments",
+    "from_config",
+    "from_pretrained",
+    "module",
+    "save_pretrained",
+    "tensor_rules",
+]
 
 _HOME = {"Trainer": "trainer", "TrainingArguments": "options"}
 """The modules that import the library, when they are asked for."""
