@@ -110,7 +110,7 @@ class _Rewrite:
         return replace(value, placement=at)
 
     def _line(self, line: Line) -> list[Line]:
-        if line.op == "call":
+        if line.op == "call" and not line.scales:
             return self._call(line)
         if line.fn:
             self.functions.by_name.setdefault(line.fn, self.program.functions[line.fn])

@@ -30,6 +30,7 @@ from fzero.lowering.layouts import (
     opt_state_inputs,
     params_inputs,
     recorded,
+    zero_of,
 )
 from fzero.lowering.lower import advice_on
 from fzero.lowering.lowered import Lowered
@@ -494,18 +495,20 @@ class CompiledStep(Compiled):
     ) -> tuple[Lowered, Callable[..., Any]]:
         params = self._inputs(state)
         if not self._last.begun:
-            self._begin(state, params)
+            self._begin(state, params, batch)
             self._last.begun = True
         return self._run_for(params, batch, flat, structure, lambda: self._make_safer(state, params))
 
-    def _begin(self, state: State, params: Inputs) -> None:
-        """Looks at a state before its first step: one with leaves that no step has begun with. Alike on every rank."""
+    def _begin(self, state: State, params: Inputs, batch: Any) -> None:
+        """Looks at a state before its first step, and at its batch: one with leaves that no step has begun with. Alike
+        on every rank."""
         leaves = tree.leaves((state.params, state.opt_state))
         if all(x in self._checked for x in leaves):
             return
         trained = self.resolved.trains(abstract_params(params))
         agreement.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
         self._compare(state)
+        self._compare_batch(batch)
         self._checked.update((x, True) for x in leaves)
 
     @alone("check_replicas")
@@ -550,6 +553,18 @@ class CompiledStep(Compiled):
             "restore the last checkpoint; nothing may write to a state between steps, unless it does so alike on every "
             "rank",
         )
+
+    def _compare_batch(self, batch: Any) -> None:
+        """Raises if ranks have different batches along an axis that cuts no batch."""
+        axes = zero_of(self.resolved, self.mesh).batch_axes
+        others = [axis for axis, size in self.mesh.axes.items() if size > 1 and axis not in axes]
+        if not others:
+            return
+        leaves = zip(tree.paths(batch, "batch"), tree.leaves(batch), strict=True)
+        held = {path: (x, axes) for path, x in leaves if isinstance(x, torch.Tensor)}
+        fix = f"give all ranks along {', '.join(map(repr, others))} the same batch: "
+        fix += f"choose it by mesh.index({axes!r})" if axes else "every rank has all of it"
+        replicas.same(self.mesh, "step", lambda: held, fix)
 
     def _make_safer(self, state: State, params: Inputs) -> None:
         """Promotes blocks by the counts of the state at hand, before a program is built."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, TypeAlias
 
@@ -34,7 +35,7 @@ class TensorParallel(Transform):
 
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Parallel) and self.axis in other.axes:
-            return f"along {self.axis!r} every rank has the same batch, and {other.name} cuts the batch along it"
+            return f"along {self.axis!r} every rank has the same batch: let {other.name} name another axis"
         return super().conflict(other)
 
     def cut(self, leaf: Leaf) -> Dim | None:
@@ -54,7 +55,8 @@ class TensorParallel(Transform):
         if not callable(self.rules):
             unused = [glob for glob, _ in self.rules if not any(_matches(name, glob) for name in names)]
             if unused:
-                shown = [f"{glob!r}: near it {', '.join(_near(glob, names)) or 'is nothing'}" for glob in unused]
+                near = {glob: ", ".join(_near(glob, names)) for glob in unused}
+                shown = [f"{glob!r}" + (f": did you mean {near[glob]}?" if near[glob] else "") for glob in unused]
                 fix = "name the end of a parameter's dotted name, e.g. 'qkv' or 'layers.*.out'"
                 raise FzeroValueError(message(self.name, "no leaf matches a rule", shown, fix))
         cuts = [self.cut(leaf) for leaf in leaves]
@@ -77,7 +79,7 @@ class TensorParallel(Transform):
 
 
 @keywords
-def tensor_parallel(step: Any = None, *, axis: str = "model", rules: Rules, whole_bytes: int | str = "1MiB") -> Any:
+def tensor_parallel(step: Any = None, *, axis: str = "model", rules: Rules | None = None, whole_bytes: int | str = "1MiB") -> Any:
     """Cuts parameters along a dim over `axis`, and computes with the parts: ranks exchange results, not parameters.
 
     Equal to the untransformed step, up to the order of summation. Every rank along `axis` has the same batch; any ZeRO
@@ -117,7 +119,9 @@ def tensor_parallel(step: Any = None, *, axis: str = "model", rules: Rules, whol
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
     given: Any = rules
-    if isinstance(rules, Mapping):
+    if not rules:
+        problems.append(f"rules={rules!r}: which parameters are cut, and along which dim")
+    elif isinstance(rules, Mapping):
         wrong = [f"rules[{glob!r}]={rule!r}: {why}" for glob, rule in rules.items() if (why := _wrong(glob, rule))]
         problems += wrong
         given = () if wrong else tuple((glob, _dim(rule)) for glob, rule in rules.items())
@@ -156,5 +160,7 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def _near(glob: str, names: Sequence[str]) -> list[str]:
-    last = glob.split(".")[-1].strip("*")
-    return [name for name in names if last and last in name][:3] or list(names[:3])
+    """Names that a rule may have meant: a part of which is like a part of it."""
+    parts = {part: name for name in reversed(names) for part in name.split(".")}
+    near = [x for part in glob.split(".")[::-1] for x in get_close_matches(part.strip("*"), parts)]
+    return list(dict.fromkeys(parts[x] for x in near))[:3]
