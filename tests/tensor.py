@@ -17,9 +17,7 @@ RULES: dict[str, Any] = {"emb": 0, "qkv": (1, 3), "bias": (0, 3), "out": 0, "up"
 @fz.block
 def layer(p, x):
     h = F.layer_norm(x, (WIDTH,), p["norm"])
-    q, k, v = (
-        t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (h @ p["qkv"] + p["bias"]).chunk(3, -1)
-    )
+    q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (h @ p["qkv"] + p["bias"]).chunk(3, -1))
     x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["out"]
     return x + F.gelu(F.layer_norm(x, (WIDTH,), p["norm2"]) @ p["up"]) @ p["down"]
 

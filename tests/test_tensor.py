@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ import tensor
 import torch
 
 import fzero as fz
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.mesh import AbstractMesh
+from fzero.program.ops import COLLECTIVES
+from fzero.program.verify import verify
 
 STAGES = {
     "replicated": fz.data_parallel(),
@@ -28,7 +33,9 @@ def simulated(mesh: AbstractMesh, *transforms: Any, **more: Any) -> Any:
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_trains_as_the_plain_step(stage, turns):
     mesh = AbstractMesh(data=2, model=2)
-    simulated(mesh, STAGES[stage], *TURNS[turns], fz.remat(policy={"once": "none", "loop": "full"}.get(turns, "min_cut")))
+    simulated(
+        mesh, STAGES[stage], *TURNS[turns], fz.remat(policy={"once": "none", "loop": "full"}.get(turns, "min_cut"))
+    )
 
 
 def test_without_a_batch_axis_and_over_three_axes():
@@ -48,6 +55,116 @@ def on_ranks(mesh_axes: dict[str, int], ways: dict[str, list[Any]], backend: str
         report = fz.testing.check_equivalent(tensor.step(*transforms), tensor.params(), batch, mesh, backend=backend)
         found.append((name, str(report)))
     return found
+
+
+def abstract(*transforms: Any, layers: int = 2, **more: Any) -> tuple[Any, Any, Any]:
+    empty = lambda x: torch.empty_like(x, device="meta")  # noqa: E731
+    return tensor.step(*transforms, **more), *(fz.tree.map(empty, x) for x in (tensor.params(layers), tensor.batch()))
+
+
+def lowered(mesh: AbstractMesh, *transforms: Any, layers: int = 2, **more: Any) -> Any:
+    step, params, batch = abstract(*transforms, layers=layers, **more)
+    return fz.lower(step, mesh, params, batch)
+
+
+def transfers(program: Any) -> Counter[tuple[str, str]]:
+    return Counter((x.op, *x.axes) for x, _ in program.walk() if x.op in COLLECTIVES)
+
+
+def test_a_layer_has_two_reductions_each_way_and_one_gather_of_its_parameters():
+    few, many = (lowered(AbstractMesh(data=2, model=2), fz.shard_params(), layers=n).program for n in (2, 6))
+    plain, more = (
+        fz.lower(
+            fz.shard_params(fz.train_step(tensor.loss_fn, fz.optim.adamw(1e-2))), AbstractMesh(data=2), *rest
+        ).program
+        for rest in (abstract(layers=n)[1:] for n in (2, 6))
+    )
+    each = {key: n / 4 for key, n in (transfers(many) - transfers(few)).items()}
+    assert each == {
+        ("all_reduce_start", "model"): 4,
+        **{key: n / 4 for key, n in (transfers(more) - transfers(plain)).items()},
+    }
+    assert transfers(few)["all_gather_start", "data"] == transfers(plain)["all_gather_start", "data"]
+    assert len(few.functions) == len(many.functions) <= 2.5 * len(plain.functions)
+    assert not few.notes
+
+
+def without(program: Any, number: int) -> Any:
+    """The program without the reduction of this number over the axis: who reads a sum reads a summand."""
+    start = [x for x in program.lines if x.op == "all_reduce_start" and x.axes == ("model",)][number]
+    wait = next(x for x in program.lines if x.op == "wait" and x.args == (start.out[0].name,))
+    names = {v.name: a for v, a in zip(wait.out, start.args, strict=True)}
+    return replace(program, lines=tuple(x.rename(names) for x in program.lines if x not in (start, wait)))
+
+
+@pytest.mark.parametrize("mesh", [{"model": 2}, {"data": 2, "model": 2}])
+def test_a_reduction_that_is_left_out_is_found(mesh):
+    transforms = [fz.shard_params()] if "data" in mesh else []
+    program = lowered(AbstractMesh(**mesh), *transforms).program
+    found = []
+    for number in range(transfers(program)["all_reduce_start", "model"]):
+        with pytest.raises(VerifyError) as error:
+            verify(without(program, number))
+        found.append(str(error.value))
+    assert len(found) > 12 and all("of which each rank" in x or "partial(model" in x for x in found)
+
+
+WRONG = {
+    "groups missing": {**tensor.RULES, "qkv": 1, "bias": 0},
+    "rows for columns": {**tensor.RULES, "up": 0, "down": 1},
+    "half of an attention": {**tensor.RULES, "out": None},
+    "a cut norm": {**tensor.RULES, "norm2": 0},
+}
+
+
+@pytest.mark.parametrize("rules", WRONG.values(), ids=WRONG)
+def test_rules_that_cut_badly_are_equal_and_named(rules):
+    simulated(AbstractMesh(model=2), rules=rules)
+    program = lowered(AbstractMesh(model=2), rules=rules).program
+    listed = [x for x in program.notes if "is computed whole on every rank of model" in x]
+    assert (
+        listed
+        or transfers(program)["all_gather_start", "model"]
+        or transfers(program)["all_reduce_start", "model"] > 12
+    )
+    if listed:
+        with pytest.raises(FzeroValueError, match="would be computed whole"):
+            lowered(AbstractMesh(model=2), rules=rules, whole_bytes=0)
+
+
+def test_the_same_step_on_a_mesh_without_the_axis_of_more_than_one_is_the_plain_one():
+    program = lowered(AbstractMesh(data=2, model=1), fz.shard_params()).program
+    assert not any("model" in x.axes for x, _ in program.walk())
+
+
+def problem(**given: Any) -> str:
+    with pytest.raises((FzeroTypeError, FzeroValueError, TransformError)) as error:
+        step = fz.tensor_parallel(fz.train_step(tensor.loss_fn, fz.optim.adamw(1e-2)), **given)
+        fz.lower(step, AbstractMesh(model=2), *abstract()[1:])
+    return str(error.value)
+
+
+def test_what_cannot_be_meant():
+    assert "did you mean layers.0.qkv" in problem(rules={"qvk": 1})
+    assert "rules=None: which parameters" in problem()
+    assert "rules['qkv']='1': a dim, a pair" in problem(rules={"qkv": "1"})
+    assert "no parameter is cut" in problem(rules={"qkv": None})
+    assert "it has no dim 7" in problem(rules={"qkv": 7})
+    assert "rules returned 'x'" in problem(rules=lambda path, leaf: "x")
+    with pytest.raises(TransformError, match="let data_parallel name another axis"):
+        tensor.step(fz.data_parallel(axis="model"))
+    with pytest.raises(FzeroValueError, match=r"unknown mesh axis\n  'model': the mesh has data=2"):
+        lowered(AbstractMesh(data=2), fz.data_parallel())
+    with pytest.raises(FzeroValueError, match=r"dim 0 of 24 is not a multiple of 5"):
+        lowered(AbstractMesh(model=5))
+
+    def tied(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ params["a"] @ params["b"].T).square().mean()
+
+    w = torch.zeros(4, 4)
+    step = fz.tensor_parallel(fz.train_step(tied, fz.optim.sgd(0.1)), rules={"a": 0, "b": 1})
+    with pytest.raises(TransformError, match="tied leaves have two rules"):
+        fz.lower(step, AbstractMesh(model=2), {"a": w, "b": w}, torch.zeros(2, 4))
 
 
 ON_RANKS = {
