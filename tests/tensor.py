@@ -13,6 +13,8 @@ from fzero import optim
 HEADS, WIDTH, WORDS, LENGTH = 4, 16, 24, 6
 RULES: dict[str, Any] = {"emb": 0, "qkv": (1, 3), "bias": (0, 3), "out": 0, "up": 1, "down": 0, "head": 1}
 
+OPTIMIZER = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
+
 
 @fz.block
 def layer(p, x):
@@ -55,5 +57,6 @@ def batch(rows: int = 8, part: int = 0, parts: int = 1) -> Any:
 
 def step(*transforms: Any, rules: Any = None, **options: Any) -> Any:
     """A step with these transforms, and tensor parallel."""
-    plain = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)))
-    return fz.compose(*transforms)(fz.tensor_parallel(plain, rules=rules or RULES, **options))
+    return fz.compose(*transforms)(
+        fz.tensor_parallel(fz.train_step(loss_fn, OPTIMIZER), rules=rules or RULES, **options)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -182,3 +183,62 @@ def test_on_ranks(run_ranks, shared):
     run_ranks(2, on_ranks, {"model": 2}, {"alone": [], "loop": [fz.accumulate(2)]}, "eager", shared_memory=shared)
     ways = ON_RANKS if shared else {"plain": ON_RANKS["plain"]}
     run_ranks(4, on_ranks, {"data": 2, "model": 2}, ways, "eager", shared_memory=shared)
+
+
+def part(mesh: Any) -> Any:
+    """This rank's rows of the batch."""
+    axes = tuple(axis for axis in mesh.axes if axis != "model" and mesh.axes[axis] > 1)
+    return tensor.batch(8, mesh.index(axes) if axes else 0, mesh.axis_size(axes))
+
+
+def sums(state: Any) -> list[float]:
+    return [x.double().abs().sum().item() for x in fz.tree.leaves((state.params, state.opt_state))]
+
+
+def saved(axes: dict[str, int], path: str) -> Any:
+    """A step, an evaluation of its parameters, and the files of its state."""
+    mesh = fz.make_mesh(**axes)
+    train = fz.compile(tensor.step(fz.shard_params()), mesh, backend="eager")
+    state, _ = train(train.init(tensor.params()), part(mesh))
+    evaluation = fz.compose(*train.resolved.transforms)(fz.eval_step(tensor.loss_fn))
+    loss = fz.compile(evaluation, mesh, backend="eager")(state.params, part(mesh))
+    fz.checkpoint.save(path, state)
+    whole = train.gather(state)
+    _, metrics = train(state, part(mesh))
+    return sums(whole), loss.item(), metrics["loss"].item()
+
+
+def restored(axes: dict[str, int], path: str, transforms: list[Any], cut: bool) -> Any:
+    mesh = fz.make_mesh(**axes)
+    plain = fz.train_step(tensor.loss_fn, tensor.OPTIMIZER)
+    step = tensor.step(*transforms) if cut else fz.compose(*transforms)(plain)
+    train = fz.compile(step, mesh, backend="eager")
+    state = train.restore(path)
+    whole = sums(train.gather(state))
+    _, metrics = train(state, part(mesh))
+    return whole, metrics["loss"].item()
+
+
+def test_a_checkpoint_is_read_however_leaves_are_cut(run_ranks, tmp_path):
+    path = str(tmp_path / "saved")
+    (whole, first, loss), again, (_, second, _), _ = run_ranks(4, saved, {"data": 2, "model": 2}, path)
+    assert again == (whole, first, loss)
+    assert (first + second) / 2 == pytest.approx(loss, abs=1e-5)  # of the next step, which has the same parameters
+    ways = [({"data": 1}, [], False), ({"model": 2}, [], True), ({"model": 4}, [], True)]
+    for axes, transforms, cut in [*ways, ({"data": 4}, [fz.shard_params()], False)]:
+        found = run_ranks(math.prod(axes.values()), restored, axes, path, transforms, cut)
+        assert all(w == whole and x == pytest.approx(loss, abs=1e-5) for w, x in found), axes
+
+
+def given_other_rows(axes: dict[str, int]) -> None:
+    mesh = fz.make_mesh(**axes)
+    train = fz.compile(tensor.step(*([fz.shard_params()] if "data" in axes else [])), mesh, backend="eager")
+    train(train.init(tensor.params()), tensor.batch(8, mesh.rank, mesh.size))
+
+
+def test_ranks_along_the_axis_have_one_batch(run_ranks):
+    for rank in run_ranks(2, given_other_rows, {"model": 2}, expect_error=True):
+        assert rank.type == "DivergenceError" and "batch['x']: not the same on rank 1 as on rank 0" in rank.message
+    for rank in run_ranks(4, given_other_rows, {"data": 2, "model": 2}, expect_error=True):
+        assert "batch['y']: not the same on rank 3 as on rank 2" in rank.message
+        assert "choose it by mesh.index(('data',))" in rank.message
