@@ -1,0 +1,433 @@
+"""Lists ways to compute attention, norms, lookups, convolutions and draws on the parts of values that a mesh axis
+cuts."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero.boxes import Dim
+from fzero.random import DRAW, DRAW_FROM, from_start
+from fzero.trace.cut_rules import (
+    PARTIAL,
+    RULES,
+    Place,
+    Rule,
+    Strategy,
+    WholeOp,
+    Writer,
+    along,
+    lined_up,
+    moves,
+    part,
+    pointwise,
+    rule,
+    shape_of,
+    unique,
+)
+
+aten = torch.ops.aten
+
+# --- attention ---
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_OF_HEADS = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp")
+
+
+@rule(*(getattr(aten, name + way).default for name in _ATTENTION for way in ("", "_backward")))
+def _attention(op: WholeOp) -> Iterator[Strategy]:
+    """By heads, dim 1, or by rows of the batch, dim 0. Fewer heads of keys than of queries are cut alike, or there is
+    one."""
+    bias = op["attn_mask"] if op["attn_mask"] is not None else op["attn_bias"]
+    if op["dropout_p"] or (op["grad_input_mask"] or [False])[-1] or (op["bias_requires_grad"] or False):
+        return
+    grads = [op[name] for name in ("grad_out", "grad_out_") if op[name] is not None]
+    main = [op[name] for name in _OF_HEADS if isinstance(op[name], fx.Node)]
+    query, keys = op["query"], (op["key"], op["value"])
+    if bias in main:
+        return
+    for c in unique([*(p for _, p in op.cut(*main) if p.dim < 2), *(c for c in op.asked if c.dim < 2)]):
+        want: dict[fx.Node, Place] = dict.fromkeys(op.inputs) | dict.fromkeys(main, c)
+        one = [c.dim == 1 and shape_of(k)[1] == 1 != shape_of(query)[1] for k in keys]
+        if (one[0] or one[1]) and grads:
+            continue  # whose gradients would be sums of parts
+        want |= {k: None for k, single in zip(keys, one, strict=True) if single}
+        if isinstance(bias, fx.Node):
+            want[bias] = lined_up(bias, c, 4) if bias.meta["val"].numel() else None
+        sizes = {shape_of(a)[c.dim] for a in (query, *keys)}
+        outs = (v.shape if isinstance(v, torch.Tensor) else () for v in op.outputs)
+        yield Strategy(want, tuple(c if len(s) > 2 and s[c.dim] in sizes else None for s in outs))
+
+
+# --- norms ---
+
+
+@rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
+def _norm(op: WholeOp) -> Iterator[Strategy]:
+    x = op["input"]
+    before = len(shape_of(x)) - len(op["normalized_shape"])
+    for c in unique([*(p for _, p in op.cut(x)), *op.asked]):
+        if c.dim < before:
+            yield Strategy(op.at({x: c}), tuple(c for _ in op.outputs))
+
+
+@rule(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
+def _norm_backward(op: WholeOp) -> Iterator[Strategy]:
+    x = op["input"]
+    rows = [a for a in (op["grad_out"], x, op["mean"], op["rstd"]) if a is not None]
+    before = len(shape_of(x)) - len(op["normalized_shape"])
+    for c in unique([*(p for _, p in op.cut(*rows)), *op.asked]):
+        if c.dim < before:
+            yield Strategy(op.at(dict.fromkeys(rows, c)), (c, *(PARTIAL for _ in op.outputs[1:])))
+
+
+@rule(aten.native_group_norm.default)
+def _group_norm(op: WholeOp) -> Iterator[Strategy]:
+    for c in unique([*(p for _, p in op.cut(op["input"])), *op.asked]):
+        if c.dim == 0:
+            yield Strategy(
+                op.at({op["input"]: c}),
+                tuple(c for _ in op.outputs),
+                lambda w, a: w.named(op.target, a | {"N": a["N"] // op.n}),
+            )
+
+
+# --- lookups ---
+
+
+def _positions(indices: Any) -> tuple[list[int], list[fx.Node]] | None:
+    """The dims that an index reads by tensors, and these; None where one is a mask."""
+    found = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if not found or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in found):
+        return None
+    return [d for d, _ in found], [i for _, i in found]
+
+
+def _indexed(dims: list[int], indices: list[fx.Node]) -> tuple[int, int]:
+    """The first dim of a result that is one of the index, and how many these are."""
+    together = dims == list(range(dims[0], dims[0] + len(dims)))
+    return (dims[0] if together else 0), max(len(shape_of(i)) for i in indices)
+
+
+def _through(dim: int, dims: list[int], first: int, count: int) -> int:
+    """The dim of the result that a dim is which no tensor indexes."""
+    rest = dim - sum(d < dim for d in dims)
+    return rest if rest < first else rest + count
+
+
+def _here(w: Writer, index: fx.Node, rows: int, whole: int) -> tuple[fx.Node, fx.Node]:
+    """The numbers of rows among those that this rank has, and whether each is one of them."""
+    if index.meta["val"].dtype != torch.int64:
+        index = w(aten._to_copy.default, index, dtype=torch.int64)
+    index = w(aten.where.self, w(aten.lt.Scalar, index, 0), w(aten.add.Tensor, index, whole), index)
+    index = w(aten.sub.Tensor, index, w(aten.mul.Tensor, w(aten.view.default, w.index(), []), rows))
+    inside = w(aten.logical_and.default, w(aten.ge.Scalar, index, 0), w(aten.lt.Scalar, index, rows))
+    return w(aten.clamp.default, index, 0, rows - 1), inside
+
+
+def _only(w: Writer, x: fx.Node, inside: fx.Node, behind: int) -> fx.Node:
+    """`x` where a row is here, zeros elsewhere; the index has so many dims behind it."""
+    mask = w.view(inside, [*shape_of(inside), *[1] * behind])
+    zero = w(aten.full.default, [], 0, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
+    return w(aten.where.self, mask, x, zero)
+
+
+@rule(aten.index.Tensor)
+def _index(op: WholeOp) -> Iterator[Strategy]:
+    x = op["self"]
+    if (found := _positions(op["indices"])) is None or x in found[1]:
+        return
+    dims, indices = found
+    first, count = _indexed(dims, indices)
+    yield from moves(op, x)
+    for p in unique([*(p for _, p in op.cut(x)), *_asked_through(op, dims, first, count, len(shape_of(x)))]):
+        if p.dim not in dims:
+            yield Strategy(op.at({x: p}), Dim(_through(p.dim, dims, first, count), p.groups))
+        elif dims == [p.dim] and p.groups == 1:
+            rows, whole = shape_of(x)[p.dim] // op.n, shape_of(x)[p.dim]
+
+            def write(w: Writer, a: dict[str, Any], d: int = p.dim, rows: int = rows, whole: int = whole) -> fx.Node:
+                index, inside = _here(w, a["indices"][d], rows, whole)
+                y = w(aten.index.Tensor, a["self"], [*[None] * d, index])
+                return _only(w, y, inside, len(shape_of(y)) - d - count)
+
+            yield Strategy(op.at({x: p}), PARTIAL, write)
+    for c in unique([Dim(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.cut(*indices)]):
+        yield Strategy(op.at({i: lined_up(i, Dim(c.dim - first, c.groups), count) for i in indices}), c)
+
+
+def _asked_through(op: WholeOp, dims: list[int], first: int, count: int, of: int) -> list[Dim]:
+    back = {_through(d, dims, first, count): d for d in range(of) if d not in dims}
+    return [Dim(back[c.dim], c.groups) for c in op.asked if c.dim in back]
+
+
+def zeros(node: fx.Node) -> bool:
+    """Whether a value is zeros."""
+    if node.target is aten.zeros.default:
+        return True
+    if node.target is aten.expand.default:
+        return zeros(node.args[0])  # type: ignore[arg-type]
+    return node.target is aten.full.default and bool(node.args[1] == 0)
+
+
+@rule(aten.index_put.default)
+def _index_put(op: WholeOp) -> Iterator[Strategy]:
+    x, values = op["self"], op["values"]
+    if (found := _positions(op["indices"])) is None or len({x, values, *found[1]}) != 2 + len({*found[1]}):
+        return
+    dims, indices = found
+    first, count = _indexed(dims, indices)
+    index = list(torch.broadcast_shapes(*(shape_of(i) for i in indices)))
+    rest = [s for d, s in enumerate(op.shape) if d not in dims]
+    if shape_of(values) != [*rest[:first], *index, *rest[first:]]:
+        return
+    back = {_through(d, dims, first, count): d for d in range(len(op.shape)) if d not in dims}
+    adds = op["accumulate"] and zeros(x)
+    if adds and op.partial(values):
+        yield Strategy(op.at({values: PARTIAL}), PARTIAL)
+    kept = [Dim(back[p.dim], p.groups) for _, p in op.cut(values) if p.dim in back]
+    for p in unique([*kept, *(p for _, p in op.cut(x)), *op.asked]):
+        if p.dim not in dims:
+            yield Strategy(op.at({x: p, values: Dim(_through(p.dim, dims, first, count), p.groups)}), p)
+        elif dims == [p.dim] and p.groups == 1 and op["accumulate"]:
+            rows, whole = op.shape[p.dim] // op.n, op.shape[p.dim]
+
+            def write(w: Writer, a: dict[str, Any], d: int = p.dim, rows: int = rows, whole: int = whole) -> fx.Node:
+                at, inside = _here(w, a["indices"][d], rows, whole)
+                y = _only(w, a["values"], inside, len(shape_of(a["values"])) - d - count)
+                return w(aten.index_put.default, a["self"], [*[None] * d, at], y, True)
+
+            yield Strategy(op.at({x: p}), p, write)
+    of_index = [Dim(first + p.dim + count - len(shape_of(i)), p.groups) for i, p in op.cut(*indices)]
+    of_index += [p for _, p in op.cut(values) if p.dim not in back]
+    for c in unique(of_index) if adds else ():
+        yield Strategy(
+            op.at({values: c, **{i: lined_up(i, Dim(c.dim - first, c.groups), count) for i in indices}}), PARTIAL
+        )
+
+
+@rule(aten.embedding.default)
+def _embedding(op: WholeOp) -> Iterator[Strategy]:
+    table, indices = op["weight"], op["indices"]
+    count = len(shape_of(indices))
+    yield from moves(op, table)
+    asked = [Dim(1, c.groups) for c in op.asked if c.dim == count]
+    for p in unique([*(p for _, p in op.cut(table)), *asked]):
+        if p.dim == 1:
+            yield Strategy({table: p, indices: None}, Dim(count, p.groups))
+        elif p.groups == 1:
+            rows, whole = shape_of(table)[0] // op.n, shape_of(table)[0]
+
+            def write(w: Writer, a: dict[str, Any], rows: int = rows, whole: int = whole) -> fx.Node:
+                index, inside = _here(w, a["indices"], rows, whole)
+                return _only(w, w(aten.embedding.default, a["weight"], index), inside, 1)
+
+            yield Strategy({table: p, indices: None}, PARTIAL, write)
+    for p in unique([*(p for _, p in op.cut(indices)), *(c for c in op.asked if c.dim < count)]):
+        yield Strategy({table: None, indices: p}, p)
+
+
+@rule(aten.embedding_dense_backward.default)
+def _embedding_backward(op: WholeOp) -> Iterator[Strategy]:
+    grad, indices = op["grad_output"], op["indices"]
+    count = len(shape_of(indices))
+    if op["scale_grad_by_freq"]:
+        return
+    yield from moves(op, grad)
+    for p in unique([*(p for _, p in op.cut(grad)), *(p for _, p in op.cut(indices))]):
+        if p.dim < count:
+            yield Strategy({grad: p, indices: p}, PARTIAL)
+    last = [p for _, p in op.cut(grad) if p.dim == count]
+    for c in unique([*(Dim(1, p.groups) for p in last), *op.asked]):
+        if c.dim == 1:
+            yield Strategy({grad: Dim(count, c.groups), indices: None}, c)
+        elif c.groups == 1:
+            rows, whole = op.shape[0] // op.n, op.shape[0]
+
+            def write(w: Writer, a: dict[str, Any], rows: int = rows, whole: int = whole) -> fx.Node:
+                index, inside = _here(w, a["indices"], rows, whole)
+                if a["padding_idx"] >= 0:
+                    inside = w(aten.logical_and.default, inside, w(aten.ne.Scalar, a["indices"], a["padding_idx"]))
+                kept = _only(w, a["grad_output"], inside, 1)
+                return w(aten.embedding_dense_backward.default, kept, index, rows, -1, False)
+
+            yield Strategy({grad: None, indices: None}, c, write)
+
+
+@rule(aten.index_select.default)
+def _index_select(op: WholeOp) -> Iterator[Strategy]:
+    x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
+    yield from moves(op, x)
+    for p in unique([*(p for _, p in op.cut(x)), *(c for c in op.asked if c.dim != d)]):
+        if p.dim != d:
+            yield Strategy({x: p, index: None}, p)
+        elif p.groups == 1 and len(shape_of(index)) == 1:
+            rows, whole = shape_of(x)[d] // op.n, shape_of(x)[d]
+
+            def write(w: Writer, a: dict[str, Any], rows: int = rows, whole: int = whole) -> fx.Node:
+                at, inside = _here(w, a["index"], rows, whole)
+                y = w(aten.index_select.default, a["self"], d, at)
+                return _only(w, y, inside, len(shape_of(y)) - d - 1)
+
+            yield Strategy({x: p, index: None}, PARTIAL, write)
+    for _, p in op.cut(index):
+        yield Strategy({x: None, index: p}, Dim(d, p.groups))
+
+
+@rule(aten.gather.default)
+def _gather(op: WholeOp) -> Iterator[Strategy]:
+    x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
+    if x is index or not op.shape:
+        return
+    yield from moves(op, x)
+    for p in unique([*(p for _, p in op.cut()), *op.asked]):
+        if p.dim != d and shape_of(x)[p.dim] == shape_of(index)[p.dim]:
+            yield Strategy({x: p, index: p}, p)
+    for p in unique(p for _, p in op.cut(x)):
+        if p.dim == d and p.groups == 1:
+            rows, whole = shape_of(x)[d] // op.n, shape_of(x)[d]
+
+            def write(w: Writer, a: dict[str, Any], rows: int = rows, whole: int = whole) -> fx.Node:
+                at, inside = _here(w, a["index"], rows, whole)
+                return _only(w, w(aten.gather.default, a["self"], d, at), inside, 0)
+
+            yield Strategy({x: p, index: None}, PARTIAL, write)
+
+
+@rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value)
+def _scatter(op: WholeOp) -> Iterator[Strategy]:
+    x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
+    source: Any = op["src"]
+    if not op.shape or len(set(op.inputs)) != 2 + (source is not None):
+        return
+    sizes = [shape_of(a) for a in op.inputs]
+    adds = op.target is aten.scatter_add.default and zeros(x) and source is not None
+    if adds and op.partial(source):
+        yield Strategy(op.at({source: PARTIAL}), PARTIAL)
+    for p in unique([*(p for _, p in op.cut()), *op.asked]):
+        if p.dim != d and len({s[p.dim] for s in sizes}) == 1:
+            yield Strategy(dict.fromkeys(op.inputs, p), p)
+        elif p.dim == d and adds and any(q == p for _, q in op.cut(index, source)) and sizes[1] == sizes[2]:
+            yield Strategy({x: None, index: p, source: p}, PARTIAL)
+        elif p.dim == d and adds and p.groups == 1:
+            rows, whole = op.shape[d] // op.n, op.shape[d]
+
+            def write(w: Writer, a: dict[str, Any], rows: int = rows, whole: int = whole) -> fx.Node:
+                at, inside = _here(w, a["index"], rows, whole)
+                cut = [aten.slice.Tensor] * (shape_of(a["src"]) != shape_of(at))
+                source = a["src"]
+                for k in range(len(sizes[2])) if cut else ():
+                    source = w(aten.slice.Tensor, source, k, 0, shape_of(at)[k])
+                return w(aten.scatter_add.default, a["self"], d, at, _only(w, source, inside, 0))
+
+            yield Strategy({x: p, index: None, source: None}, p, write)
+
+
+# --- convolutions ---
+
+
+@rule(aten.convolution.default)
+def _convolution(op: WholeOp) -> Iterator[Strategy]:
+    """By rows of the batch, by channels of the result, or by those of the input: then it is partial."""
+    x, weight, bias = op["input"], op["weight"], op["bias"]
+    into, out = (0, 1) if op["transposed"] else (1, 0)  # channels of the weight
+    if x is weight or len(shape_of(x)) != len(shape_of(weight)):
+        return
+    cuts = op.cut(x, weight)
+    for c in unique([*(p for a, p in cuts if a is x and p.dim == 0), *(c for c in op.asked if c.dim == 0)]):
+        yield Strategy(op.at({x: c}), c)
+    if op["groups"] != 1:
+        return
+    of_out = [p.groups for a, p in cuts if a is weight and p.dim == out] + [c.groups for c in op.asked if c.dim == 1]
+    for g in dict.fromkeys(of_out):
+        want = {weight: Dim(out, g)} | ({bias: Dim(0, g)} if bias is not None else {})
+        yield Strategy(op.at(want), Dim(1, g))
+    for g in dict.fromkeys(p.groups for a, p in cuts if p.dim == (1 if a is x else into)) if bias is None else ():
+        yield Strategy({x: Dim(1, g), weight: Dim(into, g)}, PARTIAL)
+
+
+@rule(aten.convolution_backward.default)
+def _convolution_backward(op: WholeOp) -> Iterator[Strategy]:
+    grad, x, weight = op["grad_output"], op["input"], op["weight"]
+    into, out = (0, 1) if op["transposed"] else (1, 0)
+    if len({grad, x, weight}) < 3 or len(shape_of(x)) != len(shape_of(weight)):
+        return
+    cuts = op.cut()
+    for c in unique(p for a, p in cuts if a is not weight and p.dim == 0):
+        yield Strategy(op.at({grad: c, x: c}), (c, PARTIAL, PARTIAL))
+    if op["groups"] != 1:
+        return
+    for g in dict.fromkeys(p.groups for a, p in cuts if (a is grad and p.dim == 1) or (a is weight and p.dim == out)):
+        sizes = [shape_of(weight)[out] // op.n]
+        named = {"bias_sizes": sizes} if op["bias_sizes"] is not None else {}
+        yield Strategy(
+            op.at({grad: Dim(1, g), weight: Dim(out, g)}),
+            (PARTIAL, Dim(out, g), Dim(0, g)),
+            lambda w, a, named=named: w.named(op.target, a | named),
+        )
+    for g in dict.fromkeys(p.groups for a, p in cuts if (a is x and p.dim == 1) or (a is weight and p.dim == into)):
+
+        def write(w: Writer, a: dict[str, Any]) -> tuple[fx.Node, ...]:
+            mask = a["output_mask"]
+            dx_dw = w.named(op.target, a | {"output_mask": [mask[0], mask[1], False]})
+            over = [d for d in range(len(shape_of(grad))) if d != 1]
+            db = w(aten.sum.dim_IntList, a["grad_output"], over) if mask[2] else dx_dw
+            return (*(w(operator.getitem, dx_dw, i) if mask[i] else dx_dw for i in range(2)), db)
+
+        yield Strategy(op.at({x: Dim(1, g), weight: Dim(into, g)}), (Dim(1, g), Dim(into, g), None), write)
+
+
+@rule(
+    aten.avg_pool2d.default,
+    aten.max_pool2d_with_indices.default,
+    aten._adaptive_avg_pool2d.default,
+    aten.upsample_nearest2d.default,
+    aten.upsample_bilinear2d.default,
+    aten.reflection_pad1d.default,
+    aten.reflection_pad2d.default,
+    aten.replication_pad2d.default,
+    aten.avg_pool2d_backward.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
+)
+def _over_images(op: WholeOp) -> Iterator[Strategy]:
+    two = 1 if op.target is aten.reflection_pad1d.default else 2
+    yield from along(op, range(len(op.shape) - two, len(op.shape)))
+
+
+# --- draws ---
+
+
+@rule(DRAW)
+def _draw(op: WholeOp) -> Iterator[Strategy]:
+    """A part that is one run of the draw starts at its first element; the draw is that of the whole."""
+    for c in op.asked:
+        if c.groups == 1 and math.prod(op.shape[: c.dim]) == 1:
+            size = part(op.shape, c, op.n)
+
+            def write(w: Writer, a: dict[str, Any], size: list[int] = size) -> fx.Node:
+                start = w(aten.mul.Tensor, w(aten.view.default, w.index(), []), math.prod(size))
+                start = w(aten.add.Tensor, start, a["start"])
+                whole = [a[k] for k in ("key", "shape", "numel", "start", "kind")]
+                return w(DRAW_FROM, *from_start(whole, start, size))
+
+            yield Strategy(op.at({}), c, write)
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule of an operation."""
+    if target in RULES:
+        return RULES[target]
+    tags = getattr(target, "tags", ())
+    return pointwise if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags else None

@@ -1,0 +1,590 @@
+"""Propagates cuts along one mesh axis through a recorded function: each rank computes with its part.
+
+Along the axis of n ranks a value is whole, cut along a dim (`fzero.boxes.Dim`), or partial: a summand on each rank.
+Each operation lists its strategies (fzero/trace/cut_rules.py), and the one whose inputs take the fewest bytes to
+convert wins, ties by order. A value is converted once; a view of a partial value is a view of its reduction. An
+operation without a strategy that fits is made whole, and listed. Where ranks talk to each other the result has a
+marker that a pass turns into a line.
+
+The result is the same graph on every rank: a rank's number is an input of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.fx as fx
+
+from fzero import compat
+from fzero.boxes import Dim
+from fzero.trace.cut_decomposed import DECOMPOSITIONS
+from fzero.trace.cut_layers import rule_of
+from fzero.trace.cut_rules import (
+    PARTIAL,
+    Place,
+    Strategy,
+    WholeOp,
+    divides,
+    named_arguments,
+    part,
+    positional,
+    shape_of,
+    values_of,
+)
+from fzero.trace.meta_cache import FakeResults
+from fzero.trace.propagate import constants_for_shapes
+from fzero.trace.reads.user_lines import line
+from fzero.trace.recorder import Recorded
+from fzero.trace.storages import is_view
+from fzero.trace.subgraph import ancestors, extract
+
+__all__ = ["PARTIAL", "CutFunction", "MadeWhole", "Place", "Wanted", "propagate"]
+
+aten = torch.ops.aten
+
+
+def all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Marker: the reduction of the `x` of every rank: "sum", "max" or "min"."""
+    raise AssertionError("a marker is not executable")
+
+
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    """Marker: [1, *part] of every rank as [n, *part]."""
+    raise AssertionError("a marker is not executable")
+
+
+def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
+    """Marker: this rank's row of the sum of the `x` of every rank: [n, *part] to [1, *part]."""
+    raise AssertionError("a marker is not executable")
+
+
+def all_to_all(x: torch.Tensor) -> torch.Tensor:
+    """Marker: row i of `x` goes to rank i: [n (to), *part] to [n (from), *part]."""
+    raise AssertionError("a marker is not executable")
+
+
+MARKERS = frozenset({all_reduce, all_gather, reduce_scatter, all_to_all})
+
+
+class Wanted(enum.StrEnum):
+    """The place at which an output is wanted, where it is not a `Dim` or None: whole."""
+
+    FREE = "free"  # whatever it has, but never partial
+    SUMMAND = "summand"  # partial if it is, else whole
+
+
+@dataclass(frozen=True)
+class MadeWhole:
+    """An operation that every rank computes whole: `nbytes` were gathered for it. `line` is the user's, "" if it is not
+    known; `inputs` are the numbers of the cut inputs of the function that it depends on."""
+
+    op: str
+    nbytes: int
+    line: str
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CutFunction:
+    """A function on parts.
+
+    Attributes:
+        graph: its inputs are those of the whole function, parts of what is cut, and behind them int64[1], the rank's
+            number along the axis, if `has_index`.
+        places: of the outputs.
+        varies: the nodes of the graph whose value is the rank's own.
+        whole: the operations that were made whole.
+    """
+
+    graph: Recorded
+    places: tuple[Place, ...]
+    has_index: bool
+    varies: frozenset[fx.Node]
+    whole: tuple[MadeWhole, ...]
+
+
+def propagate(
+    graph: Recorded,
+    n: int,
+    places: Sequence[Place],
+    wanted: Sequence[Wanted | Literal["free", "summand"] | Dim | None],
+    *,
+    leaves: frozenset[int] = frozenset(),
+    stream: Dim | None = None,
+) -> CutFunction:
+    """The function on a rank's parts.
+
+    Args:
+        graph: the whole function.
+        n: the size of the axis.
+        places: of its inputs.
+        wanted: the places of its outputs.
+        leaves: the numbers of inputs that are parameters. These are not gathered, unless for an operation without a
+            strategy.
+        stream: the place of what passes between blocks. A partial value is reduced into it.
+    """
+    return _Propagation(graph, n, places, wanted, leaves, stream).result()
+
+
+class _GraphWriter:
+    """Writes operations and the markers of collectives into a graph, with their fake values."""
+
+    def __init__(self, graph: fx.Graph, mode: Any, results: FakeResults, n: int):
+        self.graph, self.n, self._mode, self._results = graph, n, mode, results
+        self.number: fx.Node | None = None  # the placeholder of the rank's number
+        self.last_input: fx.Node | None = None
+        self.device = torch.device("cpu")
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if target in _RESHAPES:
+            return self.view(args[0], args[1])
+        if target is operator.getitem:
+            node = self.graph.call_function(target, args)
+            node.meta["val"] = args[0].meta["val"][args[1]]
+            return node
+        node = self.graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
+        with self._mode:
+            node.meta["val"] = self._results(target, *values)
+        return node
+
+    def named(self, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
+        args, kwargs = positional(target, arguments)
+        return self(target, *args, **kwargs)
+
+    def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+        value, shape = x.meta["val"], list(shape)
+        if list(value.shape) == shape:
+            return x
+        node = self.graph.call_function(aten.view.default, (x, shape))
+        try:
+            with self._mode:
+                node.meta["val"] = aten.view.default(value, shape)
+        except (RuntimeError, ValueError):
+            node.args = (self.packed(x), shape)
+            with self._mode:
+                node.meta["val"] = aten.view.default(node.args[0].meta["val"], shape)  # type: ignore[union-attr]
+            node.prepend(node.args[0])  # type: ignore[arg-type]
+        return node
+
+    def packed(self, x: fx.Node) -> fx.Node:
+        if x.meta["val"].is_contiguous():
+            return x
+        return self(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+    def all_reduce(self, x: fx.Node, op: str) -> fx.Node:
+        return self.mark(all_reduce, x, shape_of(x), op)
+
+    def mark(self, marker: Any, x: fx.Node, shape: Sequence[int], *extra: Any) -> fx.Node:
+        value = x.meta["val"]
+        if marker is not all_reduce:
+            x = self.packed(x)
+        node = self.graph.call_function(marker, (x, *extra))
+        node.meta["val"] = compat.new_fake(self._mode, shape, value.dtype, value.device)
+        return node
+
+    def index(self) -> fx.Node:
+        if self.number is None:
+            with self.graph.inserting_after(self.last_input):
+                self.number = self.graph.placeholder("axis_index")
+            self.number.meta["val"] = compat.new_fake(self._mode, [1], torch.int64, self.device)
+        return self.number
+
+    # --- between places ---
+
+    def cut(self, x: fx.Node, place: Dim) -> fx.Node:
+        """This rank's part of a whole value."""
+        shape = shape_of(x)
+        dim, groups = place
+        size = shape[dim] // groups // self.n
+        y = self.view(x, [*shape[:dim], groups, self.n, size, *shape[dim + 1 :]])
+        y = self(aten.index_select.default, y, dim + 1, self.index())
+        return self.view(y, part(shape, place, self.n))
+
+    def parts(self, x: fx.Node, place: Dim) -> fx.Node:
+        """Every part of a value, [n, *part], contiguous."""
+        shape, (dim, groups) = shape_of(x), place
+        y = self.view(x, [*shape[:dim], groups, self.n, shape[dim] // groups // self.n, *shape[dim + 1 :]])
+        order = [dim + 1, *(i for i in range(len(shape) + 2) if i != dim + 1)]
+        if math.prod(shape_of(y)[: dim + 1]) != 1:
+            y = self(aten.permute.default, y, order)
+        return self.view(y, [self.n, *part(shape, place, self.n)])
+
+    def joined(self, parts: fx.Node, place: Dim) -> fx.Node:
+        """The value of which these are the parts, [n, *part]."""
+        _, *shape = shape_of(parts)
+        dim, groups = place
+        y = self.view(parts, [self.n, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :]])
+        order = [*range(1, dim + 2), 0, *range(dim + 2, len(shape) + 2)]
+        if math.prod(shape_of(y)[1 : dim + 2]) != 1:
+            y = self(aten.permute.default, y, order)
+        shape[dim] *= self.n
+        return self.packed(self.view(y, shape))
+
+    def converted(self, x: fx.Node, have: Place, want: Place) -> fx.Node:
+        """A value that is at one place, at another."""
+        if have is None and isinstance(want, Dim):
+            return self.cut(x, want)
+        if have == PARTIAL and want is None:
+            return self.all_reduce(x, "sum")
+        if have == PARTIAL and isinstance(want, Dim):
+            rows = self.parts(x, want)
+            row = self.mark(reduce_scatter, rows, [1, *shape_of(rows)[1:]])
+            return self.view(row, shape_of(rows)[1:])
+        assert isinstance(have, Dim), (x, have, want)
+        if want is None:
+            shape = shape_of(x)
+            rows = self.mark(all_gather, self.view(self.packed(x), [1, *shape]), [self.n, *shape])
+            return self.joined(rows, have)
+        assert isinstance(want, Dim) and want.dim != have.dim, (x, have, want)
+        rows = self.parts(x, want)
+        return self.joined(self.mark(all_to_all, rows, shape_of(rows)), have)
+
+
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_PASSING = {
+    aten.neg.default,
+    aten.clone.default,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.add.Tensor,
+    aten._to_copy.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    operator.getitem,
+}
+"""Operations that a partial value may pass on its way to an output, besides views."""
+_REMADE = {aten.expand.default, *_RESHAPES, aten.unsqueeze.default, aten.full.default, aten.permute.default}
+_ALWAYS_REMADE = {aten.index_put.default, aten.embedding_dense_backward.default, aten.mm.default, aten.bmm.default}
+
+
+class _Propagation:
+    def __init__(
+        self,
+        source: Recorded,
+        n: int,
+        places: Sequence[Place],
+        wanted: Sequence[Wanted | str | Dim | None],
+        leaves: frozenset[int],
+        stream: Dim | None,
+    ):
+        names = [x.name for x in source.inputs]
+        self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
+        self.n, self.places, self.stream = n, places, stream
+        self.wanted: list[Wanted | Dim | None] = [Wanted(w) if isinstance(w, str) else w for w in wanted]
+        self.graph = fx.Graph()
+        mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
+        results = FakeResults()
+        self.write = _GraphWriter(self.graph, mode, results, n)
+        self.rewrite = _GraphWriter(self.source.graph, mode, results, n)  # of operations into others, on whole values
+        self.place: dict[fx.Node, Place] = {}  # of each value of the whole function, by nature
+        self.made: dict[fx.Node, dict[Place, fx.Node]] = {}
+        self.several: dict[fx.Node, tuple[tuple[fx.Node, ...] | fx.Node, tuple[Place, ...]]] = {}
+        self.leaves: set[fx.Node] = set()
+        self.whole: list[MadeWhole] = []
+        for i, (x, place) in enumerate(zip(self.source.inputs, places, strict=True)):
+            self._input(x, place, i in leaves)
+
+    def _input(self, x: fx.Node, place: Place, leaf: bool) -> None:
+        value = x.meta["val"]
+        assert divides(value.shape, place, self.n), f"{x.name}{list(value.shape)} has no {self.n} parts at {place}"
+        new = self.graph.placeholder(x.name)
+        if isinstance(place, Dim):
+            # a rank's part is a tensor of its own
+            shape = part(value.shape, place, self.n)
+            new.meta["val"] = compat.new_fake(value.fake_mode, shape, value.dtype, value.device)
+        else:
+            new.meta["val"] = value
+        self.write.last_input, self.write.device = new, value.device
+        self._put(x, place, new)
+        if leaf:
+            self.leaves.add(x)
+
+    def _put(self, node: fx.Node, place: Place, new: fx.Node) -> None:
+        self.place[node] = place
+        self.made[node] = {place: new}
+
+    def result(self) -> CutFunction:
+        node = next(iter(self.source.graph.nodes))
+        while node.op != "output":
+            before = node.prev
+            if node.op == "call_function" and self._decomposed(node):
+                node = before.next
+                continue
+            self._node(node)
+            node = node.next
+        outputs = self.source.outputs
+        places: list[Place] = [self._out_place(x, want) for x, want in zip(outputs, self.wanted, strict=True)]
+        self.graph.output(tuple(self._get(x, place) for x, place in zip(outputs, places, strict=True)))
+        self.graph.eliminate_dead_code()
+        number = self.write.number
+        if number is not None and not number.users:
+            self.graph.erase_node(number)
+            number = None
+        graph = Recorded(self.graph, self.source.constants)
+        return CutFunction(graph, tuple(places), number is not None, self._varies(graph), tuple(self.whole))
+
+    def _varies(self, graph: Recorded) -> frozenset[fx.Node]:
+        own = {x for x, place in zip(graph.inputs, self.places, strict=False) if place is not None}
+        own |= set(graph.inputs[len(self.places) :])
+        for x in graph.graph.nodes:
+            same = x.target is all_reduce or x.target is all_gather
+            if x.op == "call_function" and not same and not own.isdisjoint(x.all_input_nodes):
+                own.add(x)
+        return frozenset(own)
+
+    def _out_place(self, node: fx.Node, want: Wanted | Dim | None) -> Place:
+        place, made = self.place[node], self.made[node]
+        if want is None or isinstance(want, Dim):
+            return want
+        if want is Wanted.SUMMAND:
+            return PARTIAL if place == PARTIAL and None not in made else None
+        if place != PARTIAL:
+            return None if None in made else place
+        return next((p for p in made if p != PARTIAL), None)
+
+    # --- operations ---
+
+    def _node(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            return
+        if node.op == "get_attr":
+            self._put(node, None, self.graph.node_copy(node))
+        elif node.target is operator.getitem:
+            self._item(node)
+        elif all(self.place[a] is None for a in node.all_input_nodes):
+            self._settle(node, Strategy(dict.fromkeys(node.all_input_nodes), None))
+        else:
+            self._choose(node)
+
+    def _item(self, node: fx.Node) -> None:
+        source: Any = node.args[0]
+        i: Any = node.args[1]
+        made, places = self.several[source]
+        new = made[i] if isinstance(made, tuple) else self.write(operator.getitem, made, i)
+        self._put(node, places[i], new)
+        if source in self.leaves:
+            self.leaves.add(node)
+
+    def _decomposed(self, node: fx.Node) -> bool:
+        """Whether an operation was replaced, in the whole function, by others that have rules."""
+        of = DECOMPOSITIONS.get(node.target)
+        if of is None or all(self.place[a] is None for a in node.all_input_nodes):
+            return False
+        with self.source.graph.inserting_before(node):
+            new = of(WholeOp(node, self.n, self.place), self.rewrite)
+        if new is None:
+            return False
+        for user in list(node.users) if isinstance(new, tuple) else ():
+            user.replace_all_uses_with(new[user.args[1]])  # type: ignore[index]
+            self.source.graph.erase_node(user)
+        if isinstance(new, fx.Node):
+            node.replace_all_uses_with(new)
+        self.source.graph.erase_node(node)
+        return True
+
+    def _choose(self, node: fx.Node) -> None:
+        inputs = node.all_input_nodes
+        whole = Strategy(dict.fromkeys(inputs), None)
+        rule = rule_of(node.target)
+        op = WholeOp(node, self.n, self.place, self._streams(node))
+        found = [s for s in rule(op) if self._fits(node, s)] if rule else []
+        prices = [self._price(node, s) for s in (*found, whole)]
+        best = (*found, whole)[prices.index(min(prices))]
+        if best is whole or min(prices) == math.inf:
+            best = whole
+            gathered = [a for a in inputs if isinstance(self.place[a], Dim) and None not in self.made[a]]
+            gathered = [a for a in gathered if self.place[a] != self.stream or a in self.leaves]
+            if gathered:
+                self._list(node, gathered)
+        self._settle(node, best)
+
+    def _list(self, node: fx.Node, gathered: Sequence[fx.Node]) -> None:
+        place = node.meta.get("place")
+        needed = ancestors(gathered, stop=set())
+        inputs = [i for i, x in enumerate(self.source.inputs) if x in needed and self.places[i] is not None]
+        nbytes = sum(_nbytes(a) for a in gathered)
+        self.whole.append(MadeWhole(str(node.target), nbytes, line(place) if place else "", tuple(inputs)))
+
+    def _streams(self, node: fx.Node) -> list[Dim]:
+        return []
+
+    def _settle(self, node: fx.Node, strategy: Strategy) -> None:
+        """Writes an operation by a strategy."""
+        new = self._written(node, strategy)
+        out = strategy.places(len(values_of(node)))
+        if isinstance(node.meta["val"], (tuple, list)):
+            self.place[node] = None
+            self.several[node] = new, out
+        else:
+            assert isinstance(new, fx.Node)
+            self._put(node, out[0], new)
+        kept = is_view(node) or node.target in (aten._to_copy.default, aten.clone.default)
+        if kept and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in self.leaves:
+            self.leaves.add(node)
+
+    def _written(self, node: fx.Node, strategy: Strategy) -> fx.Node | tuple[fx.Node, ...]:
+        def at(a: fx.Node) -> fx.Node:
+            return self._get(a, strategy.want[a])
+
+        if strategy.write is None:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), at)
+            if node.target is aten.as_strided.default:
+                args = (self._restrided(args[0], node.args[0].meta["val"]), *args[1:])  # type: ignore[union-attr]
+            return self.write(node.target, *args, **kwargs)
+        return strategy.write(self.write, fx.map_arg(named_arguments(node), at))
+
+    def _restrided(self, x: fx.Node, like: torch.Tensor) -> fx.Node:
+        """A value with the strides of another, for an operation that reads memory."""
+        if x.meta["val"].stride() == like.stride():
+            return x
+        order = sorted(range(like.dim()), key=lambda d: like.stride(d), reverse=True)
+        y = self.write(aten.permute.default, x, order)
+        y = self.write(aten.clone.default, y, memory_format=torch.contiguous_format)
+        y = self.write(aten.permute.default, y, [order.index(d) for d in range(like.dim())])
+        assert y.meta["val"].stride() == like.stride(), "a view of memory with gaps is not cut"
+        return y
+
+    # --- prices ---
+
+    def _fits(self, node: fx.Node, s: Strategy) -> bool:
+        if any(p == PARTIAL and self.place[a] != PARTIAL for a, p in s.want.items()):
+            return False
+        if not all(divides(shape_of(a), p, self.n) for a, p in s.want.items()):
+            return False
+        return all(divides(v.shape, p, self.n) for v, p in self._results(node, s) if v is not None)
+
+    def _results(self, node: fx.Node, s: Strategy) -> Iterator[tuple[Any, Place]]:
+        values = values_of(node)
+        return zip(values, s.places(len(values)), strict=True)
+
+    def _price(self, node: fx.Node, s: Strategy) -> float:
+        share = (self.n - 1) / self.n
+        later = sum(v.numel() * v.dtype.itemsize for v, p in self._results(node, s) if p == PARTIAL and v is not None)
+        if later and self._summed_later(node):
+            later = 0
+        elif later and not is_view(node):
+            if any(p == PARTIAL and len(a.users) > 1 for a, p in s.want.items()):
+                later *= 1.01  # what else reads the input may have it reduced
+        return sum(self._cost(a, p) for a, p in s.want.items()) + 2 * share * (later + s.sent)
+
+    def _summed_later(self, node: fx.Node) -> bool:
+        """Whether a partial value may leave the function, by way of linear operations."""
+        if not node.users:
+            return False
+        for user in node.users:
+            if user.op == "output":
+                outputs = zip(self.source.outputs, self.wanted, strict=True)
+                if any(x is node and w is not Wanted.SUMMAND for x, w in outputs):
+                    return False
+            elif not ((user.target in _PASSING or is_view(user)) and self._summed_later(user)):
+                return False
+        return True
+
+    def _cost(self, node: fx.Node, want: Place) -> float:
+        """The bytes on a rank that it takes to have a value at a place."""
+        made, shape = self.made[node], shape_of(node)
+        if want in made:
+            return 0.0
+        if not divides(shape, want, self.n):
+            return math.inf
+        root = self._root(node)
+        through = self._cost(root, want) if root is not None and want is None else math.inf
+        return min(through, *(self._direct(node, have, want) for have in made))
+
+    def _direct(self, node: fx.Node, have: Place, want: Place) -> float:
+        nbytes = _nbytes(node) * (self.n - 1) / self.n
+        if have is None and isinstance(want, Dim):
+            return 1e-3 * nbytes
+        if want == PARTIAL or node in self.leaves:
+            return math.inf
+        if have == PARTIAL:
+            return 2 * nbytes if want is None else nbytes
+        if want is None:
+            return nbytes
+        assert isinstance(have, Dim) and isinstance(want, Dim)
+        return nbytes * 1.001 if have.dim == want.dim else nbytes / self.n
+
+    # --- values at places ---
+
+    def _root(self, node: fx.Node) -> fx.Node | None:
+        """The value that a view of a partial value is reduced as."""
+        if self.place[node] != PARTIAL or node.op != "call_function":
+            return None
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem:
+            if not is_view(source):
+                return None
+            source = source.all_input_nodes[0]
+        elif not is_view(node) or len(node.all_input_nodes) > 1:
+            return None
+        small = source.meta["val"].numel() <= node.meta["val"].numel() or len(source.users) > 1
+        return source if self.place[source] == PARTIAL and (small or None in self.made[source]) else None
+
+    def _get(self, node: fx.Node, want: Place) -> fx.Node:
+        made = self.made[node]
+        if want not in made:
+            made[want] = self._converted(node, want)
+        return made[want]
+
+    def _converted(self, node: fx.Node, want: Place) -> fx.Node:
+        made = self.made[node]
+        root = self._root(node)
+        if want is None and root is not None:
+            views = node.all_input_nodes[0] if node.target is operator.getitem else node
+            args, kwargs = fx.map_arg((views.args, views.kwargs), lambda a: self._get(a, None))
+            new = self.write(views.target, *args, **kwargs)
+            return new if views is node else self.write(operator.getitem, new, node.args[1])
+        if None in made and isinstance(want, Dim):
+            if (part := self._remade(node, want)) is not None:
+                return part
+            return self.write.cut(made[None], want)
+        have = min(made, key=lambda p: self._direct(node, p, want))
+        if isinstance(have, Dim) and isinstance(want, Dim) and have.dim == want.dim:
+            return self.write.cut(self._get(node, None), want)
+        return self.write.converted(made[have], have, want)
+
+    def _remade(self, node: fx.Node, want: Dim) -> fx.Node | None:
+        """A part of a whole value, made of parts of its inputs, where these are smaller."""
+        if (
+            node.op != "call_function"
+            or not self._light(node)
+            or any(None not in self.made[a] for a in node.all_input_nodes)
+        ):
+            return None
+        rule = rule_of(node.target)
+        for s in rule(WholeOp(node, self.n, self.place, (want,))) if rule else ():
+            if s.places(1) == (want,) and self._fits(node, s):
+                made = self._written(node, s)
+                return made if isinstance(made, fx.Node) else None
+        return None
+
+    def _light(self, node: fx.Node) -> bool:
+        """Whether the inputs of an operation are smaller than its result."""
+        if node.op != "call_function" or isinstance(node.meta["val"], (tuple, list)) or self.place[node] is not None:
+            return False
+        if node.target in _ALWAYS_REMADE:
+            return True
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is aten._to_copy.default
+        if not (node.target in _REMADE or pointwise):
+            return False
+        heavy = [a for a in node.all_input_nodes if not self._light(a)]
+        return sum(a.meta["val"].numel() for a in heavy) < node.meta["val"].numel()
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.dtype.itemsize
+
+
+def collectives(graph: Recorded) -> Iterator[fx.Node]:
+    """The markers of a graph, in order."""
+    return (x for x in graph.graph.nodes if x.target in MARKERS)
