@@ -10,11 +10,11 @@ import torch
 import torch.fx as fx
 
 from fzero.boxes import Dim
-from fzero.trace.cut_rules import Op, Writer, reduced_dims, shape_of
+from fzero.trace.cut_rules import WholeOp, Writer, reduced_dims, shape_of
 
 aten = torch.ops.aten
 
-Decomposition = Callable[[Op, Writer], fx.Node | tuple[Any, ...] | None]
+Decomposition = Callable[[WholeOp, Writer], fx.Node | tuple[Any, ...] | None]
 DECOMPOSITIONS: dict[Any, Decomposition] = {}
 """Operations as others on whole values, where the places of their inputs ask for it."""
 
@@ -27,7 +27,7 @@ def _decomposes(*targets: Any) -> Callable[[Decomposition], Decomposition]:
     return add
 
 
-def _cut_along(op: Op, node: Any, *dims: int) -> bool:
+def _cut_along(op: WholeOp, node: Any, *dims: int) -> bool:
     """Whether a value is cut along one of these dims."""
     if not isinstance(node, fx.Node):
         return False
@@ -50,7 +50,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @_decomposes(aten.addmm.default, aten.baddbmm.default)
-def _addmm(op: Op, w: Writer) -> fx.Node | None:
+def _addmm(op: WholeOp, w: Writer) -> fx.Node | None:
     """The bias is added once: to the sum of products that are partial."""
     one, two = (op["mat1"], op["mat2"]) if op.target is aten.addmm.default else (op["batch1"], op["batch2"])
     if not (_cut_along(op, one, -1) or _cut_along(op, two, -2)):
@@ -61,7 +61,7 @@ def _addmm(op: Op, w: Writer) -> fx.Node | None:
 
 
 @_decomposes(aten.convolution.default)
-def _convolution(op: Op, w: Writer) -> fx.Node | None:
+def _convolution(op: WholeOp, w: Writer) -> fx.Node | None:
     x, weight, bias = op["input"], op["weight"], op["bias"]
     into = 0 if op["transposed"] else 1
     if bias is None or not (_cut_along(op, x, 1) or _cut_along(op, weight, into)):
@@ -71,7 +71,7 @@ def _convolution(op: Op, w: Writer) -> fx.Node | None:
 
 
 @_decomposes(aten._softmax.default, aten._log_softmax.default)
-def _softmax(op: Op, w: Writer) -> fx.Node | None:
+def _softmax(op: WholeOp, w: Writer) -> fx.Node | None:
     x, dim = op["self"], op["dim"]
     if not _cut_along(op, x, dim):
         return None
@@ -86,7 +86,7 @@ def _softmax(op: Op, w: Writer) -> fx.Node | None:
 
 
 @_decomposes(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-def _softmax_backward(op: Op, w: Writer) -> fx.Node | None:
+def _softmax_backward(op: WholeOp, w: Writer) -> fx.Node | None:
     grad, out, dim = op["grad_output"], op["output"], op["dim"]
     if not (_cut_along(op, grad, dim) or _cut_along(op, out, dim)):
         return None
@@ -101,7 +101,7 @@ def _softmax_backward(op: Op, w: Writer) -> fx.Node | None:
 
 
 @_decomposes(aten.logsumexp.default)
-def _logsumexp(op: Op, w: Writer) -> fx.Node | None:
+def _logsumexp(op: WholeOp, w: Writer) -> fx.Node | None:
     x, dims = op["self"], reduced_dims(op)
     if not _cut_along(op, x, *dims) or not x.meta["val"].is_floating_point():
         return None
@@ -115,7 +115,7 @@ def _logsumexp(op: Op, w: Writer) -> fx.Node | None:
 
 
 @_decomposes(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
-def _extreme(op: Op, w: Writer) -> fx.Node | tuple[Any, ...] | None:
+def _extreme(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
     """The first place of the largest, by the smallest number among those that are as large."""
     x, dim, keep = op["self"], op["dim"], op["keepdim"]
     if dim is None or not _cut_along(op, x, dim):
@@ -136,7 +136,7 @@ def _extreme(op: Op, w: Writer) -> fx.Node | tuple[Any, ...] | None:
 
 
 @_decomposes(aten.var.correction, aten.var_mean.correction, aten.std.correction, aten.std_mean.correction)
-def _variance(op: Op, w: Writer) -> fx.Node | tuple[Any, ...] | None:
+def _variance(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
     x, dims = op["self"], reduced_dims(op)
     if not _cut_along(op, x, *dims) or not x.meta["val"].is_floating_point():
         return None
@@ -161,7 +161,7 @@ def _variance(op: Op, w: Writer) -> fx.Node | tuple[Any, ...] | None:
 
 
 @_decomposes(aten.nll_loss_forward.default)
-def _nll_loss(op: Op, w: Writer) -> tuple[Any, ...] | None:
+def _nll_loss(op: WholeOp, w: Writer) -> tuple[Any, ...] | None:
     """The log-probability of the target is a sum with one term that is not zero."""
     x, target, reduction = op["self"], op["target"], op["reduction"]
     if op["weight"] is not None or len(shape_of(x)) != 2:
@@ -178,7 +178,7 @@ def _nll_loss(op: Op, w: Writer) -> tuple[Any, ...] | None:
 
 
 @_decomposes(aten.nll_loss_backward.default)
-def _nll_loss_backward(op: Op, w: Writer) -> fx.Node | None:
+def _nll_loss_backward(op: WholeOp, w: Writer) -> fx.Node | None:
     x, target, reduction = op["self"], op["target"], op["reduction"]
     if op["weight"] is not None or len(shape_of(x)) != 2:
         return None
@@ -191,7 +191,7 @@ def _nll_loss_backward(op: Op, w: Writer) -> fx.Node | None:
     return w(aten.where.self, hit, grad, _number(w, 0.0, x))
 
 
-def _hits(op: Op, w: Writer, x: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _hits(op: WholeOp, w: Writer, x: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Where the column is the target's number, and whether a target counts."""
     rows, columns = shape_of(x)
     valid = w(aten.ne.Scalar, target, op["ignore_index"])
@@ -200,10 +200,10 @@ def _hits(op: Op, w: Writer, x: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.N
     return w(aten.logical_and.default, hit, w.view(valid, [rows, 1])), valid
 
 
-def _elementwise(loss: Callable[[Writer, Op], fx.Node]) -> Decomposition:
+def _elementwise(loss: Callable[[Writer, WholeOp], fx.Node]) -> Decomposition:
     """A loss of elements, and its reduction."""
 
-    def of(op: Op, w: Writer) -> fx.Node | None:
+    def of(op: WholeOp, w: Writer) -> fx.Node | None:
         if not op.cut() or op["weight"] is not None:
             return None
         y = loss(w, op)
@@ -212,7 +212,7 @@ def _elementwise(loss: Callable[[Writer, Op], fx.Node]) -> Decomposition:
     return of
 
 
-def _squared(w: Writer, op: Op) -> fx.Node:
+def _squared(w: Writer, op: WholeOp) -> fx.Node:
     away = w(aten.sub.Tensor, op["self"], op["target"])
     return w(aten.mul.Tensor, away, away)
 
@@ -221,7 +221,7 @@ DECOMPOSITIONS[aten.mse_loss.default] = _elementwise(_squared)
 
 
 @_decomposes(aten.mse_loss_backward.default)
-def _squared_backward(op: Op, w: Writer) -> fx.Node | None:
+def _squared_backward(op: WholeOp, w: Writer) -> fx.Node | None:
     x, target, grad = op["self"], op["target"], op["grad_output"]
     if not op.cut():
         return None

@@ -16,10 +16,10 @@ from fzero.random import DRAW, DRAW_FROM, from_start
 from fzero.trace.cut_rules import (
     PARTIAL,
     RULES,
-    Op,
     Place,
     Rule,
     Strategy,
+    WholeOp,
     Writer,
     along,
     lined_up,
@@ -46,7 +46,7 @@ _OF_HEADS = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp
 
 
 @rule(*(getattr(aten, name + way).default for name in _ATTENTION for way in ("", "_backward")))
-def _attention(op: Op) -> Iterator[Strategy]:
+def _attention(op: WholeOp) -> Iterator[Strategy]:
     """By heads, dim 1, or by rows of the batch, dim 0. Fewer heads of keys than of queries are cut alike, or there is
     one."""
     bias = op["attn_mask"] if op["attn_mask"] is not None else op["attn_bias"]
@@ -74,7 +74,7 @@ def _attention(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
-def _norm(op: Op) -> Iterator[Strategy]:
+def _norm(op: WholeOp) -> Iterator[Strategy]:
     x = op["input"]
     before = len(shape_of(x)) - len(op["normalized_shape"])
     for c in unique([*(p for _, p in op.cut(x)), *op.asked]):
@@ -83,7 +83,7 @@ def _norm(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
-def _norm_backward(op: Op) -> Iterator[Strategy]:
+def _norm_backward(op: WholeOp) -> Iterator[Strategy]:
     x = op["input"]
     rows = [a for a in (op["grad_out"], x, op["mean"], op["rstd"]) if a is not None]
     before = len(shape_of(x)) - len(op["normalized_shape"])
@@ -93,7 +93,7 @@ def _norm_backward(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.native_group_norm.default)
-def _group_norm(op: Op) -> Iterator[Strategy]:
+def _group_norm(op: WholeOp) -> Iterator[Strategy]:
     for c in unique([*(p for _, p in op.cut(op["input"])), *op.asked]):
         if c.dim == 0:
             yield Strategy(
@@ -144,7 +144,7 @@ def _only(w: Writer, x: fx.Node, inside: fx.Node, behind: int) -> fx.Node:
 
 
 @rule(aten.index.Tensor)
-def _index(op: Op) -> Iterator[Strategy]:
+def _index(op: WholeOp) -> Iterator[Strategy]:
     x = op["self"]
     if (found := _positions(op["indices"])) is None or x in found[1]:
         return
@@ -167,7 +167,7 @@ def _index(op: Op) -> Iterator[Strategy]:
         yield Strategy(op.at({i: lined_up(i, Dim(c.dim - first, c.groups), count) for i in indices}), c)
 
 
-def _asked_through(op: Op, dims: list[int], first: int, count: int, of: int) -> list[Dim]:
+def _asked_through(op: WholeOp, dims: list[int], first: int, count: int, of: int) -> list[Dim]:
     back = {_through(d, dims, first, count): d for d in range(of) if d not in dims}
     return [Dim(back[c.dim], c.groups) for c in op.asked if c.dim in back]
 
@@ -178,11 +178,11 @@ def zeros(node: fx.Node) -> bool:
         return True
     if node.target is aten.expand.default:
         return zeros(node.args[0])  # type: ignore[arg-type]
-    return node.target is aten.full.default and node.args[1] == 0
+    return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
 @rule(aten.index_put.default)
-def _index_put(op: Op) -> Iterator[Strategy]:
+def _index_put(op: WholeOp) -> Iterator[Strategy]:
     x, values = op["self"], op["values"]
     if (found := _positions(op["indices"])) is None or len({x, values, *found[1]}) != 2 + len({*found[1]}):
         return
@@ -218,7 +218,7 @@ def _index_put(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.embedding.default)
-def _embedding(op: Op) -> Iterator[Strategy]:
+def _embedding(op: WholeOp) -> Iterator[Strategy]:
     table, indices = op["weight"], op["indices"]
     count = len(shape_of(indices))
     yield from moves(op, table)
@@ -239,7 +239,7 @@ def _embedding(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.embedding_dense_backward.default)
-def _embedding_backward(op: Op) -> Iterator[Strategy]:
+def _embedding_backward(op: WholeOp) -> Iterator[Strategy]:
     grad, indices = op["grad_output"], op["indices"]
     count = len(shape_of(indices))
     if op["scale_grad_by_freq"]:
@@ -266,7 +266,7 @@ def _embedding_backward(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.index_select.default)
-def _index_select(op: Op) -> Iterator[Strategy]:
+def _index_select(op: WholeOp) -> Iterator[Strategy]:
     x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
     yield from moves(op, x)
     for p in unique([*(p for _, p in op.cut(x)), *(c for c in op.asked if c.dim != d)]):
@@ -286,7 +286,7 @@ def _index_select(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.gather.default)
-def _gather(op: Op) -> Iterator[Strategy]:
+def _gather(op: WholeOp) -> Iterator[Strategy]:
     x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
     if x is index or not op.shape:
         return
@@ -306,8 +306,9 @@ def _gather(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value)
-def _scatter(op: Op) -> Iterator[Strategy]:
-    x, index, source, d = op["self"], op["index"], op["src"], op["dim"] % max(1, len(op.shape))
+def _scatter(op: WholeOp) -> Iterator[Strategy]:
+    x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
+    source: Any = op["src"]
     if not op.shape or len(set(op.inputs)) != 2 + (source is not None):
         return
     sizes = [shape_of(a) for a in op.inputs]
@@ -337,7 +338,7 @@ def _scatter(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.convolution.default)
-def _convolution(op: Op) -> Iterator[Strategy]:
+def _convolution(op: WholeOp) -> Iterator[Strategy]:
     """By rows of the batch, by channels of the result, or by those of the input: then it is partial."""
     x, weight, bias = op["input"], op["weight"], op["bias"]
     into, out = (0, 1) if op["transposed"] else (1, 0)  # channels of the weight
@@ -357,7 +358,7 @@ def _convolution(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.convolution_backward.default)
-def _convolution_backward(op: Op) -> Iterator[Strategy]:
+def _convolution_backward(op: WholeOp) -> Iterator[Strategy]:
     grad, x, weight = op["grad_output"], op["input"], op["weight"]
     into, out = (0, 1) if op["transposed"] else (1, 0)
     if len({grad, x, weight}) < 3 or len(shape_of(x)) != len(shape_of(weight)):
@@ -400,7 +401,7 @@ def _convolution_backward(op: Op) -> Iterator[Strategy]:
     aten.max_pool2d_with_indices_backward.default,
     aten._adaptive_avg_pool2d_backward.default,
 )
-def _over_images(op: Op) -> Iterator[Strategy]:
+def _over_images(op: WholeOp) -> Iterator[Strategy]:
     two = 1 if op.target is aten.reflection_pad1d.default else 2
     yield from along(op, range(len(op.shape) - two, len(op.shape)))
 
@@ -409,7 +410,7 @@ def _over_images(op: Op) -> Iterator[Strategy]:
 
 
 @rule(DRAW)
-def _draw(op: Op) -> Iterator[Strategy]:
+def _draw(op: WholeOp) -> Iterator[Strategy]:
     """A part that is one run of the draw starts at its first element; the draw is that of the whole."""
     for c in op.asked:
         if c.groups == 1 and math.prod(op.shape[: c.dim]) == 1:
@@ -418,9 +419,8 @@ def _draw(op: Op) -> Iterator[Strategy]:
             def write(w: Writer, a: dict[str, Any], size: list[int] = size) -> fx.Node:
                 start = w(aten.mul.Tensor, w(aten.view.default, w.index(), []), math.prod(size))
                 start = w(aten.add.Tensor, start, a["start"])
-                return w(
-                    DRAW_FROM, *from_start([a[k] for k in ("key", "shape", "numel", "start", "kind")], start, size)
-                )
+                whole = [a[k] for k in ("key", "shape", "numel", "start", "kind")]
+                return w(DRAW_FROM, *from_start(whole, start, size))
 
             yield Strategy(op.at({}), c, write)
 

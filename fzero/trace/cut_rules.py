@@ -40,6 +40,20 @@ class Writer(Protocol):
         ...
 
 
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operation by name, with defaults."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def positional(target: Any, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments by name as they are passed."""
+    schema = target._schema.arguments
+    args = [arguments[a.name] for a in schema if not a.kwarg_only]
+    return args, {a.name: arguments[a.name] for a in schema if a.kwarg_only}
+
+
 Written = fx.Node | tuple[fx.Node, ...]
 
 
@@ -54,14 +68,13 @@ class Strategy:
     sent: int = 0
 
     def places(self, count: int) -> tuple[Place, ...]:
-        """Of so many results."""
-        if self.out is None or self.out == PARTIAL or isinstance(self.out, Dim):
-            return (self.out,) * count
-        return self.out
+        """The places of so many results."""
+        out = self.out
+        return out if isinstance(out, tuple) and not isinstance(out, Dim) else (out,) * count  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
-class Op:
+class WholeOp:
     """An operation of the whole function. `asked`: places at which its results are asked for."""
 
     node: fx.Node
@@ -71,9 +84,7 @@ class Op:
     named: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
-        given = dict(zip((a.name for a in schema), self.node.args, strict=False)) | self.node.kwargs
-        object.__setattr__(self, "named", {a.name: given.get(a.name, a.default_value) for a in schema})
+        object.__setattr__(self, "named", named_arguments(self.node))
 
     def __getitem__(self, name: str) -> Any:
         return self.named.get(name)
@@ -108,7 +119,7 @@ class Op:
         return {a: places.get(a) for a in self.inputs}
 
 
-Rule = Callable[[Op], Iterator[Strategy]]
+Rule = Callable[[WholeOp], Iterator[Strategy]]
 RULES: dict[Any, Rule] = {}
 
 
@@ -193,7 +204,7 @@ _LINEAR = {
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 
 
-def _linear(op: Op) -> Iterator[Strategy]:
+def _linear(op: WholeOp) -> Iterator[Strategy]:
     """Sums of partial values, and products of one with a number."""
     x, *others = op.inputs
     if op.target in _SUMS and op.partial(op["self"], op["other"]):
@@ -217,7 +228,7 @@ def _linear(op: Op) -> Iterator[Strategy]:
     aten.leaky_relu_backward.default,
     aten.softplus_backward.default,
 )
-def pointwise(op: Op) -> Iterator[Strategy]:
+def pointwise(op: WholeOp) -> Iterator[Strategy]:
     """Element by element, with broadcasting."""
     dims = len(op.shape)
     yield from _linear(op)
@@ -229,16 +240,16 @@ def pointwise(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.full.default, aten.zeros.default, aten.ones.default)
-def _full(op: Op) -> Iterator[Strategy]:
+def _full(op: WholeOp) -> Iterator[Strategy]:
     for c in op.asked:
         size = part(op.shape, c, op.n)
         yield Strategy({}, c, lambda w, a, size=size: w.named(op.target, a | {"size": size}))
 
 
-def moves(op: Op, x: fx.Node) -> Iterator[Strategy]:
+def moves(op: WholeOp, x: fx.Node) -> Iterator[Strategy]:
     """A partial value, moved."""
     if op.partial(x):
-        yield Strategy(op.at({x: PARTIAL}), tuple(PARTIAL for _ in op.outputs))
+        yield Strategy(op.at({x: PARTIAL}), (PARTIAL,) * len(op.outputs))
 
 
 @rule(
@@ -250,7 +261,7 @@ def moves(op: Op, x: fx.Node) -> Iterator[Strategy]:
     aten.squeeze.dim,
     aten.squeeze.dims,
 )
-def _view(op: Op) -> Iterator[Strategy]:
+def _view(op: WholeOp) -> Iterator[Strategy]:
     x, old, new = op["self"], shape_of(op["self"]), op.shape
     yield from moves(op, x)
     places = [p for _, p in op.cut()]
@@ -262,7 +273,7 @@ def _view(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.permute.default, aten.t.default, aten.transpose.int)
-def _permute(op: Op) -> Iterator[Strategy]:
+def _permute(op: WholeOp) -> Iterator[Strategy]:
     x = op["self"]
     order = list(range(len(op.shape)))
     if op.target is aten.permute.default:
@@ -278,7 +289,7 @@ def _permute(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.select.int, aten.unbind.int)
-def _select(op: Op) -> Iterator[Strategy]:
+def _select(op: WholeOp) -> Iterator[Strategy]:
     x = op["self"]
     d = op["dim"] % len(shape_of(x))
     yield from moves(op, x)
@@ -288,7 +299,7 @@ def _select(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.select_backward.default)
-def _select_backward(op: Op) -> Iterator[Strategy]:
+def _select_backward(op: WholeOp) -> Iterator[Strategy]:
     g, d, shape = op["grad_output"], op["dim"] % len(op.shape), op.shape
     yield from moves(op, g)
     for _, p in op.cut():
@@ -298,7 +309,7 @@ def _select_backward(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.expand.default)
-def _expand(op: Op) -> Iterator[Strategy]:
+def _expand(op: WholeOp) -> Iterator[Strategy]:
     x, shape = op["self"], op.shape
     yield from moves(op, x)
     for c in unique([*(lifted(x, p, len(shape)) for _, p in op.cut()), *op.asked]):
@@ -311,12 +322,12 @@ def _expand(op: Op) -> Iterator[Strategy]:
 # --- pieces ---
 
 
-def _sizes(op: Op, d: int) -> list[int]:
+def _sizes(op: WholeOp, d: int) -> list[int]:
     return [v.shape[d] for v in op.outputs]
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(op: Op) -> Iterator[Strategy]:
+def _split(op: WholeOp) -> Iterator[Strategy]:
     """Other dims stay cut. Pieces along the cut dim are whole groups of it."""
     x, name = op["self"], "split_size" if op.target is aten.split.Tensor else "split_sizes"
     d, sizes = op["dim"] % len(shape_of(x)), op[name]
@@ -341,7 +352,7 @@ def _slice_of(length: int, start: Any, end: Any) -> tuple[int, int]:
 
 
 @rule(aten.slice.Tensor, aten.slice_backward.default)
-def _slice(op: Op) -> Iterator[Strategy]:
+def _slice(op: WholeOp) -> Iterator[Strategy]:
     forward = op.target is aten.slice.Tensor
     x = op["self"] if forward else op["grad_output"]
     sizes = shape_of(x) if forward else op.shape
@@ -349,7 +360,7 @@ def _slice(op: Op) -> Iterator[Strategy]:
     first, stop = _slice_of(sizes[d], op["start"], op["end"])
     yield from moves(op, x)
     for p in unique([*(p for _, p in op.cut()), *(c for c in op.asked if c.dim != d)]):
-        c, local = p, {}
+        c, local = p, dict[str, Any]()
         if p.dim == d:
             group = shape_of(x)[d] // p.groups  # of what is sliced, or of the slice
             if op["step"] != 1 or first % group or stop % group or sizes[d] % group or first == stop:
@@ -362,7 +373,7 @@ def _slice(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.cat.default, aten.stack.default)
-def _cat(op: Op) -> Iterator[Strategy]:
+def _cat(op: WholeOp) -> Iterator[Strategy]:
     items, stack = op["tensors"], op.target is aten.stack.default
     d, dims = op["dim"] % len(op.shape), len(op.shape)
     if op.partial(*items):
@@ -374,15 +385,16 @@ def _cat(op: Op) -> Iterator[Strategy]:
         if stack or p.dim != d:
             yield Strategy(dict.fromkeys(items, p), Dim(p.dim + (stack and p.dim >= d), p.groups))
     cut = dict(op.cut())
-    if not stack and len(cut) == len({*items}) and all(p.dim == d for p in cut.values()):
-        if len({shape_of(a)[d] // cut[a].groups for a in items}) == 1:
-            yield Strategy(cut, Dim(d, sum(cut[a].groups for a in items)))
+    if stack or len(cut) < len({*items}) or any(p.dim != d for p in cut.values()):
+        return
+    if len({shape_of(a)[d] // cut[a].groups for a in items}) == 1:
+        yield Strategy(cut, Dim(d, sum(cut[a].groups for a in items)))
 
 
 # --- along dims ---
 
 
-def along(op: Op, dims: Iterable[int], places: Sequence[Dim] = ()) -> Iterator[Strategy]:
+def along(op: WholeOp, dims: Iterable[int], places: Sequence[Dim] = ()) -> Iterator[Strategy]:
     """An operation along some dims, alike for each index of the others; every input has the dims of the result."""
     fixed, count = {*dims}, len(op.shape)
     if any(len(shape_of(a)) != count for a in op.inputs):
@@ -404,7 +416,7 @@ def along(op: Op, dims: Iterable[int], places: Sequence[Dim] = ()) -> Iterator[S
     aten.sort.stable,
     aten.topk.default,
 )
-def _along_dim(op: Op) -> Iterator[Strategy]:
+def _along_dim(op: WholeOp) -> Iterator[Strategy]:
     if op.target is aten.cumsum.default:
         yield from moves(op, op["self"])
     if op.shape:
@@ -412,7 +424,7 @@ def _along_dim(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.flip.default, aten.roll.default, aten.tril.default, aten.triu.default)
-def _rearranged(op: Op) -> Iterator[Strategy]:
+def _rearranged(op: WholeOp) -> Iterator[Strategy]:
     yield from moves(op, op["self"])
     dims = op["dims"] if op["dims"] is not None else (-1, -2)
     if op.shape and dims:
@@ -420,7 +432,7 @@ def _rearranged(op: Op) -> Iterator[Strategy]:
 
 
 @rule(aten.constant_pad_nd.default)
-def _pad(op: Op) -> Iterator[Strategy]:
+def _pad(op: WholeOp) -> Iterator[Strategy]:
     if op["value"] == 0:
         yield from moves(op, op["self"])
     yield from along(op, range(len(op.shape) - len(op["pad"]) // 2, len(op.shape)))
@@ -462,14 +474,14 @@ _REDUCTIONS: dict[Any, str] = {
 }
 
 
-def reduced_dims(op: Op) -> list[int]:
+def reduced_dims(op: WholeOp) -> list[int]:
     count, dims = len(shape_of(op["self"])), op["dim"]
     dims = [dims] if isinstance(dims, int) else list(dims or range(count))
     return [d % count for d in dims] if count else []
 
 
 @rule(*_REDUCTIONS)
-def _reduced(op: Op) -> Iterator[Strategy]:
+def _reduced(op: WholeOp) -> Iterator[Strategy]:
     x, dims, kind = op["self"], reduced_dims(op), _REDUCTIONS[op.target]
     if kind in ("sum", "mean") and op.target is not aten.nansum.default:
         yield from moves(op, x)
@@ -485,12 +497,12 @@ def _reduced(op: Op) -> Iterator[Strategy]:
             yield Strategy({x: p}, None, _REDUCE[kind](op), sent=op.outputs[0].numel() * op.outputs[0].dtype.itemsize)
 
 
-def _extreme(kind: str) -> Callable[[Op], Callable[[Writer, dict[str, Any]], fx.Node]]:
+def _extreme(kind: str) -> Callable[[WholeOp], Callable[[Writer, dict[str, Any]], fx.Node]]:
     return lambda op: lambda w, a: w.all_reduce(w.named(op.target, a), kind)
 
 
-def _truth(kind: str) -> Callable[[Op], Callable[[Writer, dict[str, Any]], fx.Node]]:
-    def of(op: Op) -> Callable[[Writer, dict[str, Any]], fx.Node]:
+def _truth(kind: str) -> Callable[[WholeOp], Callable[[Writer, dict[str, Any]], fx.Node]]:
+    def of(op: WholeOp) -> Callable[[Writer, dict[str, Any]], fx.Node]:
         def write(w: Writer, a: dict[str, Any]) -> fx.Node:
             number = w(aten._to_copy.default, w.named(op.target, a), dtype=torch.int32)
             return w(aten._to_copy.default, w.all_reduce(number, kind), dtype=op.outputs[0].dtype)
@@ -500,7 +512,7 @@ def _truth(kind: str) -> Callable[[Op], Callable[[Writer, dict[str, Any]], fx.No
     return of
 
 
-def _norm(op: Op) -> Callable[[Writer, dict[str, Any]], fx.Node]:
+def _norm(op: WholeOp) -> Callable[[Writer, dict[str, Any]], fx.Node]:
     def write(w: Writer, a: dict[str, Any]) -> fx.Node:
         part = w.named(op.target, a)
         return w(aten.sqrt.default, w.all_reduce(w(aten.mul.Tensor, part, part), "sum"))
@@ -524,7 +536,7 @@ _PRODUCTS: dict[Any, tuple[str, str]] = {
 
 
 @rule(*_PRODUCTS)
-def _product(op: Op) -> Iterator[Strategy]:
+def _product(op: WholeOp) -> Iterator[Strategy]:
     """A product is cut along a dim of its result, or along the dim that is summed over: then it is partial."""
     labels, names = _PRODUCTS[op.target]
     (a, b), (of_a, rest) = (op[name] for name in names.split()), labels.split(",")

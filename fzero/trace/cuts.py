@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx as fx
@@ -25,7 +25,18 @@ from fzero import compat
 from fzero.boxes import Dim
 from fzero.trace.cut_decomposed import DECOMPOSITIONS
 from fzero.trace.cut_layers import rule_of
-from fzero.trace.cut_rules import PARTIAL, Op, Place, Strategy, divides, part, shape_of, values_of
+from fzero.trace.cut_rules import (
+    PARTIAL,
+    Place,
+    Strategy,
+    WholeOp,
+    divides,
+    named_arguments,
+    part,
+    positional,
+    shape_of,
+    values_of,
+)
 from fzero.trace.meta_cache import FakeResults
 from fzero.trace.propagate import constants_for_shapes
 from fzero.trace.reads.user_lines import line
@@ -102,7 +113,7 @@ def propagate(
     graph: Recorded,
     n: int,
     places: Sequence[Place],
-    wanted: Sequence[Wanted | Dim | None],
+    wanted: Sequence[Wanted | Literal["free", "summand"] | Dim | None],
     *,
     leaves: frozenset[int] = frozenset(),
     stream: Dim | None = None,
@@ -121,7 +132,7 @@ def propagate(
     return _Propagation(graph, n, places, wanted, leaves, stream).result()
 
 
-class _Writer:
+class _GraphWriter:
     """Writes operations and the markers of collectives into a graph, with their fake values."""
 
     def __init__(self, graph: fx.Graph, mode: Any, results: FakeResults, n: int):
@@ -144,9 +155,8 @@ class _Writer:
         return node
 
     def named(self, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
-        schema = target._schema.arguments
-        args = [arguments[a.name] for a in schema if not a.kwarg_only]
-        return self(target, *args, **{a.name: arguments[a.name] for a in schema if a.kwarg_only})
+        args, kwargs = positional(target, arguments)
+        return self(target, *args, **kwargs)
 
     def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
         value, shape = x.meta["val"], list(shape)
@@ -262,19 +272,19 @@ class _Propagation:
         source: Recorded,
         n: int,
         places: Sequence[Place],
-        wanted: Sequence[Wanted | Dim | None],
+        wanted: Sequence[Wanted | str | Dim | None],
         leaves: frozenset[int],
         stream: Dim | None,
     ):
         names = [x.name for x in source.inputs]
         self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
         self.n, self.places, self.stream = n, places, stream
-        self.wanted = [Wanted(w) if isinstance(w, str) else w for w in wanted]
+        self.wanted: list[Wanted | Dim | None] = [Wanted(w) if isinstance(w, str) else w for w in wanted]
         self.graph = fx.Graph()
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
         results = FakeResults()
-        self.write = _Writer(self.graph, mode, results, n)
-        self.rewrite = _Writer(self.source.graph, mode, results, n)  # of operations into others, on whole values
+        self.write = _GraphWriter(self.graph, mode, results, n)
+        self.rewrite = _GraphWriter(self.source.graph, mode, results, n)  # of operations into others, on whole values
         self.place: dict[fx.Node, Place] = {}  # of each value of the whole function, by nature
         self.made: dict[fx.Node, dict[Place, fx.Node]] = {}
         self.several: dict[fx.Node, tuple[tuple[fx.Node, ...] | fx.Node, tuple[Place, ...]]] = {}
@@ -312,7 +322,7 @@ class _Propagation:
             self._node(node)
             node = node.next
         outputs = self.source.outputs
-        places = [self._out_place(x, want) for x, want in zip(outputs, self.wanted, strict=True)]
+        places: list[Place] = [self._out_place(x, want) for x, want in zip(outputs, self.wanted, strict=True)]
         self.graph.output(tuple(self._get(x, place) for x, place in zip(outputs, places, strict=True)))
         self.graph.eliminate_dead_code()
         number = self.write.number
@@ -356,10 +366,11 @@ class _Propagation:
             self._choose(node)
 
     def _item(self, node: fx.Node) -> None:
-        source, i = node.args
-        made, places = self.several[source]  # type: ignore[index]
-        new = made[i] if isinstance(made, tuple) else self.write(operator.getitem, made, i)  # type: ignore[index]
-        self._put(node, places[i], new)  # type: ignore[index]
+        source: Any = node.args[0]
+        i: Any = node.args[1]
+        made, places = self.several[source]
+        new = made[i] if isinstance(made, tuple) else self.write(operator.getitem, made, i)
+        self._put(node, places[i], new)
         if source in self.leaves:
             self.leaves.add(node)
 
@@ -369,11 +380,11 @@ class _Propagation:
         if of is None or all(self.place[a] is None for a in node.all_input_nodes):
             return False
         with self.source.graph.inserting_before(node):
-            new = of(Op(node, self.n, self.place), self.rewrite)
+            new = of(WholeOp(node, self.n, self.place), self.rewrite)
         if new is None:
             return False
         for user in list(node.users) if isinstance(new, tuple) else ():
-            user.replace_all_uses_with(new[user.args[1]])
+            user.replace_all_uses_with(new[user.args[1]])  # type: ignore[index]
             self.source.graph.erase_node(user)
         if isinstance(new, fx.Node):
             node.replace_all_uses_with(new)
@@ -384,9 +395,8 @@ class _Propagation:
         inputs = node.all_input_nodes
         whole = Strategy(dict.fromkeys(inputs), None)
         rule = rule_of(node.target)
-        found = (
-            [s for s in rule(Op(node, self.n, self.place, self._streams(node))) if self._fits(node, s)] if rule else []
-        )
+        op = WholeOp(node, self.n, self.place, self._streams(node))
+        found = [s for s in rule(op) if self._fits(node, s)] if rule else []
         prices = [self._price(node, s) for s in (*found, whole)]
         best = (*found, whole)[prices.index(min(prices))]
         if best is whole or min(prices) == math.inf:
@@ -417,9 +427,9 @@ class _Propagation:
         else:
             assert isinstance(new, fx.Node)
             self._put(node, out[0], new)
-        if len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in self.leaves:
-            if is_view(node) or node.target in (aten._to_copy.default, aten.clone.default):
-                self.leaves.add(node)
+        kept = is_view(node) or node.target in (aten._to_copy.default, aten.clone.default)
+        if kept and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in self.leaves:
+            self.leaves.add(node)
 
     def _written(self, node: fx.Node, strategy: Strategy) -> fx.Node | tuple[fx.Node, ...]:
         def at(a: fx.Node) -> fx.Node:
@@ -430,17 +440,15 @@ class _Propagation:
             if node.target is aten.as_strided.default:
                 args = (self._restrided(args[0], node.args[0].meta["val"]), *args[1:])  # type: ignore[union-attr]
             return self.write(node.target, *args, **kwargs)
-        named = fx.map_arg(Op(node, self.n, self.place).named, at)
-        return strategy.write(self.write, named)
+        return strategy.write(self.write, fx.map_arg(named_arguments(node), at))
 
     def _restrided(self, x: fx.Node, like: torch.Tensor) -> fx.Node:
         """A value with the strides of another, for an operation that reads memory."""
         if x.meta["val"].stride() == like.stride():
             return x
         order = sorted(range(like.dim()), key=lambda d: like.stride(d), reverse=True)
-        y = self.write(
-            aten.clone.default, self.write(aten.permute.default, x, order), memory_format=torch.contiguous_format
-        )
+        y = self.write(aten.permute.default, x, order)
+        y = self.write(aten.clone.default, y, memory_format=torch.contiguous_format)
         y = self.write(aten.permute.default, y, [order.index(d) for d in range(like.dim())])
         assert y.meta["val"].stride() == like.stride(), "a view of memory with gaps is not cut"
         return y
@@ -452,21 +460,19 @@ class _Propagation:
             return False
         if not all(divides(shape_of(a), p, self.n) for a, p in s.want.items()):
             return False
+        return all(divides(v.shape, p, self.n) for v, p in self._results(node, s) if v is not None)
+
+    def _results(self, node: fx.Node, s: Strategy) -> Iterator[tuple[Any, Place]]:
         values = values_of(node)
-        return all(
-            divides(v.shape, p, self.n) for v, p in zip(values, s.places(len(values)), strict=True) if v is not None
-        )
+        return zip(values, s.places(len(values)), strict=True)
 
     def _price(self, node: fx.Node, s: Strategy) -> float:
         share = (self.n - 1) / self.n
-        values = values_of(node)
-        out = s.places(len(values))
-        later = 0.0
-        if PARTIAL in out and not self._summed_later(node):
-            later = sum(
-                v.numel() * v.dtype.itemsize for v, p in zip(values, out, strict=True) if v is not None and p == PARTIAL
-            )
-            if any(p == PARTIAL and len(a.users) > 1 for a, p in s.want.items()) and not is_view(node):
+        later = sum(v.numel() * v.dtype.itemsize for v, p in self._results(node, s) if p == PARTIAL and v is not None)
+        if later and self._summed_later(node):
+            later = 0
+        elif later and not is_view(node):
+            if any(p == PARTIAL and len(a.users) > 1 for a, p in s.want.items()):
                 later *= 1.01  # what else reads the input may have it reduced
         return sum(self._cost(a, p) for a, p in s.want.items()) + 2 * share * (later + s.sent)
 
@@ -476,7 +482,8 @@ class _Propagation:
             return False
         for user in node.users:
             if user.op == "output":
-                if any(x is node and w is not Wanted.SUMMAND for x, w in zip(user.args[0], self.wanted, strict=True)):  # type: ignore[arg-type]
+                outputs = zip(self.source.outputs, self.wanted, strict=True)
+                if any(x is node and w is not Wanted.SUMMAND for x, w in outputs):
                     return False
             elif not ((user.target in _PASSING or is_view(user)) and self._summed_later(user)):
                 return False
@@ -554,7 +561,7 @@ class _Propagation:
         ):
             return None
         rule = rule_of(node.target)
-        for s in rule(Op(node, self.n, self.place, (want,))) if rule else ():
+        for s in rule(WholeOp(node, self.n, self.place, (want,))) if rule else ():
             if s.places(1) == (want,) and self._fits(node, s):
                 made = self._written(node, s)
                 return made if isinstance(made, fx.Node) else None

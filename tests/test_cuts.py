@@ -1,0 +1,274 @@
+"""Functions on the parts of n ranks, run in lock step, equal the whole function: single operations, PyTorch's database
+of operators, transformer blocks, random compositions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lockstep import choices, collectives, cuts_of, halves, recorded, run, run_cut, run_halves, with_gradients
+
+from fzero.boxes import Dim
+from fzero.trace.cuts import CutFunction, Place, Wanted, propagate
+
+Case = tuple[Callable[..., Any], Callable[[], list[torch.Tensor]]]
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+def i(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape)
+
+
+TARGETS = torch.tensor([1, 2, 3, -100, 5, 11, 0, 7])
+
+CASES: dict[str, Case] = {
+    "mm": (lambda a, b: a @ b, lambda: [r(12, 8), r(8, 12)]),
+    "mv": (lambda a, b: a @ b, lambda: [r(12, 8), r(8)]),
+    "bmm": (lambda a, b: a @ b, lambda: [r(4, 12, 8), r(4, 8, 12)]),
+    "linear": (F.linear, lambda: [r(2, 4, 8), r(12, 8), r(12)]),
+    "addmm": (lambda b, x, y: torch.addmm(b, x, y, beta=2, alpha=0.5), lambda: [r(12), r(4, 8), r(8, 12)]),
+    "einsum": (lambda x, y: torch.einsum("bthd,bshd->bhts", x, y), lambda: [r(2, 4, 4, 6), r(2, 4, 4, 6)]),
+    "gelu": (lambda a, b: F.gelu(a) * b, lambda: [r(4, 12), r(12)]),
+    "where": (lambda x: torch.where(x > 0, x, 0.0).masked_fill(x < -1, 3.0), lambda: [r(4, 12)]),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (12,), w, b), lambda: [r(2, 4, 12), r(12), r(12)]),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (12,), w), lambda: [r(2, 4, 12), r(12)]),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), lambda: [r(4, 8, 4), r(8), r(8)]),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), lambda: [r(4, 12)]),
+    "softmax": (lambda x: x.softmax(-1), lambda: [r(4, 12)]),
+    "log_softmax": (lambda x: x.log_softmax(0), lambda: [r(4, 12)]),
+    "logsumexp": (lambda x: x.logsumexp(-1), lambda: [r(4, 12)]),
+    "argmax": (lambda x: x.argmax(-1), lambda: [i(3, 8, 12).float()]),
+    "max": (lambda x: x.max(1), lambda: [r(4, 12)]),
+    "cross_entropy": (F.cross_entropy, lambda: [r(8, 12), TARGETS]),
+    "cross_entropy, none": (lambda x, t: F.cross_entropy(x, t, reduction="none"), lambda: [r(8, 12), TARGETS]),
+    "cross_entropy, sum": (
+        lambda x, t: F.cross_entropy(x, t, reduction="sum", ignore_index=3),
+        lambda: [r(8, 12), i(12, 8)],
+    ),
+    "cross_entropy, smoothed": (lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), lambda: [r(8, 12), TARGETS]),
+    "mse_loss": (F.mse_loss, lambda: [r(4, 12), r(4, 12)]),
+    "embedding": (lambda w, i: F.embedding(i, w), lambda: [r(12, 8), i(12, 4, 6)]),
+    "embedding, padding": (lambda w, i: F.embedding(i, w, padding_idx=3), lambda: [r(12, 8), i(12, 4, 6)]),
+    "index": (lambda w, i: w[i], lambda: [r(12, 8), i(24, 4, 6) - 12]),
+    "index, second dim": (lambda w, i: w[:, i], lambda: [r(12, 8, 4), i(16, 4) - 8]),
+    "index, two": (lambda w, i, j: w[i, :, j], lambda: [r(4, 8, 4), i(4, 6, 1), i(4, 4)]),
+    "index_select": (lambda w, i: w.index_select(1, i), lambda: [r(12, 8), i(8, 4)]),
+    "gather": (lambda w, i: w.gather(1, i), lambda: [r(12, 8), i(8, 12, 4)]),
+    "attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        lambda: [r(2, 4, 6, 8), r(2, 4, 6, 8), r(2, 4, 6, 8)],
+    ),
+    "attention, mask": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
+        lambda: [r(2, 4, 6, 8), r(2, 4, 6, 8), r(2, 4, 6, 8), torch.ones(2, 1, 6, 6).tril() > 0],
+    ),
+    "attention, fewer keys": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        lambda: [r(2, 8, 6, 8), r(2, 4, 6, 8), r(2, 4, 6, 8)],
+    ),
+    "attention, trained mask": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
+        lambda: [r(2, 4, 6, 8), r(2, 4, 6, 8), r(2, 4, 6, 8), r(4, 6, 6)],
+    ),
+    "chunk": (lambda x: torch.cat([a * (k + 1) for k, a in enumerate(x.chunk(3, -1))]), lambda: [r(4, 12)]),
+    "unflatten": (lambda x: x.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1).sum(0), lambda: [r(4, 24)]),
+    "slice": (lambda x: x[:, 4:8] * x[:, -4:], lambda: [r(4, 12)]),
+    "select": (lambda x: x[:, 1] * 2, lambda: [r(4, 12)]),
+    "stack": (lambda x, y: torch.stack([x, y], 1).sum(2), lambda: [r(4, 12), r(4, 12)]),
+    "cat": (lambda x, y: torch.cat([x, y], 1).tanh(), lambda: [r(4, 12), r(4, 12)]),
+    "squeeze": (lambda x: x[:, None].squeeze().squeeze(1) * 2, lambda: [r(4, 12)]),
+    "expand": (lambda x: x[:, None].expand(4, 3, 12) * 2, lambda: [r(4, 12)]),
+    "reductions": (
+        lambda x: (x.mean(), x.mean(-1), x.sum(0), x.amax(1), x.var(1), x.std(), x.norm(), x.prod(1), (x > 1).any()),
+        lambda: [r(4, 12)],
+    ),
+    "cumsum": (lambda x: x.cumsum(1), lambda: [r(4, 12)]),
+    "tril": (lambda x: x.tril(), lambda: [r(4, 4, 4)]),
+    "pad": (lambda x: F.pad(x, (1, 2)), lambda: [r(4, 4, 4)]),
+    "roll": (lambda x: x.roll(1, 0).flip(1), lambda: [r(4, 4)]),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), lambda: [r(4, 8, 5, 5), r(12, 8, 3, 3), r(12)]),
+    "conv_transpose1d": (F.conv_transpose1d, lambda: [r(4, 8, 5), r(8, 4, 3), r(4)]),
+    "pools": (lambda x: F.max_pool2d(F.avg_pool2d(x, 2), 2), lambda: [r(4, 4, 8, 8)]),
+    "swiglu": (lambda x, a, b, c: (F.silu(x @ a) * (x @ b)) @ c, lambda: [r(4, 12), r(12, 8), r(12, 8), r(8, 12)]),
+    "as_strided": (lambda x: x.tanh().as_strided((3, 4), (1, 12)) * 2, lambda: [r(4, 12)]),
+}
+
+
+def equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], said: str) -> None:
+    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype, (said, k)
+        if b.is_floating_point() or b.is_complex():
+            finite = b[b.isfinite()]
+            scale = max(1.0, float(finite.abs().max()) if finite.numel() else 0.0)
+            assert torch.allclose(a, b, rtol=1e-5, atol=5e-6 * scale, equal_nan=True), (
+                said,
+                k,
+                float((a - b).abs().max()),
+            )
+        else:
+            assert torch.equal(a, b), (said, k)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_operation_and_its_gradients(name: str) -> None:
+    fn, make = CASES[name]
+    torch.manual_seed(0)
+    inputs = make()
+    graph, tangents = with_gradients(fn, inputs)
+    everything = [*inputs, *tangents]
+    expected = run(graph, [everything])[0]
+    for n, most in ((2, 9), (4, 4)):
+        for k, places in enumerate(choices(inputs, n, most)):
+            places = (*places, *[None] * len(tangents))
+            wanted = [[Wanted.FREE, Wanted.SUMMAND, None][k % 3]] * len(expected)
+            cut = propagate(graph, n, places, wanted)
+            equal(run_cut(cut, everything, places, n), expected, f"{name} by {n}: {places}")
+
+
+# --- blocks ---
+
+WIDTH = 32
+
+
+def gpt(x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+    norm1, qkv, out, norm2, up, down = params
+    heads = (F.layer_norm(x, (WIDTH,), norm1) @ qkv).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+    x = x + mixed.transpose(1, 2).flatten(2) @ out
+    return x + F.gelu(F.layer_norm(x, (WIDTH,), norm2) @ up, approximate="tanh") @ down
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def llama(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+    norm1, wq, wk, wv, wo, norm2, gate, up, down = params
+    h = F.rms_norm(x, (WIDTH,), norm1)
+    q, k, v = (F.linear(h, w).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (wq, wk, wv))
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    k, v = (y[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for y in (k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + F.linear(mixed.transpose(1, 2).flatten(2), wo)
+    h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * norm2
+    return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
+
+
+def w(*shape: int) -> torch.Tensor:
+    return torch.randn(shape) / WIDTH**0.5
+
+
+COLUMN, ROW = Dim(1), Dim(0)
+BLOCKS: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]], list[Place]]] = {
+    "gpt": (
+        gpt,
+        lambda: [r(2, 8, 32), r(32), w(32, 96), w(32, 32), r(32), w(32, 128), w(128, 32)],
+        [None, None, Dim(1, 3), ROW, None, COLUMN, ROW],
+    ),
+    "llama": (
+        llama,
+        lambda: [
+            *(r(2, 8, 32), r(8, 4), r(8, 4), r(32), w(32, 32), w(16, 32), w(16, 32), w(32, 32)),
+            *(r(32), w(64, 32), w(64, 32), w(32, 64)),
+        ],
+        [None, None, None, None, ROW, ROW, ROW, COLUMN, None, ROW, ROW, COLUMN],
+    ),
+}
+
+
+@pytest.mark.parametrize("keep", ["none", "min_cut", "full"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_reduces_twice_each_way(name: str, keep: str) -> None:
+    fn, make, places = BLOCKS[name]
+    torch.manual_seed(0)
+    inputs = make()
+    graph, _ = with_gradients(fn, inputs)
+    both, tangents = halves(fn, inputs, keep)
+    expected = run(graph, [[*inputs, *tangents]])[0]
+    for n in (2, 4):
+        forward, backward, results, grads = run_halves(both, inputs, tangents, places, n)
+        equal([*results, *grads], expected, f"{name} by {n}")
+        assert collectives(forward) == ["all_reduce"] * 2
+        # one product more is computed again, with its reduction, where it is not kept
+        assert collectives(backward) == ["all_reduce"] * (2 if keep == "none" else 3)
+        assert not forward.whole and not backward.whole
+
+
+def text(cut: CutFunction) -> str:
+    return f"{cut.graph.graph}\n{cut.places}\n{cut.whole}\n{[x in cut.varies for x in cut.graph.graph.nodes]}"
+
+
+def test_the_same_graph_each_time() -> None:
+    fn, make, places = BLOCKS["llama"]
+    inputs = make()
+
+    def once() -> str:
+        graph, tangents = with_gradients(fn, inputs)
+        wanted = [Wanted.FREE] * len(graph.outputs)
+        return text(propagate(graph, 2, [*places, *[None] * len(tangents)], wanted))
+
+    assert once() == once()
+
+
+# --- random compositions ---
+
+
+def composed(seed: int) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """A function of three matrices, of a dozen steps."""
+    rng = random.Random(seed)
+    steps = [(rng.randrange(12), rng.random(), rng.random()) for _ in range(rng.randint(4, 10))]
+
+    def fn(*xs: torch.Tensor) -> list[torch.Tensor]:
+        values = list(xs)
+        for kind, first, second in steps:
+            a, b = values[int(first * len(values))], values[int(second * len(values))]
+            out = [
+                lambda a, b: a @ b / 8,
+                lambda a, b: a + b,
+                lambda a, b: a * b.sum(0),
+                lambda a, b: a.t() - b,
+                lambda a, b: torch.cat([a[:4], b[4:]]),
+                lambda a, b: a.view(2, 4, 8).transpose(1, 2).reshape(8, 8).tanh(),
+                lambda a, b: a.softmax(-1) * b.mean(1, keepdim=True),
+                lambda a, b: torch.cat(a.chunk(2, -1)[::-1], -1) + b.amax(),
+                lambda a, b: torch.stack([a, b], 1).view(8, 16)[:, :8].contiguous(),
+                lambda a, b: a.unflatten(1, (4, 2)).sum(2).repeat_interleave(2, 1) * 0.5 - b,
+                lambda a, b: (a - a.mean(-1, keepdim=True)) * torch.rsqrt(a.var(-1, keepdim=True) + 1) + b[0],
+                lambda a, b: -a.t().contiguous().view(4, 16).repeat(2, 1)[:, ::2] * b,
+            ][kind](a, b)
+            values.append(out)
+        return [values[-1], values[-2].sum(0)]
+
+    torch.manual_seed(seed)
+    return fn, [r(8, 8), r(8, 8), r(8, 8)]
+
+
+def test_random_compositions() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        fn, inputs = composed(seed)
+        graph, tangents = with_gradients(fn, inputs)
+        everything = [*inputs, *tangents]
+        expected = run(graph, [everything])[0]
+        for n in (2, 4):
+            places = [rng.choice([None, *cuts_of(x.shape, n)]) for x in everything]
+            wanted = [rng.choice([Wanted.FREE, Wanted.SUMMAND, None, *cuts_of(y.shape, n)]) for y in expected]
+            leaves = frozenset(k for k in range(3) if rng.random() < 0.3)
+            cut = propagate(graph, n, places, wanted, leaves=leaves)
+            equal(run_cut(cut, everything, places, n), expected, f"{seed} by {n}: {places}")
+            assert all(p == w for p, w in zip(cut.places, wanted, strict=True) if not isinstance(w, Wanted))
+
+
+def test_what_has_no_rule_is_made_whole_and_listed() -> None:
+    x = r(4, 12)
+    cut = propagate(recorded(lambda x, y: (x * 2).cumsum(1) + y, [x, x]), 2, [Dim(1), None], [Wanted.FREE])
+    assert [(m.op, m.nbytes, m.inputs) for m in cut.whole] == [("aten.cumsum.default", 4 * 12 * 4, (0,))]
+    assert cut.places == (None,) and collectives(cut) == ["all_gather"]
