@@ -71,6 +71,10 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         ),
         fz.AbstractMesh(data=2, model=2),
     ),
+    "tensor": (
+        fz.compose(fz.tensor_parallel(rules={"w": 1, "b": 0}), fz.shard_params()),
+        fz.AbstractMesh(data=2, model=2),
+    ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
     "redundant": (fz.compose(fz.shard_params(), fz.redundant(every=2), fz.offload("cpu", "opt_state")), APART),
     "offload_nvme": (

@@ -99,6 +99,15 @@ class ProcessGroups:
         works = [dist.all_reduce(flat, _OPS[op], group, async_op=True) for flat in merged(into)]
         return self._moving(works, into)
 
+    def all_to_all_start(
+        self, values: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
+    ) -> PendingTransfer:
+        group, flats, filled = self._mesh.group(axis), into[: len(values)], into[len(values) :]
+        settle(values, flats)
+        pairs = [(out.view(torch.uint8), flat.view(torch.uint8)) for flat, out in zip(flats, filled, strict=True)]
+        works = [dist.all_to_all_single(out, flat, group=group, async_op=True) for out, flat in pairs if out.numel()]
+        return self._moving(works, filled)
+
     def connect(self, axis: str) -> None:
         """Makes the process groups for what is sent along an axis, unless they are there: in another's queue it would
         hold up what the step needs next. All ranks call it together.

@@ -172,6 +172,13 @@ class SharedMemory:
         settle(values, into)
         return SharedTransfer("reduce", axis, op, self._announce(axis), into, into)
 
+    def all_to_all_start(
+        self, values: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
+    ) -> SharedTransfer:
+        flats = into[: len(values)]
+        settle(values, flats)
+        return SharedTransfer("exchange", axis, "", self._announce(axis), flats, into[len(values) :])
+
     def connect(self, axis: str) -> None:
         """For what is sent along an axis: the ranks are connected."""
 
@@ -201,6 +208,9 @@ class SharedMemory:
         if moving.kind == "gather":
             for whole in moving.flats:
                 self._gather(whole, along)
+        elif moving.kind == "exchange":
+            for flat, out in zip(moving.flats, moving.filled, strict=True):
+                self._exchange(flat, out, along, index)
         elif moving.kind == "send":
             (source,) = moving.due
             for flat, place in zip(moving.flats, moving.filled, strict=True):
@@ -237,6 +247,15 @@ class SharedMemory:
             part = _part(whole, i, len(along))
             if rank != self._mesh.rank and part.numel():
                 self._read(rank, self._offset(part), part.nbytes, self._pool.bytes, self._offset(part))  # type: ignore[union-attr]
+
+    def _exchange(self, flat: torch.Tensor, out: torch.Tensor, along: Sequence[int], index: int) -> None:
+        """Reads this rank's row of every rank's flat."""
+        for i, rank in enumerate(along):
+            row, mine = _part(out, i, len(along)), _part(flat, index, len(along))
+            if rank == self._mesh.rank:
+                row.copy_(mine)
+            elif row.numel():
+                self._read(rank, self._offset(mine), row.nbytes, self._pool.bytes, self._offset(row))  # type: ignore[union-attr]
 
     def _combine(self, flat: torch.Tensor, first: int, out: torch.Tensor, along: Sequence[int], op: str) -> None:
         """`out` = the ranks' flats from element `first` on, combined in the order of the ranks. It may lie on this

@@ -14,7 +14,12 @@ _OUTPUTS = {"colwise", "colwise_gather_output", "packed_colwise", "colwise_rep"}
 _INPUTS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _WORDS = {"embedding_rowwise"}
 _OWN = {
-    "gpt2": {"h.*.attn.c_attn": "colwise", "h.*.mlp.c_fc": "colwise", "h.*.c_proj": "rowwise", "wte": "embedding_rowwise"}
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.c_proj": "rowwise",
+        "wte": "embedding_rowwise",
+    }
 }
 """Plans for families of which the library has none, by the type of the model."""
 _PIECES = {"c_attn": 3, "gate_up_proj": 2}
@@ -80,7 +85,7 @@ def _is(name: str, glob: str) -> bool:
 
 
 def _pieces(last: str, size: int, config: Any) -> int:
-    """How many matrices of equal size one is, by its name."""
+    """The number of matrices of equal size that one is, by its name."""
     if last == "qkv_proj":  # queries, keys and values
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

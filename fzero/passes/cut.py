@@ -1,8 +1,8 @@
 """Has functions compute with leaves that a mesh axis cuts along a dim, instead of with whole ones.
 
-A function is rewritten once for each way in which its arguments are cut (trace/cuts.py), and cut at its collectives into
-segments (trace/segments.py). What ranks tell each other is a line between them. Gradients of whole leaves and sums leave
-as summands: they are reduced with those over the batch axes (passes/shard.py).
+A function is rewritten once for each way in which its arguments are cut (trace/cuts.py), and cut at its collectives
+into segments (trace/segments.py). A collective is a line between them. Gradients of whole leaves, and sums, are handed
+on as summands: they are reduced with those over the batch axes (passes/shard.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace import cuts
 from fzero.trace.cuts import PARTIAL, CutFunction, Place, Wanted
-from fzero.trace.segments import Call, Exchange, Segments, segments
+from fzero.trace.segments import CallStep, ExchangeStep, Segments, segments
 from fzero.transforms.tensor import TensorParallel
 from fzero.units import size
 
@@ -29,6 +29,7 @@ _STARTS = {
     cuts.all_reduce: "all_reduce_start",
     cuts.all_gather: "all_gather_start",
     cuts.reduce_scatter: "reduce_scatter_start",
+    cuts.all_to_all: "all_to_all_start",
 }
 
 
@@ -38,10 +39,10 @@ def rewrite(program: Program, spec: TensorParallel) -> Program:
     Raises:
         FzeroValueError: operations that every rank would have to compute whole, of more bytes than the spec allows.
     """
-    return _Rewrite(program, spec).run()
+    return _ToParts(program, spec).run()
 
 
-class _Rewrite:
+class _ToParts:
     def __init__(self, program: Program, spec: TensorParallel):
         self.program, self.spec, self.axis = program, spec, spec.axis
         self.n = program.mesh.axes[spec.axis]
@@ -152,18 +153,18 @@ class _Rewrite:
             for x, v, place in zip(cut.outputs, line.out, made.places, strict=True)
             if x not in names
         }
-        count, at, lines = sum(isinstance(x, Call) for x in cut.steps), 0, list[Line]()
-        sent = {x: step for step in cut.steps if isinstance(step, Exchange) for x in step.sent}
-        handles: dict[Exchange, str] = {}
+        count, at, lines = sum(isinstance(x, CallStep) for x in cut.steps), 0, list[Line]()
+        sent = {x: step for step in cut.steps if isinstance(step, ExchangeStep) for x in step.sent}
+        handles: dict[ExchangeStep, str] = {}
         for step in cut.steps:
-            if isinstance(step, Call):
+            if isinstance(step, CallStep):
                 out = tuple(final.get(x) or self._between(name, x, cut, sent.get(x)) for x in step.outputs)
                 names.update((x, v.name) for x, v in zip(step.outputs, out, strict=True))
                 fn = self.functions.add(line.fn if count == 1 else f"{line.fn}_seg{at}", step.graph)
                 new = replace(line, fn=fn, args=tuple(names[x] for x in step.inputs), out=out)
                 lines.append(new.saying(segment=Segment(self.numbers, at, count)) if count > 1 else new)
                 at += 1
-            elif isinstance(step, Exchange):
+            elif isinstance(step, ExchangeStep):
                 handle = Value(self.names(f"{name}_{self.axis}_{len(handles)}"), (), torch.uint8, MOVING)
                 handles[step] = handle.name
                 lines.append(self._start(step, tuple(names[x] for x in step.sent), handle))
@@ -174,11 +175,11 @@ class _Rewrite:
         self.numbers += 1
         return lines
 
-    def _between(self, of: str, node: fx.Node, cut: Segments, sent: Exchange | None) -> Value:
-        """What a segment makes for another, or for a collective."""
+    def _between(self, of: str, node: fx.Node, cut: Segments, sent: ExchangeStep | None) -> Value:
+        """A value that a segment makes for another, or for a collective."""
         value, axis = node.meta["val"], self.axis
         name, shape = self.names(f"{of}_{node.name}"), tuple(value.shape)
-        if sent is None:
+        if sent is None or sent.kind is cuts.all_to_all:
             own = Placement("local", (axis,)) if node in cut.own else WHOLE
             return Value(name, shape, value.dtype, own)
         if sent.kind is cuts.all_gather:
@@ -186,17 +187,19 @@ class _Rewrite:
         return Value(name, shape, value.dtype, Placement(partial=(axis,), by=sent.reduction))
 
     def _arrived(self, of: str, marker: fx.Node) -> Value:
-        """What a collective has brought for a segment."""
+        """A value that a collective has brought for a segment."""
         value = marker.meta["val"]
         name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
         if marker.target is cuts.reduce_scatter:
             return Value(name, (self.n, *shape[1:]), value.dtype, Placement(cuts=((self.axis, Dim(0)),)))
-        return Value(name, shape, value.dtype)
+        own = Placement("local", (self.axis,)) if marker.target is cuts.all_to_all else WHOLE
+        return Value(name, shape, value.dtype, own)
 
-    def _start(self, step: Exchange, sent: tuple[str, ...], handle: Value) -> Line:
+    def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Line:
         op, axes = _STARTS[step.kind], (self.axis,)
         attrs = {
             "all_gather_start": lambda: GatherAttrs(axes=axes),
+            "all_to_all_start": lambda: GatherAttrs(axes=axes),
             "all_reduce_start": lambda: ReduceAttrs(axes=axes, reduction=step.reduction),
             "reduce_scatter_start": lambda: ScatterAttrs(axes=axes, reduction="sum", rows=True),
         }[op]()
@@ -208,7 +211,8 @@ class _Rewrite:
         if not large:
             return
         problems = [f"{op} of {fn}: {size(nbytes)}{where}" for (fn, op, where), nbytes in large.items()]
-        what = f"operations would be computed whole on every rank of {self.axis!r}, of more than {size(self.spec.whole_bytes)}"
+        most = size(self.spec.whole_bytes)
+        what = f"operations would be computed whole on every rank of {self.axis!r}, of more than {most}"
         fix = (
             "give the leaves that they read other rules (None leaves one whole), or allow it: "
             f"fz.tensor_parallel(rules=..., whole_bytes='{size(max(large.values()))}')"

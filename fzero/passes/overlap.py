@@ -215,7 +215,6 @@ def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Seq
     return any(a in brought for x in lines[:end] for a in x.args)
 
 
-
 def _is_update(line: Line) -> bool:
     return bool(line.fn and line.writes)
 

@@ -63,6 +63,7 @@ class _Placer:
             "gather": self._gather,
             "scatter": self._scatter,
             "reduce": self._reduce,
+            "exchange": self._exchange,
             "fetch": self._fetch,
             "send": self._send,
             "leaves": self._leaves,
@@ -219,6 +220,20 @@ class _Placer:
         for slot in slots:
             if slot.region is not source:
                 self._take(slot.region, number, last, wait, axes)
+
+    def _exchange(self, number: int, line: Line) -> None:
+        axes, wait = line.axes, self.waits[line.out[0].name]
+        source, result = self._region(), self._region()
+        outs = self.lines[wait][0].out
+        sent = [self._source(source, a, number, _numel(self.values[a].held(self.mesh))) for a in line.args]
+        got = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
+        self.into[number], self.into[wait] = [*sent, *got], list(got)
+        self.slots.update((v.name, s) for v, s in zip(outs, got, strict=True))
+        self._take(source, source.first if source.first is not None else number, wait, wait, axes)
+        for slot in sent:
+            if slot.region is not source:
+                self._take(slot.region, number, wait, wait, axes)
+        result.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _fetch(self, number: int, line: Line) -> None:
         """Live ranges of copies: from the copy's start to its last reader, and until it is stored. A cast that is

@@ -208,7 +208,7 @@ class ReduceAttrs(GatherAttrs, JoinAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterAttrs(ReduceAttrs):
-    """`grid`: the axes that a whole is padded for, if they are more than those that it is cut over here. `rows`: whether
+    """`grid`: the axes that a whole is padded for, if they are more than those that it is cut over here. `rows`: that
     each rank gets its part of dim 0, as a tensor of its own."""
 
     grid: tuple[str, ...] = ()

@@ -12,21 +12,21 @@ A whole or a local may also be `cut(axes along dims)`: a rank has one of the equ
 tensor of its own.
 Any of them may also be `partial(axes)`: each rank has a summand, and the value is the sum over those axes; `by`
 another reduction it is the largest or smallest. Only what is not partial may rest in a state, and only a `whole`
-or a `local` that is not cut may be returned. Each value has axes of its own: one program has shards over `data`, and, padded for the
-same `grid` of axes, the shards over `data` and `node` that those are cut in (see [Note: several axes] in
+or a `local` that is not cut may be returned. Each value has axes of its own: one program has shards over `data`, and,
+padded for the same `grid` of axes, the shards over `data` and `node` that those are cut in (see [Note: several axes] in
 fzero/layout.py). A transfer is over one axis: a gather over the last that its shards were cut over, a reduction over
 the next that they are to be cut over.
 
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few
 small things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`,
-`take_part`, `part_index`, `cut_index`, `unflatten`, `flatten`, `num_valid`, `draw_start`, `accumulate`, `add`, `assign`, `zeros`; `update` is the whole
-optimizer before it is cut into functions. `loop` repeats a body once a micro-batch; an `accumulate` inside it is the
-sum over its turns, or the largest (`op`), and is read after it. Without a loop lines are repeated themselves
-(`repeats`), and `add` adds to totals where they lie: its first arguments, which its results are from there on. Names
-are assigned once, but for the leaves of the state: their buffers are donated, and `writes` says which a line
-overwrites. `redo` compares scalars with the guesses that lines that `guess` were carried out on,
-and carries out its body if they differ (fzero/passes/speculate.py); a plan counts it as not carried out. `zeros` makes
-a value of zeros.
+`take_part`, `unflatten`, `flatten`, `part_index`, `cut_index`, `num_valid`, `draw_start`, `accumulate`, `add`,
+`assign`, `zeros`; `update` is the whole optimizer before it is cut into functions. `loop` repeats a body once a
+micro-batch; an `accumulate` inside it is the sum over its turns, or the largest (`op`), and is read after it. Without a
+loop lines are repeated themselves (`repeats`), and `add` adds to totals where they lie: its first arguments, which its
+results are from there on. Names are assigned once, but for the leaves of the state: their buffers are donated, and
+`writes` says which a line overwrites. `redo` compares scalars with the guesses that lines that `guess` were carried out
+on, and carries out its body if they differ (fzero/passes/speculate.py); a plan counts it as not carried out. `zeros`
+makes a value of zeros.
 
 A `cast` to 8 bits reads a scale besides, and says `through` which dtype it goes (fzero/operators/scaled_matmul.py).
 
@@ -36,6 +36,7 @@ are reduced, shards of gradients, sums over micro-batches. `Line.into` holds pla
   all_gather_start         the flat, padded whole of each argument; a rank's shard is its part of it
   reduce_scatter_start     the flat, padded whole of each argument, then the shard of each result
   all_reduce_start         the flat of each argument
+  all_to_all_start         the flat of each argument, then of each result
   wait                     each result, a view of what its transfer filled
 
 [Note: tiers] A value lies on a tier: in the device's memory, in the host's, or, only as a leaf at rest, on disk. A line
@@ -228,7 +229,7 @@ class Line(Generic[A]):
 
     @property
     def segment(self) -> Segment:
-        """Which part of a function it calls: by default all of it."""
+        """The part of a function that it calls: by default all of it."""
         said = self.attrs.segment if isinstance(self.attrs, CallAttrs) else None
         return said or Segment(-1, 0, 1)
 

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CallStep:
     """A function from values to values."""
 
     graph: Recorded
@@ -33,7 +33,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class ExchangeStep:
     """A collective: the marker of each value, all of one kind, and how they are reduced."""
 
     markers: tuple[fx.Node, ...]
@@ -52,10 +52,10 @@ class Exchange:
 
 
 @dataclass(frozen=True, eq=False)
-class Wait:
+class WaitStep:
     """The end of a collective."""
 
-    of: Exchange
+    of: ExchangeStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class Segments:
 
     inputs: Sequence[fx.Node]
     outputs: Sequence[fx.Node]
-    steps: Sequence[Call | Exchange | Wait]
+    steps: Sequence[CallStep | ExchangeStep | WaitStep]
     own: frozenset[fx.Node]
 
 
@@ -95,21 +95,20 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
     made = _numbered(cut.graph, markers)
     _cross(graph, made, {*outputs})
     places = given | {*markers}
-    steps: list[Call | Exchange | Wait] = []
+    steps: list[CallStep | ExchangeStep | WaitStep] = []
     for number in range(2 * (max(made.values(), default=0) // 2 + 1)):
         here = [x for x in graph.nodes if made.get(x) == number]
         leaving = [x for x in here if _leaves(x, made, {*outputs})]
-        started = [m for m in markers if 2 * _level(m, made) == number]
+        started = [m for m in markers if made[m] == number]
         if leaving:
             needed = ancestors(leaving, stop=places)
             inputs = tuple(x for x in graph.nodes if x in needed and x in places)
-            steps.append(Call(extract(cut.graph, inputs, leaving), inputs, tuple(leaving)))
+            steps.append(CallStep(extract(cut.graph, inputs, leaving), inputs, tuple(leaving)))
             places |= {*leaving}
         steps += _grouped(started)
         if number % 2:
-            steps += [
-                Wait(x) for x in steps if isinstance(x, Exchange) and 2 * _level(x.markers[0], made) == number - 1
-            ]
+            begun = [x for x in steps if isinstance(x, ExchangeStep) and made[x.markers[0]] == number - 1]
+            steps += [WaitStep(x) for x in begun]
     own = {*cut.varies}
     for x in graph.nodes:  # what was copied is as it was
         same = x.target in (all_reduce, all_gather) or x.op == "output"
@@ -188,10 +187,6 @@ def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]
     return made
 
 
-def _level(marker: fx.Node, made: dict[fx.Node, int]) -> int:
-    return made[marker] // 2
-
-
 def _leaves(node: fx.Node, made: dict[fx.Node, int], outputs: set[fx.Node]) -> bool:
     """Whether something else than its own segment reads a value."""
     if node.target in MARKERS or isinstance(node.meta["val"], (tuple, list)):
@@ -205,7 +200,7 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
     again: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def here(x: fx.Node, number: int) -> fx.Node:
-        """What a segment reads of a value of another."""
+        """The node that a segment reads for a value of another."""
         if x.op != "call_function" or x.target in MARKERS or made[x] == number or x in outputs or not is_view(x):
             return x
         if (x, number) not in again:
@@ -223,17 +218,18 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
     for x in [n for n in graph.nodes if n.op == "call_function" and n.target not in MARKERS]:
         value = x.meta["val"]
         others = [u for u in x.users if u.op != "output" and u.target not in MARKERS and made[u] != made[x]]
-        if others and isinstance(value, torch.Tensor) and x not in outputs:
-            if not value.is_contiguous() or strides_guessed(x, MARKERS):
-                copy = _copied(graph, x)
-                made[copy] = made[x]
-                for user in others:
-                    user.replace_input_with(x, copy)
+        if not others or not isinstance(value, torch.Tensor) or x in outputs:
+            continue
+        if not value.is_contiguous() or strides_guessed(x, MARKERS):
+            copy = _copied(graph, x)
+            made[copy] = made[x]
+            for user in others:
+                user.replace_input_with(x, copy)
 
 
-def _grouped(markers: Sequence[fx.Node]) -> list[Exchange]:
+def _grouped(markers: Sequence[fx.Node]) -> list[ExchangeStep]:
     """Collectives that go together, those of one kind."""
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for m in markers:
         groups.setdefault((m.target, *m.args[1:]), []).append(m)
-    return [Exchange(tuple(group)) for group in groups.values()]
+    return [ExchangeStep(tuple(group)) for group in groups.values()]

@@ -79,20 +79,22 @@ class TensorParallel(Transform):
 
 
 @keywords
-def tensor_parallel(step: Any = None, *, axis: str = "model", rules: Rules | None = None, whole_bytes: int | str = "1MiB") -> Any:
+def tensor_parallel(
+    step: Any = None, *, axis: str = "model", rules: Rules | None = None, whole_bytes: int | str = "1MiB"
+) -> Any:
     """Cuts parameters along a dim over `axis`, and computes with the parts: ranks exchange results, not parameters.
 
     Equal to the untransformed step, up to the order of summation. Every rank along `axis` has the same batch; any ZeRO
     stage may shard what is left over the other axes. A parameter without a rule stays whole. The function of a block is
-    rewritten by rules for each operation; an operation without one is computed whole, and the program's header lists it.
+    rewritten by rules for each operation. One without a rule is computed whole, and the program's header lists it.
 
     Args:
         step: a training or evaluation step; without one a transform is returned.
         axis: the mesh axis.
         rules: a mapping from the end of a parameter's dotted name, in which `*` stands for anything, to the dim that is
-            cut; or to a pair `(dim, groups)`, for a dim of several equal pieces each of which is cut, such as queries,
-            keys and values in one matrix: `(1, 3)`; or to None. The first that matches counts. Or a function
-            `(path, leaf)` that returns one of these; `leaf` is a meta tensor.
+            cut. `(dim, groups)` cuts each of several equal pieces: `(1, 3)` for queries, keys and values in one matrix.
+            None leaves a parameter whole. The first rule that matches counts. Or a function `(path, leaf)` that returns
+            one of these; `leaf` is a meta tensor.
         whole_bytes: an operation whose whole inputs take more bytes than this on a rank is an error instead.
 
     Communication: of a transformer block whose first matrix of a pair is cut by columns and whose second by rows, two

@@ -25,7 +25,7 @@ ANY = -1
 _WORDS = {
     "computes": {"device", "said", "there", ""},
     "between": {"ranks", "tiers", ""},
-    "pool": {"total", "sum", "gather", "scatter", "reduce", "fetch", "send", "leaves", "results", ""},
+    "pool": {"total", "sum", "gather", "scatter", "reduce", "exchange", "fetch", "send", "leaves", "results", ""},
 }
 _FLAGS = ("in_text", "body", "waits", "settles", "skipped")
 _FLAGS += ("in_place", "outlives", "makes_own", "overwrites", "batched")
@@ -136,7 +136,7 @@ class Op(Generic[A]):
             the device alone waits, so these do before they write.
         skipped: whether, on a guess, it is not carried out at all if the step does not guess.
         pool: how its results lie in the pool (fzero/passes/pool.py): "total", "sum", "gather", "scatter", "reduce",
-            "fetch", "send", "leaves", "results" or "".
+            "exchange", "fetch", "send", "leaves", "results" or "".
         in_place: whether its results are its first arguments, written.
         outlives: whether its results are read after the loop that it is in, and grow with each turn.
         makes_own: whether its results share memory with nothing.

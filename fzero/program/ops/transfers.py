@@ -105,7 +105,8 @@ class AllGather(Collective):
 
     def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
         shard = placement.kind == "shard" and placement.axes[-1:] == line.attrs.axes
-        return (shard or dict(placement.cuts).get(*line.attrs.axes) == _ROWS) and not placement.partial
+        rows = any((axis,) == line.attrs.axes and dim == _ROWS for axis, dim in placement.cuts)
+        return (shard or rows) and not placement.partial
 
     def reads_new(self, line: Line[GatherAttrs], name: str, aliases: Mapping[str, str]) -> bool:
         return name in aliases
@@ -129,13 +130,18 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    """Summands to this rank's shard of their sum. Those that are shards are cut further. Or, with `rows`, to this rank's
-    part of dim 0."""
+    """Summands to this rank's shard of their sum. Those that are shards are cut further. With `rows` a rank gets its
+    part of dim 0 instead."""
 
     name = "reduce_scatter_start"
     attrs = ScatterAttrs
     pool = "scatter"
     reads_until_wait = False
+
+    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
+        finer = (*placement.axes, *line.attrs.axes)  # what a shard is to be padded for
+        padded = placement.kind != "shard" or placement.grid[: len(finer)] == finer
+        return padded and super().takes(line, placement)
 
     def filled(self, line: Line[GatherAttrs]) -> Sequence[Place | None]:
         return line.into[len(line.args) :]
@@ -173,6 +179,35 @@ class AllReduce(Collective):
     def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         n = mesh.axis_size(line.attrs.axes)
         return self.together(line, values, mesh) * 2 * (n - 1) // n
+
+
+class AllToAll(Collective):
+    """Rows of dim 0, one for each rank along the axis, to the rows that these ranks have for this one. Its places are
+    first what it sends, then what it gets."""
+
+    name = "all_to_all_start"
+    pool = "exchange"
+    reads_until_wait = False
+
+    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
+        return placement.kind == "local" and {*line.attrs.axes} <= {*placement.axes} and not placement.partial
+
+    def channel(self, line: Line[GatherAttrs]) -> str:
+        return f"exchange:{','.join(line.attrs.axes)}"
+
+    def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        n = mesh.axis_size(line.attrs.axes)
+        return sum(local_bytes(values[a], mesh) for a in line.args) * (n - 1) // n
+
+    def filled(self, line: Line[GatherAttrs]) -> Sequence[Place | None]:
+        return line.into[len(line.args) :]
+
+    def handed_out(
+        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
+        (axis,) = line.attrs.axes
+        n, here = told.mesh.axis_size(axis), told.mesh.index(axis)
+        return [told.gather(x.contiguous(), axis).view(n, n, -1)[:, here].reshape(x.shape) for x in moved]
 
 
 class Send(Start[SendAttrs]):
@@ -437,6 +472,16 @@ class Wait(Op[WaitAttrs]):
 
 STARTS: Mapping[str, Start[Any]] = {
     row.name: row
-    for row in (AllGather(), ReduceScatter(), AllReduce(), Send(), ToDevice(), ToHost(), DiskRead(), DiskWrite())
+    for row in (
+        AllGather(),
+        ReduceScatter(),
+        AllReduce(),
+        AllToAll(),
+        Send(),
+        ToDevice(),
+        ToHost(),
+        DiskRead(),
+        DiskWrite(),
+    )
 }
 ROWS: Sequence[Op[Any]] = (*STARTS.values(), Wait())
