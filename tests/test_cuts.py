@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from lockstep import choices, collectives, cuts_of, halves, recorded, run, run_cut, run_halves, with_gradients
 
+import fzero as fz
 from fzero.boxes import Dim
-from fzero.trace.cuts import CutFunction, Place, Wanted, propagate
+from fzero.trace.cuts import CutFunction, Place, Wanted, all_reduce, propagate
 
 Case = tuple[Callable[..., Any], Callable[[], list[torch.Tensor]]]
 
@@ -202,6 +203,25 @@ def test_a_block_reduces_twice_each_way(name: str, keep: str) -> None:
         assert not forward.whole and not backward.whole
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_stream_that_is_cut_by_position(name: str) -> None:
+    """Megatron's sequence parallelism: what is normed is gathered, what is summed is scattered. The backward gathers
+    once more for the gradients of each weight that reads a norm."""
+    fn, make, places = BLOCKS[name]
+    torch.manual_seed(0)
+    inputs = make()
+    graph, _ = with_gradients(fn, inputs)
+    both, tangents = halves(fn, inputs, "none")
+    expected = run(graph, [[*inputs, *tangents]])[0]
+    stream = Dim(1)
+    for n in (2, 4):
+        forward, backward, results, grads = run_halves(both, inputs, tangents, [stream, *places[1:]], n, stream)
+        equal([*results, *grads], expected, f"{name} by {n}")
+        assert collectives(forward) == ["all_gather", "reduce_scatter"] * 2
+        assert sorted(collectives(backward)) == ["all_gather"] * 4 + ["reduce_scatter"] * 2
+        assert not forward.whole and not backward.whole
+
+
 def text(cut: CutFunction) -> str:
     return f"{cut.graph.graph}\n{cut.places}\n{cut.whole}\n{[x in cut.varies for x in cut.graph.graph.nodes]}"
 
@@ -216,6 +236,56 @@ def test_the_same_graph_each_time() -> None:
         return text(propagate(graph, 2, [*places, *[None] * len(tangents)], wanted))
 
     assert once() == once()
+
+
+# --- a cut vocabulary ---
+
+
+@pytest.mark.parametrize(
+    "lookup", [lambda table, tokens: F.embedding(tokens, table), lambda table, tokens: table[tokens]]
+)
+def test_an_embedding_with_a_cut_vocabulary(lookup: Callable[..., Any]) -> None:
+    """One sum forward; the gradient is a rank's own rows, of the whole gradient."""
+    inputs = [r(24, 16), i(24, 2, 8)]
+    graph, tangents = with_gradients(lookup, inputs)
+    everything, places = [*inputs, *tangents], [ROW, None, None]
+    cut = propagate(graph, 4, places, [None, ROW], leaves=frozenset({0}))
+    equal(run_cut(cut, everything, places, 4), run(graph, [everything])[0], "embedding")
+    assert collectives(cut) == ["all_reduce"] and not cut.whole
+    shapes = {tuple(x.meta["val"].shape) for x in cut.graph.graph.nodes if x.op == "call_function"}
+    assert (24, 16) not in shapes  # nothing is as large as the table
+
+
+def test_a_head_with_a_cut_vocabulary() -> None:
+    """Logits are never whole."""
+
+    def head(x: torch.Tensor, norm: torch.Tensor, vocab: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+        logits = (F.layer_norm(x, (16,), norm) @ vocab).flatten(0, 1)
+        targets = targets.flatten()
+        loss = F.cross_entropy(logits, targets, label_smoothing=0.1) + logits.logsumexp(-1).square().mean()
+        return [loss, F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).float().mean()]
+
+    inputs = [r(2, 8, 16), r(16), r(16, 24), i(24, 2, 8)]
+    graph, tangents = with_gradients(head, inputs)
+    everything = [*inputs, *tangents]
+    places = [None, None, COLUMN, *[None] * (len(everything) - 3)]
+    wanted = [*[Wanted.SUMMAND] * 3, None, Wanted.SUMMAND, COLUMN]
+    cut = propagate(graph, 4, places, wanted, leaves=frozenset({1, 2}))
+    equal(run_cut(cut, everything, places, 4), run(graph, [everything])[0], "head")
+    assert {*collectives(cut)} == {"all_reduce"} and not cut.whole
+    assert max(x.meta["val"].numel() for x in cut.graph.graph.nodes if x.target is all_reduce) == 2 * 8 * 16
+
+
+@pytest.mark.parametrize("place", [Dim(0), Dim(1), Dim(2), Dim(1, 2)])
+def test_draws_are_those_of_the_whole(place: Dim) -> None:
+    inputs = [r(4, 8, 6), fz.random.key(3)]
+    graph, tangents = with_gradients(lambda x, key: fz.random.dropout(key, x, 0.3), inputs)
+    places: list[Place] = [place, None, None]
+    cut = propagate(graph, 2, places, [Wanted.FREE] * 2)
+    expected = run(graph, [[*inputs, *tangents]])[0]
+    for a, b in zip(run_cut(cut, [*inputs, *tangents], places, 2), expected, strict=True):
+        assert torch.equal(a, b)
+    assert not collectives(cut)
 
 
 # --- random compositions ---

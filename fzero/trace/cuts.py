@@ -290,6 +290,8 @@ class _Propagation:
         self.several: dict[fx.Node, tuple[tuple[fx.Node, ...] | fx.Node, tuple[Place, ...]]] = {}
         self.leaves: set[fx.Node] = set()
         self.whole: list[MadeWhole] = []
+        passed = [*zip(self.source.inputs, places, strict=True), *zip(self.source.outputs, wanted, strict=True)]
+        self.streams = {tuple(x.meta["val"].shape) for x, place in passed if stream is not None and place == stream}
         for i, (x, place) in enumerate(zip(self.source.inputs, places, strict=True)):
             self._input(x, place, i in leaves)
 
@@ -348,7 +350,7 @@ class _Propagation:
         if want is Wanted.SUMMAND:
             return PARTIAL if place == PARTIAL and None not in made else None
         if place != PARTIAL:
-            return None if None in made else place
+            return None if None in made and self.stream is None else place
         return next((p for p in made if p != PARTIAL), None)
 
     # --- operations ---
@@ -395,13 +397,13 @@ class _Propagation:
         inputs = node.all_input_nodes
         whole = Strategy(dict.fromkeys(inputs), None)
         rule = rule_of(node.target)
-        op = WholeOp(node, self.n, self.place, self._streams(node))
+        op = WholeOp(node, self.n, self.place, self._asked(node))
         found = [s for s in rule(op) if self._fits(node, s)] if rule else []
         prices = [self._price(node, s) for s in (*found, whole)]
         best = (*found, whole)[prices.index(min(prices))]
         if best is whole or min(prices) == math.inf:
             best = whole
-            gathered = [a for a in inputs if isinstance(self.place[a], Dim) and None not in self.made[a]]
+            gathered = [a for a in inputs if isinstance(self.place[a], Dim) and self._cost(a, None) > 0]
             gathered = [a for a in gathered if self.place[a] != self.stream or a in self.leaves]
             if gathered:
                 self._list(node, gathered)
@@ -414,8 +416,21 @@ class _Propagation:
         nbytes = sum(_nbytes(a) for a in gathered)
         self.whole.append(MadeWhole(str(node.target), nbytes, line(place) if place else "", tuple(inputs)))
 
-    def _streams(self, node: fx.Node) -> list[Dim]:
-        return []
+    def _asked(self, node: fx.Node) -> list[Dim]:
+        """The places at which a result is asked for: as an output, and as part of the stream where it reads partial
+        values."""
+        outputs = (
+            zip(self.source.outputs, self.wanted, strict=True) if self.source.graph.output_node() in node.users else ()
+        )
+        asked = [w for x, w in outputs if x is node and isinstance(w, Dim)]
+        if any(self.place[a] == PARTIAL for a in node.all_input_nodes) and self._streams(node):
+            asked.append(self.stream)  # type: ignore[arg-type]
+        return asked
+
+    def _streams(self, node: fx.Node) -> bool:
+        """Whether a value is like those that pass between blocks."""
+        value = node.meta["val"]
+        return self.stream is not None and isinstance(value, torch.Tensor) and tuple(value.shape) in self.streams
 
     def _settle(self, node: fx.Node, strategy: Strategy) -> None:
         """Writes an operation by a strategy."""
@@ -471,10 +486,10 @@ class _Propagation:
         later = sum(v.numel() * v.dtype.itemsize for v, p in self._results(node, s) if p == PARTIAL and v is not None)
         if later and self._summed_later(node):
             later = 0
-        elif later and not is_view(node):
-            if any(p == PARTIAL and len(a.users) > 1 for a, p in s.want.items()):
-                later *= 1.01  # what else reads the input may have it reduced
-        return sum(self._cost(a, p) for a, p in s.want.items()) + 2 * share * (later + s.sent)
+        elif not is_view(node) and any(p == PARTIAL and len(a.users) > 1 for a, p in s.want.items()):
+            later *= 1.01  # what else reads the input may have it reduced
+        later *= 2 if self.stream is None else 1  # a reduction into the stream scatters
+        return sum(self._cost(a, p) for a, p in s.want.items()) + share * (later + 2 * s.sent)
 
     def _summed_later(self, node: fx.Node) -> bool:
         """Whether a partial value may leave the function, by way of linear operations."""
@@ -516,18 +531,21 @@ class _Propagation:
     # --- values at places ---
 
     def _root(self, node: fx.Node) -> fx.Node | None:
-        """The value that a view of a partial value is reduced as."""
-        if self.place[node] != PARTIAL or node.op != "call_function":
+        """The value of which a view is made again when that is whole, so that it is converted once."""
+        if node.op != "call_function" or self.place[node] is None:
             return None
-        source = node.all_input_nodes[0]
+        source = node.all_input_nodes[0] if node.all_input_nodes else node
         if node.target is operator.getitem:
             if not is_view(source):
                 return None
             source = source.all_input_nodes[0]
         elif not is_view(node) or len(node.all_input_nodes) > 1:
             return None
-        small = source.meta["val"].numel() <= node.meta["val"].numel() or len(source.users) > 1
-        return source if self.place[source] == PARTIAL and (small or None in self.made[source]) else None
+        if self.place[source] is None or (self.place[source] == PARTIAL) != (self.place[node] == PARTIAL):
+            return None
+        if source.meta["val"].numel() <= node.meta["val"].numel() or None in self.made[source]:
+            return source
+        return source if self.place[source] == PARTIAL and len(source.users) > 1 else None
 
     def _get(self, node: fx.Node, want: Place) -> fx.Node:
         made = self.made[node]
