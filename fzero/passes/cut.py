@@ -55,6 +55,7 @@ class _ToParts:
         self.index: Value | None = None
         self.whole: dict[tuple[str, str, str], int] = {}  # operations made whole: function, operation, line -> bytes
         self.numbers = 0
+        self.stream = Dim(1) if spec.sequence else None  # positions
 
     def run(self) -> Program:
         inputs = [self._input(v) for v in self.program.inputs]
@@ -94,11 +95,28 @@ class _ToParts:
         # the sums that another line of the loss reads are wanted whole
         read = {a for line in program.lines if line.of_sums for a in line.args}
         self.wanted |= {a: Wanted.SUMMAND for a in read if a in summands}
+        self.wanted |= {name: self.stream for name in self._passing() if name not in self.wanted}
         for line in reversed(program.lines):
             if line.op == "cast":
                 for source, v in zip(line.args, line.out, strict=False):
                     if v.name in self.wanted:
                         self.wanted[source] = self.wanted[v.name]
+
+    def _passing(self) -> list[str]:
+        """The values that pass between blocks and are cut by position: of the shapes that blocks hand on."""
+        if self.stream is None:
+            return []
+        number = {v.name: x.block.number if x.block else -1 for x in self.program.lines for v in x.out}
+        values = {v.name: v for x in self.program.lines for v in x.out}
+        passing = {
+            a
+            for x in self.program.lines
+            for a in x.args
+            if a in number and number[a] != (x.block.number if x.block else -1)
+        }
+        shapes = {values[a].shape for a in passing if number[a] >= 0 and len(values[a].shape) > 2}
+        shapes = {shape for shape in shapes if shape[1] > 1 and shape[1] % self.n == 0}
+        return [name for name in values if name in passing and values[name].shape in shapes]
 
     def _put(self, value: Value, place: Place) -> Value:
         """A value with its place along the axis."""
@@ -131,7 +149,7 @@ class _ToParts:
         leaves = frozenset(i for i, a in enumerate(line.args) if a in self.leaves)
         key = line.fn, places, wanted, leaves
         if key not in self.known:
-            made = cuts.propagate(function.graph, self.n, places, wanted, leaves=leaves)
+            made = cuts.propagate(function.graph, self.n, places, wanted, leaves=leaves, stream=self.stream)
             for x in made.whole:
                 of = line.fn, x.op, f", {x.line}" if x.line else ""
                 self.whole[of] = max(self.whole.get(of, 0), x.nbytes)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from fzero.arguments import keywords
+from fzero.arguments import flag, keywords
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import Leaf
@@ -29,6 +29,7 @@ Rules: TypeAlias = "Mapping[str, Rule] | Callable[[str, torch.Tensor], Rule]"
 class TensorParallel(Transform):
     axis: str = "model"
     rules: tuple[tuple[str, Dim | None], ...] | Callable[[str, torch.Tensor], Rule] = ()
+    sequence: bool = False
     whole_bytes: int = 1 << 20
     order: ClassVar[int] = 45
     name: ClassVar[str] = "tensor_parallel"
@@ -70,7 +71,8 @@ class TensorParallel(Transform):
             raise TransformError(message(self.name, "tied leaves have two rules", torn, fix))
 
     def __str__(self) -> str:
-        said = [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
+        said = ["sequence=True"] if self.sequence else []
+        said += [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
         if callable(self.rules):
             rules = getattr(self.rules, "__name__", repr(self.rules))
         else:
@@ -80,7 +82,12 @@ class TensorParallel(Transform):
 
 @keywords
 def tensor_parallel(
-    step: Any = None, *, axis: str = "model", rules: Rules | None = None, whole_bytes: int | str = "1MiB"
+    step: Any = None,
+    *,
+    axis: str = "model",
+    rules: Rules | None = None,
+    sequence: bool = False,
+    whole_bytes: int | str = "1MiB",
 ) -> Any:
     """Cuts parameters along a dim over `axis`, and computes with the parts: ranks exchange results, not parameters.
 
@@ -95,6 +102,8 @@ def tensor_parallel(
             cut. `(dim, groups)` cuts each of several equal pieces: `(1, 3)` for queries, keys and values in one matrix.
             None leaves a parameter whole. The first rule that matches counts. Or a function `(path, leaf)` that returns
             one of these; `leaf` is a meta tensor.
+        sequence: whether what passes between blocks is cut by position (dim 1) as well: norms, residuals and dropouts
+            are not repeated. Each all_reduce becomes a reduce_scatter and an all_gather.
         whole_bytes: an operation whose whole inputs take more bytes than this on a rank is an error instead.
 
     Communication: of a transformer block whose first matrix of a pair is cut by columns and whose second by rows, two
@@ -120,6 +129,7 @@ def tensor_parallel(
         ['all_reduce_start']
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
+    problems += flag("sequence", sequence)
     given: Any = rules
     if not rules:
         problems.append(f"rules={rules!r}: which parameters are cut, and along which dim")
@@ -132,7 +142,7 @@ def tensor_parallel(
     if problems:
         fix = "fz.tensor_parallel(rules={'qkv': (1, 3), 'out': 0, 'up': 1, 'down': 0})"
         raise FzeroTypeError(message("tensor_parallel", "invalid arguments", problems, fix))
-    return applied(TensorParallel(axis, given, parse_bytes(whole_bytes)), step)
+    return applied(TensorParallel(axis, given, sequence, parse_bytes(whole_bytes)), step)
 
 
 def _wrong(glob: Any, rule: Any) -> str:
