@@ -457,7 +457,7 @@ def _draw_pointwise(key: torch.Tensor, shape: Sequence[int], numel: int, start: 
 
 
 def _drawn(k0: Any, k1: Any, count: Any, kind: str) -> Any:
-    """What is drawn for a counter: tensors, or elements of them."""
+    """The draw of a counter: of tensors, or of elements of them."""
     x0, x1 = _threefry(k0, k1, count & _MASK, count >> 32)
     if kind == "bits":
         return x0
