@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -375,12 +375,125 @@ class InductorOutput:
     writes: tuple[int, ...]
 
 
-_FEW_OPERATIONS = 12
-"""Operations of a value of an intertwined graph before it is given a buffer: with 6 or 30 it takes longer."""
+@dataclass(frozen=True)
+class Element:
+    """A number in the code of one element of Inductor's kernels, with Python's operators and some of a tensor's
+    methods: int64, and float32 from `float` on."""
+
+    value: Any
+    dtype: torch.dtype = torch.int64
+
+    def float(self) -> Element:
+        return Element(_ops().to_dtype(self.value, torch.float32, src_dtype=self.dtype), torch.float32)
+
+    def __add__(self, other: Element | int | float) -> Element:
+        return self._and("add", other)
+
+    def __sub__(self, other: Element | int | float) -> Element:
+        return self._and("sub", other)
+
+    def __mul__(self, other: Element | int | float) -> Element:
+        return self._and("mul", other)
+
+    def __and__(self, other: Element | int) -> Element:
+        return self._and("bitwise_and", other)
+
+    def __or__(self, other: Element | int) -> Element:
+        return self._and("bitwise_or", other)
+
+    def __xor__(self, other: Element | int) -> Element:
+        return self._and("bitwise_xor", other)
+
+    def __lshift__(self, other: Element | int) -> Element:
+        return self._and("bitwise_left_shift", other)
+
+    def __rshift__(self, other: Element | int) -> Element:
+        return self._and("bitwise_right_shift", other)
+
+    def log(self) -> Element:
+        return Element(_ops().log(self.value), self.dtype)
+
+    def sqrt(self) -> Element:
+        return Element(_ops().sqrt(self.value), self.dtype)
+
+    def cos(self) -> Element:
+        return Element(_ops().cos(self.value), self.dtype)
+
+    def _and(self, operation: str, other: Any) -> Element:
+        ops = _ops()
+        if not isinstance(other, Element):
+            other = Element(ops.constant(other if self.dtype == torch.int64 else float(other), self.dtype))
+        return Element(getattr(ops, operation)(self.value, other.value), self.dtype)
+
+
+def _ops() -> Any:
+    from torch._inductor.virtualized import ops
+
+    return ops
+
+
+@dataclass(frozen=True)
+class Elements:
+    """A tensor that a kernel reads: its shape, and as a function of indices an `Element`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[..., Any]
+
+    @staticmethod
+    def of(tensor: Any) -> Elements:
+        return Elements(tuple(tensor.get_size()), tensor.get_dtype(), tensor.make_loader())
+
+    def __call__(self, *index: Any) -> Element:
+        import sympy
+
+        return Element(self.load([sympy.sympify(i) for i in index]), self.dtype)
+
+
+def position(index: Any) -> Element:
+    """An index of the running element, or what Python's arithmetic makes of several."""
+    import sympy
+
+    return Element(_ops().index_expr(sympy.sympify(index), torch.int64))
+
+
+ElementRule = Callable[..., tuple[Sequence[int], torch.dtype, Callable[[Sequence[Any]], Element]]]
+"""An operator for Inductor's kernels: from its arguments, tensors as `Elements`, to the shape and dtype of its result
+and a function from the indices of an element to the `Element`."""
+
+
+@contextmanager
+def _known(rules: Mapping[Any, ElementRule]) -> Iterator[None]:
+    """Inductor writes operators out by rules of ours, for the body. Each operation within a rule is written once: of a
+    graph of operations Inductor writes each once for every path that leads to it, which for the rounds of a cipher
+    takes seconds."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import lowerings
+
+    def lowering(rule: ElementRule) -> Callable[..., Any]:
+        def lowered(*args: Any) -> Any:
+            tensors = [a for a in args if isinstance(a, ir.IRNode)]
+            shape, dtype, element = rule(*(Elements.of(a) if isinstance(a, ir.IRNode) else a for a in args))
+            return ir.Pointwise.create(
+                device=tensors[0].get_device(), dtype=dtype, inner_fn=lambda i: element(i).value, ranges=list(shape)
+            )
+
+        return lowered
+
+    assert not rules.keys() & lowerings.keys()
+    lowerings.update({op: lowering(rule) for op, rule in rules.items()})
+    try:
+        yield
+    finally:
+        for op in rules:
+            del lowerings[op]
 
 
 def inductor_lower(
-    graph: fx.GraphModule, example_inputs: Sequence[torch.Tensor], trust_cpu: bool, intertwined: bool = False
+    graph: fx.GraphModule,
+    example_inputs: Sequence[torch.Tensor],
+    trust_cpu: bool,
+    rules: Mapping[Any, ElementRule] = {},
 ) -> InductorOutput:
     """Inductor's code for a graph of ATen operations on the CPU: Python around C++ kernels, which are left as text.
 
@@ -389,10 +502,7 @@ def inductor_lower(
         example_inputs: tensors of the shapes, strides and dtypes it will see.
         trust_cpu: take the CPU's word for the vector instructions it has. Otherwise Inductor compiles and runs a probe
             for each set, 8 s in all.
-        intertwined: the graph has long chains of operations that each read several earlier ones, as the rounds of a
-            cipher do. Inductor writes an operation out once for each path that leads to it, until there are so many
-            that it gives the value a buffer (which fusion takes away again): 9 s of CPU for one random draw, 0.5 s if
-            that comes soon.
+        rules: for operators that Inductor does not know.
     """
     import torch._inductor.config as config
     from torch._guards import TracingContext, tracing
@@ -412,12 +522,11 @@ def inductor_lower(
         "compile_threads": 1,
         "force_disable_caches": True,
         "cpp.vec_isa_ok": True if trust_cpu else config.cpp.vec_isa_ok,
-        **({"realize_opcount_threshold": _FEW_OPERATIONS} if intertwined else {}),
     }
     unpatched = AsyncCompile.cpp_pybinding
     AsyncCompile.cpp_pybinding = lambda self, argtypes, source: None  # type: ignore[method-assign]
     try:
-        with config.patch(patches), tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        with config.patch(patches), _known(rules), tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
             compile_fx(graph, list(example_inputs), inner_compile=inner, ignore_shape_env=True)
     finally:
         AsyncCompile.cpp_pybinding = unpatched  # type: ignore[method-assign]

@@ -20,12 +20,14 @@ Generator: Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel ra
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from fzero import compat
 from fzero.arguments import count
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.operators.base import define
@@ -451,13 +453,27 @@ def _finish_(kind: str, x0: torch.Tensor, x1: torch.Tensor, spare: torch.Tensor,
 
 def _draw_pointwise(key: torch.Tensor, shape: Sequence[int], numel: int, start: Any, kind: str) -> torch.Tensor:
     count = torch.arange(math.prod(shape), device=key.device).reshape(shape) + (key[2] * numel + start)
-    x0, x1 = _threefry(key[0], key[1], count & _MASK, count >> 32)
+    return _drawn(key[0], key[1], count, kind)
+
+
+def _drawn(k0: Any, k1: Any, count: Any, kind: str) -> Any:
+    """The draw of a counter: of tensors, or of elements of them."""
+    x0, x1 = _threefry(k0, k1, count & _MASK, count >> 32)
     if kind == "bits":
         return x0
     if kind == "uniform":
-        return (x0 >> 8).to(torch.float32) * 2.0**-24
-    radius = torch.sqrt(torch.log(((x0 & 0x7FFFFFFF).to(torch.float32) + 1) * 2.0**-31) * -2)
-    return radius * torch.cos(_signed(x1).to(torch.float32) * (math.pi * 2.0**-31))
+        return (x0 >> 8).float() * 2.0**-24
+    radius = ((((x0 & 0x7FFFFFFF).float() + 1) * 2.0**-31).log() * -2).sqrt()
+    return radius * (_signed(x1).float() * (math.pi * 2.0**-31)).cos()
+
+
+def _draw_rule(key: Any, shape: Sequence[int], numel: int, start: Any, kind: str) -> Any:
+    def element(index: Sequence[Any]) -> compat.Element:
+        flat = functools.reduce(lambda at, i: at * i[1] + i[0], zip(index, shape, strict=True), 0)
+        first = key(2) * numel + (start() if callable(start) else start)
+        return _drawn(key(0), key(1), compat.position(flat) + first, kind)
+
+    return shape, _KINDS[kind], element
 
 
 def _derive_eager(key: torch.Tensor, data: torch.Tensor, domain: int) -> torch.Tensor:
@@ -469,8 +485,22 @@ def _derive_eager(key: torch.Tensor, data: torch.Tensor, domain: int) -> torch.T
 
 
 def _derive_pointwise(key: torch.Tensor, data: torch.Tensor, domain: int) -> torch.Tensor:
-    x0, x1 = _threefry(key[0], key[1], data & _MASK, ((data >> 32) & 0x3FFFFFFF) | domain)
+    x0, x1 = _derived(key[0], key[1], data, domain)
     return torch.stack([x0, x1, key[2].expand(data.shape)], dim=-1)
+
+
+def _derived(k0: Any, k1: Any, data: Any, domain: int) -> tuple[Any, Any]:
+    return _threefry(k0, k1, data & _MASK, ((data >> 32) & 0x3FFFFFFF) | domain)
+
+
+def _derive_rule(key: Any, data: Any, domain: int) -> Any:
+    def element(index: Sequence[Any]) -> compat.Element:
+        x0, x1 = _derived(key(0), key(1), data(*index[:-1]), domain)
+        word = compat.position(index[-1])  # 0, 1 or 2
+        second, part = word & 1, word >> 1
+        return x0 * ((second + part) ^ 1) + x1 * second + key(2) * part
+
+    return [*data.shape, 3], torch.int64, element
 
 
 DRAW: Any = define(
@@ -497,3 +527,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., torch.Tensor]] = {
     DERIVE: _derive_pointwise,
 }
 """The operators, as functions of pointwise operations."""
+RULES = {
+    DRAW: _draw_rule,
+    DRAW_FROM: lambda key, start, shape, numel, kind: _draw_rule(key, shape, numel, start, kind),
+    DERIVE: _derive_rule,
+}
+"""The operators, as code of an element of a kernel (`compat.ElementRule`)."""

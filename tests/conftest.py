@@ -11,7 +11,7 @@ from typing import Any, cast
 import hypothesis
 import pytest
 import torch
-from pool import Pool
+from pool import THRESHOLDS, Pool
 
 from fzero.build import worker
 from fzero.program.ops import OPS, OWNERS, Op
@@ -36,12 +36,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Files that take longest, first: else one process waits for the other at the end.
 LONGEST = (
     "test_run.py",
+    "test_example.py",
+    "test_hosts.py",
+    "test_chaos.py",
+    "test_docs.py",
     "test_dims.py",
     "test_axes.py",
     "test_trainer.py",
-    "test_example.py",
     "test_testing.py",
-    "test_docs.py",
+    "test_vertical.py",
+    "test_plan_hf.py",
+    "test_resize.py",
     "test_offload_plan.py",
     "test_functionalize.py",
     "test_plan.py",
@@ -56,6 +61,14 @@ LONGEST = (
     "test_headline.py",
     "test_example_vit.py",
     "test_functionalize_zoo.py",
+    "test_gpu_hour.py",
+    "test_redundant.py",
+    "test_launcher.py",
+    "test_late.py",
+    "test_trees.py",
+    "test_composed.py",
+    "test_waiting_gradients.py",
+    "test_train_big.py",
 )
 
 
@@ -75,6 +88,7 @@ def pytest_configure() -> None:
     to keep them from run to run."""
     global _inductor_cache
     torch.set_num_threads(1)  # as on every rank: with more, a matrix product sums in another order
+    gc.set_threshold(*THRESHOLDS)
     os.environ["FZERO_PROGRESS"] = "off"  # what says how long it takes depends on how long it takes
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         _inductor_cache = tempfile.TemporaryDirectory(prefix="fzero-inductor-", ignore_cleanup_errors=True)

@@ -44,6 +44,9 @@ import torch
 
 MAX_RANKS = 4
 IMPORTED = ("fzero.lowering.lower", "torch._dynamo")  # by seeds: what the first step of a process would wait for
+THRESHOLDS = 20_000, 20, 50
+"""Of Python's garbage collector, in tests and ranks: with its own a tenth of their CPU time is spent in going through
+what stays."""
 GRACE = 10.0  # seconds that the other ranks get to finish or fail once one rank has failed
 _NUM_LOG_BYTES = 4000  # of what a rank printed, shown with an error
 
@@ -360,6 +363,7 @@ def _fork(control: socket.socket) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # what every worker shares
+    gc.set_threshold(*THRESHOLDS)
     while True:
         data, fds, *_ = socket.recv_fds(control, 1 << 20, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:  # the parent is gone

@@ -619,6 +619,34 @@ def test_large_work_is_compiled_in_several_units():
     assert [len(unit) for unit in worker._units(jobs[:1], plain, 4)] == [1]
 
 
+def drawn(key, start, x):
+    first, second = fz.random.split(key)
+    third = fz.random.fold_in(second, 1 << 40)
+    return [
+        fz.random.bits(first, (N, N)),
+        fz.random.dropout(second, x, 0.3),
+        fz.random.split(first, 700),
+        random.DRAW_FROM(third, start, [5, N], 1 << 33, "normal"),
+    ]
+
+
+@pytest.mark.usefixtures("compiled_here", "folder")
+def test_draws_are_compiled_as_they_are():
+    """To the bit what eager draws are, up to `log` and `cos`: not as hundreds of operations each, which Inductor would
+    write out once for every path that leads to them."""
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [torch.empty(3, dtype=torch.int64), torch.empty((), dtype=torch.int64), torch.empty(N, N)]
+        made = Function("drawn", record(drawn, fakes, owner="drawn", names=["key", "start", "x"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random, "DECOMPOSITIONS", {})
+        run = building.build({"drawn": made}, "inductor", fz.make_mesh())["drawn"]
+    args = random.with_part(random.key(5), 3), torch.tensor((1 << 33) - 7), torch.randn(N, N)
+    *exact, normal = zip(run(*args), drawn(*args), strict=True)
+    for got, want in exact:
+        assert torch.equal(got, want)
+    torch.testing.assert_close(*normal)
+
+
 def test_what_the_host_runs_is_made_on_the_host():
     """A function recorded for another device: its literals and what it makes anew follow the host's tensors."""
     graph = fx.Graph()

@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch import nn
 
 import fzero as fz
-from fzero import compat
+from fzero import compat, random
 
 aten = torch.ops.aten
 
@@ -307,6 +307,25 @@ def test_inductor_lowers_to_python_around_kernels_and_compiles_none(monkeypatch)
         assert text in lowered.text
     command = compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)
     assert "kernels.cpp" in command and command[command.index("-o") + 1] == "kernels.so" and "-O3" in command
+
+
+def test_inductor_writes_an_operator_out_by_a_rule():
+    """An operator of ours, which Inductor forgets afterwards, by its place in the tensor and what it reads."""
+    from torch._inductor.lowering import lowerings
+
+    graph = fx.Graph()
+    key = graph.placeholder("key")
+    graph.output((graph.call_function(random.DRAW, (key, [4, 5], 20, 0, "uniform")),))
+
+    def rule(key: compat.Elements, shape: list[int], *_: Any) -> Any:
+        assert (key.shape, key.dtype) == ((3,), torch.int64)
+        element = lambda i: ((key(1) * 3 ^ compat.position(i[0] * 5 + i[1])) >> 1).float() * 0.25  # noqa: E731
+        return shape, torch.float32, element
+
+    given = [torch.ones(3, dtype=torch.int64)]
+    lowered = compat.inductor_lower(fx.GraphModule({}, graph), given, True, {random.DRAW: rule})
+    assert "fzero" not in lowered.text.partition("class Runner:")[2] and "0.25" in lowered.text
+    assert random.DRAW not in lowerings
 
 
 def test_what_inductors_python_names_is_there():

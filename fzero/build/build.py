@@ -94,14 +94,15 @@ def build(
         if backend == "eager" or not _worth_compiling(graph, device):
             built[name] = as_called(function, by_operation(into_buffers(graph, function.into)))
         else:
-            waiting.setdefault(device, {})[name] = function, substituted(graph, _EXPANDED)
+            waiting.setdefault(device, {})[name] = function, substituted(graph, _expanded(device))
     for device in sorted(waiting, key=str):
         built |= inductor.compiled(waiting[device], mesh, device, progress)
     return {name: built[name] for name in functions}
 
 
-_EXPANDED = {**random.DECOMPOSITIONS, **quant_blocks.DECOMPOSITIONS}
-"""Operators of our own, and what a compiler gets instead."""
+def _expanded(device: torch.device) -> dict[Any, Callable[..., Any]]:
+    """Operators of our own, and what a compiler gets instead. For the CPU draws are written out by `random.RULES`."""
+    return quant_blocks.DECOMPOSITIONS | ({} if device.type == "cpu" else random.DECOMPOSITIONS)
 
 
 def _worth_compiling(graph: Recorded, device: torch.device) -> bool:

@@ -33,7 +33,7 @@ from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import signature
 from fzero.units import parse_bytes
 
-FORMAT = 3
+FORMAT = 4
 """Version of the entries. A change in what fzero makes of a function, or in how it is stored, needs another number."""
 
 LIMIT = 10 * 2**30

@@ -22,6 +22,7 @@ from fzero.errors import FzeroError, message
 from fzero.mesh import Mesh
 from fzero.program.ir import Function
 from fzero.progress import shown
+from fzero.trace.device import substituted
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
 
@@ -188,7 +189,7 @@ def _compile_here(
 
 
 def _artifact(function: Function, graph: Recorded, device: torch.device) -> Callable[..., Any]:
-    graph = into_buffers(graph, function.into)
+    graph = into_buffers(substituted(graph, random.DECOMPOSITIONS), function.into)
     values = [n.meta["val"] for n in graph.inputs]
     return compat.inductor_compile(graph.module(), [(v.shape, v.stride(), v.dtype) for v in values], device)
 
@@ -215,7 +216,6 @@ def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Com
         num_outputs=len(function.graph.outputs),
         writes=function.writes,
         into=tuple(function.into),
-        intertwined=any(n.target in random.DECOMPOSITIONS for n in function.graph.graph.nodes),
     )
 
 

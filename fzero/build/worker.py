@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fzero import compat
+from fzero import compat, random
 from fzero.build import cpp_kernels, graph_pickle
 from fzero.build.cache import Cache, CacheEntry
 from fzero.read_json import parsed
@@ -45,7 +45,6 @@ class CompileJob:
     num_outputs: int
     writes: tuple[int, ...]
     into: tuple[int, ...]
-    intertwined: bool = False  # see `compat.inductor_lower`
 
 
 class Failed(Exception):
@@ -156,7 +155,7 @@ def _work(
         # never read
         examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]
         try:
-            lowered = compat.inductor_lower(graph_pickle.restored(job.graph), examples, trust_cpu, job.intertwined)
+            lowered = compat.inductor_lower(graph_pickle.restored(job.graph), examples, trust_cpu, random.RULES)
             plain[job.key] = cpp_kernels.parse(lowered, len(job.inputs), job.num_outputs, job.writes)
         except cpp_kernels.NotPlain as reason:
             skipped[job.name] = str(reason)

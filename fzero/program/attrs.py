@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -254,28 +254,34 @@ def ill_typed(attrs: Attrs) -> list[str]:
     """The fields that are not of their types, in words."""
     return [
         f"{name} = {x!r} is not a {getattr(hint, '__name__', hint) if not typing.get_args(hint) else hint}"
-        for name, hint in _hints(type(attrs)).items()
-        if not _fits(x := getattr(attrs, name), hint)
+        for name, (hint, fits) in _hints(type(attrs)).items()
+        if not fits(x := getattr(attrs, name))
     ]
 
 
 @functools.cache
-def _hints(kind: type[Attrs]) -> dict[str, Any]:
+def _hints(kind: type[Attrs]) -> dict[str, tuple[Any, Callable[[Any], bool]]]:
     hints = typing.get_type_hints(kind)
-    return {f.name: hints[f.name] for f in fields(kind)}
+    return {f.name: (hints[f.name], _fits(hints[f.name])) for f in fields(kind)}
 
 
-def _fits(x: Any, hint: Any) -> bool:
+def _fits(hint: Any) -> Callable[[Any], bool]:
+    """Whether a value is of a type: read once, for every line of every program is asked."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        return True
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(x, h) for h in inside)
+        return lambda x: True
     if origin is Literal:
-        return x in inside
+        return lambda x: x in inside
+    parts = [_fits(h) for h in inside if h is not ...]
+    if origin in (typing.Union, types.UnionType):
+        return lambda x: any(fits(x) for fits in parts)
     if origin is tuple:
-        each = inside[:1] * len(x) if isinstance(x, tuple) and inside[1:] == (...,) else inside
-        return isinstance(x, tuple) and len(x) == len(each) and all(map(_fits, x, each))
+        if inside[1:] == (...,):
+            return lambda x: isinstance(x, tuple) and all(map(parts[0], x))
+        return lambda x: (
+            isinstance(x, tuple) and len(x) == len(parts) and all(f(y) for f, y in zip(parts, x, strict=True))
+        )
     if origin is not None and issubclass(origin, Mapping):
-        return isinstance(x, origin) and all(_fits(k, inside[0]) and _fits(v, inside[1]) for k, v in x.items())
-    return isinstance(x, origin or hint) and not (isinstance(x, Attrs) and ill_typed(x))
+        key, value = parts
+        return lambda x: isinstance(x, origin) and all(key(k) and value(v) for k, v in x.items())
+    return lambda x: isinstance(x, origin or hint) and not (isinstance(x, Attrs) and ill_typed(x))
