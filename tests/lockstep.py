@@ -13,6 +13,7 @@ from fzero.boxes import Along, Dim, parts_of
 from fzero.compat import FakeTensorMode
 from fzero.passes.split import Choices, Split
 from fzero.program.lines import Functions
+from fzero.trace.block_body import resolved
 from fzero.trace.cuts import (
     MARKERS,
     PARTIAL,
@@ -67,7 +68,7 @@ def with_gradients(fn: Callable[..., Any], inputs: Tensors) -> tuple[Recorded, l
             [args[len(inputs) + k] for k in differentiable],
             allow_unused=True,
         )
-        return [*ys, *(g for g in grads if g is not None)]
+        return [*ys, *(resolved(g) for g in grads if g is not None)]
 
     with FakeTensorMode():
         everything = [*inputs, *tangents]

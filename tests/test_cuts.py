@@ -96,6 +96,13 @@ CASES: dict[str, Case] = {
     "roll": (lambda x: x.roll(1, 0).flip(1), lambda: [r(4, 4)]),
     "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), lambda: [r(4, 8, 5, 5), r(12, 8, 3, 3), r(12)]),
     "conv_transpose1d": (F.conv_transpose1d, lambda: [r(4, 8, 5), r(8, 4, 3), r(4)]),
+    "conv1d by channel": (lambda x, w, b: F.conv1d(x, w, b, groups=8), lambda: [r(4, 8, 6), r(16, 1, 3), r(16)]),
+    "repeat": (lambda x: x.repeat(2, 1, 3), lambda: [r(4, 4)]),
+    "index_add": (lambda i, y: torch.zeros(4, 4).index_add(0, i, y * 2), lambda: [i(4, 8), r(8, 4)]),
+    "attention, one key": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        lambda: [r(2, 8, 6, 8), r(2, 1, 6, 8), r(2, 1, 6, 8)],
+    ),
     "pools": (lambda x: F.max_pool2d(F.avg_pool2d(x, 2), 2), lambda: [r(4, 4, 8, 8)]),
     "swiglu": (lambda x, a, b, c: (F.silu(x @ a) * (x @ b)) @ c, lambda: [r(4, 12), r(12, 8), r(12, 8), r(8, 12)]),
     "as_strided": (lambda x: x.tanh().as_strided((3, 4), (1, 12)) * 2, lambda: [r(4, 12)]),

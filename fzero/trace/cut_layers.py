@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fzero.trace.cut_rules import (
     Strategy,
     WholeOp,
     Writer,
+    Written,
     along,
     lined_up,
     moves,
@@ -60,14 +61,31 @@ def _attention(op: WholeOp) -> Iterator[Strategy]:
     for c in unique([*(p for _, p in op.cut(*main) if p.dim < 2), *(c for c in op.asked if c.dim < 2)]):
         want: dict[fx.Node, Place] = dict.fromkeys(op.inputs) | dict.fromkeys(main, c)
         one = [c.dim == 1 and shape_of(k)[1] == 1 != shape_of(query)[1] for k in keys]
-        if (one[0] or one[1]) and grads:
-            continue  # whose gradients would be sums of parts
         want |= {k: None for k, single in zip(keys, one, strict=True) if single}
         if isinstance(bias, fx.Node):
             want[bias] = lined_up(bias, c, 4) if bias.meta["val"].numel() else None
         sizes = {shape_of(a)[c.dim] for a in (query, *keys)}
-        outs = (v.shape if isinstance(v, torch.Tensor) else () for v in op.outputs)
-        yield Strategy(want, tuple(c if len(s) > 2 and s[c.dim] in sizes else None for s in outs))
+        cut = [isinstance(v, torch.Tensor) and v.dim() > 2 and v.shape[c.dim] in sizes for v in op.outputs]
+        states = not grads and any(isinstance(v, torch.Tensor) and not k for v, k in zip(op.outputs, cut, strict=True))
+        out: list[Place] = [c if k else None for k in cut]
+        if grads:  # of the query, the keys and the values: a head that every rank reads gets a summand from each
+            out[1:3] = (PARTIAL if single else c for single in one)
+        yield Strategy(want, tuple(out), _without_states(op, cut) if states else None)
+
+
+def _without_states(op: WholeOp, cut: Sequence[bool]) -> Callable[[Writer, dict[str, Any]], Written]:
+    """The results. Without dropout nothing reads the states of a generator: they are zeros, the same on every rank."""
+
+    def write(w: Writer, a: dict[str, Any]) -> Written:
+        node = w.named(op.target, a)
+        return tuple(
+            w(operator.getitem, node, i)
+            if k or not isinstance(v, torch.Tensor)
+            else w(aten.full.default, list(v.shape), 0, dtype=v.dtype, device=v.device)
+            for i, (v, k) in enumerate(zip(op.outputs, cut, strict=True))
+        )
+
+    return write
 
 
 # --- norms ---
@@ -305,6 +323,20 @@ def _gather(op: WholeOp) -> Iterator[Strategy]:
             yield Strategy({x: p, index: None}, PARTIAL, write)
 
 
+@rule(aten.index_add.default)
+def _index_add(op: WholeOp) -> Iterator[Strategy]:
+    x, index, source, d = op["self"], op["index"], op["source"], op["dim"] % max(1, len(op.shape))
+    if not op.shape or len({x, index, source}) < 3:
+        return
+    if zeros(x) and op.partial(source):
+        yield Strategy(op.at({source: PARTIAL}), PARTIAL)
+    for p in unique([*(p for _, p in op.cut(x, source)), *op.asked]):
+        if p.dim != d:
+            yield Strategy({x: p, index: None, source: p}, p)
+        elif zeros(x) and op.place[source] == p:
+            yield Strategy({x: None, index: Dim(0, p.groups), source: p}, PARTIAL)
+
+
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value)
 def _scatter(op: WholeOp) -> Iterator[Strategy]:
     x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
@@ -348,6 +380,10 @@ def _convolution(op: WholeOp) -> Iterator[Strategy]:
     for c in unique([*(p for a, p in cuts if a is x and p.dim == 0), *(c for c in op.asked if c.dim == 0)]):
         yield Strategy(op.at({x: c}), c)
     if op["groups"] != 1:
+        for c in _of_groups(op, cuts, x, weight):
+            want = {x: c, weight: Dim(0, c.groups)} | ({bias: Dim(0, c.groups)} if bias is not None else {})
+            groups = {"groups": op["groups"] // op.n}
+            yield Strategy(op.at(want), c, lambda w, a, groups=groups: w.named(op.target, a | groups))
         return
     of_out = [p.groups for a, p in cuts if a is weight and p.dim == out] + [c.groups for c in op.asked if c.dim == 1]
     for g in dict.fromkeys(of_out):
@@ -355,6 +391,15 @@ def _convolution(op: WholeOp) -> Iterator[Strategy]:
         yield Strategy(op.at(want), Dim(1, g))
     for g in dict.fromkeys(p.groups for a, p in cuts if p.dim == (1 if a is x else into)) if bias is None else ():
         yield Strategy({x: Dim(1, g), weight: Dim(into, g)}, PARTIAL)
+
+
+def _of_groups(
+    op: WholeOp, cuts: Sequence[tuple[fx.Node, Dim]], x: fx.Node, weight: fx.Node, *others: fx.Node
+) -> list[Dim]:
+    """The cuts of channels between groups of a convolution."""
+    found = [p for a, p in cuts if p.dim == 1 and (a is x or a in others)]
+    found += [Dim(1, p.groups) for a, p in cuts if a is weight and p.dim == 0]
+    return [c for c in unique(found) if not op["transposed"] and op["groups"] % (c.groups * op.n) == 0]
 
 
 @rule(aten.convolution_backward.default)

@@ -164,6 +164,8 @@ def in_view(shape: Sequence[int], place: Dim, new: Sequence[int], n: int) -> Dim
         Dim(dim=2, groups=1)
     """
     period = math.prod(shape[place.dim :]) // place.groups
+    if not period:
+        return None
     inner = 1
     for dim in reversed(range(len(new))):
         total = inner * new[dim]
@@ -209,7 +211,7 @@ def _linear(op: WholeOp) -> Iterator[Strategy]:
     x, *others = op.inputs
     if op.target in _SUMS and op.partial(op["self"], op["other"]):
         yield Strategy(dict.fromkeys(op.inputs, PARTIAL), PARTIAL)
-    if op.target not in _LINEAR or len(others) > 1:
+    if op.target not in _LINEAR or len(others) > 1 or op["other"] is op["self"]:
         return
     if others and op.partial(others[0]) and op.target is aten.mul.Tensor:
         x, others = others[0], [x]
@@ -227,6 +229,12 @@ def _linear(op: WholeOp) -> Iterator[Strategy]:
     aten.hardtanh_backward.default,
     aten.leaky_relu_backward.default,
     aten.softplus_backward.default,
+    aten.elu_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+    aten.rsub.Tensor,
 )
 def pointwise(op: WholeOp) -> Iterator[Strategy]:
     """Element by element, with broadcasting."""
@@ -319,6 +327,16 @@ def _expand(op: WholeOp) -> Iterator[Strategy]:
         )
 
 
+@rule(aten.repeat.default)
+def _repeat(op: WholeOp) -> Iterator[Strategy]:
+    """A cut dim that is repeated has as many groups more."""
+    x, repeats, dims = op["self"], op["repeats"], len(op.shape)
+    yield from moves(op, x)
+    for _, p in op.cut():
+        c = lifted(x, p, dims)
+        yield Strategy({x: p}, Dim(c.dim, c.groups * max(1, repeats[c.dim])))
+
+
 # --- pieces ---
 
 
@@ -326,10 +344,10 @@ def _sizes(op: WholeOp, d: int) -> list[int]:
     return [v.shape[d] for v in op.outputs]
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default)
+@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 def _split(op: WholeOp) -> Iterator[Strategy]:
     """Other dims stay cut. Pieces along the cut dim are whole groups of it."""
-    x, name = op["self"], "split_size" if op.target is aten.split.Tensor else "split_sizes"
+    x, name = op["self"], "split_sizes" if "split_sizes" in op.named else "split_size"
     d, sizes = op["dim"] % len(shape_of(x)), op[name]
     yield from moves(op, x)
     for _, p in op.cut():
@@ -407,6 +425,7 @@ def along(op: WholeOp, dims: Iterable[int], places: Sequence[Dim] = ()) -> Itera
 @rule(
     aten._softmax.default,
     aten._log_softmax.default,
+    aten._safe_softmax.default,
     aten._softmax_backward_data.default,
     aten._log_softmax_backward_data.default,
     aten.cumsum.default,

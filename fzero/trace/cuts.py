@@ -23,6 +23,7 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.boxes import Dim
+from fzero.random import DRAW
 from fzero.trace.cut_decomposed import DECOMPOSITIONS
 from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
@@ -191,7 +192,12 @@ class _GraphWriter:
 
     def index(self) -> fx.Node:
         if self.number is None:
-            with self.graph.inserting_after(self.last_input):
+            first = self.last_input
+            with (
+                self.graph.inserting_after(first)
+                if first
+                else self.graph.inserting_before(next(iter(self.graph.nodes)))
+            ):
                 self.number = self.graph.placeholder("axis_index")
             self.number.meta["val"] = compat.new_fake(self._mode, [1], torch.int64, self.device)
         return self.number
@@ -263,7 +269,13 @@ _PASSING = {
 }
 """Operations that a partial value may pass on its way to an output, besides views."""
 _REMADE = {aten.expand.default, *_RESHAPES, aten.unsqueeze.default, aten.full.default, aten.permute.default}
-_ALWAYS_REMADE = {aten.index_put.default, aten.embedding_dense_backward.default, aten.mm.default, aten.bmm.default}
+_ALWAYS_REMADE = {
+    aten.index_put.default,
+    aten.embedding_dense_backward.default,
+    aten.mm.default,
+    aten.bmm.default,
+    DRAW,
+}
 
 
 class _Propagation:
@@ -290,6 +302,8 @@ class _Propagation:
         self.several: dict[fx.Node, tuple[tuple[fx.Node, ...] | fx.Node, tuple[Place, ...]]] = {}
         self.leaves: set[fx.Node] = set()
         self.whole: list[MadeWhole] = []
+        self.later: dict[fx.Node, bool] = {}  # of values that were asked about
+        self.light: dict[fx.Node, bool] = {}
         passed = [*zip(self.source.inputs, places, strict=True), *zip(self.source.outputs, wanted, strict=True)]
         self.streams = {tuple(x.meta["val"].shape) for x, place in passed if stream is not None and place == stream}
         for i, (x, place) in enumerate(zip(self.source.inputs, places, strict=True)):
@@ -493,6 +507,11 @@ class _Propagation:
 
     def _summed_later(self, node: fx.Node) -> bool:
         """Whether a partial value may leave the function, by way of linear operations."""
+        if node not in self.later:
+            self.later[node] = self._all_summed(node)
+        return self.later[node]
+
+    def _all_summed(self, node: fx.Node) -> bool:
         if not node.users:
             return False
         for user in node.users:
@@ -587,6 +606,11 @@ class _Propagation:
 
     def _light(self, node: fx.Node) -> bool:
         """Whether the inputs of an operation are smaller than its result."""
+        if node not in self.light:
+            self.light[node] = self._smaller(node)
+        return self.light[node]
+
+    def _smaller(self, node: fx.Node) -> bool:
         if node.op != "call_function" or isinstance(node.meta["val"], (tuple, list)) or self.place[node] is not None:
             return False
         if node.target in _ALWAYS_REMADE:
