@@ -31,9 +31,7 @@ class Average(Transform):
 
     def update(self, slots: Any, grads: Any, params: Any, inner: Any) -> Any:
         new = inner(grads)
-        return new, {
-            self.slot: fz.tree.map(lambda e, p: self.decay * e + (1 - self.decay) * p, slots[self.slot], new)
-        }
+        return new, {self.slot: fz.tree.map(lambda e, p: self.decay * e + (1 - self.decay) * p, slots[self.slot], new)}
 
 
 @dataclass(frozen=True)

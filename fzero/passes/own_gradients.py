@@ -25,7 +25,7 @@ Sends = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 def own_gradients(program: Program, fn: Sends, slot: str, by: str) -> Program:
     """The program with `fn(gradient, slot) -> (gradient, slot)` before each gradient's first reduction, on the summand
     that each rank has: for a rewrite behind "shard". In a step that is skipped the slot stays as it was. A program in
-    which nothing is reduced stays as it is.
+    which nothing is reduced stays as it is, and an evaluation.
 
     Args:
         program: spread over the mesh, with its update whole.
@@ -37,7 +37,7 @@ def own_gradients(program: Program, fn: Sends, slot: str, by: str) -> Program:
         FzeroTypeError: results of another shape or dtype.
         TransformError: gradients that are reduced once a micro-batch, on whose number the slot would depend.
     """
-    return _OwnGradients(program, fn, slot, by).run()
+    return _OwnGradients(program, fn, slot, by).run() if program.assigns else program
 
 
 class _OwnGradients:
@@ -57,12 +57,11 @@ class _OwnGradients:
             fix = "add them up first: fz.data_parallel or fz.shard_opt_state in place of sharded gradients"
             raise TransformError(message(self.by, what, repeated, fix))
         slots = {s: slot_leaf(self.slot, path) for path, s in found.items() if s and self.values[s].placement.partial}
-        leaves, num = self.program.leaves, self.program.mesh.axis_size(self._axes)
-        wrong = [
-            f"{path}: {leaves.get(path, 'not in the state')}, for a gradient of shape {list(self.values[source].shape)}"
-            for source, path in slots.items()
-            if path not in leaves or leaves[path].shape != (num, *self.values[source].shape)
-        ]
+        leaves, wrong = self.program.leaves, list[str]()
+        for grad, path in ((self.values[source], path) for source, path in slots.items()):
+            rows = self.program.mesh.axis_size(grad.placement.partial)
+            if path not in leaves or leaves[path].shape != (rows, *grad.shape):
+                wrong.append(f"{path}: {leaves.get(path, 'not in the state')}, for a gradient of {list(grad.shape)}")
         if wrong:
             what, fix = f"slot {self.slot!r} does not fit the gradients", "declare a Local like each parameter in slots"
             raise TransformError(message(self.by, what, wrong, fix))
@@ -76,12 +75,6 @@ class _OwnGradients:
                 line = line.rename(sent)
             lines.append(line)
         return replace(self.program, lines=(*lines, *late), functions=self.functions.by_name)
-
-    @property
-    def _axes(self) -> tuple[str, ...]:
-        """The axes that cut the batch: a gradient is a summand over them until it is reduced."""
-        partial = (v.placement.partial for v in self.values.values() if v.placement.by == "sum")
-        return max(partial, key=len, default=())
 
     def _source(self, name: str) -> str | None:
         """The whole value that a gradient is reduced from; None if there is one for each micro-batch."""

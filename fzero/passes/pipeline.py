@@ -12,6 +12,7 @@ violation names the pass.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -324,8 +325,8 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
 
 def _assigning(transform: Transform, program: Program, made: Program, own: Collection[str]) -> Program:
     """The program of a rewrite, which assigns the transform's slots that its lines write."""
-    written = dict.fromkeys(w for line, _ in made.walk() for w in line.writes if w in made.leaves)
-    new = [made.leaves[w] for w in written if in_slot(made.leaves[w]) and w not in program.assigns]
+    before, after = (Counter(w for line, _ in x.walk() for w in line.writes) for x in (program, made))
+    new = [made.leaves[w] for w in after - before if w in made.leaves and in_slot(made.leaves[w])]
     if wrong := [leaf for leaf in new if leaf.role not in own]:
         what = f"the rewrite of {transform} writes slots that it did not declare"
         fix = f"declare {wrong[0].role!r} in the transform's slots, or leave it to the transform that does"
