@@ -172,7 +172,7 @@ def check_used(program: Program, slots: Slots) -> None:
     if idle:
         by = slots.owners[idle[0].role]
         fix = "read or write it in the transform's update or rewrite, or leave it out"
-        raise TransformError(message(by.name, "no line of the program reads or writes a slot", idle, fix))
+        raise TransformError(message(by.name, "no line of the program reads or writes a slot", map(str, idle), fix))
 
 
 def _has(transform: Transform, method: str) -> bool:

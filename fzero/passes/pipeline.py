@@ -330,5 +330,5 @@ def _assigning(transform: Transform, program: Program, made: Program, own: Colle
     if wrong := [leaf for leaf in new if leaf.role not in own]:
         what = f"the rewrite of {transform} writes slots that it did not declare"
         fix = f"declare {wrong[0].role!r} in the transform's slots, or leave it to the transform that does"
-        raise TransformError(message(transform.name, what, wrong, fix))
+        raise TransformError(message(transform.name, what, map(str, wrong), fix))
     return replace(made, assigns=(*made.assigns, *(x.path for x in new if x.path not in made.assigns))) if new else made

@@ -244,7 +244,8 @@ def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> l
 
 def abstract_state(params: Inputs, opt_state: Inputs, slots: Slots) -> State:
     scalar = torch.empty((), dtype=torch.int64, device="meta")
-    return State(scalar, *(abstract_params(x) for x in (params, opt_state)), scalar, abstract_params(slots.inputs))
+    trees = [abstract_params(x) for x in (params, opt_state, slots.inputs)]
+    return State(scalar, trees[0], trees[1], scalar, trees[2])
 
 
 def state_leaves(params: Inputs, opt_state: Inputs, slots: Slots) -> list[Leaf]:
