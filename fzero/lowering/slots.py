@@ -57,6 +57,12 @@ class Slots:
         leaves = self.inputs.leaves
         return [i for i in self.inputs.distinct if leaves[i].role in names and leaves[i].path not in self.local]
 
+    @property
+    def transforms(self) -> list[Transform]:
+        """The transforms that have slots, in the order of the step."""
+        found = list(self.owners.values())
+        return [t for i, t in enumerate(found) if t not in found[:i]]
+
     def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The slots that are among values by path, by name; those that are in part, with None for the rest."""
         found = {i: values[leaf.path] for i, leaf in enumerate(self.inputs.leaves) if leaf.path in values}
@@ -72,23 +78,19 @@ class Slots:
             params: before the step.
             update: makes new parameters of gradients.
         """
-        for transform in (t for t in self._transforms if _has(t, "update")):
+        for transform in (t for t in self.transforms if _has(t, "update")):
             update = functools.partial(self._around, transform, held, params, update)
         return update
 
     def advanced(self, held: dict[str, Any], results: StepResults) -> dict[str, Any]:
         """Puts the slots behind a step in `held`; returns what transforms add to the metrics."""
         metrics: dict[str, Any] = {}
-        for transform in (t for t in self._transforms if _has(t, "advance")):
+        for transform in (t for t in self.transforms if _has(t, "advance")):
             own = self._own(transform, held)
             after, more = transform.advance(own, results)
             held.update(_alike(transform, "advance", own, after, "slots"))
             metrics |= more
         return metrics
-
-    @property
-    def _transforms(self) -> list[Transform]:
-        return list(dict.fromkeys(self.owners.values()))
 
     def _own(self, transform: Transform, held: Mapping[str, Any]) -> dict[str, Any]:
         return {name: held[name] for name, t in self.owners.items() if t == transform and name in held}
@@ -185,7 +187,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _alike(transform: Transform, method: str, before: Any, after: Any, what: str) -> Any:
-    """What a transform's method returned, if it is a tree like the one that it got."""
+    """The tree that a transform's method returned; raises if it is unlike the one that the method got."""
     after = {**before, **after} if what == "slots" and isinstance(after, Mapping) else after
     old, new = (dict(zip(tree.paths(x, what), tree.leaves(x), strict=True)) for x in (before, after))
     problems = [f"{p}: not given to it" for p in new.keys() - old.keys()]

@@ -81,7 +81,7 @@ def slots(
 ) -> dict[int, torch.Tensor]:
     """The leaves of slots at these positions as they rest on this rank before the first step. `load`: as above."""
     leaves, made = slots.inputs.leaves, dict[int, torch.Tensor]()
-    for transform in dict.fromkeys(slots.owners.values()):
+    for transform in slots.transforms:
         own = [i for i, leaf in enumerate(leaves) if slots.owners[leaf.role] == transform]
         here = [i for i in wanted if i in own]
         init = lambda whole, t=transform: declared(step, t, whole)  # noqa: E731
