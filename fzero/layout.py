@@ -383,6 +383,19 @@ def torn_ties(paths: Sequence[str], tied: Sequence[int], accepted: Sequence[bool
     return problems
 
 
+ROLES_OF_NO_SLOT = frozenset({"params", "mutable", "opt_state", "step", "key", "batch", "compute", "gradients"})
+
+
+def in_slot(leaf: Leaf) -> bool:
+    """Whether a leaf is in a state slot: then its role is the slot's name."""
+    return leaf.role not in ROLES_OF_NO_SLOT
+
+
 def slot_path(name: str, field: str) -> str:
     """The path of a leaf of a state slot (fzero/lowering/slots.py)."""
     return f"extras['{name}'].{field}"
+
+
+def slot_leaf(name: str, param: str) -> str:
+    """The path of the leaf of a slot that goes with the parameter of a path."""
+    return f"extras['{name}']{param.removeprefix('params')}"

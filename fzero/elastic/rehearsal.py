@@ -27,7 +27,8 @@ from fzero.elastic.joining import Signals
 from fzero.elastic.loop import Run
 from fzero.errors import FzeroValueError, message
 from fzero.lowering.budget import Budget
-from fzero.lowering.layouts import abstract, extra_leaves, opt_state_inputs, params_inputs
+from fzero.lowering.layouts import abstract, opt_state_inputs, params_inputs
+from fzero.lowering.slots import slots_of
 from fzero.mesh import Mesh, unjoined
 from fzero.plan.devices import get_device
 from fzero.program.lines import Inputs
@@ -101,8 +102,8 @@ class SpareRehearsal(Run):
         whole = abstract(params) if callable(params) else params
         train._resolve(whole)
         inputs = params_inputs(train.resolved, self.mesh, whole)
-        few = extra_leaves(train.resolved, inputs)
-        state = abstract_state(inputs, opt_state_inputs(train.resolved, self.mesh, inputs), few)
+        slots = slots_of(train.resolved, self.mesh, inputs)
+        state = abstract_state(inputs, opt_state_inputs(train.resolved, self.mesh, inputs), slots)
         train.__class__ = _Step
         train._inputs = lambda _: inputs  # type: ignore[method-assign]
         return state._replace(step=torch.zeros((), dtype=torch.int64), key=random.key(0) if key is None else key)

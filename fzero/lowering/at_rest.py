@@ -16,6 +16,7 @@ from fzero.errors import BudgetError, FzeroError, message
 from fzero.layout import Leaf
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import auto_of, opt_state_inputs, params_inputs
+from fzero.lowering.slots import slots_of
 from fzero.mesh import AbstractMesh
 from fzero.program.lines import Inputs
 from fzero.step import Step
@@ -28,7 +29,7 @@ class AtRest:
     """Bytes of the state on one rank's device between steps.
 
     Attributes:
-        params, opt_state: of each.
+        params, opt_state: of each; of slots with the optimizer state.
         whole: the part that no axis shards.
         axes: that shard the rest.
         ranks: along these.
@@ -56,13 +57,14 @@ class AtRest:
 
 def at_rest(step: Step, mesh: AbstractMesh, params: Inputs) -> AtRest:
     """The bytes of a step's state on one rank's device, from its leaf tables."""
-    opt_state = opt_state_inputs(step, mesh, params)
+    slots = slots_of(step, mesh, params).inputs
+    opt_state = (*opt_state_inputs(step, mesh, params).leaves, *slots.leaves)
     here = ("device", "host") if mesh.unified_memory else ("device",)
 
     def held(leaves: Sequence[Leaf]) -> list[tuple[Leaf, int]]:
         return [(x, x.shard_numel(mesh) * x.dtype.itemsize) for x in leaves if x.layout.tier in here]
 
-    ours, theirs = held([params.leaves[i] for i in params.distinct]), held(opt_state.leaves)
+    ours, theirs = held([params.leaves[i] for i in params.distinct]), held(opt_state)
     axes = max((x.layout.axes for x, _ in (*ours, *theirs)), key=len, default=())
     return AtRest(
         params=sum(n for _, n in ours),

@@ -98,9 +98,9 @@ def lower_train(t: Training) -> BaseProgram:
         mesh=t.mesh,
         inputs=tuple(
             Value(x.path, x.shape, x.dtype)
-            for x in (*t.extras.values(), *state, *(t.batch.leaves[i] for i in t.batch.distinct))
+            for x in (*t.slots.leaves.values(), *state, *(t.batch.leaves[i] for i in t.batch.distinct))
         ),
-        leaves={x.path: x for x in (*t.extras.values(), *state)},
+        leaves={x.path: x for x in (*t.slots.leaves.values(), *state)},
         lines=(*lines, update),
         outputs=tuple(v.name for v in update.out),
         functions=functions.by_name,

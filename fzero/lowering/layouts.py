@@ -17,7 +17,6 @@ from fzero.arguments import accepts_none
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import COMPUTE, GRADIENTS, Layout, Leaf, check_dims, over_axes, ties, torn_ties
-from fzero.lowering.slots import SLOTS
 from fzero.lowering.training import Precision
 from fzero.mesh import AbstractMesh
 from fzero.operators.quant_blocks import blocks_shape, has_blocks
@@ -111,11 +110,11 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     if (fp8 := find(step.transforms, Fp8)) is not None:
         fp8.check(leaves)
     tiers = tiers_of(offloads(step), leaves, tied, zero.casts)
-    return Inputs(
-        structure,
-        tuple(leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)),
-        tuple(tied),
-    )
+    rest = [leaf.with_layout(tier=tier.param) for leaf, tier in zip(leaves, tiers, strict=True)]
+    for i, leaf in enumerate(known):  # an average that a transform keeps rests as optimizer state does
+        state = leaves[i].with_layout(axes=zero.opt_state(leaves[i]), tier=tiers[i].opt_state)
+        rest[i] = state if leaf.layout == state.layout else rest[i]
+    return Inputs(structure, tuple(rest), tuple(tied))
 
 
 def _cut(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
@@ -173,7 +172,6 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     """The leaf table of the optimizer's state. A leaf mirrors a parameter if its path ends in the parameter's and it
     has its shape, or one number for each of its blocks. Such a leaf is sharded as the parameter's state; any other is
     whole. Its leaves are never tied: each is written in place."""
-    zero = zero_of(step, mesh)
     mode = compat.FakeTensorMode()
     whole = params.rebuild(
         {i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct}
@@ -199,6 +197,15 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
         Leaf(p, "opt_state", tuple(x.shape), Layout(x.dtype))
         for p, x in zip(tree.paths(state, "opt_state"), flat, strict=True)
     ]
+    leaves = as_opt_state(step, mesh, params, leaves, "optimizer")
+    if (sends := find(step.transforms, Redundant)) is not None:
+        sends.check([*(params.leaves[i] for i in params.distinct), *leaves], mesh)
+    return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
+
+
+def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequence[Leaf], owner: str) -> list[Leaf]:
+    """Leaves laid out as optimizer state: those that mirror a parameter as its state, the others whole."""
+    zero, leaves = zero_of(step, mesh), list(leaves)
     tiers, blocks = tiers_of(offloads(step), params.leaves, params.ties, zero.casts), list[str]()
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
@@ -209,10 +216,8 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
                 blocks.append(f"{leaves[i]}, of {param}, cut over {over_axes(param.layout.axes, param.layout.dims)}")
     if blocks:
         what = "blocks of 256 elements do not stay together in leaves that are cut along a dim"
-        raise FzeroValueError(message("optimizer", what, blocks, "keep their state in 32 bits, or the leaves uncut"))
-    if (sends := find(step.transforms, Redundant)) is not None:
-        sends.check([*(params.leaves[i] for i in params.distinct), *leaves], mesh)
-    return Inputs(structure, tuple(leaves), tuple(range(len(leaves))))
+        raise FzeroValueError(message(owner, what, blocks, "keep their state in 32 bits, or the leaves uncut"))
+    return leaves
 
 
 def compute_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -> dict[int, Leaf]:
@@ -320,13 +325,6 @@ def batch_inputs(batch: Any) -> Inputs:
         Leaf(p, "batch", tuple(x.shape), Layout(x.dtype)) for p, x in zip(tree.paths(batch, "batch"), flat, strict=True)
     )
     return Inputs(structure, leaves, tuple(ties([None if x.is_meta else x for x in flat])))
-
-
-def extra_leaves(step: Step, params: Inputs) -> dict[str, Leaf]:
-    """The leaves of a state besides parameters, optimizer state and what is made anew, by path."""
-    leaves = [Leaf("step", "step", (), Layout(torch.int64)), Leaf("key", "key", (3,), Layout(torch.int64))]
-    leaves += [leaf for row in SLOTS.values() for leaf in row.table(step, params)]
-    return {leaf.path: leaf for leaf in leaves}
 
 
 def abstract_params(params: Inputs) -> Any:

@@ -20,6 +20,7 @@ from fzero.lowering.budget import ENDS, Budget, choose, choose_share, fastest, u
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.resolve import resolve
+from fzero.lowering.slots import check_used
 from fzero.lowering.traced import Traced, trace_step
 from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh, Mesh
@@ -139,8 +140,10 @@ def lower_inputs(
     variants = traced.variants
 
     def lowered(choice: Choice) -> Lowered:
+        program = variants.verified(choice)
+        check_used(program, traced.slots)
         return Lowered(
-            (variants.verified(choice),),
+            (program,),
             params,
             traced.opt_state,
             batch,

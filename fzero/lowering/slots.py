@@ -1,152 +1,203 @@
-"""Lists state slots: all that a state carries besides parameters, optimizer state, step and key, one row each.
+"""Lists state slots: all that a state carries besides parameters, optimizer state, step and key.
 
-A row says which leaves a step carries, how they begin, and how a step advances them. Layouts, programs, `init`,
-`restore`, `move` and checkpoints are made of the rows: a new slot is a new row. A checkpoint without a slot that the
-step has restores, and the slot begins anew; one with a slot that the step has not leaves it behind.
+Transforms declare them (`Transform.slots`). Layouts, programs, `init`, `restore`, `move` and checkpoints are made of
+the table here. A checkpoint without a slot that the step has restores, and the slot begins anew; one with a slot that
+the step has not leaves it behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fzero.layout import Layout, Leaf, slot_path
-from fzero.lowering.training import Training
-from fzero.optim.loss_scale import LossScaleState
-from fzero.precision.counters import PrecisionState, counted
-from fzero.precision.statistics import Watched
+from fzero import compat, tree
+from fzero.boxes import Dim
+from fzero.errors import FzeroTypeError, TransformError, message
+from fzero.layout import ROLES_OF_NO_SLOT, Layout, Leaf, in_slot
+from fzero.lowering.layouts import as_opt_state, zero_of
+from fzero.mesh import AbstractMesh
+from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.step import Step
-from fzero.transforms.base import find
-from fzero.transforms.precision import MixedPrecision
+from fzero.trace.meta_cache import Remembering
+from fzero.transforms.base import Transform
+from fzero.transforms.slots import Local, StepResults
 
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of each leaf, by field."""
+STEP = Leaf("step", "step", (), Layout(torch.int64))
+KEY = Leaf("key", "key", (3,), Layout(torch.int64))
 
 
 @dataclass(frozen=True, eq=False)
-class StepResults:
-    """The numbers of a step that are known at its end, where slots are advanced, all of them the same on every rank.
+class Slots:
+    """The slots of a step on a mesh.
 
     Attributes:
-        training: the step.
-        loss, norm, finite: as the metrics say them.
-        overflow: whether the step is skipped; None: no step ever is.
-        watched: the blocks whose numbers are watched; None: they are not.
-        statistics: makes the statistics of those, once.
+        inputs: the leaf table, a tree of the slots by name.
+        owners: the transform of each slot, by name.
+        local: by path, the leaves of which each rank has its own.
     """
 
-    training: Training
-    loss: torch.Tensor
-    norm: torch.Tensor
-    finite: torch.Tensor
-    overflow: torch.Tensor | None
-    watched: Watched | None
-    statistics: Callable[[], Mapping[str, torch.Tensor]]
+    inputs: Inputs
+    owners: Mapping[str, Transform] = field(default_factory=dict)
+    local: Mapping[str, Local] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> dict[str, Leaf]:
+        """The leaves of a state besides parameters, optimizer state and what is made anew, by path."""
+        return {leaf.path: leaf for leaf in (STEP, KEY, *self.inputs.leaves)}
+
+    @property
+    def updated(self) -> list[int]:
+        """The positions of the leaves that the update reads and writes."""
+        names = {n for n, t in self.owners.items() if _has(t, "update") or _has(t, "advance")}
+        leaves = self.inputs.leaves
+        return [i for i in self.inputs.distinct if leaves[i].role in names and leaves[i].path not in self.local]
+
+    @property
+    def transforms(self) -> list[Transform]:
+        """The transforms that have slots, in the order of the step."""
+        found = list(self.owners.values())
+        return [t for i, t in enumerate(found) if t not in found[:i]]
+
+    def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The slots that are among values by path, by name; those that are in part, with None for the rest."""
+        found = {i: values[leaf.path] for i, leaf in enumerate(self.inputs.leaves) if leaf.path in values}
+        slots = self.inputs.rebuild(found)
+        return {name: slots[name] for name in slots if any(self.inputs.leaves[i].role == name for i in found)}
+
+    def around(self, held: dict[str, Any], params: Any, update: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The optimizer's update with those of transforms around it, as a function of gradients. It puts new slots in
+        `held` in place of old ones.
+
+        Args:
+            held: the slots before the step, by name.
+            params: before the step.
+            update: makes new parameters of gradients.
+        """
+        for transform in (t for t in self.transforms if _has(t, "update")):
+            update = functools.partial(self._around, transform, held, params, update)
+        return update
+
+    def advanced(self, held: dict[str, Any], results: StepResults) -> dict[str, Any]:
+        """Puts the slots behind a step in `held`; returns what transforms add to the metrics."""
+        metrics: dict[str, Any] = {}
+        for transform in (t for t in self.transforms if _has(t, "advance")):
+            own = self._own(transform, held)
+            after, more = transform.advance(own, results)
+            held.update(_alike(transform, "advance", own, after, "slots"))
+            metrics |= more
+        return metrics
+
+    def _own(self, transform: Transform, held: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: held[name] for name, t in self.owners.items() if t == transform and name in held}
+
+    def _around(
+        self, transform: Transform, held: dict[str, Any], params: Any, inner: Callable[[Any], Any], grads: Any
+    ) -> Any:
+        own, called = self._own(transform, held), list[Any]()
+
+        def once(grads: Any) -> Any:
+            called.append(inner(grads))
+            return called[-1]
+
+        result = transform.update(own, grads, params, once)
+        if not isinstance(result, tuple) or len(result) != 2 or len(called) != 1:
+            what = f"update called inner {len(called)} times and returned {tree.describe(result)}"
+            fix = "call inner(grads) once, and return a pair (params, slots)"
+            raise FzeroTypeError(message(transform.name, what, fix=fix))
+        held.update(_alike(transform, "update", own, result[1], "slots"))
+        return _alike(transform, "update", params, result[0], "params")
 
 
-@dataclass(frozen=True)
-class StateSlot:
-    """One row.
+def slots_of(step: Step, mesh: AbstractMesh, params: Inputs) -> Slots:
+    """The slots of a step, from its transforms.
 
-    Attributes:
-        name: in `State.extras`, and the role of its leaves.
-        kind: the NamedTuple whose fields are its leaves.
-        leaves: of a step and its parameters the shape and dtype of each field; None: the step does not carry it.
-        advance: of the slot before a step, and what that knows at its end, the slot behind it and metrics.
-        init: the slot before the first step; None: zeros.
-        moves: whether `fz.move` takes it along; what is a few bytes stays on the device.
+    Raises:
+        TransformError: two transforms with one slot, or a slot with a name that is taken.
+        FzeroTypeError: leaves that are not tensors.
     """
-
-    name: str
-    kind: type[Any]
-    leaves: Callable[[Step, Inputs], Shapes | None]
-    advance: Callable[[Any, StepResults], tuple[Any, Mapping[str, Any]]]
-    init: Callable[[Step], Any] | None = None
-    moves: bool = False
-
-    def path(self, field: str) -> str:
-        """The path of a leaf of it."""
-        return slot_path(self.name, field)
-
-    def table(self, step: Step, params: Inputs) -> list[Leaf]:
-        """Its leaves in the state of a step."""
-        shapes = self.leaves(step, params)
-        if shapes is None:
-            return []
-        return [Leaf(self.path(f), self.name, shapes[f][0], Layout(shapes[f][1])) for f in self.kind._fields]
-
-    def begins(self, step: Step, leaves: Sequence[Leaf]) -> dict[str, torch.Tensor]:
-        """The values before the first step, in host memory, by path."""
-        if self.init is None:
-            return {leaf.path: torch.zeros(leaf.shape, dtype=leaf.dtype) for leaf in leaves}
-        return {self.path(name): x for name, x in self.init(step)._asdict().items()}
-
-    def of(self, values: Mapping[str, Any]) -> Any:
-        """The slot of values by path; None: they are not there."""
-        paths = [self.path(f) for f in self.kind._fields]
-        return self.kind(*(values[p] for p in paths)) if paths[0] in values else None
-
-
-# --- the loss scale of float16 ---
-
-
-def _scaling(step: Step) -> Any:
-    record = find(step.transforms, MixedPrecision)
-    return None if record is None else record.scaling
-
-
-def _scale_leaves(step: Step, params: Inputs) -> Shapes | None:
-    fields = LossScaleState._fields
-    dtypes = {name: torch.float32 if name == "scale" else torch.int64 for name in fields}
-    return None if _scaling(step) is None else {name: ((), dtype) for name, dtype in dtypes.items()}
-
-
-def _scale_advanced(before: LossScaleState, taken: StepResults) -> tuple[LossScaleState, Mapping[str, Any]]:
-    scaling, overflow = taken.training.precision.loss_scale, taken.overflow
-    assert scaling is not None and overflow is not None
-    after, at_minimum = scaling.update(before, overflow)
-    return after, {"loss_scale": before.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
-
-
-# --- what mixed_precision("auto") counts of each parameter ---
-
-
-def _count_leaves(step: Step, params: Inputs) -> Shapes | None:
-    record = find(step.transforms, MixedPrecision)
-    if record is None or not record.auto:
-        return None
-    return {name: ((len(params.ties),), torch.int32) for name in PrecisionState._fields}
-
-
-def _counted(before: PrecisionState, taken: StepResults) -> tuple[PrecisionState, Mapping[str, Any]]:
-    t = taken.training
-    safer = [leaf.path in t.precision.safer for leaf in t.params.leaves] if t.precision.safer else ()
-    assert taken.watched is not None
-    return counted(before, taken.watched, taken.statistics(), safer), {}
-
-
-SLOTS: dict[str, StateSlot] = {
-    row.name: row
-    for row in (
-        StateSlot("loss_scale", LossScaleState, _scale_leaves, _scale_advanced, lambda step: _scaling(step).init()),
-        StateSlot("precision", PrecisionState, _count_leaves, _counted),
+    mode, owners = compat.FakeTensorMode(), dict[str, Transform]()
+    declaring = [t for t in step.transforms if _has(t, "slots")]
+    if not declaring:
+        return Slots(Inputs(tree.structure({}), (), ()))
+    whole = params.rebuild(
+        {i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct}
     )
-}
-"""The table, by name. A step is given the slots in this order."""
+    made, problems = dict[str, Any](), list[str]()
+    with mode, Remembering():
+        for transform in declaring:
+            for name, values in declared(step, transform, whole).items():
+                if not isinstance(name, str) or not name.isidentifier() or name in ROLES_OF_NO_SLOT:
+                    problems.append(f"{name!r} of {transform}: not a name, or one of {sorted(ROLES_OF_NO_SLOT)}")
+                elif name in made:
+                    problems.append(f"{name!r} of {transform}: {owners[name]} has a slot of this name")
+                made[name], owners[name] = values, transform
+    if problems:
+        fix = "give each slot a name of its own: a field of the transform"
+        raise TransformError(message(declaring[-1].name, "slots need names of their own", problems, fix))
+    flat, structure = tree.flatten(made)
+    paths = tree.paths(made, "extras")
+    if wrong := [f"{p}: {tree.describe(x)}" for p, x in zip(paths, flat, strict=True) if not _is_leaf(x)]:
+        fix = "keep numbers in fields of the transform, tensors in slots"
+        raise FzeroTypeError(message(declaring[-1].name, "slots has leaves that are not tensors", wrong, fix))
+    local = {p: x for p, x in zip(paths, flat, strict=True) if isinstance(x, Local)}
+    names = [p.removeprefix("extras['").partition("'")[0] for p in paths]
+    tensors = [x.like if isinstance(x, Local) else x for x in flat]
+    leaves = [Leaf(p, n, tuple(x.shape), Layout(x.dtype)) for p, n, x in zip(paths, names, tensors, strict=True)]
+    leaves = as_opt_state(step, mesh, params, leaves, declaring[-1].name)
+    axes = zero_of(step, mesh).batch_axes
+    for i, leaf in enumerate(leaves):
+        if leaf.path in local:  # a row for each rank
+            layout = Layout(leaf.dtype, axes, dims=(Dim(0),) * len(axes))
+            leaves[i] = Leaf(leaf.path, leaf.role, (mesh.axis_size(axes), *leaf.shape), layout)
+    return Slots(Inputs(structure, tuple(leaves), tuple(range(len(leaves)))), owners, local)
 
 
-def begun(step: Step, leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
-    """The values before the first step of those leaves that are in slots, by path."""
-    by_slot: dict[str, list[Leaf]] = {name: [] for name in SLOTS}
-    for leaf in leaves:
-        by_slot.get(leaf.role, []).append(leaf)
-    return {p: x for name, own in by_slot.items() if own for p, x in SLOTS[name].begins(step, own).items()}
+def declared(step: Step, transform: Transform, params: Any) -> Mapping[str, Any]:
+    """The slots of a transform before the first step, of whole parameters."""
+    found = transform.slots(params if transform.every_leaf else step.optimized(params))
+    if not isinstance(found, Mapping):
+        what = f"slots returned {tree.describe(found)}"
+        raise FzeroTypeError(message(transform.name, what, fix="return a dict of trees by the slot's name"))
+    return found
 
 
-def slots_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The slots that are among values by path, by name."""
-    return {name: held for name, row in SLOTS.items() if (held := row.of(values)) is not None}
+def check_used(program: Program, slots: Slots) -> None:
+    """Raises TransformError naming the slots that no line of a finished program reads or writes."""
+    used = {a for line, _ in program.walk() for a in (*line.args, *line.writes)}
+    idle = [leaf for leaf in program.leaves.values() if in_slot(leaf) and leaf.path not in used]
+    idle = [leaf for leaf in idle if slots.owners[leaf.role].idle_in(program) is None]
+    if idle:
+        by = slots.owners[idle[0].role]
+        fix = "read or write it in the transform's update or rewrite, or leave it out"
+        raise TransformError(message(by.name, "no line of the program reads or writes a slot", map(str, idle), fix))
+
+
+def _has(transform: Transform, method: str) -> bool:
+    """Whether a transform has a method of its own."""
+    return getattr(type(transform), method) is not getattr(Transform, method)
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x.like if isinstance(x, Local) else x, torch.Tensor)
+
+
+def _alike(transform: Transform, method: str, before: Any, after: Any, what: str) -> Any:
+    """The tree that a transform's method returned; raises if it is unlike the one that the method got."""
+    after = {**before, **after} if what == "slots" and isinstance(after, Mapping) else after
+    old, new = (dict(zip(tree.paths(x, what), tree.leaves(x), strict=True)) for x in (before, after))
+    problems = [f"{p}: not given to it" for p in new.keys() - old.keys()]
+    problems += [f"{p}: missing" for p in old.keys() - new.keys()]
+    problems += [
+        f"{p}: {tree.describe(old[p])} before, {tree.describe(new[p])} after"
+        for p in old.keys() & new.keys()
+        if not isinstance(new[p], torch.Tensor) or (new[p].shape, new[p].dtype) != (old[p].shape, old[p].dtype)
+    ]
+    if problems or tree.structure(before) != tree.structure(after):
+        fix = "return the tree that it got, with tensors of the same shapes and dtypes; declare further slots in slots"
+        raise FzeroTypeError(message(transform.name, f"{method} returned other {what}", sorted(problems), fix))
+    return after

@@ -17,13 +17,13 @@ from fzero.lowering.layouts import (
     abstract_params,
     batch_inputs,
     compute_leaves,
-    extra_leaves,
     gradient_leaves,
     opt_state_inputs,
     params_inputs,
     precision_of,
     zero_of,
 )
+from fzero.lowering.slots import Slots, slots_of
 from fzero.lowering.training import Precision, Training
 from fzero.lowering.variants import Variants
 from fzero.mesh import AbstractMesh, Mesh
@@ -49,6 +49,7 @@ class Traced:
     structure: tree.TreeSpec
     loops: bool
     watched: Watched | None
+    slots: Slots
 
 
 def trace_step(
@@ -72,7 +73,7 @@ def trace_step(
     trains = step.trains(abstract_params(params))
     if not any(trains):
         raise no_trainable(abstract_params(params))
-    opt_state = opt_state_inputs(step, mesh, params)
+    opt_state, slots = opt_state_inputs(step, mesh, params), slots_of(step, mesh, params)
     with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
         program, structure, watched = lower_train(
             Training(
@@ -86,7 +87,7 @@ def trace_step(
                 mutates=None if step.mutable is None else step.mutates(abstract_params(params)),
                 opt_state=opt_state,
                 batch=micro,
-                extras=extra_leaves(step, params),
+                slots=slots,
                 mesh=mesh,
                 precision=precision or precision_of(step),
                 num_parts=num_parts or num_micro * math.prod(mesh.axes[a] for a in zero.batch_axes),
@@ -98,9 +99,9 @@ def trace_step(
         if num_micro > 1 and accumulation and accumulation.cuts(x)
     }
     loops = num_micro > 1 and not (accumulation and accumulation.vertical)
-    asked = Asked(zero, num_micro, cut, *with_leaves(step, mesh, params), skip)
+    asked = Asked(zero, num_micro, cut, *with_leaves(step, mesh, params), skip, slots.owners)
     variants = Variants(replace(program, transforms=step.transforms), asked)
-    return Traced(variants.base(), variants, opt_state, structure, loops, watched)
+    return Traced(variants.base(), variants, opt_state, structure, loops, watched, slots)
 
 
 def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:

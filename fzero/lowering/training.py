@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from fzero.optim.loss_scale import LossScale
 from fzero.precision.fp8 import InFp8
 from fzero.program.lines import Inputs
 from fzero.program.names import identifier
+
+if TYPE_CHECKING:
+    from fzero.lowering.slots import Slots
 
 DType = Callable[[Leaf], torch.dtype]
 ROUNDING_STREAM = 1 << 61
@@ -66,7 +69,7 @@ class Training:
     mutates: Sequence[bool] | None  # likewise, whether the loss function returns its new value; None: it returns none
     opt_state: Inputs
     batch: Inputs
-    extras: dict[str, Leaf]
+    slots: Slots
     mesh: AbstractMesh
     precision: Precision
     num_parts: int  # ranks x micro-batches that the global batch is cut in

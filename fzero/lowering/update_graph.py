@@ -12,7 +12,6 @@ import torch
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.loss import agreeing
-from fzero.lowering.slots import SLOTS, StepResults, slots_of
 from fzero.lowering.training import ROUNDING_STREAM, Found, Training
 from fzero.optim import global_norm
 from fzero.optim.apply import apply_optimizer
@@ -21,6 +20,7 @@ from fzero.program.attrs import UpdateAttrs
 from fzero.program.ir import Line, Value
 from fzero.program.names import Names
 from fzero.trace.record import record
+from fzero.transforms.slots import StepResults
 
 AGREED = "agreed_max"
 """Among the maxima: the new values of mutable leaves that must be the same everywhere. Among the metrics, without its
@@ -51,12 +51,12 @@ def record_update(
     Returns: the `update` line, which writes the state and makes the metrics, and the structure of the metrics.
     """
     params, opt_state, trained, scaling = t.params, t.opt_state, t.trained, t.precision.loss_scale
-    slot_leaves = [leaf for leaf in t.extras.values() if leaf.role in SLOTS]
+    slots = t.slots.updated
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     places = [("step", (), torch.int64), *([("key", (3,), torch.int64)] if t.precision.stochastic else [])]
     mutable = [*t.averaged, *t.agreed]
     state = [
-        *slot_leaves,
+        *(t.slots.inputs.leaves[i] for i in slots),
         *(params.leaves[i] for i in (*mutable, *trained)),
         *(opt_state.leaves[i] for i in opt_state.distinct),
     ]
@@ -68,8 +68,9 @@ def record_update(
         it = iter(fakes)
         step = next(it)
         key = fzrandom.fold_in(next(it), step + ROUNDING_STREAM) if t.precision.stochastic else None
-        carried = slots_of({leaf.path: next(it) for leaf in slot_leaves})
-        scale_state = carried["loss_scale"] if scaling is not None else None
+        held = t.slots.of({t.slots.inputs.leaves[i].path: next(it) for i in slots})
+        before = dict(held)
+        scale_state = held["loss_scale"] if scaling is not None else None
         kept = [next(it) for _ in mutable]
         p = {i: next(it) for i in trained}
         o = {i: next(it) for i in opt_state.distinct}
@@ -90,10 +91,15 @@ def record_update(
         # a leaf that is not trained is None to the optimizer, and so is every tie but the first
         view = lambda of: tree.unflatten(params.structure, [of.get(i) for i in range(len(params.ties))])  # noqa: E731
         norm = global_norm(view(mean))
-        new_params, new_opt = apply_optimizer(t.optimizer, view(mean), opt_state.rebuild(o), view(p), key)
-        new_o = tree.leaves(new_opt)
-        # as torch.optim leaves those without a gradient
-        new_p = [x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)]
+        new_o: list[torch.Tensor] = []
+
+        def optimized(grads: Any) -> Any:
+            new_params, new_opt = apply_optimizer(t.optimizer, grads, opt_state.rebuild(o), view(p), key)
+            new_o[:] = tree.leaves(new_opt)
+            # as torch.optim leaves those without a gradient
+            return view({i: x if i in g else p[i] for i, x in zip(trained, tree.leaves(new_params), strict=True)})
+
+        new_p = tree.leaves(t.slots.around(held, view(p), optimized)(view(mean)))
         means, values = traced.aux, iter(rest)
         aux = [next(values) / next(values) if w else next(values) / t.num_parts for w in means.weighted]
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -104,10 +110,11 @@ def record_update(
             changed += same
         if aux:
             metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
-        written = [step + 1, *changed, *new_p, *(new_o[i] for i in opt_state.distinct)]
+        few = tree.leaves(held)
+        written = [step + 1, *few, *changed, *new_p, *(new_o[i] for i in opt_state.distinct)]
         overflow = None if scaling is None else torch.logical_not(torch.isfinite(norm))
         if overflow is not None:
-            old = [step, *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
+            old = [step, *tree.leaves(before), *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
             written = [
                 after if after is before else torch.where(overflow, before, after)
                 for before, after in zip(old, written, strict=True)
@@ -122,15 +129,12 @@ def record_update(
             )
             return {**seen, "output_max": output_maxima(largest.get("block_max"), loss)}
 
-        taken = StepResults(t, loss, norm, finite, overflow, watched, statistics)
-        few: list[torch.Tensor] = []
-        for name, before in carried.items():
-            after, more = SLOTS[name].advance(before, taken)
-            few += after
-            metrics |= more
+        held = tree.unflatten(tree.structure(before), written[1 : 1 + len(few)])
+        paths = [leaf.path for leaf in params.leaves]
+        metrics |= t.slots.advanced(held, StepResults(paths, loss, norm, finite, overflow, watched, statistics))
         if watched is not None:
             metrics["precision"] = statistics()
-        written[1:1] = few
+        written[1 : 1 + len(few)] = tree.leaves(held)
         flat, info["structure"] = tree.flatten(metrics)
         info["paths"] = tree.names(metrics)
         return [*written, *flat]

@@ -281,7 +281,7 @@ class _Cutter:
         writes = tuple(args.index(t) for t in targets)
         key = (name, part.signature, writes)
         if key not in self.known:
-            self.known[key] = self.functions.add(name, _written(part.extract(), writes), writes)
+            self.known[key] = self.functions.add(name, written(part.extract(), writes), writes)
         fn = self.known[key]
         if not targets:
             out = []
@@ -366,7 +366,7 @@ def _across(node: fx.Node) -> Across | None:
     return next((Across(str(u.args[1]), tuple(u.args[2])) for u in node.users if u.target is all_reduce), None)  # type: ignore[arg-type]
 
 
-def _written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:
+def written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:
     """The function with its results written over these inputs instead of returned."""
     if writes:
         places, result, new = graph.inputs, graph.graph.output_node(), graph.outputs

@@ -12,12 +12,13 @@ violation names the pass.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError, message
-from fzero.layout import TIERS, Leaf
+from fzero.layout import TIERS, Leaf, in_slot
 from fzero.passes import accumulate, batch, copies, cut, fuse, off_device, pool, redundant, remat, rules, shard, tiers
 from fzero.passes.choice import Choice
 from fzero.passes.cut_update import cut_update
@@ -53,6 +54,7 @@ class Asked:
         copies: copies of masters in the dtype of compute, by the path of the master.
         gradients: leaves for gradients that wait on disk, by the path of the parameter.
         skip: names of passes to leave out, for whoever looks for a fault.
+        slots: the transforms that declare slots, by the slot's name.
         known: the findings of passes about programs of this step.
     """
 
@@ -62,6 +64,7 @@ class Asked:
     copies: Mapping[str, Leaf] = field(default_factory=dict)
     gradients: Mapping[str, Leaf] = field(default_factory=dict)
     skip: frozenset[str] = frozenset()
+    slots: Mapping[str, Transform] = field(default_factory=dict)
     known: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -300,23 +303,38 @@ def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool
 def _added(transform: Transform, name: str) -> Pass:
     """The pass of a transform that rewrites programs itself."""
     needed = f"it carries out {transform}: leave that out of the step instead"
-    rewrite = lambda program, *_: _rewritten(transform, program)  # noqa: E731
+
+    def rewrite(program: Program, asked: Asked, _: Any) -> Program:
+        return _rewritten(transform, program, [slot for slot, by in asked.slots.items() if by == transform])
+
     return Pass(name, rewrite, transform.after, needed=needed, own=False)
 
 
-def _rewritten(transform: Transform, program: Program) -> Program:
-    """The program of a transform's own rewrite.
+def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> Program:
+    """The program of a transform's own rewrite. `own`: the names of its slots.
 
     Raises:
-        TransformError: it changes nothing, and the transform does not say why.
+        TransformError: it changes nothing, and the transform does not say why; or it writes a slot that is not its own.
     """
     made = transform.rewrite(program)
     wrong = [repr(x) for x in made.lines if not isinstance(x, Line)] if isinstance(made, Program) else [repr(made)]
     if wrong:
         what = f"the rewrite of {transform} does not return a program of lines"
         raise FzeroTypeError(message(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))"))
+    made = _assigning(transform, program, made, own)
     if made == program and transform.idle_in(program) is None:
         problem = f"{transform} on mesh {program.mesh}: its rewrite changes no line of {program.name}"
         fix = "leave it out on this mesh; or say by its idle_in(program) why it may change nothing"
         raise TransformError(message(transform.name, "does nothing to this program", [problem], fix))
     return made
+
+
+def _assigning(transform: Transform, program: Program, made: Program, own: Collection[str]) -> Program:
+    """The program of a rewrite, which assigns the transform's slots that its lines write."""
+    before, after = (Counter(w for line, _ in x.walk() for w in line.writes) for x in (program, made))
+    new = [made.leaves[w] for w in after - before if w in made.leaves and in_slot(made.leaves[w])]
+    if wrong := [leaf for leaf in new if leaf.role not in own]:
+        what = f"the rewrite of {transform} writes slots that it did not declare"
+        fix = f"declare {wrong[0].role!r} in the transform's slots, or leave it to the transform that does"
+        raise TransformError(message(transform.name, what, map(str, wrong), fix))
+    return replace(made, assigns=(*made.assigns, *(x.path for x in new if x.path not in made.assigns))) if new else made

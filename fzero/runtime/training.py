@@ -14,11 +14,12 @@ from fzero import random as fzrandom
 from fzero import tree
 from fzero.allocator import return_freed_memory
 from fzero.arguments import count
+from fzero.build.cache import logger
 from fzero.checkpoint.loading import WINDOW, open_weights
 from fzero.comm import replicas
 from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import CheckpointError, FzeroValueError, message
-from fzero.layout import Leaf, leaf_of, shard
+from fzero.layout import Leaf, in_slot, leaf_of, shard
 from fzero.lowering.auto import check_auto
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import (
@@ -26,7 +27,6 @@ from fzero.lowering.layouts import (
     abstract_params,
     auto_of,
     batch_inputs,
-    extra_leaves,
     opt_state_inputs,
     params_inputs,
     recorded,
@@ -35,7 +35,7 @@ from fzero.lowering.layouts import (
 from fzero.lowering.lower import advice_on
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.resolve import resolve
-from fzero.lowering.slots import SLOTS, slots_of
+from fzero.lowering.slots import slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh
 from fzero.passes.speculate import guessed_leaves
@@ -49,7 +49,7 @@ from fzero.runtime.observe import observe
 from fzero.runtime.out_of_memory import raise_out_of_memory
 from fzero.runtime.promote import Safer
 from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, check_finite
-from fzero.state import gather, initialize, load, storage
+from fzero.state import gather, initialize, load, local, storage
 from fzero.state.assemble import (
     Last,
     abstract_state,
@@ -365,33 +365,37 @@ class CompiledStep(Compiled):
             self._resolve(whole)
             inputs = self._known(params_inputs(self.resolved, self.mesh, whole))
         opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
-        extras = extra_leaves(self.resolved, inputs)
+        slots = slots_of(self.resolved, self.mesh, inputs)
         names = dict(
             zip(
-                tree.names(abstract_state(inputs, opt_inputs, extras)),
-                state_leaves(inputs, opt_inputs, extras),
+                tree.names(abstract_state(inputs, opt_inputs, slots)),
+                state_leaves(inputs, opt_inputs, slots),
                 strict=True,
             )
         )
-        slots = {name: name.split(".")[1] for name in index.leaves if name.startswith("extras.")}
-        wanted = {leaf.role for leaf in names.values()}
-        # a slot that is not in the checkpoint begins anew
-        names = {n: leaf for n, leaf in names.items() if leaf.role not in SLOTS or leaf.role in slots.values()}
-        # one that this step has not is left behind
-        held = {n: x for n, x in index.leaves.items() if n not in slots or slots[n] in wanted}
+        stored = {name: name.split(".")[1] for name in index.leaves if name.startswith("extras.")}
+        anew = {n: leaf for n, leaf in names.items() if in_slot(leaf) and leaf.role not in stored.values()}
+        names = {n: leaf for n, leaf in names.items() if n not in anew}
+        if anew and self.mesh.rank == 0:
+            leaves = ", ".join(leaf.path for leaf in anew.values())
+            logger.warning("%s has no values of these leaves, which begin anew: %s", index, leaves)
+        # a slot that this step has not is left behind
+        held = {n: x for n, x in index.leaves.items() if n not in stored or stored[n] in slots.owners}
         index = replace(index, leaves=held)
-        checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in names.items()})
+        others = local.of_other_ranks(index, names, slots)
+        checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in (names | others).items()})
         if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:
             # before what follows from the dtypes is laid out
             found = checkpoint.read(index, counted, self.mesh)
-            counts = slots_of({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
+            counts = slots.of({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
             self._resolved = self._safer.resolved(self.resolved, inputs, counts)
         places = self._places(inputs, opt_inputs, "restore")
-        read = checkpoint.read(index, names, self.mesh, into=places)
+        read = checkpoint.read(index, {n: leaf for n, leaf in names.items() if n not in others}, self.mesh, into=places)
+        read |= local.read_added(index, others, names, self.mesh)
         by_path = {leaf.path: read[n] for n, leaf in names.items()}
         made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
         opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
-        rest = {p: by_path[p] for p in extras if p in by_path}
+        rest = {p: by_path[p] for p in slots.leaves if p in by_path}
         state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, "restore")
         self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
         return state

@@ -26,16 +26,15 @@ from fzero.layout import (
 )
 from fzero.lowering.layouts import (
     abstract_params,
-    extra_leaves,
     leaves_made_anew,
     opt_state_inputs,
     params_inputs,
 )
-from fzero.lowering.slots import SLOTS, begun, slots_of
+from fzero.lowering.slots import KEY, STEP, Slots, slots_of
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.ranks import agreement
-from fzero.state import storage
+from fzero.state import initialize, storage
 from fzero.step import State, Step
 
 
@@ -144,14 +143,22 @@ def assembled(
     places: dict[str, torch.Tensor],
     owner: str,
 ) -> State:
-    """A state of its leaves. `rest`: of the few besides parameters and optimizer state, by path; of slots that are not
-    among them (fzero/lowering/slots.py) the beginning."""
+    """A state of its leaves. `rest`: of the step, the key and slots, by path; slots that are not among them begin."""
     for inputs, values in ((params, made), (opt_state, opt)):
         for i, x in values.items():
             place(x, inputs.leaves[i], mesh)
-    leaves = extra_leaves(step, params)
-    rest = begun(step, leaves.values()) | rest
-    few = {p: place(rest[p].to(mesh.device), leaf, mesh) for p, leaf in leaves.items()}
+    slots = slots_of(step, mesh, params)
+    leaves = slots.inputs.leaves
+
+    def begin() -> dict[str, torch.Tensor]:
+        wanted = [i for i, leaf in enumerate(leaves) if leaf.path not in rest]
+        load = lambda i: storage.load(made[i], mesh.device)  # noqa: E731
+        put = lambda value, leaf: storage.put(value, leaf, places, mesh)  # noqa: E731
+        return {leaves[i].path: x for i, x in initialize.slots(step, params, slots, wanted, load, mesh, put).items()}
+
+    rest |= agreement.everywhere(mesh, owner, begin) if places and leaves else begin()
+    on = lambda leaf: rest[leaf.path] if leaf.path in places else rest[leaf.path].to(mesh.device)  # noqa: E731
+    few = {p: place(on(leaf), leaf, mesh, extent_of(rest[p])) for p, leaf in slots.leaves.items()}
     anew = leaves_made_anew(step, mesh, params)
 
     def make(name: str) -> dict[int, torch.Tensor]:
@@ -162,7 +169,7 @@ def assembled(
         name: params.rebuild(agreement.everywhere(mesh, owner, lambda name=name: make(name)) if places else make(name))
         for name in anew
     }
-    return State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | slots_of(few))
+    return State(few["step"], params.rebuild(made), opt_state.rebuild(opt), few["key"], extras | slots.of(few))
 
 
 def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inputs) -> None:
@@ -219,13 +226,14 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
     """The differences between the extras of a state, made anew or slots, and those that a step expects."""
-    roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: f"extras['{name}']" for name in SLOTS}}
+    slots = slots_of(step, mesh, params)
+    roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: f"extras['{name}']" for name in slots.owners}}
     found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), path).leaves]
     here = {x.path: x for x in found}
     anew = leaves_made_anew(step, mesh, params)
     expected = [
         *(leaf for leaves in anew.values() for leaf in leaves.values()),
-        *(leaf for leaf in extra_leaves(step, params).values() if leaf.role in SLOTS),
+        *slots.inputs.leaves,
     ]
     pairs = [(here.get(leaf.path), leaf) for leaf in expected]
     wrong = [(a, b) for a, b in pairs if a is None or (a.shape, a.layout) != (b.shape, b.layout)]
@@ -234,21 +242,15 @@ def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> l
     ]
 
 
-def abstract_state(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> State:
+def abstract_state(params: Inputs, opt_state: Inputs, slots: Slots) -> State:
     scalar = torch.empty((), dtype=torch.int64, device="meta")
-    extras = slots_of({path: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for path, leaf in few.items()})
-    return State(scalar, abstract_params(params), abstract_params(opt_state), scalar, extras)
+    trees = [abstract_params(x) for x in (params, opt_state, slots.inputs)]
+    return State(scalar, trees[0], trees[1], scalar, trees[2])
 
 
-def state_leaves(params: Inputs, opt_state: Inputs, few: dict[str, Leaf]) -> list[Leaf]:
+def state_leaves(params: Inputs, opt_state: Inputs, slots: Slots) -> list[Leaf]:
     """In the order of a flattened State; a tied leaf is the first of its ties."""
-    return [
-        few["step"],
-        *(params.leaves[t] for t in params.ties),
-        *opt_state.leaves,
-        few["key"],
-        *(leaf for name in sorted(SLOTS) for leaf in few.values() if leaf.role == name),
-    ]
+    return [STEP, *(params.leaves[t] for t in params.ties), *opt_state.leaves, KEY, *slots.inputs.leaves]
 
 
 def _first_leaves(*trees: Any) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import torch.fx as fx
 from fzero import compat, tree
 from fzero.boxes import part_shape
 from fzero.layout import Cut, Leaf, granule, shard
+from fzero.lowering.slots import Slots, declared
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.random import DERIVE
@@ -27,6 +28,7 @@ from fzero.trace.propagate import Sharded, aten, constants_for_shapes, cut, prop
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import Subgraph, ancestors
+from fzero.transforms.slots import Local
 
 PART = 32 << 20
 """Bytes of the parts in which a leaf is made."""
@@ -64,6 +66,46 @@ def opt_state(
 ) -> dict[int, torch.Tensor]:
     """The leaves of `optimizer.init(params)` as they rest on this rank, by position. `load(i)` is the value of a
     distinct parameter on the device."""
+    init = lambda whole: step.optimizer.init(step.optimized(whole))  # noqa: E731
+    return _of_params(init, step.optimizer.init, "optimizer", params, opt, opt.distinct, load, mesh, put)
+
+
+def slots(
+    step: Step,
+    params: Inputs,
+    slots: Slots,
+    wanted: Sequence[int],
+    load: Callable[[int], torch.Tensor],
+    mesh: Mesh,
+    put: Put,
+) -> dict[int, torch.Tensor]:
+    """The leaves of slots at these positions as they rest on this rank before the first step. `load`: as above."""
+    leaves, made = slots.inputs.leaves, dict[int, torch.Tensor]()
+    for transform in slots.transforms:
+        own = [i for i, leaf in enumerate(leaves) if slots.owners[leaf.role] == transform]
+        here = [i for i in wanted if i in own]
+        init = lambda whole, t=transform: declared(step, t, whole)  # noqa: E731
+        inputs = Inputs(slots.inputs.structure, tuple(leaves[i] for i in own), tuple(range(len(own))))
+        places = [own.index(i) for i in here if leaves[i].path not in slots.local]
+        if places:
+            found = _of_params(init, transform.slots, transform.name, params, inputs, places, load, mesh, put)
+            made |= {own[i]: x for i, x in found.items()}
+        made |= {i: put(None, leaves[i]) for i in here if leaves[i].path in slots.local}
+    return made
+
+
+def _of_params(
+    init: Callable[[Any], Any],
+    source: Any,
+    owner: str,
+    params: Inputs,
+    inputs: Inputs,
+    wanted: Sequence[int],
+    load: Callable[[int], torch.Tensor],
+    mesh: Mesh,
+    put: Put,
+) -> dict[int, torch.Tensor]:
+    """The leaves at these positions of a tree that is made of whole parameters."""
     places = params.distinct
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, mesh.device_type) for i in places]
@@ -71,14 +113,12 @@ def opt_state(
 
         def run(*xs: torch.Tensor) -> list[torch.Tensor]:
             whole = params.rebuild(dict(zip(places, xs, strict=True)))
-            return tree.leaves(step.optimizer.init(step.optimized(whole)))
+            return [x.like if isinstance(x, Local) else x for x in tree.leaves(init(whole))]
 
-        graph = record(
-            run, fakes, owner="optimizer", names=[f"p_{i}" for i in range(len(places))], source=step.optimizer.init
-        )
+        graph = record(run, fakes, owner=owner, names=[f"p_{i}" for i in range(len(places))], source=source)
     given: dict[fx.Node, Load] = {p: functools.partial(load, i) for p, i in zip(graph.inputs, places, strict=True)}
     sharded = {p: params.leaves[i] for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.axes}
-    return _leaves(graph, given, sharded, opt, opt.distinct, mesh, put)
+    return _leaves(graph, given, sharded, inputs, wanted, mesh, put)
 
 
 def _leaves(

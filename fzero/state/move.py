@@ -11,8 +11,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroValueError, message
-from fzero.layout import Home, Leaf, extent_of, home_of, leaf_of, leave, place, ties
-from fzero.lowering.slots import SLOTS
+from fzero.layout import Home, Leaf, extent_of, home_of, in_slot, leaf_of, leave, place, ties
 from fzero.mesh import Mesh
 from fzero.ranks import agreement
 from fzero.state import storage
@@ -127,10 +126,9 @@ class _Move:
 
 
 def _stays(leaf: Leaf) -> bool:
-    """Whether `move` leaves a leaf in place: step, key and small slots, and gradient buffers on disk, which are empty
-    between steps."""
-    slot = SLOTS.get(leaf.role)
-    return leaf.role in ("step", "key", "gradients") or (slot is not None and not slot.moves)
+    """Whether `move` leaves a leaf in place: step, key, slots of numbers and vectors, and gradient buffers on disk,
+    which are empty between steps."""
+    return leaf.role in ("step", "key", "gradients") or (in_slot(leaf) and len(leaf.shape) < 2)
 
 
 def _check(state: Any, flat: list[Any], tier: str, path: Any) -> None:

@@ -19,6 +19,7 @@ from fzero.comm.host import host_tensors
 from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.layout import Extent, Leaf, extent_of, place, set_extent
 from fzero.lowering.layouts import leaves_made_anew, mirrors, offloads
+from fzero.lowering.slots import slots_of
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.progress import moved
@@ -65,6 +66,7 @@ def reserve(
     """
     leaves = [
         *travelling(params, opt_state),
+        *slots_of(step, mesh, params).inputs.leaves,
         *(leaf for anew in leaves_made_anew(step, mesh, params).values() for leaf in anew.values()),
     ]
     tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]

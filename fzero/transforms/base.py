@@ -7,9 +7,9 @@ same program. A spec that contradicts one already there raises at once and names
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fzero.boxes import Dim
 from fzero.errors import TransformError, message
@@ -21,18 +21,23 @@ from fzero.program.ops.base import Op
 from fzero.step import EvalStep, Step
 from fzero.step.checks import no_step
 
+if TYPE_CHECKING:
+    from fzero.transforms.slots import StepResults
+
 T = TypeVar("T", bound="Transform")
 
 
 @dataclass(frozen=True)
 class Transform:
     """A spec. `order` is its place in the canonical order; `after` names the pass (fzero/passes/pipeline.py), or the
-    transform, that its own rewrite follows; `ops` are rows of the op table for the lines that it adds."""
+    transform, that its own rewrite follows; `ops` are rows of the op table for the lines that it adds;
+    `every_leaf` says whether `slots` gets all parameters, or None in place of those that are not trained."""
 
     order: ClassVar[int] = 0
     after: ClassVar[str] = "cut_update"
     name: ClassVar[str] = ""
     ops: ClassVar[tuple[Op[Any], ...]] = ()
+    every_leaf: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -83,11 +88,31 @@ class Transform:
         first cuts first, and all before what shards it flat. A line that reads the parameter has it whole."""
         return {}
 
+    def slots(self, params: Any) -> Mapping[str, Any]:
+        """The state that this transform keeps, before the first step: by name a tree of tensors, made of the parameters
+        as an optimizer's `init` makes its state. It is `state.extras[name]`, in checkpoints under that name.
+
+        A leaf whose path ends in a parameter's and that has its shape rests as that parameter's optimizer state does:
+        sharded, and on its tier. Any other rests whole; a `fzero.transforms.slots.Local` is each rank's own."""
+        return {}
+
+    def update(
+        self, slots: Mapping[str, Any], grads: Any, params: Any, inner: Callable[[Any], Any]
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """New parameters and slots. `inner(grads)` makes new parameters as the optimizer does, and the transforms that
+        come before this one in the step; it is called once. A pure function of whole trees, recorded with the
+        optimizer's update and sharded as that is. In a step that is skipped all stay as they were."""
+        return inner(grads), slots
+
+    def advance(self, slots: Mapping[str, Any], results: StepResults) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The slots behind a step, skipped or not, of what is known at its end; and metrics."""
+        return slots, {}
+
     def rewrite(self, program: Program) -> Program:
         """The program with what this transform adds of its own, right behind the pass `after`; the passes of the
         package (fzero/passes) know their specs themselves. Equal specs rewrite programs with the same lines alike, on
         every rank, wherever their leaves rest and whatever other specs there are. One that changes nothing is an error,
-        unless `idle_in` says why."""
+        unless `idle_in` says why. Its lines may write its own slots."""
         return program
 
     def idle_in(self, program: Program) -> str | None:

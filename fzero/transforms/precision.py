@@ -8,22 +8,25 @@ float16 the loss is scaled, and its scale is a part of the state (fzero/optim/lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from fzero import tree
 from fzero.arguments import accepts, flag, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.optim.loss_scale import LossScale, fixed_scale
+from fzero.precision.counters import PrecisionState, counted
 from fzero.trace.device import computes_in
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
 
 if TYPE_CHECKING:
     from fzero.step import EvalStep, Step
+    from fzero.transforms.slots import StepResults
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDINGS = ("stochastic", "nearest")
@@ -48,6 +51,7 @@ class MixedPrecision(Transform):
     )
     order: ClassVar[int] = 20
     name: ClassVar[str] = "mixed_precision"
+    every_leaf: ClassVar[bool] = True
 
     @property
     def scaling(self) -> LossScale | None:
@@ -68,6 +72,28 @@ class MixedPrecision(Transform):
     def add(self, step: Any) -> Any:
         """The step with this record, about the leaves that its function does not have as they are."""
         return Transform.add(replace(self, exact=getattr(step, "exact", None) or self.exact), step)
+
+    def slots(self, params: Any) -> dict[str, Any]:
+        """The loss scale, and what "auto" counts of each parameter."""
+        num, found = len(tree.leaves(params)), dict[str, Any]()
+        if self.scaling is not None:
+            found["loss_scale"] = self.scaling.init()
+        if self.auto:
+            found["precision"] = PrecisionState(*(torch.zeros(num, dtype=torch.int32) for _ in PrecisionState._fields))
+        return found
+
+    def advance(self, slots: Mapping[str, Any], results: StepResults) -> tuple[dict[str, Any], dict[str, Any]]:
+        after, metrics = dict[str, Any](), dict[str, Any]()
+        if self.scaling is not None:
+            before, overflow = slots["loss_scale"], results.overflow
+            assert overflow is not None
+            after["loss_scale"], at_minimum = self.scaling.update(before, overflow)
+            metrics = {"loss_scale": before.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
+        if self.auto:
+            assert results.watched is not None
+            safer = [path in self.safer for path in results.paths] if self.safer else ()
+            after["precision"] = counted(slots["precision"], results.watched, results.statistics(), safer)
+        return after, metrics
 
     def compute_dtype(self, leaf: Leaf) -> torch.dtype:
         return (

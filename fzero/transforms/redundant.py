@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fzero.arguments import count, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, message
-from fzero.layout import Leaf
+from fzero.layout import Leaf, in_slot
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.processes import Processes
 from fzero.step import EvalStep
@@ -29,7 +29,7 @@ class Redundant(Transform):
 
     def sends(self, leaf: Leaf) -> bool:
         """Whether it sends a leaf: one of which the ranks along the axis hold different parts."""
-        return leaf.role in ("params", "mutable", "opt_state") and self.axis in leaf.layout.axes
+        return (leaf.role in ("params", "mutable", "opt_state") or in_slot(leaf)) and self.axis in leaf.layout.axes
 
     def shift(self, mesh: AbstractMesh) -> int:
         """The distance along the axis to the rank that a rank sends to: the nearest that for every rank is of another
