@@ -489,15 +489,17 @@ class _Propagation:
             return False
         if not all(divides(shape_of(a), p, self.n) for a, p in s.want.items()):
             return False
-        return all(divides(v.shape, p, self.n) for v, p in self._results(node, s) if v is not None)
+        return all(divides(v.shape, p, self.n) for v, p in self._results(node, s))
 
     def _results(self, node: fx.Node, s: Strategy) -> Iterator[tuple[Any, Place]]:
+        """The tensors that an operation returns, and their places."""
         values = values_of(node)
-        return zip(values, s.places(len(values)), strict=True)
+        placed = zip(values, s.places(len(values)), strict=True)
+        return ((v, p) for v, p in placed if isinstance(v, torch.Tensor))
 
     def _price(self, node: fx.Node, s: Strategy) -> float:
         share = (self.n - 1) / self.n
-        later = sum(v.numel() * v.dtype.itemsize for v, p in self._results(node, s) if p == PARTIAL and v is not None)
+        later = sum(v.numel() * v.dtype.itemsize for v, p in self._results(node, s) if p == PARTIAL)
         if later and self._summed_later(node):
             later = 0
         elif not is_view(node) and any(p == PARTIAL and len(a.users) > 1 for a, p in s.want.items()):
