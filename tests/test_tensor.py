@@ -46,6 +46,24 @@ def test_without_a_batch_axis_and_over_three_axes():
     simulated(AbstractMesh(node=2, data=2, model=2), fz.shard_params(axis=axes), fz.once_a_step(axis="node"))
 
 
+def test_what_passes_between_blocks_is_cut_by_position():
+    simulated(AbstractMesh(model=2), sequence=True)
+    simulated(AbstractMesh(data=2, model=2), fz.shard_params(), fz.accumulate(2, vertical=True), sequence=True)
+    few, many = (lowered(AbstractMesh(model=2), layers=n, sequence=True).program for n in (2, 6))
+    forward = [
+        x
+        for x in many.lines
+        if x.block and x.block.number == 3 and x.is_forward and not any(v.name.startswith("saved") for v in x.out)
+    ]
+    assert all(v.placement.cuts for x in forward[-1:] for v in x.out)
+    values = many.values_by_name
+    streams = [
+        v for v in values.values() if v.shape == (8, tensor.LENGTH, tensor.WIDTH) and v.name.startswith("layer_")
+    ]
+    assert streams and all(v.placement.cuts or v.placement.own for v in streams)
+    assert transfers(many)["all_gather_start", "model"] > transfers(few)["all_gather_start", "model"]
+
+
 def on_ranks(mesh_axes: dict[str, int], ways: dict[str, list[Any]], backend: str, **options: Any) -> list[Any]:
     mesh = fz.make_mesh(**mesh_axes, **options)
     others = tuple(axis for axis in mesh_axes if axis != "model")
@@ -53,7 +71,8 @@ def on_ranks(mesh_axes: dict[str, int], ways: dict[str, list[Any]], backend: str
     batch = tensor.batch(8, mesh.index(others) if others else 0, parts)
     found = []
     for name, transforms in ways.items():
-        report = fz.testing.check_equivalent(tensor.step(*transforms), tensor.params(), batch, mesh, backend=backend)
+        step = tensor.step(*transforms, sequence=name == "by position")
+        report = fz.testing.check_equivalent(step, tensor.params(), batch, mesh, backend=backend)
         found.append((name, str(report)))
     return found
 
@@ -175,6 +194,7 @@ ON_RANKS = {
     "state on the host": [fz.shard_opt_state(), fz.offload("cpu", of=("opt_state",))],
     "all on the host": [fz.shard_params(), fz.offload("cpu")],
     "bf16": [fz.shard_params(), fz.mixed_precision("bf16")],
+    "by position": [fz.shard_grads()],
 }
 
 
@@ -183,6 +203,11 @@ def test_on_ranks(run_ranks, shared):
     run_ranks(2, on_ranks, {"model": 2}, {"alone": [], "loop": [fz.accumulate(2)]}, "eager", shared_memory=shared)
     ways = ON_RANKS if shared else {"plain": ON_RANKS["plain"]}
     run_ranks(4, on_ranks, {"data": 2, "model": 2}, ways, "eager", shared_memory=shared)
+
+
+def test_compiled(run_ranks):
+    ways = {"alone": [], "by position": []}
+    run_ranks(2, on_ranks, {"model": 2}, ways, "inductor", timeout=300)
 
 
 def part(mesh: Any) -> Any:

@@ -192,7 +192,7 @@ def _nll_loss_backward(op: WholeOp, w: Writer) -> fx.Node | None:
 
 
 def _hits(op: WholeOp, w: Writer, x: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Whether each column is the target's, and whether a target counts."""
+    """Whether a column has the number of the target, and whether a target counts."""
     rows, columns = shape_of(x)
     valid = w(aten.ne.Scalar, target, op["ignore_index"])
     numbers = w.view(w(aten.arange.default, columns, dtype=torch.int64, device=x.meta["val"].device), [1, columns])

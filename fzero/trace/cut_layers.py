@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from fzero.boxes import Dim
 from fzero.random import DRAW, DRAW_FROM, from_start
+from fzero.trace.cut_moves import zeros
 from fzero.trace.cut_rules import (
     PARTIAL,
     RULES,
@@ -188,15 +189,6 @@ def _index(op: WholeOp) -> Iterator[Strategy]:
 def _asked_through(op: WholeOp, dims: list[int], first: int, count: int, of: int) -> list[Dim]:
     back = {_through(d, dims, first, count): d for d in range(of) if d not in dims}
     return [Dim(back[c.dim], c.groups) for c in op.asked if c.dim in back]
-
-
-def zeros(node: fx.Node) -> bool:
-    """Whether a value is zeros."""
-    if node.target is aten.zeros.default:
-        return True
-    if node.target is aten.expand.default:
-        return zeros(node.args[0])  # type: ignore[arg-type]
-    return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
 @rule(aten.index_put.default)

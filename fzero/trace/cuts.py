@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,9 +34,17 @@ from fzero.trace.cut_rules import (
     divides,
     named_arguments,
     part,
-    positional,
     shape_of,
     values_of,
+)
+from fzero.trace.cut_writer import (
+    MARKERS,
+    RESHAPES,
+    GraphWriter,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
 )
 from fzero.trace.meta_cache import FakeResults
 from fzero.trace.propagate import constants_for_shapes
@@ -45,32 +53,21 @@ from fzero.trace.recorder import Recorded
 from fzero.trace.storages import is_view
 from fzero.trace.subgraph import ancestors, extract
 
-__all__ = ["PARTIAL", "CutFunction", "MadeWhole", "Place", "Wanted", "propagate"]
+__all__ = [
+    "MARKERS",
+    "PARTIAL",
+    "CutFunction",
+    "MadeWhole",
+    "Place",
+    "Wanted",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "propagate",
+    "reduce_scatter",
+]
 
 aten = torch.ops.aten
-
-
-def all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Marker: the reduction of the `x` of every rank: "sum", "max" or "min"."""
-    raise AssertionError("a marker is not executable")
-
-
-def all_gather(x: torch.Tensor) -> torch.Tensor:
-    """Marker: [1, *part] of every rank as [n, *part]."""
-    raise AssertionError("a marker is not executable")
-
-
-def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
-    """Marker: this rank's row of the sum of the `x` of every rank: [n, *part] to [1, *part]."""
-    raise AssertionError("a marker is not executable")
-
-
-def all_to_all(x: torch.Tensor) -> torch.Tensor:
-    """Marker: row i of `x` goes to rank i: [n (to), *part] to [n (from), *part]."""
-    raise AssertionError("a marker is not executable")
-
-
-MARKERS = frozenset({all_reduce, all_gather, reduce_scatter, all_to_all})
 
 
 class Wanted(enum.StrEnum):
@@ -133,127 +130,6 @@ def propagate(
     return _Propagation(graph, n, places, wanted, leaves, stream).result()
 
 
-class _GraphWriter:
-    """Writes operations and the markers of collectives into a graph, with their fake values."""
-
-    def __init__(self, graph: fx.Graph, mode: Any, results: FakeResults, n: int):
-        self.graph, self.n, self._mode, self._results = graph, n, mode, results
-        self.number: fx.Node | None = None  # the placeholder of the rank's number
-        self.last_input: fx.Node | None = None
-        self.device = torch.device("cpu")
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if target in _RESHAPES:
-            return self.view(args[0], args[1])
-        if target is operator.getitem:
-            node = self.graph.call_function(target, args)
-            node.meta["val"] = args[0].meta["val"][args[1]]
-            return node
-        node = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
-        with self._mode:
-            node.meta["val"] = self._results(target, *values)
-        return node
-
-    def named(self, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
-        args, kwargs = positional(target, arguments)
-        return self(target, *args, **kwargs)
-
-    def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
-        value, shape = x.meta["val"], list(shape)
-        if list(value.shape) == shape:
-            return x
-        node = self.graph.call_function(aten.view.default, (x, shape))
-        try:
-            with self._mode:
-                node.meta["val"] = aten.view.default(value, shape)
-        except (RuntimeError, ValueError):
-            node.args = (self.packed(x), shape)
-            with self._mode:
-                node.meta["val"] = aten.view.default(node.args[0].meta["val"], shape)  # type: ignore[union-attr]
-            node.prepend(node.args[0])  # type: ignore[arg-type]
-        return node
-
-    def packed(self, x: fx.Node) -> fx.Node:
-        if x.meta["val"].is_contiguous():
-            return x
-        return self(aten.clone.default, x, memory_format=torch.contiguous_format)
-
-    def all_reduce(self, x: fx.Node, op: str) -> fx.Node:
-        return self.mark(all_reduce, x, shape_of(x), op)
-
-    def mark(self, marker: Any, x: fx.Node, shape: Sequence[int], *extra: Any) -> fx.Node:
-        value = x.meta["val"]
-        if marker is not all_reduce:
-            x = self.packed(x)
-        node = self.graph.call_function(marker, (x, *extra))
-        node.meta["val"] = compat.new_fake(self._mode, shape, value.dtype, value.device)
-        return node
-
-    def index(self) -> fx.Node:
-        if self.number is None:
-            first = self.last_input
-            with (
-                self.graph.inserting_after(first)
-                if first
-                else self.graph.inserting_before(next(iter(self.graph.nodes)))
-            ):
-                self.number = self.graph.placeholder("axis_index")
-            self.number.meta["val"] = compat.new_fake(self._mode, [1], torch.int64, self.device)
-        return self.number
-
-    # --- between places ---
-
-    def cut(self, x: fx.Node, place: Dim) -> fx.Node:
-        """This rank's part of a whole value."""
-        shape = shape_of(x)
-        dim, groups = place
-        size = shape[dim] // groups // self.n
-        y = self.view(x, [*shape[:dim], groups, self.n, size, *shape[dim + 1 :]])
-        y = self(aten.index_select.default, y, dim + 1, self.index())
-        return self.view(y, part(shape, place, self.n))
-
-    def parts(self, x: fx.Node, place: Dim) -> fx.Node:
-        """Every part of a value, [n, *part], contiguous."""
-        shape, (dim, groups) = shape_of(x), place
-        y = self.view(x, [*shape[:dim], groups, self.n, shape[dim] // groups // self.n, *shape[dim + 1 :]])
-        order = [dim + 1, *(i for i in range(len(shape) + 2) if i != dim + 1)]
-        if math.prod(shape_of(y)[: dim + 1]) != 1:
-            y = self(aten.permute.default, y, order)
-        return self.view(y, [self.n, *part(shape, place, self.n)])
-
-    def joined(self, parts: fx.Node, place: Dim) -> fx.Node:
-        """The value of which these are the parts, [n, *part]."""
-        _, *shape = shape_of(parts)
-        dim, groups = place
-        y = self.view(parts, [self.n, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :]])
-        order = [*range(1, dim + 2), 0, *range(dim + 2, len(shape) + 2)]
-        if math.prod(shape_of(y)[1 : dim + 2]) != 1:
-            y = self(aten.permute.default, y, order)
-        shape[dim] *= self.n
-        return self.packed(self.view(y, shape))
-
-    def converted(self, x: fx.Node, have: Place, want: Place) -> fx.Node:
-        """A value that is at one place, at another."""
-        if have is None and isinstance(want, Dim):
-            return self.cut(x, want)
-        if have == PARTIAL and want is None:
-            return self.all_reduce(x, "sum")
-        if have == PARTIAL and isinstance(want, Dim):
-            rows = self.parts(x, want)
-            row = self.mark(reduce_scatter, rows, [1, *shape_of(rows)[1:]])
-            return self.view(row, shape_of(rows)[1:])
-        assert isinstance(have, Dim), (x, have, want)
-        if want is None:
-            shape = shape_of(x)
-            rows = self.mark(all_gather, self.view(self.packed(x), [1, *shape]), [self.n, *shape])
-            return self.joined(rows, have)
-        assert isinstance(want, Dim) and want.dim != have.dim, (x, have, want)
-        rows = self.parts(x, want)
-        return self.joined(self.mark(all_to_all, rows, shape_of(rows)), have)
-
-
-_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _PASSING = {
     aten.neg.default,
     aten.clone.default,
@@ -268,7 +144,7 @@ _PASSING = {
     operator.getitem,
 }
 """Operations that a partial value may pass on its way to an output, besides views."""
-_REMADE = {aten.expand.default, *_RESHAPES, aten.unsqueeze.default, aten.full.default, aten.permute.default}
+_REMADE = {aten.expand.default, *RESHAPES, aten.unsqueeze.default, aten.full.default, aten.permute.default}
 _ALWAYS_REMADE = {
     aten.index_put.default,
     aten.embedding_dense_backward.default,
@@ -295,8 +171,8 @@ class _Propagation:
         self.graph = fx.Graph()
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
         results = FakeResults()
-        self.write = _GraphWriter(self.graph, mode, results, n)
-        self.rewrite = _GraphWriter(self.source.graph, mode, results, n)  # of operations into others, on whole values
+        self.write = GraphWriter(self.graph, mode, results, n)
+        self.rewrite = GraphWriter(self.source.graph, mode, results, n)  # of operations into others, on whole values
         self.place: dict[fx.Node, Place] = {}  # of each value of the whole function, by nature
         self.made: dict[fx.Node, dict[Place, fx.Node]] = {}
         self.several: dict[fx.Node, tuple[tuple[fx.Node, ...] | fx.Node, tuple[Place, ...]]] = {}
@@ -489,15 +365,17 @@ class _Propagation:
             return False
         if not all(divides(shape_of(a), p, self.n) for a, p in s.want.items()):
             return False
-        return all(divides(v.shape, p, self.n) for v, p in self._results(node, s) if v is not None)
+        return all(divides(v.shape, p, self.n) for v, p in self._results(node, s))
 
     def _results(self, node: fx.Node, s: Strategy) -> Iterator[tuple[Any, Place]]:
+        """The tensors that an operation returns, and their places."""
         values = values_of(node)
-        return zip(values, s.places(len(values)), strict=True)
+        placed = zip(values, s.places(len(values)), strict=True)
+        return ((v, p) for v, p in placed if isinstance(v, torch.Tensor))
 
     def _price(self, node: fx.Node, s: Strategy) -> float:
         share = (self.n - 1) / self.n
-        later = sum(v.numel() * v.dtype.itemsize for v, p in self._results(node, s) if p == PARTIAL and v is not None)
+        later = sum(v.numel() * v.dtype.itemsize for v, p in self._results(node, s) if p == PARTIAL)
         if later and self._summed_later(node):
             later = 0
         elif not is_view(node) and any(p == PARTIAL and len(a.users) > 1 for a, p in s.want.items()):
