@@ -127,7 +127,12 @@ def propagate(
             strategy.
         stream: the place of what passes between blocks. A partial value is reduced into it.
     """
-    return _Propagation(graph, n, places, wanted, leaves, stream).result()
+    first = _Propagation(graph, n, places, wanted, leaves, stream)
+    result = first.result()
+    if stream is None or not (gathered := first.gathered()):
+        return result
+    # what is gathered for one operation costs nothing for another
+    return _Propagation(graph, n, places, wanted, leaves, stream, gathered).result()
 
 
 _PASSING = {
@@ -163,10 +168,11 @@ class _Propagation:
         wanted: Sequence[Wanted | str | Dim | None],
         leaves: frozenset[int],
         stream: Dim | None,
+        gathered: frozenset[str] = frozenset(),
     ):
         names = [x.name for x in source.inputs]
         self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
-        self.n, self.places, self.stream = n, places, stream
+        self.n, self.places, self.stream, self.free = n, places, stream, gathered
         self.wanted: list[Wanted | Dim | None] = [Wanted(w) if isinstance(w, str) else w for w in wanted]
         self.graph = fx.Graph()
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
@@ -383,6 +389,11 @@ class _Propagation:
         later *= 2 if self.stream is None else 1  # a reduction into the stream scatters
         return sum(self._cost(a, p) for a, p in s.want.items()) + share * (later + 2 * s.sent)
 
+    def gathered(self) -> frozenset[str]:
+        """The names of the values of the stream that were gathered."""
+        made = ((x, x.op != "placeholder" or x not in self.leaves) for x in self.made if None in self.made[x])
+        return frozenset(x.name for x, counts in made if counts and isinstance(self.place[x], Dim))
+
     def _summed_later(self, node: fx.Node) -> bool:
         """Whether a partial value may leave the function, by way of linear operations."""
         if node not in self.later:
@@ -405,6 +416,8 @@ class _Propagation:
         """The bytes on a rank that it takes to have a value at a place."""
         made, shape = self.made[node], shape_of(node)
         if want in made:
+            return 0.0
+        if want is None and node.name in self.free:
             return 0.0
         if not divides(shape, want, self.n):
             return math.inf
