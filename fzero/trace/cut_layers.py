@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -332,7 +332,7 @@ def _index_add(op: WholeOp) -> Iterator[Strategy]:
 @rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value)
 def _scatter(op: WholeOp) -> Iterator[Strategy]:
     x, index, d = op["self"], op["index"], op["dim"] % max(1, len(op.shape))
-    source: Any = op["src"]
+    source = cast(fx.Node, op["src"])
     if not op.shape or len(set(op.inputs)) != 2 + (source is not None):
         return
     sizes = [shape_of(a) for a in op.inputs]

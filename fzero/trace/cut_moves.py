@@ -169,7 +169,7 @@ def _slice(op: WholeOp) -> Iterator[Strategy]:
             if op["step"] != 1 or first % group or stop % group or sizes[d] % group or first == stop:
                 continue
             c = Dim(d, ((stop - first) if forward else sizes[d]) // group)
-            local = {"start": first // op.n, "end": stop // op.n}
+            local |= {"start": first // op.n, "end": stop // op.n}
         if not forward:
             local["input_sizes"] = part(sizes, c, op.n)
         yield Strategy({x: p}, c, lambda w, a, local=local: w.named(op.target, a | local))

@@ -32,6 +32,7 @@ from fzero.trace.cut_rules import (
     Strategy,
     WholeOp,
     divides,
+    in_view,
     named_arguments,
     part,
     shape_of,
@@ -127,12 +128,7 @@ def propagate(
             strategy.
         stream: the place of what passes between blocks. A partial value is reduced into it.
     """
-    first = _Propagation(graph, n, places, wanted, leaves, stream)
-    result = first.result()
-    if stream is None or not (gathered := first.gathered()):
-        return result
-    # what is gathered for one operation costs nothing for another
-    return _Propagation(graph, n, places, wanted, leaves, stream, gathered).result()
+    return _Propagation(graph, n, places, wanted, leaves, stream).result()
 
 
 _PASSING = {
@@ -159,6 +155,10 @@ _ALWAYS_REMADE = {
 }
 
 
+_SHARED = 16
+"""A gradient of a cut weight that is summed costs so many times more: what it reads is gathered once for several."""
+
+
 class _Propagation:
     def __init__(
         self,
@@ -168,11 +168,10 @@ class _Propagation:
         wanted: Sequence[Wanted | str | Dim | None],
         leaves: frozenset[int],
         stream: Dim | None,
-        gathered: frozenset[str] = frozenset(),
     ):
         names = [x.name for x in source.inputs]
         self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
-        self.n, self.places, self.stream, self.free = n, places, stream, gathered
+        self.n, self.places, self.stream = n, places, stream
         self.wanted: list[Wanted | Dim | None] = [Wanted(w) if isinstance(w, str) else w for w in wanted]
         self.graph = fx.Graph()
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
@@ -187,7 +186,8 @@ class _Propagation:
         self.later: dict[fx.Node, bool] = {}  # of values that were asked about
         self.light: dict[fx.Node, bool] = {}
         passed = [*zip(self.source.inputs, places, strict=True), *zip(self.source.outputs, wanted, strict=True)]
-        self.streams = {tuple(x.meta["val"].shape) for x, place in passed if stream is not None and place == stream}
+        shapes = (tuple(x.meta["val"].shape) for x, place in passed if stream is not None and place == stream)
+        self.streams = list(dict.fromkeys(shapes))
         for i, (x, place) in enumerate(zip(self.source.inputs, places, strict=True)):
             self._input(x, place, i in leaves)
 
@@ -319,14 +319,20 @@ class _Propagation:
             zip(self.source.outputs, self.wanted, strict=True) if self.source.graph.output_node() in node.users else ()
         )
         asked = [w for x, w in outputs if x is node and isinstance(w, Dim)]
-        if any(self.place[a] == PARTIAL for a in node.all_input_nodes) and self._streams(node):
-            asked.append(self.stream)  # type: ignore[arg-type]
+        if any(self.place[a] == PARTIAL for a in node.all_input_nodes) and (place := self._streams(node)):
+            asked.append(place)
         return asked
 
-    def _streams(self, node: fx.Node) -> bool:
-        """Whether a value is like those that pass between blocks."""
+    def _streams(self, node: fx.Node) -> Dim | None:
+        """The place of a value in the stream, where it has the elements of what passes between blocks."""
         value = node.meta["val"]
-        return self.stream is not None and isinstance(value, torch.Tensor) and tuple(value.shape) in self.streams
+        if self.stream is None or not isinstance(value, torch.Tensor):
+            return None
+        shape = tuple(value.shape)
+        if shape in self.streams:
+            return self.stream
+        alike = [x for x in self.streams if math.prod(x) == value.numel() and x[-1:] == shape[-1:]]
+        return in_view(alike[0], self.stream, shape, self.n) if alike else None
 
     def _settle(self, node: fx.Node, strategy: Strategy) -> None:
         """Writes an operation by a strategy."""
@@ -387,12 +393,16 @@ class _Propagation:
         elif not is_view(node) and any(p == PARTIAL and len(a.users) > 1 for a, p in s.want.items()):
             later *= 1.01  # what else reads the input may have it reduced
         later *= 2 if self.stream is None else 1  # a reduction into the stream scatters
+        if later and self.stream is not None and self._is_gradient(node):
+            later *= _SHARED
         return sum(self._cost(a, p) for a, p in s.want.items()) + share * (later + 2 * s.sent)
 
-    def gathered(self) -> frozenset[str]:
-        """The names of the values of the stream that were gathered."""
-        made = ((x, x.op != "placeholder" or x not in self.leaves) for x in self.made if None in self.made[x])
-        return frozenset(x.name for x, counts in made if counts and isinstance(self.place[x], Dim))
+    def _is_gradient(self, node: fx.Node) -> bool:
+        """Whether an output that is wanted cut is a value, or a view of it."""
+        outputs = zip(self.source.outputs, self.wanted, strict=True)
+        if any(x is node and isinstance(w, Dim) and w != self.stream for x, w in outputs):
+            return True
+        return any(is_view(user) and self._is_gradient(user) for user in node.users)
 
     def _summed_later(self, node: fx.Node) -> bool:
         """Whether a partial value may leave the function, by way of linear operations."""
@@ -416,8 +426,6 @@ class _Propagation:
         """The bytes on a rank that it takes to have a value at a place."""
         made, shape = self.made[node], shape_of(node)
         if want in made:
-            return 0.0
-        if want is None and node.name in self.free:
             return 0.0
         if not divides(shape, want, self.n):
             return math.inf
@@ -457,6 +465,14 @@ class _Propagation:
             return source
         return source if self.place[source] == PARTIAL and len(source.users) > 1 else None
 
+    def _viewed(self, node: fx.Node, want: Dim) -> tuple[fx.Node, Dim] | None:
+        """The partial value that a partial one has another shape of, and its place where the other has this one."""
+        root = self._root(node) if self.place[node] == PARTIAL and node.target in RESHAPES else None
+        place = in_view(shape_of(node), want, shape_of(root), self.n) if root is not None else None
+        if root is None or place is None or in_view(shape_of(root), place, shape_of(node), self.n) != want:
+            return None
+        return (root, place) if divides(shape_of(root), place, self.n) else None
+
     def _get(self, node: fx.Node, want: Place) -> fx.Node:
         made = self.made[node]
         if want not in made:
@@ -472,9 +488,11 @@ class _Propagation:
             new = self.write(views.target, *args, **kwargs)
             return new if views is node else self.write(operator.getitem, new, node.args[1])
         if None in made and isinstance(want, Dim):
-            if (part := self._remade(node, want)) is not None:
-                return part
+            if (remade := self._remade(node, want)) is not None:
+                return remade
             return self.write.cut(made[None], want)
+        if isinstance(want, Dim) and (viewed := self._viewed(node, want)):
+            return self.write.view(self._get(*viewed), part(shape_of(node), want, self.n))
         have = min(made, key=lambda p: self._direct(node, p, want))
         if isinstance(have, Dim) and isinstance(want, Dim) and have.dim == want.dim:
             return self.write.cut(self._get(node, None), want)
