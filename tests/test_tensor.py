@@ -202,7 +202,8 @@ ON_RANKS = {
 def test_on_ranks(run_ranks, shared):
     run_ranks(2, on_ranks, {"model": 2}, {"alone": [], "loop": [fz.accumulate(2)]}, "eager", shared_memory=shared)
     ways = ON_RANKS if shared else {"plain": ON_RANKS["plain"]}
-    run_ranks(4, on_ranks, {"data": 2, "model": 2}, ways, "eager", shared_memory=shared)
+    for name, way in ways.items():
+        run_ranks(4, on_ranks, {"data": 2, "model": 2}, {name: way}, "eager", shared_memory=shared)
 
 
 def test_compiled(run_ranks):
