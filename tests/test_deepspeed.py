@@ -645,7 +645,7 @@ def test_batches_of_other_rows() -> None:
     state = train.init(fz.functionalize(net).params)
     state, _ = train(state, (torch.ones(8, 4),))
     with pytest.raises(
-        FzeroValueError, match=r"(?s)of 8 rows \(train_batch_size\).*batch\[0\]: 6 rows of each of 1 ranks"
+        FzeroValueError, match=r"(?s)of 8 rows \(train_batch_size\).*batch\[0\]: 6 rows of each of 1 parts"
     ):
         train(state, (torch.ones(6, 4),))
     state, _ = train(state, {"input": torch.ones(8, 4), "classes": torch.ones(3)})  # one leaf has the rows

@@ -161,7 +161,7 @@ def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[An
             f"# torchrun {nodes}--nproc-per-node {min(size, per_host)} train.py\n"
             f"mesh = fz.make_mesh({', '.join(f'{axis}={n}' for axis, n in axes.items())})"
         ),
-        batch=f"# your data: the rows of this rank\n{batch}",
+        batch=f"# your data: the rows of this rank{', the same along model' * (of.tensor > 1)}\n{batch}",
         train=(
             f"train = fz.compile(step, mesh{given})\n"
             f"state = train.{f'load({where})' if stored else 'init(model.init)'}\n"

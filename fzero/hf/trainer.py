@@ -39,6 +39,7 @@ from fzero.step import State, train_step
 from fzero.trace.reads.value_keys import exact
 from fzero.transforms.base import Transform
 from fzero.transforms.precision import mixed_precision
+from fzero.transforms.shard import data_parallel
 
 logger = logging.getLogger("fzero")
 Base: Any = transformers.Trainer
@@ -374,7 +375,8 @@ class Trainer(Base):
                 assert self.compiled is not None
                 transforms = self.compiled.resolved.transforms
             else:
-                transforms = [mixed_precision(compute=x) for x in ("bf16", "fp16") if getattr(self.args, x)]
+                transforms = [data_parallel(axis=axis) for axis in self._mesh().axes]  # each rank has all weights
+                transforms += [mixed_precision(compute=x) for x in ("bf16", "fp16") if getattr(self.args, x)]
             held = LossInputs(self, Trainer)
             self._evaluations[known] = Evaluation(
                 held, self.functional, kind, constants, transforms, self._mesh(), self._compiling
