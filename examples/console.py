@@ -179,6 +179,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
         default=3,
         help="what is sharded: nothing, optimizer state, gradients too, parameters too",
     )
+    p.add_argument("--tensor", **WHOLE, default=1, help="processes that compute each layer together, with parts of it")
     p.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16", "auto"),
@@ -228,7 +229,8 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--stop-on-nan", action="store_true", help="fail at the first loss that is not finite")
 
     def problems_of(args: argparse.Namespace) -> list[str]:
-        problems = below_one(args, "steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every")
+        names = ("steps", "layers", "width", "heads", "seq", "batch", "accumulate", "save_every", "tensor")
+        problems = below_one(args, *names)
         problems += out_of_range(
             args, lr=(0, LARGE), seed=(0, 2**64 - 1), label_smoothing=(0, 1), z_loss=(0, LARGE), timeout=(1, LARGE)
         )
@@ -238,10 +240,13 @@ def parse_args(description: str | None) -> argparse.Namespace:
             problems.append(
                 f"--width {args.width} / --heads {args.heads} is odd: rotary positions turn pairs of features"
             )
-        if not problems and args.batch % (WORLD * args.accumulate):
+        if not problems:
+            each = (("heads", args.heads), ("the number of processes", WORLD))
+            problems += [f"--tensor {args.tensor} does not divide {what}, {n}" for what, n in each if n % args.tensor]
+        if not problems and args.batch % (parts := WORLD // args.tensor * args.accumulate):
+            processes = f"{WORLD} processes" + (f" / --tensor {args.tensor}" if args.tensor > 1 else "")
             problems.append(
-                f"--batch {args.batch} is not a multiple of {WORLD * args.accumulate}: {WORLD} processes x "
-                f"--accumulate {args.accumulate}"
+                f"--batch {args.batch} is not a multiple of {parts}: {processes} x --accumulate {args.accumulate}"
             )
         return problems
 

@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/train_gpt.py                      # about two minutes on two CPU cores
 torchrun --nproc-per-node 3 examples/train_gpt.py --resume --zero 1    # goes on from the checkpoint, on another mesh
+torchrun --nproc-per-node 4 examples/train_gpt.py --resume --tensor 2  # each pair of processes cuts the matrices
 python examples/train_gpt.py --print-program --steps 1                 # one process, no process group
 fzero plan examples/train_gpt.py:plan_target --mesh data=8             # what a step costs each of 8 ranks
 """
@@ -121,6 +122,10 @@ def training(args: argparse.Namespace):
     )
     zero = [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params][args.zero]
     spread = fz.compose(zero(axis="data"), fz.mixed_precision(args.dtype, params=args.params, rounding=args.rounding))
+    if args.tensor > 1:  # columns, then rows: one sum over `model` behind each pair of products
+        rules = {"qkv": (1, 3), "out": 0, "up": 1, "down": 0}
+        rules |= {} if VOCAB % args.tensor else {"token": 0, "vocab": 1}
+        spread = fz.compose(spread, fz.tensor_parallel(rules=rules))
     if args.fp8:
         fp8 = fz.fp8(
             scales=args.fp8,
@@ -142,7 +147,8 @@ def plan_target():
 def run(args: argparse.Namespace) -> None:
     if args.deterministic:
         use_deterministic_algorithms()
-    mesh = fz.make_mesh(timeout=args.timeout)  # all processes along one axis, `data`
+    tensor = {"model": args.tensor} if args.tensor > 1 else {}
+    mesh = fz.make_mesh(timeout=args.timeout, data=-1, **tensor)
     step, spread, init, schedule = training(args)
 
     def validation_loss(params, tokens, targets):

@@ -645,13 +645,15 @@ def test_batches_of_other_rows() -> None:
     state = train.init(fz.functionalize(net).params)
     state, _ = train(state, (torch.ones(8, 4),))
     with pytest.raises(
-        FzeroValueError, match=r"(?s)of 8 rows \(train_batch_size\).*batch\[0\]: 6 rows of each of 1 ranks"
+        FzeroValueError, match=r"(?s)of 8 rows \(train_batch_size\).*batch\[0\]: 6 rows of each of 1 parts"
     ):
         train(state, (torch.ones(6, 4),))
     state, _ = train(state, {"input": torch.ones(8, 4), "classes": torch.ones(3)})  # one leaf has the rows
     step = fz.functionalize(net).train_step(fz.optim.sgd(0.1), settings["loss"])
     with pytest.raises(FzeroValueError, match="give each rank 4 rows"):
         fz.lower(load(SMALL, world=2)(step), fz.AbstractMesh(data=2), fz.functionalize(net).params, (torch.ones(8, 4),))
+    cut = fz.tensor_parallel(load(SMALL, world=2)(step), rules={"weight": 1})
+    fz.lower(cut, fz.AbstractMesh(data=2, model=2), fz.functionalize(net).params, (torch.ones(4, 4),))
     evaluate = fz.compose(*train.resolved.transforms)(fz.functionalize(net).eval_step())
     assert fz.compile(evaluate, fz.make_mesh(), backend="eager")(state.params, (torch.ones(3, 4),)).shape == (3, 1)
 

@@ -59,7 +59,7 @@ class Answer:
     @property
     def per_second(self) -> float:
         """Tokens, or rows, that all devices train on in a second."""
-        return self.script.samples * self.num_ranks / self.plan.step_seconds
+        return self.script.samples * (self.num_ranks // self.of.tensor) / self.plan.step_seconds
 
     @property
     def filled(self) -> dict[str, int]:

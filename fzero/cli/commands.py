@@ -30,6 +30,7 @@ from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, FzeroValueError, message
 from fzero.lowering.at_rest import check_at_rest, shortage
 from fzero.lowering.budget import Budget
+from fzero.lowering.layouts import zero_of
 from fzero.lowering.lower import lower
 from fzero.lowering.lowered import Lowered
 from fzero.measure.calibrate import calibrate
@@ -160,7 +161,7 @@ class _OfTarget:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         if self.devices is not None:
             number, device = get_devices(self.devices, kind)
-            return _axes(self.mesh) if self.mesh else {"data": number}, device
+            return _axes(self.mesh) if self.mesh else self.model.axes(number), device
         return _axes(self.mesh), get_device(self.device, kind)
 
     def _check(self) -> None:
@@ -357,7 +358,8 @@ class Check:
                         fix="name a function that returns a training step",
                     )
                 )
-            params, batch, num_drawn = with_values(params, batch, mesh.rank)
+            part = mesh.index(zero_of(step, mesh).batch_axes)
+            params, batch, num_drawn = with_values(params, batch, part)
             far = (
                 shown("fzero.check", lambda: f"{self.steps} steps of both, leaf by leaf")
                 if mesh.rank == 0

@@ -48,6 +48,8 @@ class OfModel:
     """sequences that a device computes with at once"""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage over all devices: 1 shards optimizer state, 2 gradients too, 3 parameters too"""
+    tensor: Annotated[int, arg(metavar="DEVICES")] = 1
+    """devices that compute with the same rows, each with a part of every layer: fz.tensor_parallel"""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """that is computed in; parameters and optimizer state are stored in fp32"""
     remat: Annotated[str | None, arg(metavar="POLICY", help_behavior_hint="(default: auto; full with --offload)")] = (
@@ -67,6 +69,14 @@ class OfModel:
     def given(self) -> list[str]:
         """The flags that are not as they are by default."""
         return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+
+    def axes(self, number: int) -> dict[str, int]:
+        """The mesh of so many devices."""
+        parts, left = divmod(number, max(1, self.tensor))
+        if left:
+            fix = f"a number of devices that {self.tensor} divides, or another --tensor"
+            raise UsageError(message("hf", f"--tensor {self.tensor} does not divide {number} devices", fix=fix))
+        return {"data": parts} | ({"model": self.tensor} if self.tensor > 1 else {})
 
 
 class Script(NamedTuple):
@@ -117,7 +127,7 @@ def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[An
     """
     path, config = _configuration(of.hf or "")
     name, imported = _class(config, path)
-    _check(of, config)
+    _check(of, config, axes)
     rows = of.batch * of.accumulate
     batch, samples, unit = _batch(config, name, rows, of)
     where = _quoted(str(path))
@@ -151,7 +161,7 @@ def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[An
             f"# torchrun {nodes}--nproc-per-node {min(size, per_host)} train.py\n"
             f"mesh = fz.make_mesh({', '.join(f'{axis}={n}' for axis, n in axes.items())})"
         ),
-        batch=f"# your data: the rows of this rank\n{batch}",
+        batch=f"# your data: the rows of this rank{', the same along model' * (of.tensor > 1)}\n{batch}",
         train=(
             f"train = fz.compile(step, mesh{given})\n"
             f"state = train.{f'load({where})' if stored else 'init(model.init)'}\n"
@@ -236,8 +246,11 @@ def _class(config: Any, path: Path) -> tuple[str, str]:
     return name, name
 
 
-def _check(of: OfModel, config: Any) -> None:
-    problems = [f"--{n} {getattr(of, n)}: must be at least 1" for n in ("batch", "accumulate") if getattr(of, n) < 1]
+def _check(of: OfModel, config: Any, axes: Mapping[str, int]) -> None:
+    least = ("batch", "accumulate", "tensor")
+    problems = [f"--{n} {getattr(of, n)}: must be at least 1" for n in least if getattr(of, n) < 1]
+    if of.tensor != (size := axes.get("model", 1)):
+        problems.append(f"--tensor {of.tensor}: the mesh has model={size}")
     problems += [f"--seq {of.seq}: must be at least 1"] if of.seq is not None and of.seq < 1 else []
     most = _positions(config)
     if of.seq is not None and most is not None and of.seq > most:
@@ -291,7 +304,8 @@ def _batch(config: Any, name: str, rows: int, of: OfModel) -> tuple[str, int, st
 
 def _transforms(of: OfModel, axes: dict[str, int], budgets: Mapping[Any, str | None]) -> list[str]:
     """The calls that make the transforms."""
-    out = [_STAGES[of.zero]] if any(n > 1 for n in axes.values()) else []
+    out = [_STAGES[of.zero]] if any(n > 1 for axis, n in axes.items() if axis != "model") else []
+    out += [f"fz.tensor_parallel(rules=fz.hf.tensor_rules(model, ranks={of.tensor}))"] if of.tensor > 1 else []
     out += [] if of.precision == "fp32" else [f'fz.mixed_precision("{of.precision}")']
     policy = of.remat or ("full" if of.offload != "none" else "auto")
     out.append(f"fz.remat({_quoted(policy) if policy.isidentifier() else float(policy)})")

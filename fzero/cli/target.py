@@ -87,15 +87,15 @@ def users_code(target: str) -> Iterator[None]:
         sys.argv = before
 
 
-def with_values(params: Any, batch: Any, rank: int) -> tuple[Any, Any, int]:
+def with_values(params: Any, batch: Any, part: int) -> tuple[Any, Any, int]:
     """The result of a target, with values drawn for its meta tensors, and how many those were.
 
     Args:
         params: a tree, or an init function, which stays as it is. Floating-point leaves are drawn normal, 0.02 wide;
             the same on every rank.
         batch: floating-point leaves are drawn normal, integers from 0 and 1, which are valid indices of any table; of
-            every rank others.
-        rank: this one.
+            every part others.
+        part: the number of this rank's part of the batch.
     """
     num_drawn = 0
 
@@ -112,7 +112,7 @@ def with_values(params: Any, batch: Any, rank: int) -> tuple[Any, Any, int]:
         return tree.unflatten(structure, flat)
 
     params = params if callable(params) else drawn(params, fzrandom.key(1), 0.02)
-    return params, drawn(batch, fzrandom.fold_in(fzrandom.key(2), rank), 1.0), num_drawn
+    return params, drawn(batch, fzrandom.fold_in(fzrandom.key(2), part), 1.0), num_drawn
 
 
 # --- finding ---

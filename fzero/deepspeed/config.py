@@ -25,7 +25,7 @@ from fzero.transforms.base import Transform
 from fzero.transforms.offload import offload
 from fzero.transforms.precision import mixed_precision
 from fzero.transforms.remat import remat
-from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
+from fzero.transforms.shard import Parallel, data_parallel, shard_grads, shard_opt_state, shard_params
 
 _ZERO = "zero_optimization"
 _OFFLOADS = {f"{_ZERO}.offload_optimizer": ("opt_state", 1), f"{_ZERO}.offload_param": ("params", 3)}
@@ -80,9 +80,11 @@ class BatchSize(Transform):
 
     def rewrite(self, program: Program) -> Program:
         found = {v.name: v.shape[0] for v in program.inputs if v.name not in program.leaves and v.shape}
-        if program.assigns and found and self.rows not in {n * program.mesh.size for n in found.values()}:
-            problems = [f"{name}: {n} rows of each of {program.mesh.size} ranks" for name, n in found.items()]
-            rows = self.rows / program.mesh.size
+        axes = {a for t in program.transforms if isinstance(t, Parallel) for a in t.axes if a in program.mesh.axes}
+        parts = program.mesh.axis_size(tuple(axes))
+        if program.assigns and found and self.rows not in {n * parts for n in found.values()}:
+            problems = [f"{name}: {n} rows of each of {parts} parts of the batch" for name, n in found.items()]
+            rows = self.rows / parts
             fix = f"give each rank {rows:g} rows, those of all its micro-batches; or say another train_batch_size"
             what = f"a step is of {self.rows} rows (train_batch_size), this batch is of others"
             raise FzeroValueError(message("deepspeed", what, problems, fix))

@@ -202,9 +202,9 @@ refused - [1] | sequence parallelism is not there
   count sequence_parallel_size
 note - | of sequence parallelism, which is not there
   ["fp32","bf16","fp16",null] seq_parallel_communication_data_type
-refused tensor_parallel [0, 1] | tensor parallelism is not there
+refused tensor_parallel [0, 1] | compose fz.tensor_parallel(rules=...); or fz.hf.Trainer(tensor_parallel=N)
   count autotp_size
-refused tensor_parallel.tensor_parallel [1] | tensor parallelism is not there
+refused tensor_parallel.tensor_parallel [1] | compose fz.tensor_parallel(rules=...); or fz.hf.Trainer(tensor_parallel=N)
   count tp_size
 note tensor_parallel.tensor_parallel | read only where the section is enabled, which is refused
   any tp_grain_size mpu tp_group

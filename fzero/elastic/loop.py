@@ -29,6 +29,7 @@ from fzero.elastic.vault import Damage, Vault
 from fzero.elastic.wards import Ward
 from fzero.errors import CheckpointError, FzeroValueError, StorageError, message
 from fzero.layout import extent_of
+from fzero.lowering.layouts import zero_of
 from fzero.mesh import Mesh
 from fzero.processes import Processes
 from fzero.ranks import agreement, turns
@@ -110,7 +111,10 @@ class Run:
 
     @property
     def place(self) -> dict[str, int]:
-        axes = tuple(name for name in self.mesh.axes if name in ("node", "replica", "data"))
+        if self._train is not None:
+            axes = zero_of(self._train.step, self.mesh).batch_axes
+        else:
+            axes = tuple(name for name in self.mesh.axes if name in ("node", "replica", "data"))
         return {"rank": self.mesh.index(axes), "size": self.mesh.axis_size(axes)}
 
     def micro_batches(self, batch: int, rows: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 
 class Exchange:
@@ -20,5 +21,5 @@ class Exchange:
         if self._alone:
             return high, low
         here = torch.tensor([[*high.values(), *(-x for x in low.values())]], device=self._trainer.args.device)
-        found = self._trainer.accelerator.gather(here).amax(0).tolist()
+        found = gather(here).amax(0).tolist()
         return dict(zip(high, found, strict=False)), dict(zip(low, (-x for x in found[len(high) :]), strict=True))

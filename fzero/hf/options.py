@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
@@ -13,6 +14,7 @@ from fzero.arguments import shown
 from fzero.deepspeed.reading import read_file, read_text
 from fzero.errors import FzeroValueError, message
 from fzero.hf import optimizers
+from fzero.hf.data_parts import Arguments
 from fzero.hf.models import Pretrained
 from fzero.hf.optimizers import Translated
 from fzero.hf.recipe import of_deepspeed
@@ -120,15 +122,24 @@ def notes(args: Any) -> list[str]:
 
 
 def check(
-    trainer: Any, model: Any, args: Any, optimizer: Any, pair: Any, transforms: Any, base: type, sync: Any
+    trainer: Any,
+    model: Any,
+    args: Any,
+    optimizer: Any,
+    pair: Any,
+    transforms: Any,
+    base: type,
+    sync: Any,
+    wrong: Sequence[str] = (),
 ) -> None:
     """Raises if anything that was asked for cannot be kept, all of it at once, before anything is done.
 
     Args:
         optimizer: `optimizers[0]`; `pair`: `optimizer_cls_and_kwargs`.
         base: the Trainer whose methods must be these.
+        wrong: problems that are known already.
     """
-    found = problems(sync)
+    found = [*problems(sync), *wrong]
     known = {*KEPT.split(), *NOTES}
     for name in _set(args):
         if why := {**REFUSED, **OF_OTHERS}.get(name):
@@ -151,7 +162,8 @@ def check(
     elif args.deepspeed:
         config, _ = read_file(args.deepspeed)
         try:
-            of_deepspeed(args, max(1, args.max_steps), Translated(optim.identity(), ()))
+            counted = Arguments(args, world_size=max(1, args.world_size // trainer._tensor.size))
+            of_deepspeed(counted, max(1, args.max_steps), Translated(optim.identity(), ()))
         except FzeroValueError as error:
             found += [f"deepspeed: {line.strip()}" for line in str(error).splitlines() if line.startswith("  ")]
         if transforms is not None:

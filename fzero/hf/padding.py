@@ -326,8 +326,8 @@ def _items(inputs: Any) -> list[Any]:
 
 def check_rows(trainer: Any, found: Padding) -> None:
     """Refuses, before the first step, a last micro-batch with fewer rows than those beside it in its step."""
-    args, rows = trainer.args, trainer._train_batch_size
-    if args.world_size > 1 or args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__"):
+    args, rows, parts = trainer.args, trainer._train_batch_size, trainer.accelerator.num_processes
+    if parts > 1 or args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__"):
         return
     num, parts_a_step = math.ceil(len(trainer.train_dataset) / rows), args.gradient_accumulation_steps
     last = len(trainer.train_dataset) % rows

@@ -15,11 +15,12 @@ from fzero.deepspeed.arguments import from_arguments
 from fzero.deepspeed.config import load_config
 from fzero.deepspeed.reading import read_file
 from fzero.hf import optimizers
+from fzero.hf.data_parts import Arguments
 from fzero.hf.optimizers import Translated, by_rate, translated
 from fzero.optim import GradientTransformation, Schedule
 from fzero.step import compose
 from fzero.transforms.accumulate import accumulate
-from fzero.transforms.base import find
+from fzero.transforms.base import Transform, find
 from fzero.transforms.precision import mixed_precision
 from fzero.transforms.remat import Remat, remat
 from fzero.transforms.shard import shard_params
@@ -46,22 +47,23 @@ class Recipe:
     values: Sequence[dict[str, Any]] = ()
 
 
-def of_arguments(args: Any, made: Translated, transforms: Any) -> Recipe:
-    """By the arguments, and the caller's transforms in place of ZeRO-3."""
+def of_arguments(args: Any, made: Translated, transforms: Any, more: Sequence[Transform] = ()) -> Recipe:
+    """By the arguments, and the caller's transforms in place of ZeRO-3; and `more`."""
     clipped = bool(args.max_grad_norm and args.max_grad_norm > 0)
     optimizer = (
         optim.chain(optim.clip_by_global_norm(args.max_grad_norm), made.optimizer) if clipped else made.optimizer
     )
     specs = [shard_params()] if transforms is None else list(transforms)
+    specs += more
     specs += [mixed_precision(compute=dtype) for dtype in ("bf16", "fp16") if getattr(args, dtype)]
     specs += [remat(policy="full")] if args.activation_checkpointing and find(tuple(specs), Remat) is None else []
     specs += [accumulate(args.gradient_accumulation_steps)] if args.gradient_accumulation_steps > 1 else []
     return Recipe(optimizer, made.groups, compose(*specs))
 
 
-def of_deepspeed(args: Any, num_steps: int, made: Translated | None) -> Recipe:
-    """By a ds_config.json, "auto" from the arguments. What it leaves out is the library's: `made`, its optimizer, and
-    its schedule."""
+def of_deepspeed(args: Any, num_steps: int, made: Translated | None, more: Sequence[Transform] = ()) -> Recipe:
+    """By a ds_config.json, "auto" from the arguments; and `more`. What it leaves out is the library's: `made`, its
+    optimizer, and its schedule."""
     own, scheduled = _sections(args.deepspeed)
     given: dict[str, Any] = {}
     if not own:
@@ -73,17 +75,18 @@ def of_deepspeed(args: Any, num_steps: int, made: Translated | None) -> Recipe:
     optimizer, groups = found.optimizer, () if made is None else made.groups
     if own and not scheduled:
         optimizer, groups = optim.chain(optimizer, by_rate()), (0,)
-    more = [remat(policy="full")] if args.activation_checkpointing and find(found.transforms, Remat) is None else []
+    more = [*more]
+    more += [remat(policy="full")] if args.activation_checkpointing and find(found.transforms, Remat) is None else []
     return Recipe(optimizer, groups, compose(found, *more), found.schedule if scheduled else None, found.report())
 
 
-def of(trainer: Any, model: Any, num_steps: int, transforms: Any) -> Recipe:
+def of(trainer: Any, model: Any, num_steps: int, transforms: Any, more: Sequence[Transform] = ()) -> Recipe:
     """A Trainer's, whose optimizer and scheduler are made: of torch, holding the numbers.
 
     Raises:
         FzeroValueError: an optimizer that is not translated; whatever of a ds_config.json cannot be carried out.
     """
-    args, module = trainer.args, trainer.model
+    args, module = Arguments(trainer.args, world_size=trainer.accelerator.num_processes), trainer.model
     if trainer._created_lr_scheduler:
         trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
     own, scheduled = _sections(args.deepspeed)
@@ -97,10 +100,10 @@ def of(trainer: Any, model: Any, num_steps: int, transforms: Any) -> Recipe:
     trainer.optimizer.state = optimizers.Elsewhere()
     values = optimizers.values(trainer.optimizer)  # before a schedule changes them
     if args.deepspeed:
-        found = of_deepspeed(args, num_steps, made)
+        found = of_deepspeed(args, num_steps, made, more)
     else:
         assert made is not None, "or there was a section"
-        found = of_arguments(args, made, transforms)
+        found = of_arguments(args, made, transforms, more)
     if (schedule := found.schedule) is not None:
         base = 1.0 if own else args.learning_rate
         trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda t: float(schedule(t)) / base)

@@ -31,7 +31,8 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
 
     Args:
         model: of the library, or what `from_pretrained` or `from_config` returned.
-        ranks: the size of the axis. A vocabulary that it does not divide stays whole.
+        ranks: the size of the axis. A vocabulary, and attention whose heads it does not divide, stay whole; with fewer
+            heads of keys and values, these alone.
 
     Returns: for each name of the plan, with `*` for the number of a layer, the dim that is cut, or `(dim, groups)`.
 
@@ -62,7 +63,7 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
     known = {name for name, _ in module.named_parameters()}  # of tied ones the first
     for glob, style in plan.items():
         part = next((x for name, x in parts.items() if _is(name, glob)), None)
-        if part is None or style not in _OUTPUTS | _INPUTS | _WORDS:
+        if part is None or style not in _OUTPUTS | _INPUTS | _WORDS or (ranks and _torn(glob, config, ranks)):
             continue
         weight = getattr(part, "weight", None)
         if weight is None or weight.dim() != 2:
@@ -82,6 +83,17 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
 def _is(name: str, glob: str) -> bool:
     """Whether a module's name is that of a plan, in which a star stands for the number of a layer, or for more."""
     return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
+
+
+def _torn(glob: str, config: Any, ranks: int) -> bool:
+    """Whether so many ranks would have parts of heads."""
+    *parents, last = glob.split(".")
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or not any("attn" in name or "attention" in name for name in parents):
+        return False
+    pairs = getattr(text, "num_key_value_heads", None) or heads
+    return bool(heads % ranks or (pairs % ranks and last in ("k_proj", "v_proj", "qkv_proj")))
 
 
 def _pieces(last: str, size: int, config: Any) -> int:

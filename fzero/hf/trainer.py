@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[
 
 from fzero import checkpoint, random, tree
 from fzero.errors import CheckpointError, FzeroValueError, TraceError, message
-from fzero.hf import optimizers, options, padding, recipe, traced
+from fzero.hf import data_parts, optimizers, options, padding, recipe, traced
 from fzero.hf.evaluating import Evaluation
 from fzero.hf.loss_inputs import LossInputs
 from fzero.hf.models import Pretrained
@@ -39,6 +39,7 @@ from fzero.step import State, train_step
 from fzero.trace.reads.value_keys import exact
 from fzero.transforms.base import Transform
 from fzero.transforms.precision import mixed_precision
+from fzero.transforms.shard import data_parallel
 
 logger = logging.getLogger("fzero")
 Base: Any = transformers.Trainer
@@ -66,6 +67,9 @@ class Trainer(Base):
         sync: what reads or writes weights in training: callbacks or their classes, the class of an own Trainer
             (`evaluate`, `log` and others of its methods), functions of metrics.
         mesh: by default of all processes, along `data`.
+        tensor_parallel: ranks that compute with one part of the data, along the axis `model`: the mesh and
+            `fz.tensor_parallel(rules=fz.hf.tensor_rules(model))`, where they are not given. Samples, tokens and steps
+            are counted once for each part of the data.
         lengths: to which ragged batches of any model are padded, as a collator would; by default, where that changes
             nothing, powers of two.
         backend, memory_budget, host_budget, disk_budget: of `fz.compile`.
@@ -102,6 +106,7 @@ class Trainer(Base):
         transforms: Sequence[Transform] | None = None,
         sync: Sequence[Any] = (),
         mesh: Mesh | None = None,
+        tensor_parallel: int | None = None,
         lengths: Sequence[int] | None = None,
         backend: str = "inductor",
         memory_budget: int | str | None = None,
@@ -111,7 +116,10 @@ class Trainer(Base):
     ):
         args = options.TrainingArguments("tmp_trainer") if args is None else args
         optimizer = settings.get("optimizers", (None, None))[0]
-        options.check(self, model, args, optimizer, settings.get("optimizer_cls_and_kwargs"), transforms, Trainer, sync)
+        pair = settings.get("optimizer_cls_and_kwargs")
+        wrong = data_parts.problems(tensor_parallel, mesh, transforms, args)
+        self._tensor = data_parts.tensor_axis(None if wrong else tensor_parallel, mesh, transforms)
+        options.check(self, model, args, optimizer, pair, transforms, Trainer, sync, wrong)
         self._transforms, self._given_mesh, self.lengths = transforms, mesh, lengths
         budgets = {"memory_budget": memory_budget, "host_budget": host_budget, "disk_budget": disk_budget}
         self._compiling = {"backend": backend, **budgets}
@@ -126,6 +134,7 @@ class Trainer(Base):
         self._padding = None
         super().__init__(model.module if self._pretrained is not None else model, args, *more, **settings)
         self._sync = Sync(self, Trainer, sync)
+        self._more = data_parts.missing(self._tensor, self.model)
         for text in options.notes(args) if self.is_world_process_zero() else ():
             logger.warning("fzero.hf.Trainer: %s", text)
 
@@ -147,6 +156,13 @@ class Trainer(Base):
         found = super()._build_accelerator_args(**settings)
         return {k: x for k, x in found.items() if k != "dynamo_plugin"} | {"mixed_precision": "no"}
 
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self._tensor.size > 1:
+            data_parts.count(self.accelerator, self._data_parts)
+            gather = self.accelerator.gather_for_metrics
+            self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """The module stays where it is: what computes are shards of its own."""
 
@@ -163,7 +179,7 @@ class Trainer(Base):
         module = self.model.train()
         carried = self.train_state if self.optimizer is not None and self.optimizer is self._optimizer_was else None
         model = self.functional = self._functional()
-        found = recipe.of(self, model, max_steps, self._transforms)
+        found = recipe.of(self, model, max_steps, self._transforms, self._more)
         if found.report and self.is_world_process_zero():
             print(found.report, file=sys.stderr, flush=True)
         self._held = LossInputs(self, Trainer)
@@ -195,12 +211,38 @@ class Trainer(Base):
         return self._pretrained or functionalize(self.model)
 
     def _mesh(self) -> Mesh:
-        self._given_mesh = self._given_mesh or make_mesh(device=self.args.device.type)
+        if self._given_mesh is None:
+            axis, size, _ = self._tensor
+            axes = {"data": self.args.world_size // size, axis: size} if size > 1 else {}
+            self._given_mesh = make_mesh(device=self.args.device.type, **axes)
         if self._given_mesh.size != self.args.world_size:
             what = f"TrainingArguments sees {self.args.world_size} processes, the mesh has {self._given_mesh.size}"
             fix = "without GPUs say TrainingArguments(use_cpu=True); start all with torchrun"
             raise FzeroValueError(message("hf.Trainer", what, fix=fix))
         return self._given_mesh
+
+    # --- the parts of the data ---
+
+    def _data_parts(self) -> data_parts.DataParts:
+        return data_parts.of(self._mesh(), self._tensor.name)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def store_flos(self) -> None:
+        if self._tensor.size > 1 and self.args.process_index not in self._data_parts().firsts:
+            self.current_flos = 0
+        super().store_flos()
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        """All ranks of a part of the data draw alike: from the state of the first."""
+        args, parts = self.args, self._data_parts() if self._tensor.size > 1 else None
+        if parts is not None:
+            self.args = data_parts.Arguments(args, process_index=parts.firsts[parts.index])
+        try:
+            super()._load_rng_state(checkpoint)
+        finally:
+            self.args = args
 
     def _first_state(self, resumed: Any, carried: State | None) -> State:
         assert self.compiled is not None and self.functional is not None
@@ -333,7 +375,8 @@ class Trainer(Base):
                 assert self.compiled is not None
                 transforms = self.compiled.resolved.transforms
             else:
-                transforms = [mixed_precision(compute=x) for x in ("bf16", "fp16") if getattr(self.args, x)]
+                transforms = [data_parallel(axis=axis) for axis in self._mesh().axes]  # each rank has all weights
+                transforms += [mixed_precision(compute=x) for x in ("bf16", "fp16") if getattr(self.args, x)]
             held = LossInputs(self, Trainer)
             self._evaluations[known] = Evaluation(
                 held, self.functional, kind, constants, transforms, self._mesh(), self._compiling
