@@ -13,6 +13,7 @@ for. The search ends when no bound beats the best, or after MOST_LINES lines.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -64,39 +65,30 @@ _ON_DISK = (
 Ladder = tuple[tuple[tuple[str, ...], str], ...]
 
 
-@dataclass(frozen=True)
-class _Share:
-    """So many eighths of the bytes of some roles on a tier; `back`: as many of all their eighths that are on the host
-    instead of on disk."""
+class _Share(NamedTuple):
+    """So many eighths of the bytes of some roles on the host, and so many on disk."""
 
     roles: tuple[str, ...]
-    tier: str
-    eighths: int
-    back: int = 0
+    host: int
+    disk: int
 
     def records(self, auto: Offload) -> Iterator[Offload]:
         """As transforms: the second of two takes its fraction of what the first one leaves."""
         ordered = tuple(role for role in ROLES if role in self.roles)
         asked = replace(auto, of=ordered, update_on=auto.update_on if "opt_state" in ordered else "auto")
-        if self.back or self.tier == "cpu":
-            yield replace(asked, tier="cpu", path=(), fraction=(self.back or self.eighths) / FINEST)
-        if self.tier == "nvme" and self.eighths > self.back:
-            yield replace(asked, tier="nvme", fraction=(self.eighths - self.back) / (FINEST - self.back))
+        if self.host:
+            yield replace(asked, tier="cpu", path=(), fraction=self.host / FINEST)
+        if self.disk:
+            yield replace(asked, tier="nvme", fraction=self.disk / (FINEST - self.host))
 
     def __str__(self) -> str:
-        parts = (
-            [(self.back, "on the host"), (self.eighths - self.back, "on disk")]
-            if self.tier == "nvme"
-            else [(self.eighths, "on the host")]
-        )
-        what = " and ".join(self.roles)
+        what, parts = " and ".join(self.roles), ((self.host, "on the host"), (self.disk, "on disk"))
         return " and ".join(
             f"{n / FINEST:.0%} of {what} {where}" if n < FINEST else f"{what} {where}" for n, where in parts if n
         )
 
 
 Shares = tuple[_Share, ...]
-Records = tuple[Offload, ...]
 
 
 class Resolved(NamedTuple):
@@ -193,10 +185,10 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
 
 @dataclass
 class _Tiers:
-    """The search for where everything rests. `variants`: of the step with it there; `least`: of these the choice that
+    """The search for the places of everything. `variants`: of the step with it there; `least`: of these the choice that
     takes as little memory as it can, wherever the update is; `unified`: whether host and device are one memory, so that
-    nothing is sent to the host; `progress`: is told how far it is, after each try; `besides`: bytes of device and host
-    that programs took besides the least."""
+    nothing is sent to the host; `progress`: is told how far it is, after each try; `found`: the seconds of a step with
+    everything where it fits; `besides`: bytes of device and host that programs took besides the least."""
 
     variants: Callable[[Shares], Variants]
     least: Choice
@@ -204,17 +196,19 @@ class _Tiers:
     budget: Budget
     unified: bool
     progress: Callable[[str], object]
-    besides: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    found: dict[Shares, float] = field(default_factory=dict)
+    besides: dict[Choice, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.search = Search(lambda c: self.variants(c.rests)(replace(c, rests=())), (), self.budget)
+        self.likes = functools.cache(_likes)  # asked of every candidate, after every try
 
     def best(self) -> tuple[Shares, str]:
-        """Where everything rests in the fastest step that fits, and why."""
+        """The places of everything in the fastest step that fits, and why."""
         if self._try(self.least):
             return (), "the step fits as it is"
         layouts = self._layouts()
-        most = max(layouts, key=lambda rests: sum(share.eighths for share in rests), default=())
+        most = max(layouts, key=lambda rests: sum(share.host + share.disk for share in rests), default=())
         program = self.variants(most).cut(self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         # after a loop there is nothing left to run beside
@@ -222,9 +216,9 @@ class _Tiers:
         bounds = {way: self._bound(way) for rests in layouts for way in self._ways(rests)}
         bounds |= self._with_gradients_on_disk(bounds)
         # in one order on every rank: of those alike what moves least comes first
-        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.eighths for s in x[0].rests))))
+        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].rests))))
         for choice, bound in bounds.items():
-            lines = sum(len(program.lines) for program in self.search.programs)
+            lines = sum(len(cost.program.lines) for cost in {*self.search.tried.values()})
             enough = lines > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.search.tried) > MOST_TRIED
             if enough or bound.seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
                 break
@@ -246,14 +240,6 @@ class _Tiers:
                 return
         raise self._unmet(bounds)
 
-    @property
-    def found(self) -> dict[Shares, float]:
-        """The seconds of a step with everything where it fits."""
-        found: dict[Shares, float] = {}
-        for choice in filter(self.search.fits, self.search.tried):
-            found[choice.rests] = min(found.get(choice.rests, math.inf), self.search.seconds(choice))
-        return found
-
     def _ladders(self) -> list[Ladder]:
         """Without the roles that may not be moved, and the tiers that are not there."""
         able = {"nvme"} if self.unified else {"cpu", "nvme"}
@@ -267,25 +253,22 @@ class _Tiers:
         """The rungs of all ladders, and of what is on disk more and more on the host instead."""
         found: dict[Shares, None] = {}
         for ladder in self._ladders():
-            below: Shares = ()
+            rung: Shares = ()
             for roles, tier in ladder:
+                below = rung
                 for n in range(1, FINEST + 1):
-                    shares = (*below, _Share(roles, tier, n))
-                    found[shares] = None
-                    for i, share in enumerate(shares):
-                        if share.tier == "nvme" and not self.unified and self.budget.host is not None:
-                            found.update(
-                                ((*shares[:i], replace(share, back=k), *shares[i + 1 :]), None)
-                                for k in range(1, share.eighths + 1)
-                            )
-                below = shares
+                    rung = (*below, _Share(roles, *((n, 0) if tier == "cpu" else (0, n))))
+                    found[rung] = None
+                    for i, (of, _, disk) in enumerate(rung if self.budget.host is not None else ()):
+                        back = (_Share(of, k, disk - k) for k in range(1, disk + 1) if not self.unified)
+                        found |= dict.fromkeys((*rung[:i], share, *rung[i + 1 :]) for share in back)
         return list(found)
 
     def _with_gradients_on_disk(self, bounds: Mapping[Choice, Least]) -> dict[Choice, Least]:
         """Those whose gradients wait on the host, with gradients on disk instead."""
         if self.budget.host is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
             return {}
-        stored = _Share(("gradients",), "nvme", FINEST)
+        stored = _Share(("gradients",), 0, FINEST)
         asked = {replace(c, rests=(*c.rests, stored)): c for c in bounds if c.grads == self.least.grads}
         found = {choice: self._bound(choice) for choice in asked}
         return {choice: bound for choice, bound in found.items() if bound.host < bounds[asked[choice]].host}
@@ -299,8 +282,7 @@ class _Tiers:
         open_side = state and not self.unified and self.auto.update_on == "auto"
         grads = GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
         held = [s for s in rests if not {*_STATE}.isdisjoint(s.roles)]
-        disk = any(s.tier == "nvme" and s.eighths > s.back for s in held)
-        host = any(s.tier == "cpu" or s.back for s in held)
+        host, disk = any(s.host for s in held), any(s.disk for s in held)
         # copies in host memory take room that must be given
         there = (state and disk, state and host and self.budget.host is not None)
         guesses = ((), *(tiers for tiers, able in zip(TIERS, there, strict=True) if able and self.guessable))
@@ -314,8 +296,7 @@ class _Tiers:
     def _bound(self, choice: Choice) -> Least:
         of = dict.fromkeys(ROLES, (0.0, 0.0))
         for share in choice.rests:
-            on_host = share.back if share.tier == "nvme" else share.eighths
-            of |= dict.fromkeys(share.roles, (on_host / FINEST, (share.eighths - on_host) / FINEST))
+            of |= dict.fromkeys(share.roles, (share.host / FINEST, share.disk / FINEST))
         on_host = choice.host_share > 0 and self.auto.update_on != "device"
         rests = Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
         return self.sizes.least(rests, on_host, choice.grads, self.budget.device, choice.guess)
@@ -323,24 +304,24 @@ class _Tiers:
     def _expected(self, choice: Choice, bound: Least) -> float:
         """By how many bytes a candidate is over the budgets, if it exceeds its lower bound as the last similar
         candidate did. Updates on the device take no less than on the host."""
-        way = replace(choice, rests=())
-        likes = (_kind(choice), _kind(replace(choice, host_share=ENDS[0])), way, replace(way, guess=()))
-        device, host = next(filter(None, map(self.besides.get, likes)), (0.0, 0.0))
+        device, host = next(filter(None, map(self.besides.get, self.likes(choice))), (0.0, 0.0))
         return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 
     def _try(self, choice: Choice, bound: Least | None = None) -> bool:
         """Whether a program fits, which is made for it."""
         device, host, _ = self.search.cost(choice).peaks
         if bound is not None:
-            besides = device - bound.device, host - bound.host
-            self.besides |= {replace(choice, rests=()): besides, _kind(choice): besides}
-        best = min((found := self.found), key=found.__getitem__, default=None)
-        told = f"best {duration(found[best])} a step: {_names(best)}" if best else "none fits yet"
+            kind, _, way, _ = self.likes(choice)
+            self.besides[kind] = self.besides[way] = device - bound.device, host - bound.host
+        if fits := self.search.fits(choice):
+            self.found[choice.rests] = min(self.found.get(choice.rests, math.inf), self.search.seconds(choice))
+        best = min(self.found, key=self.found.__getitem__, default=None)
+        told = f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"
         self.progress(f"{len(self.search.tried)} tried, {told}")
-        return self.search.fits(choice)
+        return fits
 
     def _unmet(self, bounds: Mapping[Choice, Least]) -> BudgetError:
-        tiers = lambda choice: frozenset(share.tier for share in choice.rests)  # noqa: E731
+        tiers = lambda choice: frozenset(share.disk > 0 for share in choice.rests)  # noqa: E731
         known = {*map(tiers, self.search.tried)}
         for choice in sorted(bounds, key=lambda c: bounds[c].peaks):
             # what takes least of the device, on tiers that nothing was tried on
@@ -395,9 +376,11 @@ class _Tiers:
         return device is not None and found.peak_bytes > device, host is not None and found.host_peak_bytes > host
 
 
-def _kind(choice: Choice) -> Any:
-    """The key that is common to choices which take as much besides the least."""
-    return replace(choice, rests=tuple((share.roles, share.tier, 0 < share.back) for share in choice.rests))
+def _likes(choice: Choice) -> tuple[Choice, Choice, Choice, Choice]:
+    """The keys that are common to choices which take as much besides the least, the most alike first."""
+    kind = replace(choice, rests=tuple((share.roles, share.host > 0, share.disk > 0) for share in choice.rests))
+    way = replace(choice, rests=())
+    return kind, replace(kind, host_share=ENDS[0]), way, replace(way, guess=())
 
 
 def _names(rests: Shares) -> str:

@@ -6,7 +6,7 @@ Each is made once, and priced once.
 1. Of each start the first side that fits updates what rests off the device. From there each open value is tried, and of
    each option that grows the most that fits is taken, in every order: memory goes to what comes first.
 2. The fastest of each start gets the best order of its transfers and the best share of updates on the host. A start
-   whose bound does not beat what was found is left as it is.
+   whose bound does not beat what was found is left as it is, unless it is taken.
 3. Of what is within 1 % of the fastest the first start is taken.
 
 [Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each
@@ -78,11 +78,6 @@ class Search:
             self.tried[choice] = self._of.setdefault(id(program), Cost(program, self.budget))
         return self.tried[choice]
 
-    @property
-    def programs(self) -> list[Program]:
-        """All that were made."""
-        return [cost.program for cost in self._of.values()]
-
     def fits(self, choice: Choice) -> bool:
         return self.budget.limits == (None, None, None) or not self.budget.over(self.cost(choice).peaks)
 
@@ -109,7 +104,8 @@ class Search:
 
     def _sides(self, choice: Choice) -> list[Choice]:
         """The choice with all updates on the host, and with none there, if that is open."""
-        is_open = leaves_side_open(self.cost(choice).program)
+        program = self.cost(choice).program
+        is_open = program.assigns and leaves_side_open(program)  # an evaluation updates nothing
         return [replace(choice, host_share=share) for share in ENDS] if is_open else [choice]
 
     def _values(self, of: Callable[[Pass], Any], choice: Choice) -> list[Any]:
@@ -117,10 +113,10 @@ class Search:
         program, device = self.cost(choice).program, self.budget.device
         return [value for passed in self.passes for value in of(passed)(choice, program, device)]
 
-    def _grown(self, start: Choice) -> Choice | None:
+    def _grown(self, least: Choice) -> Choice | None:
         """The choice with as much of what grows as fits, and of what is tried the fastest; None if it does not fit
         itself."""
-        start = next(filter(self.fits, self._sides(start)), None)
+        start = next(filter(self.fits, self._sides(least)), None)
         if start is None:
             return None
         bases = [start, *self._values(lambda passed: passed.tried, start)]

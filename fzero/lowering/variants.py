@@ -62,31 +62,33 @@ class Variants:
         self._idle = {*asked.skip}  # passes to skip that have had nothing to do
 
     def starts(self, least: Choice, budget: Budget | None) -> list[list[Choice]]:
-        """The choice that takes least memory, and those like it but for where gradients wait and what is updated on a
-        guess; those of the second list only where no other fits.
-
-        Args:
-            least: the choice.
-            budget: that may have room for copies in host memory, which are made before a guess; and for gradients on
-                the device.
-        """
-        cut = self.cut(least)
-        off = any(leaf.layout.tier != "device" for leaf in self._leaves.values())
-        counts = [0, *(num_guessable(cut, tiers) if off else 0 for tiers in TIERS)]
-        able = [budget is not None and ("host" not in tiers or budget.host is not None) for tiers in TIERS]
-        guesses = [t for t, ok, a, b in zip(TIERS, able, counts, counts[1:], strict=False) if ok and a < b]
-        starts = [least, *(replace(least, guess=tiers) for tiers in guesses)]
+        """The choices that a search begins with: each differs from the least one in the updates that are on a guess and
+        the gradients that wait on the host. Those of a second list are for a budget that no other fits."""
+        starts = [least, *([] if budget is None else self._guesses(least, budget.host is not None))]
         if budget is None or budget.nbytes is None:
             return [starts]
+        *sooner, last = self._grads(least)
+        return [[replace(c, grads=where) for c in starts for where in grads] for grads in (sooner, [last]) if grads]
+
+    def _guesses(self, least: Choice, copies: bool) -> list[Choice]:
+        """A choice with updates on a guess for each set of tiers by which more of them can be. `copies`: whether the
+        host has room for copies, which are made before a guess."""
+        if all(leaf.layout.tier == "device" for leaf in self._leaves.values()):
+            return []
+        counts = [0, *(num_guessable(self.cut(least), tiers) for tiers in TIERS)]
+        more = (tiers for tiers, a, b in zip(TIERS, counts, counts[1:], strict=False) if a < b)
+        return [replace(least, guess=tiers) for tiers in more if copies or "host" not in tiers]
+
+    def _grads(self, least: Choice) -> list[str]:
+        """The gradients of a choice that may wait on the host, what comes to the same once: with the last they take
+        least of the device's memory."""
         made, found = self._made(least, self._at_cut + 1), dict[Any, str]()
         for grads in off_device.GRADS:
             ways = (replace(least, host_share=share, grads=grads) for share in ENDS)
             waiting = tuple(sides(made, self.asked, way).waiting for way in ways)
-            if waiting not in found or grads == "update":  # what comes to the same once
+            if waiting not in found or grads == "update":
                 found[waiting] = grads
-        *sooner, last = found.values()
-        asked = [[replace(start, grads=where) for start in starts for where in grads] for grads in (sooner, [last])]
-        return [*filter(None, asked)]
+        return list(found.values())
 
     def base(self) -> Program:
         """The base program. It is verified, with all that is made of it whatever is chosen."""
