@@ -111,7 +111,7 @@ def _runs(together: bool) -> list[Any]:
     """What runs come to whose lines are batched, and as few as on a GPU, or not, under copies and collectives that are
     late."""
     found = []
-    least = lambda *args: (lambda choice, auto: (few_launches(choice), auto))(*first_choice(*args))  # noqa: E731
+    least = lambda *args: few_launches(first_choice(*args))  # noqa: E731
     for name in ("stage 2", "stage 3, accumulate", "vertical", "offload"):
         mesh = fz.make_mesh(shared_memory=False, unified_memory=False)
         with pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,6 @@ they cost; and where there are none."""
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import math
 from dataclasses import replace
@@ -21,6 +20,7 @@ from fzero import optim, tree
 from fzero.comm.tiers import TierTransport
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.layout import extent_of
+from fzero.lowering.search import Search
 from fzero.program.verify import verify
 from fzero.program.verify_pool import check
 
@@ -66,9 +66,7 @@ def batches(scales: tuple[float, ...] = SCALES) -> list[torch.Tensor]:
 @pytest.fixture
 def guessing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the plan says of models as small as these."""
-    monkeypatch.setattr(
-        importlib.import_module("fzero.lowering.lower"), "fastest", lambda build, choices, budget: choices[-1]
-    )
+    monkeypatch.setattr(Search, "best", lambda self, starts: starts[-1])
 
 
 def run(
@@ -187,7 +185,7 @@ def test_a_wrong_guess_reads_and_writes_the_state_twice(tmp_path: Path) -> None:
 def on_ranks(path: str, cases: list[tuple[int, bool]]) -> list[tuple[int, bool, bool]]:
     """Of each stage, in shared memory or not: whether the program guesses, and whether it comes to what the step
     without offload does."""
-    importlib.import_module("fzero.lowering.lower").fastest = lambda build, choices, budget: choices[-1]  # type: ignore[attr-defined]
+    Search.best = lambda self, starts: starts[-1]  # type: ignore[method-assign]
     out = []
     for stage, shared in cases:
         mesh = fz.make_mesh(data=-1, shared_memory=shared)

@@ -7,7 +7,6 @@ Ranks: test_offload_ranks.py. The program: test_offload_program.py.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,10 +24,9 @@ from offloads import EXTRAS, OFFLOADS, same, trained
 import fzero as fz
 from fzero import optim
 from fzero.layout import leaf_of
+from fzero.lowering.search import Search
 from fzero.passes.off_device import blocks_updated_on_host
 from fzero.program.ops import COPIES
-
-lower_file = importlib.import_module("fzero.lowering.lower")
 
 TRAINED = [("gpt", "clipped"), ("mixed", "adamw"), ("mixed", "lamb"), ("bare", "sgd"), ("bare", "lion")]
 MEMORIES = {"one memory": True, "apart": False}
@@ -96,7 +94,7 @@ MIXED = [
 def test_blocks_that_are_updated_on_either_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, extra: str, model: str, optimizer: str
 ) -> None:
-    monkeypatch.setattr(lower_file, "choose_share", lambda build, ends, budget: replace(ends[0], host_share=0.5))
+    monkeypatch.setattr(Search, "best", lambda self, starts: replace(starts[0], host_share=0.5))
     found, train, _ = trained(
         fz.make_mesh(data=1, unified_memory=False), (*EXTRAS[extra], *OFFLOADS[name](tmp_path)), model, optimizer
     )

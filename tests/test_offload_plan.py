@@ -18,6 +18,9 @@ from models import OPTIMIZERS, batches, meta_part
 import fzero as fz
 from fzero import errors, layout, optim
 from fzero.layout import Layout, Leaf
+from fzero.lowering.auto import _Tiers
+from fzero.lowering.budget import Budget
+from fzero.passes.choice import Choice
 from fzero.passes.off_device import blocks_updated_on_host
 from fzero.plan import cost
 from fzero.plan.devices import KNOWN, Device, Link
@@ -27,7 +30,7 @@ from fzero.program.attrs import CallAttrs, TurnsAttrs
 from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import COPIES
 from fzero.program.show import source
-from fzero.transforms.offload import Offload, tiers_of
+from fzero.transforms.offload import ROLES, Offload, tiers_of
 
 APART = fz.AbstractMesh(data=1, unified_memory=False)
 F32 = torch.float32
@@ -395,6 +398,16 @@ def test_on_one_memory_no_side_is_chosen() -> None:
 # --- budgets of the host and of the disk ---
 
 
+def test_under_a_host_budget_alone_a_side_is_taken_that_fits() -> None:
+    """The fastest would not: what is updated on the host has its gradients there."""
+    device = replace(KNOWN["h100"], host_memory_bandwidth=2.8e8, host_copy=Link(0.0, 1.2e8), call_seconds=0.0)
+    make = functools.partial(lowered, fz.mixed_precision("bf16"), device=device, layers=8)
+    free, least = make(fz.offload("cpu")).plan, make(fz.offload("cpu", update_on="device")).plan.host_peak_bytes
+    found = make(fz.offload("cpu"), host_budget=least).plan
+    assert found.host_peak_bytes <= least < free.host_peak_bytes
+    assert "all on the host would not fit" in {d.what: d.why for d in found.decisions}["update_on"]
+
+
 def test_a_budget_of_each_tier_is_kept_or_refused() -> None:
     transforms = fz.offload("cpu", "opt_state"), fz.offload("nvme", "params", path="/scratch")
     need = lowered(*transforms, device="h100").plan
@@ -497,6 +510,12 @@ def test_a_role_is_split_over_host_and_disk_where_the_host_has_no_room_for_all()
         "opt_state on the host and" in split.plan.decisions[0].chosen
         and split.plan.step_seconds > whole.plan.step_seconds
     )
+
+
+def test_no_two_layouts_are_the_same() -> None:
+    budget, record = Budget(1, KNOWN["h100"], host=1), Offload("auto", ROLES, ("/scratch",))
+    layouts = _Tiers(lambda _: None, Choice(), record, budget, False, print)._layouts()  # type: ignore[arg-type]
+    assert len(layouts) > 100 and len({tuple(str(share) for share in rests) for rests in layouts}) == len(layouts)
 
 
 def test_the_second_of_two_records_takes_its_share_of_the_rest() -> None:

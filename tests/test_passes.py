@@ -94,7 +94,7 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: pipeline.Pass, monkeypatch
         with pytest.raises(FzeroValueError, match=r"(?s)speculate: has nothing to do here.*these run: fuse, remat"):
             lower(name, skip=("speculate",))
         first_choice = lower_file.first_choice
-        chosen = lambda *args: (replace(first_choice(*args)[0], guess=("disk", "host")), False)  # noqa: E731
+        chosen = lambda *args: replace(first_choice(*args), guess=("disk", "host"))  # noqa: E731
         monkeypatch.setattr(lower_file, "first_choice", chosen)
         assert "speculate" in lower("cpu").stages() and "speculate" not in lower("cpu", skip="speculate").stages()
     else:

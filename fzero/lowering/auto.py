@@ -13,22 +13,31 @@ for. The search ends when no bound beats the best, or after MOST_LINES lines.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.lowering.bounds import Least, Rests, sizes_of
-from fzero.lowering.budget import ENDS, FEW, GAIN, WITH_BATCH, Budget, filling, filling_host, share_of
-from fzero.lowering.variants import Variants
+from fzero.lowering.budget import FEW, WITH_BATCH, Budget, filling, filling_host, share_of
+from fzero.lowering.layouts import auto_of, mirrors, offloads, params_inputs, precision_of, zero_of
+from fzero.lowering.search import ENDS, GAIN, Search
+from fzero.lowering.traced import Traced, trace_step, with_leaves
+from fzero.lowering.variants import Variants, first_choice
+from fzero.mesh import AbstractMesh
 from fzero.passes.choice import Choice
 from fzero.passes.off_device import GRADS
 from fzero.passes.speculate import TIERS, num_guessable
-from fzero.plan.plan import Plan, PlanDecision, peak_bytes, plan, step_seconds
+from fzero.plan.plan import Plan, PlanDecision, plan
 from fzero.program.ir import Program
+from fzero.program.lines import Inputs
+from fzero.progress import shown
+from fzero.step import Step
 from fzero.transforms.base import find
-from fzero.transforms.offload import ROLES, Offload
+from fzero.transforms.offload import ROLES, Offload, tiers_of
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.remat import Remat
 from fzero.units import duration, size
@@ -54,37 +63,26 @@ _ON_DISK = (
 )
 
 Ladder = tuple[tuple[tuple[str, ...], str], ...]
-Records = tuple[Offload, ...]
-Peaks = tuple[int, int, int]
-Build = Callable[[Records], Variants]
 
 
-@dataclass(frozen=True)
-class _Share:
-    """So many eighths of the bytes of some roles on a tier; `back`: as many of all their eighths that are on the host
-    instead of on disk."""
+class _Share(NamedTuple):
+    """So many eighths of the bytes of some roles on the host, and so many on disk."""
 
     roles: tuple[str, ...]
-    tier: str
-    eighths: int
-    back: int = 0
+    host: int
+    disk: int
 
     def records(self, auto: Offload) -> Iterator[Offload]:
         """As transforms: the second of two takes its fraction of what the first one leaves."""
         ordered = tuple(role for role in ROLES if role in self.roles)
         asked = replace(auto, of=ordered, update_on=auto.update_on if "opt_state" in ordered else "auto")
-        if self.back or self.tier == "cpu":
-            yield replace(asked, tier="cpu", path=(), fraction=(self.back or self.eighths) / FINEST)
-        if self.tier == "nvme" and self.eighths > self.back:
-            yield replace(asked, tier="nvme", fraction=(self.eighths - self.back) / (FINEST - self.back))
+        if self.host:
+            yield replace(asked, tier="cpu", path=(), fraction=self.host / FINEST)
+        if self.disk:
+            yield replace(asked, tier="nvme", fraction=self.disk / (FINEST - self.host))
 
     def __str__(self) -> str:
-        parts = (
-            [(self.back, "on the host"), (self.eighths - self.back, "on disk")]
-            if self.tier == "nvme"
-            else [(self.eighths, "on the host")]
-        )
-        what = " and ".join(self.roles)
+        what, parts = " and ".join(self.roles), ((self.host, "on the host"), (self.disk, "on disk"))
         return " and ".join(
             f"{n / FINEST:.0%} of {what} {where}" if n < FINEST else f"{what} {where}" for n, where in parts if n
         )
@@ -93,23 +91,72 @@ class _Share:
 Shares = tuple[_Share, ...]
 
 
-def choose_tiers(
-    build: Build, least: Choice, auto: Offload, budget: Budget, unified: bool, progress: Callable[[str], object]
-) -> tuple[Records, PlanDecision]:
-    """The records that take the place of an `offload("auto")`, and why.
+class Resolved(NamedTuple):
+    """A step without open tiers, the reasons, and its trace if the decision was made here."""
+
+    step: Step
+    chosen: tuple[PlanDecision, ...] = ()
+    traced: Traced | None = None
+
+
+def resolve(
+    step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget, skip: frozenset[str] = frozenset()
+) -> Resolved:
+    """The step with what its `offload("auto")` comes to in its place, and why; the step itself if it has none.
 
     Args:
-        build: the programs of a step with some records.
-        least: of these the one that takes as little memory as it can, wherever the update is.
-        auto: the record.
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: that it is resolved for.
         budget: to fit.
-        unified: whether host and device are one memory: then nothing is sent to the host.
-        progress: is told how far the search is, after each try.
+        skip: passes to leave out.
 
     Raises:
         BudgetError: nothing fits, with what the least of each ladder takes of every tier.
     """
-    return _Search(build, least, auto, budget, unified, progress).run()
+    auto = auto_of(step)
+    if auto is None:
+        return Resolved(step)
+    check_auto(auto, budget.limits)
+    left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
+    inputs = params_inputs(left, mesh, params)
+    traced = trace_step(left, mesh, inputs, batch, precision_of(left), skip=skip)  # with whatever may rest elsewhere
+    mirrored = mirrors(traced.opt_state.leaves, inputs)
+    built: dict[Shares, Traced] = {}
+
+    def variants(rests: Shares) -> Variants:
+        if rests not in built:
+            built[rests] = _resting(traced, _with_records(left, rests, auto), mesh, params, mirrored)
+        return built[rests].variants
+
+    told = ["the first program"]
+    with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: told[-1]):
+        least = first_choice(left, mesh, budget.nbytes is not None)
+        rests, why = _Tiers(variants, least, auto, budget, mesh.unified_memory, told.append).best()
+    chosen = PlanDecision("offload", _names(rests) if rests else "nothing", why)
+    return Resolved(_with_records(left, rests, auto), (chosen,), built[rests])
+
+
+def _with_records(step: Step, rests: Shares, auto: Offload) -> Step:
+    """The step with transforms more that say so, in the canonical order."""
+    records = (record for share in rests for record in share.records(auto))
+    return replace(step, transforms=tuple(sorted((*step.transforms, *records), key=lambda t: (t.order, str(t)))))
+
+
+def _resting(traced: Traced, step: Step, mesh: AbstractMesh, params: Any, mirrored: Sequence[int | None]) -> Traced:
+    """The trace of a step with its leaves on the tiers of another one. `mirrored`: by the leaves of its optimizer."""
+    inputs = params_inputs(step, mesh, params)
+    tiers = tiers_of(offloads(step), inputs.leaves, inputs.ties, zero_of(step, mesh).casts)
+    on = {leaf.path: leaf.layout.tier for leaf in inputs.leaves}
+    of = zip(traced.opt_state.leaves, mirrored, strict=True)
+    on |= {leaf.path: tiers[i].opt_state for leaf, i in of if i is not None}
+    rest = lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier))  # noqa: E731
+    like, (copies, gradients) = traced.variants, with_leaves(step, mesh, inputs)
+    leaves = {name: rest(leaf) for name, leaf in like.recorded.leaves.items()}
+    recorded = replace(like.recorded, leaves=leaves, transforms=step.transforms)
+    variants = Variants(recorded, replace(like.asked, copies=copies, gradients=gradients), like)
+    opt_state = replace(traced.opt_state, leaves=tuple(map(rest, traced.opt_state.leaves)))
+    return replace(traced, variants=variants, opt_state=opt_state)
 
 
 def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None], batch: bool = True) -> None:
@@ -136,72 +183,62 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
         raise FzeroValueError(message("offload", "'auto' chooses what fits into budgets", problems, fix))
 
 
-class _Search:
-    def __init__(
-        self,
-        build: Build,
-        least: Choice,
-        auto: Offload,
-        budget: Budget,
-        unified: bool,
-        progress: Callable[[str], object],
-    ):
-        self.build, self.least, self.auto, self.budget, self.unified, self.progress = (
-            build,
-            least,
-            auto,
-            budget,
-            unified,
-            progress,
-        )
-        self.variants: dict[Shares, Variants] = {}
-        self.peaks: dict[tuple[Shares, Choice], Peaks] = {}
-        self.found: dict[Shares, float] = {}  # seconds of a step, of what fits
-        # bytes of device and host that programs took besides the least
-        self.besides: dict[Any, tuple[float, float]] = {}
-        self.made: dict[int, Program] = {}  # by identity: choices may come to the same
+@dataclass
+class _Tiers:
+    """The search for the places of everything. `variants`: of the step with it there; `least`: of these the choice that
+    takes as little memory as it can, wherever the update is; `unified`: whether host and device are one memory, so that
+    nothing is sent to the host; `progress`: is told how far it is, after each try; `found`: the seconds of a step with
+    everything where it fits; `besides`: bytes of device and host that programs took besides the least."""
 
-    def run(self) -> tuple[Records, PlanDecision]:
-        if self._try((), self.least):
-            return (), PlanDecision("offload", "nothing", "the step fits as it is")
-        asked = self._everything()
-        program = self._variants(asked).cut(self.least)
+    variants: Callable[[Shares], Variants]
+    least: Choice
+    auto: Offload
+    budget: Budget
+    unified: bool
+    progress: Callable[[str], object]
+    found: dict[Shares, float] = field(default_factory=dict)
+    besides: dict[Choice, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.search = Search(lambda c: self.variants(c.rests)(replace(c, rests=())), (), self.budget)
+        self.likes = functools.cache(_likes)  # asked of every candidate, after every try
+
+    def best(self) -> tuple[Shares, str]:
+        """The places of everything in the fastest step that fits, and why."""
+        if self._try(self.least):
+            return (), "the step fits as it is"
+        layouts = self._layouts()
+        most = max(layouts, key=lambda rests: sum(share.host + share.disk for share in rests), default=())
+        program = self.variants(most).cut(self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         # after a loop there is nothing left to run beside
         self.guessable = self.sizes.turns == 1 and bool(num_guessable(program, TIERS[-1]))
-        bounds = {(shares, way): self._bound(shares, way) for shares in self._layouts() for way in self._ways(shares)}
+        bounds = {way: self._bound(way) for rests in layouts for way in self._ways(rests)}
         bounds |= self._with_gradients_on_disk(bounds)
-        tried = set[tuple[Shares, Choice]]()
         # in one order on every rank: of those alike what moves least comes first
-        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.eighths for s in x[0][0]))))
-        for candidate in bounds:
-            lines = sum(len(program.lines) for program in self.made.values())
-            enough = lines > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.peaks) > MOST_TRIED
-            if enough or bounds[candidate].seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
+        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].rests))))
+        for choice, bound in bounds.items():
+            lines = sum(len(cost.program.lines) for cost in {*self.search.tried.values()})
+            enough = lines > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.search.tried) > MOST_TRIED
+            if enough or bound.seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
                 break
-            if not self._expected(candidate, bounds[candidate]):
-                tried.add(candidate)
-                self._try(*candidate, bounds[candidate])
+            if not self._expected(choice, bound):
+                self._try(choice, bound)
         if not self.found:  # programs differ in what they take besides the least
-            able = [c for c in bounds if c not in tried and not self.budget.over(bounds[c].peaks)]
-            for left in reversed(range(min(LAST_TRIED, len(able)))):
-                # each tells what to expect of the others; the last is what leaves most room
-                expected = (
-                    (lambda c: self._expected(c, bounds[c]))
-                    if left
-                    else (lambda c: self.budget.filled(bounds[c].peaks))
-                )
-                able.remove(candidate := min(able, key=lambda c: (expected(c), bounds[c].likely)))
-                if self._try(*candidate, bounds[candidate]):
-                    break
-            else:
-                raise self._unmet(bounds)
-        best, *others = sorted(self.found, key=lambda shares: self.found[shares])
-        why = [
-            f"{duration(self.found[best])} a step predicted, the fastest that fits",
-            *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2]),
-        ]
-        return self._records(best), PlanDecision("offload", _names(best), "; ".join(why))
+            self._try_others(bounds)
+        best, *others = sorted(self.found, key=lambda rests: self.found[rests])
+        why = [f"{duration(self.found[best])} a step predicted, the fastest that fits"]
+        return best, "; ".join([*why, *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])])
+
+    def _try_others(self, bounds: Mapping[Choice, Least]) -> None:
+        able = [c for c in bounds if c not in self.search.tried and not self.budget.over(bounds[c].peaks)]
+        for left in reversed(range(min(LAST_TRIED, len(able)))):
+            # each tells what to expect of the others; the last is what leaves most room
+            expected = self._expected if left else lambda _, bound: self.budget.filled(bound.peaks)
+            able.remove(choice := min(able, key=lambda c: (expected(c, bounds[c]), bounds[c].likely)))
+            if self._try(choice, bounds[choice]):
+                return
+        raise self._unmet(bounds)
 
     def _ladders(self) -> list[Ladder]:
         """Without the roles that may not be moved, and the tiers that are not there."""
@@ -216,157 +253,104 @@ class _Search:
         """The rungs of all ladders, and of what is on disk more and more on the host instead."""
         found: dict[Shares, None] = {}
         for ladder in self._ladders():
-            below: Shares = ()
+            rung: Shares = ()
             for roles, tier in ladder:
+                below = rung
                 for n in range(1, FINEST + 1):
-                    shares = (*below, _Share(roles, tier, n))
-                    found[shares] = None
-                    for i, share in enumerate(shares):
-                        if share.tier == "nvme" and not self.unified and self.budget.host is not None:
-                            found.update(
-                                ((*shares[:i], replace(share, back=k), *shares[i + 1 :]), None)
-                                for k in range(1, share.eighths + 1)
-                            )
-                below = shares
+                    rung = (*below, _Share(roles, *((n, 0) if tier == "cpu" else (0, n))))
+                    found[rung] = None
+                    for i, (of, _, disk) in enumerate(rung if self.budget.host is not None else ()):
+                        back = (_Share(of, k, disk - k) for k in range(1, disk + 1) if not self.unified)
+                        found |= dict.fromkeys((*rung[:i], share, *rung[i + 1 :]) for share in back)
         return list(found)
 
-    def _with_gradients_on_disk(
-        self, bounds: Mapping[tuple[Shares, Choice], Least]
-    ) -> dict[tuple[Shares, Choice], Least]:
+    def _with_gradients_on_disk(self, bounds: Mapping[Choice, Least]) -> dict[Choice, Least]:
         """Those whose gradients wait on the host, with gradients on disk instead."""
         if self.budget.host is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
             return {}
-        asked = (
-            ((*shares, _Share(("gradients",), "nvme", FINEST)), way)
-            for shares, way in bounds
-            if way.grads == self.least.grads
-        )
-        found = {candidate: self._bound(*candidate) for candidate in asked}
-        return {
-            (shares, way): bound for (shares, way), bound in found.items() if bound.host < bounds[shares[:-1], way].host
-        }
-
-    def _everything(self) -> Shares:
-        """All that may leave the device."""
-        state = tuple(role for role in _STATE if role in self.auto.of)
-        tier = "nvme" if self.unified else "cpu"
-        activations = (
-            (_Share(("activations",), "cpu", FINEST),) if "activations" in self.auto.of and not self.unified else ()
-        )
-        return (*((_Share(state, tier, FINEST),) if state else ()), *activations)
+        stored = _Share(("gradients",), 0, FINEST)
+        asked = {replace(c, rests=(*c.rests, stored)): c for c in bounds if c.grads == self.least.grads}
+        found = {choice: self._bound(choice) for choice in asked}
+        return {choice: bound for choice, bound in found.items() if bound.host < bounds[asked[choice]].host}
 
     # --- what a choice takes ---
 
-    def _records(self, shares: Shares) -> Records:
-        return tuple(record for share in shares for record in share.records(self.auto))
-
-    def _variants(self, shares: Shares) -> Variants:
-        if shares not in self.variants:
-            self.variants[shares] = self.build(self._records(shares))
-        return self.variants[shares]
-
-    def _ways(self, shares: Shares) -> list[Choice]:
+    def _ways(self, rests: Shares) -> list[Choice]:
         """The open places of updates and waiting gradients, and updates on a guess: all updates on the host or, if
         open, none. Mixtures are tried afterwards."""
-        state = any("opt_state" in share.roles for share in shares)
+        state = any("opt_state" in share.roles for share in rests)
         open_side = state and not self.unified and self.auto.update_on == "auto"
-        kinds = (
-            ("update",)
-            if self.unified
-            else GRADS
-            if self.sizes.turns > 1
-            else ("update", "host")
-            if self.sizes.grads
-            else ("update",)
-        )
-        held = [s for s in shares if not {*_STATE}.isdisjoint(s.roles)]
-        disk, host = (
-            any(s.tier == "nvme" and s.eighths > s.back for s in held),
-            any(s.tier == "cpu" or s.back for s in held),
-        )
+        grads = GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
+        held = [s for s in rests if not {*_STATE}.isdisjoint(s.roles)]
+        host, disk = any(s.host for s in held), any(s.disk for s in held)
         # copies in host memory take room that must be given
         there = (state and disk, state and host and self.budget.host is not None)
         guesses = ((), *(tiers for tiers, able in zip(TIERS, there, strict=True) if able and self.guessable))
-        ends = ENDS if open_side else ENDS[:1]
         return [
-            replace(self.least, host_share=share, grads=grads, guess=guess)
+            replace(self.least, host_share=share, grads=waiting, guess=guess, rests=rests)
             for guess in guesses
-            for share in ends
-            for grads in kinds
+            for share in (ENDS if open_side else ENDS[:1])
+            for waiting in (("update",) if self.unified else grads)
         ]
 
-    def _bound(self, shares: Shares, way: Choice) -> Least:
+    def _bound(self, choice: Choice) -> Least:
         of = dict.fromkeys(ROLES, (0.0, 0.0))
-        for share in shares:
-            on_host = share.back if share.tier == "nvme" else share.eighths
-            of |= dict.fromkeys(share.roles, (on_host / FINEST, (share.eighths - on_host) / FINEST))
-        on_host = way.host_share > 0 and self.auto.update_on != "device"
+        for share in choice.rests:
+            of |= dict.fromkeys(share.roles, (share.host / FINEST, share.disk / FINEST))
+        on_host = choice.host_share > 0 and self.auto.update_on != "device"
         rests = Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
-        return self.sizes.least(rests, on_host, way.grads, self.budget.device, way.guess)
+        return self.sizes.least(rests, on_host, choice.grads, self.budget.device, choice.guess)
 
-    def _expected(self, candidate: tuple[Shares, Choice], bound: Least) -> float:
+    def _expected(self, choice: Choice, bound: Least) -> float:
         """By how many bytes a candidate is over the budgets, if it exceeds its lower bound as the last similar
         candidate did. Updates on the device take no less than on the host."""
-        shares, way = candidate
-        on_host = replace(way, host_share=ENDS[0])
-        known = (
-            self.besides.get(like) for like in (_kind(shares, way), _kind(shares, on_host), way, replace(way, guess=()))
-        )
-        device, host = next(filter(None, known), (0.0, 0.0))
+        device, host = next(filter(None, map(self.besides.get, self.likes(choice))), (0.0, 0.0))
         return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
 
-    def _try(self, shares: Shares, way: Choice, bound: Least | None = None) -> bool:
-        """Whether a program fits, which is made for it; the seconds of one that does."""
-        program, device, backend = self._variants(shares)(way), self.budget.device, self.budget.backend
-        peaks = self.peaks[shares, way] = peak_bytes(program, device, backend)
-        self.made[id(program)] = program
+    def _try(self, choice: Choice, bound: Least | None = None) -> bool:
+        """Whether a program fits, which is made for it."""
+        device, host, _ = self.search.cost(choice).peaks
         if bound is not None:
-            self.besides[way] = self.besides[_kind(shares, way)] = peaks[0] - bound.device, peaks[1] - bound.host
-        if fits := not self.budget.over(peaks):
-            self.found[shares] = min(self.found.get(shares, math.inf), step_seconds(program, device, backend))
-        best = min(self.found, key=lambda shares: self.found[shares], default=None)
+            kind, _, way, _ = self.likes(choice)
+            self.besides[kind] = self.besides[way] = device - bound.device, host - bound.host
+        if fits := self.search.fits(choice):
+            self.found[choice.rests] = min(self.found.get(choice.rests, math.inf), self.search.seconds(choice))
+        best = min(self.found, key=self.found.__getitem__, default=None)
         told = f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"
-        self.progress(f"{len(self.peaks)} tried, {told}")
+        self.progress(f"{len(self.search.tried)} tried, {told}")
         return fits
 
-    def _unmet(self, bounds: Mapping[tuple[Shares, Choice], Least]) -> BudgetError:
-        known = {frozenset(s.tier for s in shares) for shares, _ in self.peaks}
-        for candidate in sorted(bounds, key=lambda c: bounds[c].peaks):
+    def _unmet(self, bounds: Mapping[Choice, Least]) -> BudgetError:
+        tiers = lambda choice: frozenset(share.disk > 0 for share in choice.rests)  # noqa: E731
+        known = {*map(tiers, self.search.tried)}
+        for choice in sorted(bounds, key=lambda c: bounds[c].peaks):
             # what takes least of the device, on tiers that nothing was tried on
-            if (used := frozenset(s.tier for s in candidate[0])) not in known:
-                known.add(used)
-                self._try(*candidate, bounds[candidate])
-        over: dict[Shares, tuple[float, Peaks]] = {}  # of the closest of each
-        for (shares, _), peaks in self.peaks.items():
-            short = (self.budget.over(peaks), peaks)
-            over[shares] = min(over.get(shares, short), short)
-        least: dict[frozenset[str], Shares] = {}  # by the tiers that are used
-        for shares in sorted(over, key=lambda shares: (over[shares][0], over[shares][1][0])):
-            least.setdefault(frozenset(s.tier for s in shares), shares)
-        problems, advice = [], list[str]()
-        for shares in least.values():
-            limits = zip(("device", "host", "disk"), over[shares][1], self.budget.limits, strict=True)
+            if tiers(choice) not in known:
+                known.add(tiers(choice))
+                self._try(choice, bounds[choice])
+        peaks = {choice: self.search.cost(choice).peaks for choice in self.search.tried}
+        least: dict[frozenset[str], Choice] = {}  # by the tiers that are used
+        for choice in sorted(peaks, key=lambda c: (self.budget.over(peaks[c]), peaks[c][0])):
+            least.setdefault(tiers(choice), choice)
+        problems = []
+        for choice in least.values():
+            limits = zip(("device", "host", "disk"), peaks[choice], self.budget.limits, strict=True)
             needs = [
-                f"{where} {size(need)}" + (f" of {size(limit)}" if limit is not None else "")
-                for where, need, limit in limits
+                f"{where} {size(need)}" + (f" of {size(n)}" if n is not None else "")
+                for where, need, n in limits
                 if need
             ]
-            problems.append(f"{_names(shares)}: {', '.join(needs)}")
-            if len(problems) == 1:  # the closest
-                way = min(
-                    (way for tried, way in self.peaks if tried == shares),
-                    key=lambda way: self.budget.over(self.peaks[shares, way]),
-                )
-                program = self._variants(shares)(way)
-                found = plan(program, self.budget.device, backend=self.budget.backend)
-                problems += [f"  {line}" for line in filling(program, found)] if self._lacking(found)[0] else []
-                problems += [f"  {line}" for line in filling_host(found)] if self._lacking(found)[1] else []
-                advice = self._advice(program, found)
+            problems.append(f"{_names(choice.rests)}: {', '.join(needs)}")
+        program = self.search.cost(next(iter(least.values()))).program  # the closest
+        found = plan(program, self.budget.device, backend=self.budget.backend)
+        device, host = self._lacking(found)
+        filled = [*(filling(program, found) if device else ()), *(filling_host(found) if host else ())]
+        problems[1:1] = [f"  {line}" for line in filled]
         fixes = [*([] if self.auto.path else ['give it a disk, fz.offload("auto", path=DIR)']), "raise a budget"]
+        advice = self._advice(program, found)
         fixes += [f"apply what may lower it: {'; '.join(advice)}"] if advice else []
-        return BudgetError(
-            message("offload", "nothing that 'auto' can move makes the step fit", problems, ", or ".join(fixes))
-        )
+        what = "nothing that 'auto' can move makes the step fit"
+        return BudgetError(message("offload", what, problems, ", or ".join(fixes)))
 
     def _advice(self, program: Program, found: Plan) -> list[str]:
         """Missing transforms that would lessen the bytes of a full tier. It is not tried."""
@@ -392,10 +376,12 @@ class _Search:
         return device is not None and found.peak_bytes > device, host is not None and found.host_peak_bytes > host
 
 
-def _kind(shares: Shares, way: Choice) -> Any:
-    """The key that is common to choices which take as much besides the least."""
-    return way, tuple((share.roles, share.tier, 0 < share.back) for share in shares)
+def _likes(choice: Choice) -> tuple[Choice, Choice, Choice, Choice]:
+    """The keys that are common to choices which take as much besides the least, the most alike first."""
+    kind = replace(choice, rests=tuple((share.roles, share.host > 0, share.disk > 0) for share in choice.rests))
+    way = replace(choice, rests=())
+    return kind, replace(kind, host_share=ENDS[0]), way, replace(way, guess=())
 
 
-def _names(shares: Shares) -> str:
-    return ", ".join(map(str, shares)) or "nothing moved"
+def _names(rests: Shares) -> str:
+    return ", ".join(map(str, rests)) or "nothing moved"

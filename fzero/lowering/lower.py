@@ -3,30 +3,30 @@
     step + example batch -- trace --> base program -- passes (fzero/passes/pipeline.py) --> finished program
 
 After every pass the program is verified. Under a memory budget the arrows after the trace are gone through for several
-choices (fzero/lowering/variants.py); the best is taken (fzero/lowering/budget.py) and verified. Nothing here needs
+choices (fzero/lowering/variants.py); the best is taken (fzero/lowering/search.py) and verified. Nothing here needs
 devices: `lower` works for any mesh on abstract tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from fzero.errors import FzeroTypeError, message
 from fzero.lowering.advice import advise
+from fzero.lowering.auto import resolve
 from fzero.lowering.base_program import lower_eval
-from fzero.lowering.budget import ENDS, Budget, choose, choose_share, fastest, unmet
+from fzero.lowering.budget import Budget, unmet
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
 from fzero.lowering.lowered import Lowered
-from fzero.lowering.resolve import resolve
+from fzero.lowering.search import Search
 from fzero.lowering.slots import check_used
 from fzero.lowering.traced import Traced, trace_step
 from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FIRST, Asked
-from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan, plan
 from fzero.program.ir import Program
@@ -129,62 +129,44 @@ def lower_inputs(
 ) -> Lowered:
     """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already; `limited`: the choice that
     takes least memory is asked for, without a budget."""
+    opt_state = watched = None
     if isinstance(step, EvalStep):
         check_arguments(step.fn, batch.structure.num_children)
         recorded, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         variants = Variants(replace(recorded, transforms=step.transforms), Asked(zero_of(step, mesh), skip=skip))
-        programs = (variants.verified(Choice()),)
-        stages = lambda: _stages(variants, Choice())  # noqa: E731
-        return _fitting(Lowered(programs, params, None, batch, structure, budget, stages=stages))
-    traced = traced or trace_step(step, mesh, params, batch, skip=skip)
-    variants = traced.variants
+        starts, passes = [[Choice()]], ()  # nothing is open
+    else:
+        traced = traced or trace_step(step, mesh, params, batch, skip=skip)
+        variants, opt_state, structure, watched = traced.variants, traced.opt_state, traced.structure, traced.watched
+        limited = limited or (budget is not None and budget.nbytes is not None)
+        starts, passes = variants.starts(first_choice(step, mesh, limited), budget), variants.passes
 
     def lowered(choice: Choice) -> Lowered:
         program = variants.verified(choice)
-        check_used(program, traced.slots)
+        if traced is not None:
+            check_used(program, traced.slots)
         return Lowered(
             (program,),
             params,
-            traced.opt_state,
+            opt_state,
             batch,
-            traced.structure,
+            structure,
             budget,
             choice,
-            watched=traced.watched,
+            watched=watched,
             stages=lambda: _stages(variants, choice),
         )
 
-    limited = limited or (budget is not None and budget.nbytes is not None)
-    least, auto = first_choice(step, mesh, limited)
     if budget is None:
-        return lowered(least)
-    # copies there take room that must be given
-    starts = [least, *(c for c in variants.guesses(least) if "host" not in c.guess or budget.host is not None)]
-    if budget.nbytes is None:
-        shared = [
-            choose_share(variants, [replace(c, host_share=share) for share in ENDS], budget)
-            if variants.open_side
-            else c
-            for c in starts
-        ]
-        choice = fastest(variants, shared, budget) or least
-        return _fitting(lowered(choice))
-
-    def best(grads: Sequence[str]) -> Choice | None:
-        asked = [replace(start, grads=where) for start in starts for where in grads]
-        once = keeps_gathers(step.transforms)
-        open_stay = once is not None and once.least < once.most
-        return choose(
-            variants, asked, budget, auto=auto, loops=traced.loops, open_side=variants.open_side, open_stay=open_stay
-        )
-
-    *sooner, last = variants.grads(least)
+        return lowered(starts[0][0])
+    search = Search(variants, passes, budget)
     with within("planning", "the fastest program that fits"):
-        choice = (best(sooner) if sooner else None) or best([last])
+        choice = next(filter(None, map(search.best, starts)), None)
     if choice is None:
-        program = variants.verified(replace(least, grads=last))
+        program = variants.verified(starts[-1][0])
         found = plan(program, budget.device, backend=budget.backend)
-        advice = advice_on(step, mesh, params, batch, budget, found) if found.peak_bytes > budget.nbytes else ()
+        over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
+        advice = advice_on(step, mesh, params, batch, budget, found) if over and isinstance(step, Step) else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
     return lowered(choice)
 
@@ -204,19 +186,9 @@ def _stages(variants: Variants, choice: Choice) -> dict[str, Program]:
     return {FIRST: variants.recorded, **{passed.name: made for passed, made in variants.stages(choice)}}
 
 
-def _fitting(lowered: Lowered) -> Lowered:
-    """Raises if a program that leaves nothing open is over its budgets."""
-    budget = lowered.budget
-    if budget is not None and budget.limits != (None, None, None):
-        found = lowered.plan_on(budget.device, budget.backend)
-        if budget.over((found.peak_bytes, found.host_peak_bytes, found.disk_bytes)):
-            raise unmet(lowered.program, found, budget, rows=_rows(None, lowered.batch))
-    return lowered
-
-
-def _rows(step: Step | None, batch: Inputs) -> int:
+def _rows(step: Step | EvalStep, batch: Inputs) -> int:
     """The rows of a rank's batch that are computed with at once."""
-    found = find(step.transforms, accumulate.Accumulate) if step is not None else None
+    found = find(step.transforms, accumulate.Accumulate) if isinstance(step, Step) else None
     return max((leaf.shape[0] for leaf in batch.leaves if leaf.shape), default=1) // (
         found.num_micro_batches if found else 1
     )

@@ -47,7 +47,6 @@ class Traced:
     variants: Variants
     opt_state: Inputs
     structure: tree.TreeSpec
-    loops: bool
     watched: Watched | None
     slots: Slots
 
@@ -98,10 +97,9 @@ def trace_step(
         for x in (batch.leaves[i] for i in batch.distinct)
         if num_micro > 1 and accumulation and accumulation.cuts(x)
     }
-    loops = num_micro > 1 and not (accumulation and accumulation.vertical)
     asked = Asked(zero, num_micro, cut, *with_leaves(step, mesh, params), skip, slots.owners)
     variants = Variants(replace(program, transforms=step.transforms), asked)
-    return Traced(variants.base(), variants, opt_state, structure, loops, watched, slots)
+    return Traced(variants.base(), variants, opt_state, structure, watched, slots)
 
 
 def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:

@@ -1,7 +1,7 @@
 """Keeps the programs that one recorded program becomes under the choices that a step leaves open, and shares work among
 them: the one door to the passes (fzero/passes/pipeline.py).
 
-A memory budget looks at many programs (fzero/lowering/budget.py); only the one that is taken is verified.
+A memory budget looks at many programs (fzero/lowering/search.py); only the one that is taken is verified.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.errors import FzeroValueError, message
-from fzero.lowering.budget import ENDS
+from fzero.lowering.budget import Budget
+from fzero.lowering.search import ENDS
 from fzero.mesh import AbstractMesh
 from fzero.passes import off_device
 from fzero.passes.choice import Choice
@@ -37,7 +38,6 @@ class Variants:
         recorded: the program that all are made from.
         asked: the demands of its step on passes.
         passes: of the step, in order.
-        open_side: whether it is open on which side what rests off the device is updated.
 
     Args:
         recorded: a program that was recorded.
@@ -56,24 +56,30 @@ class Variants:
         # by pass, lines and option: the program before, which has the lines, the one after, and whose leaves that has
         self._shared: dict[Any, tuple[Program, Program, Variants]] = {} if like is None else like._shared
         self._own: dict[Any, tuple[Program, Program]] = {}  # likewise, with the leaves of these variants
-        self._keys: dict[Choice, Any] = {}  # by which finished programs are known
         self._finished: dict[Any, Program] = {}
         self._recent: dict[Any, list[Stage]] = {}  # the last stages of what was finished last
         self._sound: dict[int, Program] = {}  # by identity, those verified before anything is chosen
         self._idle = {*asked.skip}  # passes to skip that have had nothing to do
-        self.open_side = off_device.leaves_side_open(recorded)
 
-    def guesses(self, least: Choice) -> list[Choice]:
-        """A choice with updates on a guess for each set of tiers by which more of them can be."""
-        off = {leaf.layout.tier for leaf in self._leaves.values()} - {"device"}
-        counts = [0, *(num_guessable(self.cut(least), tiers) if off else 0 for tiers in TIERS)]
-        return [
-            replace(least, guess=tiers)
-            for tiers, fewer, more in zip(TIERS, counts, counts[1:], strict=False)
-            if more > fewer
-        ]
+    def starts(self, least: Choice, budget: Budget | None) -> list[list[Choice]]:
+        """The choices that a search begins with: each differs from the least one in the updates that are on a guess and
+        the gradients that wait on the host. Those of a second list are for a budget that no other fits."""
+        starts = [least, *([] if budget is None else self._guesses(least, budget.host is not None))]
+        if budget is None or budget.nbytes is None:
+            return [starts]
+        *sooner, last = self._grads(least)
+        return [[replace(c, grads=where) for c in starts for where in grads] for grads in (sooner, [last]) if grads]
 
-    def grads(self, least: Choice) -> list[str]:
+    def _guesses(self, least: Choice, copies: bool) -> list[Choice]:
+        """A choice with updates on a guess for each set of tiers by which more of them can be. `copies`: whether the
+        host has room for copies, which are made before a guess."""
+        if all(leaf.layout.tier == "device" for leaf in self._leaves.values()):
+            return []
+        counts = [0, *(num_guessable(self.cut(least), tiers) for tiers in TIERS)]
+        more = (tiers for tiers, a, b in zip(TIERS, counts, counts[1:], strict=False) if a < b)
+        return [replace(least, guess=tiers) for tiers in more if copies or "host" not in tiers]
+
+    def _grads(self, least: Choice) -> list[str]:
         """The gradients of a choice that may wait on the host, what comes to the same once: with the last they take
         least of the device's memory."""
         made, found = self._made(least, self._at_cut + 1), dict[Any, str]()
@@ -96,9 +102,7 @@ class Variants:
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""
-        if choice not in self._keys:
-            self._keys[choice] = self._key(self._made(choice, self._at_order), choice)
-        key = self._keys[choice]
+        key = self._key(self._made(choice, self._at_order), choice)
         if key not in self._finished:
             *_, (_, self._finished[key]) = self.stages(choice)
         return self._finished[key]
@@ -190,15 +194,14 @@ class Variants:
             before = program
 
 
-def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> tuple[Choice, bool]:
-    """The choice that takes least memory, and whether what blocks keep is open. `limited`: there is a budget of it;
-    without one, and where a line is a launch, a choice with few of them instead."""
+def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> Choice:
+    """The choice that takes least memory. `limited`: there is a budget of it; without one, where a line is a launch,
+    a choice with few of them instead."""
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
-    auto = policy == "auto"
     once = find(step.transforms, OnceAStep)
     stay = 0.0 if once is None else once.least if limited else once.most
-    choice = Choice(0.0 if auto and limited else policy, stay=stay)
-    return (choice if limited or mesh.device_type == "cpu" else few_launches(choice)), auto
+    choice = Choice(0.0 if policy == "auto" and limited else policy, stay=stay)
+    return choice if limited or mesh.device_type == "cpu" else few_launches(choice)
 
 
 def few_launches(choice: Choice) -> Choice:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from fzero.passes.overlap import Order
+from fzero.passes.overlap import Order, coalescable
+from fzero.program.ir import Program
+
+FINEST = 16
+FARTHEST = 3  # blocks ahead that a gather is tried to start
 
 
 @dataclass(frozen=True)
@@ -14,7 +19,8 @@ class Choice:
     parameters stay gathered over the axis of `once_a_step`; `cast_once`: shards are cast once for all micro-batches,
     and take the room; `host_share`: how much of what rests off the device is updated on the host, by bytes,
     `share_because`; `grads`: which gradients wait in host memory (`waiting_on_host` of passes/off_device.py); `guess`:
-    the tiers whose leaves are updated on a guess (passes/speculate.py)."""
+    the tiers whose leaves are updated on a guess (passes/speculate.py); `rests`: what `offload("auto")` moves off the
+    device, and where (lowering/auto.py)."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
@@ -24,5 +30,21 @@ class Choice:
     host_share: float = 1.0
     grads: str = "update"
     guess: tuple[str, ...] = ()
+    rests: tuple[Any, ...] = field(default=(), repr=False)
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)
+
+    def shares(self, what: str) -> list[Choice]:
+        """The choices with more and more of something, in steps of 1/16."""
+        return [replace(self, **{what: n / FINEST}) for n in range(FINEST + 1)]
+
+    def ordered(self, **how: Any) -> Choice:
+        return replace(self, order=replace(self.order, **how))
+
+
+def orders(choice: Choice, program: Program, device: Any) -> list[list[Choice]]:
+    """Choices whose gathers start farther and farther ahead, also with small transfers merged where that is open."""
+    link = device.links["intra"]
+    small = int(link.latency * link.bandwidth)  # bytes: below that a transfer is mostly latency
+    merged = [choice.ordered(coalesced=small)] if coalescable(program, small) else []
+    return [[c.ordered(ahead=n) for n in range(1, FARTHEST + 1)] for c in (choice, *merged)]

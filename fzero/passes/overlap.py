@@ -2,7 +2,7 @@
 forward and backward, and coalesces small ones.
 
 Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses
-(fzero/lowering/budget.py).
+(fzero/lowering/search.py).
 """
 
 from __future__ import annotations

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError, message
 from fzero.layout import TIERS, Leaf, in_slot
 from fzero.passes import accumulate, batch, copies, cut, fuse, off_device, pool, redundant, remat, rules, shard, tiers
-from fzero.passes.choice import Choice
+from fzero.passes.choice import Choice, orders
 from fzero.passes.cut_update import cut_update
 from fzero.passes.device_waits import mark
 from fzero.passes.hoist_updates import hoist_updates
-from fzero.passes.overlap import overlap
+from fzero.passes.overlap import overlap, sharable
 from fzero.passes.rename import apart
 from fzero.passes.reuse_cut import cut_as
 from fzero.passes.speculate import speculate
-from fzero.passes.zero import Zero
+from fzero.passes.zero import Zero, keeps_gathers
 from fzero.program.ir import Line, Program
 from fzero.program.ops import STARTS
 from fzero.program.verify import BUG, verify
@@ -36,6 +36,7 @@ from fzero.program.verify_pool import check
 from fzero.transforms.base import Transform, find
 from fzero.transforms.offload import Offload
 from fzero.transforms.redundant import Redundant
+from fzero.transforms.remat import Remat
 
 FIRST = "trace"
 """The name of the program that was recorded, which the first pass follows."""
@@ -72,6 +73,10 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+Options = Callable[[Choice, Program, Any], Sequence[Any]]
+"""The choices that a memory budget may take in the place of one, of that, its program and the device."""
+
+
 @dataclass(frozen=True, eq=False)
 class Pass:
     """A rewrite of programs, and all that is to be known of it.
@@ -84,6 +89,10 @@ class Pass:
         option: the part of a choice that it carries out. Programs are looked up by their options.
         before: the rules of programs up to the pass, beside those of every program; raises VerifyError.
         behind: likewise, from the pass on.
+        tried: open values that are all tried, beside the one of a choice.
+        grows: open values of which each takes more memory than the one before, and is never slower.
+        ahead: sequences of open values of which each takes more memory than the one before, and may be faster: they are
+            looked at once all others are chosen.
         needed: the reason why a program without it is wrong; "" where it may be skipped.
         own: whether it is of this package; a violation is a bug of whoever wrote it.
     """
@@ -95,6 +104,9 @@ class Pass:
     option: Callable[[Made, Asked, Choice], Hashable] = _nothing
     before: Callable[[Program], Any] = _nothing
     behind: Callable[[Program], Any] = _nothing
+    tried: Options = lambda *_: ()
+    grows: Options = lambda *_: ()
+    ahead: Options = lambda *_: ()
     needed: str = ""
     own: bool = True
 
@@ -105,6 +117,15 @@ def _now(made: Made) -> Program:
 
 def _trains(program: Program, *_: Any) -> bool:
     return program.update is not None
+
+
+def _loops(program: Program) -> bool:
+    return any(line.op == "loop" for line in program.lines)
+
+
+def _stays_open(program: Program) -> bool:
+    once = keeps_gathers(program.transforms)
+    return once is not None and once.least < once.most
 
 
 def _tiers_of_leaves(made: Made, *_: Any) -> tuple[int, ...]:
@@ -167,6 +188,7 @@ PASSES = (
         lambda program, asked, keeps: remat.rewrite(program, keeps.policy, asked.known),
         wanted=lambda program, asked, keeps: _trains(program) and keeps is not None,
         option=lambda made, asked, choice: remat.keeps(_now(made), choice.remat, asked.known),
+        grows=lambda choice, program, _: choice.shares("remat") if Remat("auto") in program.transforms else (),
     ),
     Pass(
         "cut",
@@ -185,6 +207,8 @@ PASSES = (
         lambda program, asked, option: shard.rewrite(program, asked.zero, *option),
         wanted=lambda program, asked, _: asked.zero.batch_axes or asked.zero.tensor,
         option=lambda made, asked, choice: (choice.whole_grads, choice.stay, _cast_once(made, choice)),
+        tried=lambda choice, program, _: [replace(choice, whole_grads=True)] if _loops(program) else (),
+        grows=lambda choice, program, _: choice.shares("stay") if _stays_open(program) else (),
         needed="without it every rank would train by itself",
     ),
     Pass(
@@ -221,6 +245,12 @@ PASSES = (
         lambda program, asked, order: overlap(program, order),
         wanted=lambda program, *_: any(line.op in STARTS for line, _ in program.walk()),
         option=lambda made, asked, choice: choice.order,
+        # else nothing is gained by what travels longer
+        tried=lambda choice, program, device: (
+            [choice.ordered(late_sums=True)] if device.asynchronous and _loops(program) else ()
+        ),
+        grows=lambda choice, program, _: [choice.ordered(shared=n) for n in range(len(sharable(program)) + 1)],
+        ahead=orders,
     ),
     Pass(
         "redundant",

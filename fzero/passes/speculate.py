@@ -12,7 +12,7 @@ not, the old ones do, and the same updates run again with the scalars as they ar
 Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. Of
 a leaf on disk the old value stays where it is, in the one of two extents; of every other a copy is kept, for which
 there must be memory: so updates of leaves in host memory are guessed only where a host budget says that there is
-(fzero/lowering/budget.py).
+(fzero/lowering/search.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from fzero.comm import replicas
 from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import CheckpointError, FzeroValueError, message
 from fzero.layout import Leaf, in_slot, leaf_of, shard
-from fzero.lowering.auto import check_auto
+from fzero.lowering.auto import check_auto, resolve
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import (
     abstract,
@@ -34,7 +34,6 @@ from fzero.lowering.layouts import (
 )
 from fzero.lowering.lower import advice_on
 from fzero.lowering.lowered import Lowered
-from fzero.lowering.resolve import resolve
 from fzero.lowering.slots import slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh

@@ -1,0 +1,201 @@
+"""Searches for the fastest program within budgets, among the options that the passes of a step leave open, by the plan.
+
+Every candidate is the finished program with its plan, so the peak that is compared with a budget is that of what runs.
+Each is made once, and priced once.
+
+1. Of each start the first side that fits updates what rests off the device. From there each open value is tried, and of
+   each option that grows the most that fits is taken, in every order: memory goes to what comes first.
+2. The fastest of each start gets the best order of its transfers and the best share of updates on the host. A start
+   whose bound does not beat what was found is left as it is, unless it is taken.
+3. Of what is within 1 % of the fastest the first start is taken.
+
+[Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each
+has a part of the blocks. With a share s on the host every queue is busy for a time linear in s, known from the programs
+of all and of nothing on the host; no step is shorter than the busiest. So a mix is looked for only where that leaves
+something to gain: first where the two sides take as long, then half way from there to either end.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fzero.lowering.budget import Budget
+from fzero.passes.choice import Choice
+from fzero.passes.off_device import leaves_side_open
+from fzero.passes.pipeline import Options, Pass
+from fzero.plan.plan import peak_bytes, queue_seconds
+from fzero.plan.timeline import COMPUTE
+from fzero.program.ir import Program
+from fzero.units import duration, size
+
+ENDS = (1.0, 0.0)  # shares of the updates on the host; the first takes less of the device's memory
+SHARES = 16  # a mix of both sides is looked for in steps of 1/16
+GAIN = 0.02  # and only if it may make the step shorter by this share
+SAME = 1e-3  # predictions that differ by less are the same
+
+
+@dataclass(eq=False)
+class Cost:
+    """The predicted cost of a program on a budget's device, each part found when it is asked for."""
+
+    program: Program
+    budget: Budget
+
+    @functools.cached_property
+    def peaks(self) -> tuple[int, int, int]:
+        """Bytes on the device, the host and the disk."""
+        return peak_bytes(self.program, self.budget.device, self.budget.backend)
+
+    @functools.cached_property
+    def queues(self) -> tuple[float, dict[str, float]]:
+        """Seconds of a step, and of each queue (`queue_seconds`)."""
+        return queue_seconds(self.program, self.budget.device, self.budget.backend)
+
+
+class Search:
+    """The costs of choices, and the best of them.
+
+    Args:
+        build: the finished program of a choice, the same object for choices that come to the same.
+        passes: whose options are open, under a budget of memory.
+        budget: to fit.
+    """
+
+    def __init__(self, build: Callable[[Choice], Program], passes: Sequence[Pass], budget: Budget):
+        self.build, self.budget = build, budget
+        self.passes = passes if budget.nbytes is not None else ()
+        self.tried: dict[Choice, Cost] = {}
+        self._of: dict[int, Cost] = {}  # by program
+
+    def cost(self, choice: Choice) -> Cost:
+        if choice not in self.tried:
+            program = self.build(choice)
+            self.tried[choice] = self._of.setdefault(id(program), Cost(program, self.budget))
+        return self.tried[choice]
+
+    def fits(self, choice: Choice) -> bool:
+        return self.budget.limits == (None, None, None) or not self.budget.over(self.cost(choice).peaks)
+
+    def seconds(self, choice: Choice) -> float:
+        return self.cost(choice).queues[0]
+
+    def best(self, starts: Sequence[Choice]) -> Choice | None:
+        """The fastest choice that fits; None if none does.
+
+        Args:
+            starts: choices that take least memory but for where gradients wait and what is updated on a guess.
+        """
+        grown = [found for start in starts if (found := self._grown(start)) is not None]
+        if len(grown) == 1:
+            return self._refined(*grown)
+        refined: dict[Choice, Choice] = {}
+        least = math.inf
+        for choice in sorted(grown, key=self.seconds):
+            if not refined or self._least_seconds(choice) <= (1 - GAIN) * least:
+                refined[choice] = self._refined(choice)
+                least = min(least, self.seconds(refined[choice]))
+        first = next((c for c in grown if self.seconds(refined.get(c, c)) <= 1.01 * least), None)
+        return first and (refined.get(first) or self._refined(first))
+
+    def _sides(self, choice: Choice) -> list[Choice]:
+        """The choice with all updates on the host, and with none there, if that is open."""
+        program = self.cost(choice).program
+        is_open = program.assigns and leaves_side_open(program)  # an evaluation updates nothing
+        return [replace(choice, host_share=share) for share in ENDS] if is_open else [choice]
+
+    def _values(self, of: Callable[[Pass], Any], choice: Choice) -> list[Any]:
+        """All values of the options of passes, from a choice."""
+        program, device = self.cost(choice).program, self.budget.device
+        return [value for passed in self.passes for value in of(passed)(choice, program, device)]
+
+    def _grown(self, least: Choice) -> Choice | None:
+        """The choice with as much of what grows as fits, and of what is tried the fastest; None if it does not fit
+        itself."""
+        start = next(filter(self.fits, self._sides(least)), None)
+        if start is None:
+            return None
+        bases = [start, *self._values(lambda passed: passed.tried, start)]
+        grows = [p.grows for p in self.passes if p.grows(start, self.cost(start).program, self.budget.device)]
+        found = [
+            functools.reduce(self._most, order, base)
+            for base in filter(self.fits, bases)
+            for order in itertools.permutations(grows)
+        ]
+        best, because = self._fastest(found), ""
+        if others := [c for c in found if c.whole_grads != best.whole_grads]:
+            faster = min(map(self.seconds, others)) - self.seconds(best)
+            because = f"{duration(faster)} a step faster than {'shards' if best.whole_grads else 'whole'}"
+        elif whole := [c for c in bases if c.whole_grads]:
+            over = self.budget.over(self.cost(*whole).peaks)
+            because = f"added up whole they would take {size(over)} more than the budget"
+        return replace(best, because=because)
+
+    def _most(self, choice: Choice, grows: Options) -> Choice:
+        """The last of its values that fits, by bisection: more takes more memory, and the first is known to fit."""
+        values = grows(choice, self.cost(choice).program, self.budget.device)
+        low, high = 0, len(values)
+        at = high - 1
+        while high - low > 1:
+            low, high = (at, high) if self.fits(values[at]) else (low, at)
+            at = (low + high) // 2
+        return values[low]
+
+    def _fastest(self, choices: Sequence[Choice]) -> Choice:
+        return min(choices, key=lambda c: (self.seconds(c), self.cost(c).peaks)) if len(choices) > 1 else choices[0]
+
+    def _refined(self, best: Choice) -> Choice:
+        """The choice with gathers that start as far ahead, and updates on the side, that are fastest."""
+        groups, fitting = self._values(lambda passed: passed.ahead, best) or [[best]], list[Choice]()
+        for side in (sides := self._sides(best)):
+            here = ((replace(c, host_share=side.host_share) for c in group) for group in groups)
+            able = [c for group in here for c in itertools.takewhile(self.fits, group)]
+            fitting += [self._fastest(able)] if able else []
+        return self._with_share(fitting) if len(sides) > 1 else fitting[0]
+
+    def _least_seconds(self, choice: Choice) -> float:
+        """The least seconds of a step, wherever the updates of a choice run and however far ahead a transfer starts: as
+        long as its busiest queue."""
+        queues = [self.cost(side).queues[1] for side in self._sides(choice)]
+        return next(_mixes(*queues))[1] if len(queues) > 1 else max(queues[0].values())
+
+    def _with_share(self, ends: Sequence[Choice]) -> Choice:
+        """The choice with the share of updates on the host that is fastest, and why: see [Note: both sides]."""
+        first = min(ends, key=self.seconds)
+        with_ = lambda share: replace(first, host_share=share)  # noqa: E731
+        tried = {c: self.seconds(c) for c in ends}
+        if self.budget.device.asynchronous:  # else one thread computes and copies: what one side gains the other loses
+            for share, bound in _mixes(*(self.cost(with_(share)).queues[1] for share in ENDS)):
+                if bound > (1 - GAIN) * min(tried.values()):
+                    break
+                if self.fits(with_(share)):
+                    tried[with_(share)] = self.seconds(with_(share))
+        # of those that take as long the simpler
+        least = min(tried.values())
+        best = min(
+            tried, key=lambda c: (tried[c] > (1 + SAME) * least, c.host_share not in ENDS, -c.host_share, tried[c])
+        )
+        why = [f"{duration(tried[best])} a step"]
+        for share in (share for share in ENDS if share != best.host_share):
+            taken = min((t for c, t in tried.items() if c.host_share == share), default=None)
+            what = "would not fit" if taken is None else f"takes {duration(taken)}"
+            why.append(f"all on the {'host' if share else 'device'} {what}")
+        return replace(best, share_because="; ".join(why))
+
+
+def _mixes(host: Mapping[str, float], device: Mapping[str, float]) -> Iterator[tuple[float, float]]:
+    """Shares of the update on the host to try, and what no step with any of them takes less than. `host`, `device`:
+    what a step with all of it on that side takes at least, for each queue (`queue_seconds`)."""
+
+    def busiest(share: float, queues: set[str]) -> float:
+        return max((share * host.get(q, 0.0) + (1 - share) * device.get(q, 0.0) for q in queues), default=0.0)
+
+    queues, shares = {*host, *device}, [n / SHARES for n in range(1, SHARES)]
+    bound = min(busiest(share, queues) for share in shares)
+    meet = min(shares, key=lambda share: busiest(share, queues - {COMPUTE}))
+    for share in (meet, (1 + meet) / 2, meet / 2):
+        yield share, bound
