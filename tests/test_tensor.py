@@ -65,3 +65,21 @@ def test_on_ranks(run_ranks, shared):
     run_ranks(2, on_ranks, {"model": 2}, {"alone": [], "loop": [fz.accumulate(2)]}, "eager", shared_memory=shared)
     ways = ON_RANKS if shared else {"plain": ON_RANKS["plain"]}
     run_ranks(4, on_ranks, {"data": 2, "model": 2}, ways, "eager", shared_memory=shared)
+
+
+def places(mesh_axes: dict[str, int], axis: str) -> list[dict[str, int]]:
+    """The part of the data that each rank of a run takes, before it has a step and after."""
+
+    def main(run: Any) -> list[dict[str, int]]:
+        train = fz.compile(tensor.step(fz.data_parallel(), axis=axis), run.mesh, backend="eager")
+        before = run.place
+        run.state(train, params=tensor.params())
+        return [before, run.place]
+
+    return fz.run(main, device="cpu", **mesh_axes)
+
+
+def test_runs_take_parts_by_the_axes_of_the_batch(run_ranks):
+    assert run_ranks(2, places, {"data": 1, "replica": 2}, "replica") == [
+        [{"rank": rank, "size": 2}, {"rank": 0, "size": 1}] for rank in range(2)
+    ]
