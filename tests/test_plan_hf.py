@@ -134,6 +134,22 @@ def test_a_file_and_several_devices(run: Any, saved: Any) -> None:
     compile(text, "train.py", "exec")
 
 
+def test_devices_that_compute_layers_together(run: Any, saved: Any) -> None:
+    file = f"{saved('llama')}/config.json"
+    code, out, err = run("--hf", file, "--devices", "8xh100", "--tensor", "2", "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert "fz.tensor_parallel(rules=fz.hf.tensor_rules(model, ranks=2))" in data["code"]
+    assert "make_mesh(data=4, model=2)" in data["code"] and "the same along model" in data["code"]
+    assert data["tokens_per_second"] == pytest.approx(4 * 32 / data["step_seconds"]), "rows count once a pair"
+    for flags, said in (
+        (("--devices", "8xh100", "--tensor", "3"), "--tensor 3 does not divide 8 devices"),
+        (("--mesh", "data=4", "model=2", "--device", "h100"), "--tensor 1: the mesh has model=2"),
+    ):
+        code, _, err = run("--hf", file, *flags)
+        assert code == 2 and said in err
+
+
 def test_tiers_and_what_would_be_better(run: Any, saved: Any) -> None:
     where = saved("llama")
     flags = ("--hf", where, "--devices", "1xrtx4090", "--offload", "nvme", "--json")

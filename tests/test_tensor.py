@@ -268,3 +268,21 @@ def test_ranks_along_the_axis_have_one_batch(run_ranks):
     for rank in run_ranks(4, given_other_rows, {"data": 2, "model": 2}, expect_error=True):
         assert "batch['y']: not the same on rank 3 as on rank 2" in rank.message
         assert "choose it by mesh.index(('data',))" in rank.message
+
+
+def places(mesh_axes: dict[str, int], axis: str) -> list[dict[str, int]]:
+    """The part of the data that each rank of a run takes, before it has a step and after."""
+
+    def main(run: Any) -> list[dict[str, int]]:
+        train = fz.compile(tensor.step(fz.data_parallel(), axis=axis), run.mesh, backend="eager")
+        before = run.place
+        run.state(train, params=tensor.params())
+        return [before, run.place]
+
+    return fz.run(main, device="cpu", **mesh_axes)
+
+
+def test_runs_take_parts_by_the_axes_of_the_batch(run_ranks):
+    assert run_ranks(2, places, {"data": 1, "replica": 2}, "replica") == [
+        [{"rank": rank, "size": 2}, {"rank": 0, "size": 1}] for rank in range(2)
+    ]

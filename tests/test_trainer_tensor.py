@@ -1,12 +1,14 @@
-"""fzero.hf.Trainer under tensor_parallel, on real ranks, beside transformers' own on one process."""
+"""fzero.hf.Trainer under tensor_parallel, on real ranks, beside transformers' own on as many parts of the data."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 import fzero as fz
 
@@ -15,7 +17,8 @@ pytest.importorskip("accelerate")
 
 from test_trainer import STILL, TINY, arguments, collate, llama, texts  # noqa: E402
 
-from fzero.hf import Trainer  # noqa: E402
+from fzero.hf import Trainer, data_parts  # noqa: E402
+from fzero.mesh import Mesh  # noqa: E402
 
 ROWS = 8  # of a micro-batch, over all parts of the data
 
@@ -26,6 +29,12 @@ def accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": float(hits.mean()), "rows": float(len(found.label_ids))}
 
 
+def padded(rows: Any) -> Any:
+    """A batch of one length, however many rows there are, so that tokens and FLOPs are the same."""
+    fill = {"labels": -100}
+    return {n: F.pad(x, (0, 40 - x.shape[1]), value=fill.get(n, 0)) for n, x in collate(rows).items()}
+
+
 def made(cls: Any, path: Path, rows: int, **given: Any) -> Any:
     """A trainer of two epochs of 32 rows that evaluates 7 after each, and saves after the first."""
     settings = {
@@ -33,7 +42,7 @@ def made(cls: Any, path: Path, rows: int, **given: Any) -> Any:
         "include_num_input_tokens_seen": "all", "eval_strategy": "epoch", "save_strategy": "epoch",
     }  # fmt: skip
     args = arguments(output_dir=str(path), **settings)
-    data = {"train_dataset": texts(32), "eval_dataset": texts(7), "data_collator": collate}
+    data = {"train_dataset": texts(32), "eval_dataset": texts(7), "data_collator": padded}
     return cls(llama(), args, compute_metrics=accuracy, **data, **given)
 
 
@@ -50,22 +59,35 @@ def told(trainer: Any) -> dict[str, Any]:
     }
 
 
-def on_ranks(path: Path, mesh: dict[str, int], resumed: str | None) -> dict[str, Any]:
-    """On each rank, by `tensor_parallel`, or with a mesh and transforms of the caller's from a checkpoint."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    size = mesh["model"]
-    given: dict[str, Any] = {"tensor_parallel": size}
-    if resumed:
-        rules = fz.hf.tensor_rules(llama(), ranks=size)
-        given = {"mesh": fz.make_mesh(**mesh), "transforms": [fz.tensor_parallel(rules=rules), fz.shard_opt_state()]}
-    trainer = made(Trainer, path, ROWS // mesh["data"], backend="eager", lengths=[40], **given)
+def run(trainer: Any, resumed: str | None = None) -> dict[str, Any]:
     before = trainer.evaluate()["eval_loss"]
     trainer.train(resume_from_checkpoint=resumed)
-    trainer.save_model(str(path / "whole"))
-    said = told(trainer) | {"before": before, "rank": os.environ["RANK"]}
+    trainer.save_model(f"{trainer.args.output_dir}/whole")
+    return told(trainer) | {"before": before}
+
+
+def forget() -> None:
+    """Has accelerate forget this process's ranks: the next job has others."""
+    from accelerate.state import AcceleratorState, GradientState
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def theirs_on_ranks(path: Path, parts: int) -> dict[str, Any]:
+    said = run(made(transformers.Trainer, path, ROWS // parts))
+    forget()
+    return said
+
+
+def ours_on_ranks(path: Path, mesh: dict[str, int], resumed: str | None) -> dict[str, Any]:
+    """By `tensor_parallel`; from a checkpoint with a mesh and transforms of the caller's."""
+    given: dict[str, Any] = {"tensor_parallel": mesh["model"]}
+    if resumed:
+        spec = fz.tensor_parallel(rules=fz.hf.tensor_rules(llama(), ranks=mesh["model"]))
+        given = {"mesh": fz.make_mesh(**mesh), "transforms": [spec, fz.shard_opt_state()]}
+    said = run(made(Trainer, path, ROWS // mesh["data"], backend="eager", lengths=[40], **given), resumed)
+    forget()
     return said
 
 
@@ -83,20 +105,48 @@ def alike(mine: Any, theirs: Any) -> None:
 
 
 def test_as_the_librarys(run_ranks: Any, tmp_path: Path) -> None:
-    """Losses, rates, tokens, epochs, metrics and predictions; the library counts tokens once for each rank."""
-    one = made(transformers.Trainer, tmp_path / "one", ROWS)
-    before = one.evaluate()["eval_loss"]
-    one.train()
-    theirs = told(one)
+    """Losses, rates, tokens, epochs, metrics and predictions, each part of the data counted once."""
     saved = str(tmp_path / "four" / "checkpoint-2")
-    for name, mesh, resumed in (("four", {"data": 2, "model": 2}, None), ("two", {"data": 1, "model": 2}, saved)):
-        wanted = theirs | {"train_batch_size": ROWS // mesh["data"]}
-        for mine in run_ranks(mesh["data"] * 2, on_ranks, tmp_path / name, mesh, resumed):
-            assert mine.pop("rank") is not None and mine.pop("before") == pytest.approx(before, rel=1e-5)
-            alike(mine, wanted)
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "whole")
-        for mine, x in zip(again.parameters(), one.model.parameters(), strict=True):
-            assert (mine - x).abs().max() < 1e-5
+    theirs = run_ranks(2, theirs_on_ranks, tmp_path / "theirs", 2)[0]
+    for mine in run_ranks(4, ours_on_ranks, tmp_path / "four", {"data": 2, "model": 2}, None):
+        alike(mine, theirs)
+    theirs = run_ranks(1, theirs_on_ranks, tmp_path / "one", 1)[0]
+    for mine in run_ranks(2, ours_on_ranks, tmp_path / "two", {"data": 1, "model": 2}, saved):
+        for said in (mine, theirs):  # rows of the first epoch are the checkpoint's; the last is a mean over both
+            rows = [row for row in said["log"] if row["step"] > 2]
+            said["log"] = [{n: x for n, x in row.items() if n != "train_loss"} for row in rows]
+        alike(mine, theirs)
+    one = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "whole").named_parameters())
+    for name in ("four", "two"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "whole")
+        assert max(float((x - one[n]).abs().max()) for n, x in model.named_parameters()) < 1e-5
+
+
+def test_parts_of_a_mesh() -> None:
+    """Ranks along `model` read the same rows, wherever the axis lies; together all rows are read once."""
+    from accelerate import Accelerator
+
+    for axes, firsts in (({"data": 2, "model": 2}, [0, 2]), ({"model": 2, "data": 2}, [0, 1]), ({"model": 4}, [0])):
+        read: dict[int, list[int]] = {}
+        for rank in range(4):
+            parts = data_parts.of(Mesh(axes, rank, torch.device("cpu")), "model")
+            assert parts.firsts == firsts
+            data_parts.count(accelerator := Accelerator(cpu=True), lambda parts=parts: parts)
+            assert accelerator.num_processes == len(firsts)
+            rows = torch.cat(list(accelerator.prepare_data_loader(DataLoader(range(16), batch_size=2)))).tolist()
+            assert read.setdefault(parts.index, rows) == rows
+        assert sorted(n for rows in read.values() for n in rows) == list(range(16))
+    forget()
+
+
+def test_heads_are_not_torn() -> None:
+    every = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    for heads, pairs, ranks, cut in ((4, 2, 2, every), (4, 1, 2, {"q_proj", "o_proj"}), (2, 2, 4, set())):
+        sizes = TINY | {"num_attention_heads": heads, "num_key_value_heads": pairs}
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        rules = fz.hf.tensor_rules(model, ranks=ranks)
+        assert {name.split(".")[-2] for name in rules if "attn" in name} == cut
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class TensorAxis(NamedTuple):
 
 
 def tensor_axis(num: int | None, mesh: Mesh | None, transforms: Sequence[Any] | None) -> TensorAxis:
-    """That of a Trainer's arguments."""
+    """The tensor axis of a Trainer's arguments."""
     spec = find(tuple(transforms or ()), TensorParallel)
     name = spec.axis if spec else "model"
     size = num if num is not None else mesh.axes.get(name, 1) if spec and mesh is not None else 1
@@ -137,8 +137,8 @@ def count(accelerator: Any, parts: Callable[[], DataParts]) -> None:
     accelerator.dataloader_config.dispatch_batches = False
 
 
-class Arguments:
-    """Arguments of the library with other values of some."""
+class OtherArguments:
+    """OtherArguments of the library with other values of some."""
 
     def __init__(self, args: Any, **values: Any):
         self._args = args

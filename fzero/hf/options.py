@@ -14,7 +14,7 @@ from fzero.arguments import shown
 from fzero.deepspeed.reading import read_file, read_text
 from fzero.errors import FzeroValueError, message
 from fzero.hf import optimizers
-from fzero.hf.data_parts import Arguments
+from fzero.hf.data_parts import OtherArguments
 from fzero.hf.models import Pretrained
 from fzero.hf.optimizers import Translated
 from fzero.hf.recipe import of_deepspeed
@@ -162,7 +162,7 @@ def check(
     elif args.deepspeed:
         config, _ = read_file(args.deepspeed)
         try:
-            counted = Arguments(args, world_size=max(1, args.world_size // trainer._tensor.size))
+            counted = OtherArguments(args, world_size=max(1, args.world_size // trainer._tensor.size))
             of_deepspeed(counted, max(1, args.max_steps), Translated(optim.identity(), ()))
         except FzeroValueError as error:
             found += [f"deepspeed: {line.strip()}" for line in str(error).splitlines() if line.startswith("  ")]

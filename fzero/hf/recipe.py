@@ -15,7 +15,7 @@ from fzero.deepspeed.arguments import from_arguments
 from fzero.deepspeed.config import load_config
 from fzero.deepspeed.reading import read_file
 from fzero.hf import optimizers
-from fzero.hf.data_parts import Arguments
+from fzero.hf.data_parts import OtherArguments
 from fzero.hf.optimizers import Translated, by_rate, translated
 from fzero.optim import GradientTransformation, Schedule
 from fzero.step import compose
@@ -86,7 +86,7 @@ def of(trainer: Any, model: Any, num_steps: int, transforms: Any, more: Sequence
     Raises:
         FzeroValueError: an optimizer that is not translated; whatever of a ds_config.json cannot be carried out.
     """
-    args, module = Arguments(trainer.args, world_size=trainer.accelerator.num_processes), trainer.model
+    args, module = OtherArguments(trainer.args, world_size=trainer.accelerator.num_processes), trainer.model
     if trainer._created_lr_scheduler:
         trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
     own, scheduled = _sections(args.deepspeed)

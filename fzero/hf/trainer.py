@@ -238,7 +238,7 @@ class Trainer(Base):
         """All ranks of a part of the data draw alike: from the state of the first."""
         args, parts = self.args, self._data_parts() if self._tensor.size > 1 else None
         if parts is not None:
-            self.args = data_parts.Arguments(args, process_index=parts.firsts[parts.index])
+            self.args = data_parts.OtherArguments(args, process_index=parts.firsts[parts.index])
         try:
             super()._load_rng_state(checkpoint)
         finally:

@@ -40,7 +40,7 @@ SAME = 1e-3  # predictions that differ by less are the same
 
 
 @dataclass(eq=False)
-class Cost:
+class CostOfChoice:
     """The predicted cost of a program on a budget's device, each part found when it is asked for."""
 
     program: Program
@@ -69,13 +69,13 @@ class Search:
     def __init__(self, build: Callable[[Choice], Program], passes: Sequence[Pass], budget: Budget):
         self.build, self.budget = build, budget
         self.passes = passes if budget.nbytes is not None else ()
-        self.tried: dict[Choice, Cost] = {}
-        self._of: dict[int, Cost] = {}  # by program
+        self.tried: dict[Choice, CostOfChoice] = {}
+        self._of: dict[int, CostOfChoice] = {}  # by program
 
-    def cost(self, choice: Choice) -> Cost:
+    def cost(self, choice: Choice) -> CostOfChoice:
         if choice not in self.tried:
             program = self.build(choice)
-            self.tried[choice] = self._of.setdefault(id(program), Cost(program, self.budget))
+            self.tried[choice] = self._of.setdefault(id(program), CostOfChoice(program, self.budget))
         return self.tried[choice]
 
     def fits(self, choice: Choice) -> bool:
