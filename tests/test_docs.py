@@ -152,14 +152,15 @@ def test_every_transform_has_a_page() -> None:
 
 
 def test_extending_is_short() -> None:
-    """The toy optimizer, op and transform of the page are under 100 lines of code, with all that shows them at work."""
+    """The toy optimizer, op and transforms of the page, one of them with a state of its own, are under 125 lines of code,
+    with all that shows them at work."""
     code = [
         line
         for b in blocks((DOCS / "extending.md").read_text())
         if b.language == "python"
         for line in b.text.splitlines()
     ]
-    assert 50 < len([line for line in code if line.strip()]) < 100
+    assert 50 < len([line for line in code if line.strip()]) < 125
 
 
 PUBLIC = [name for room in reference.ROOMS for name in reference.names(room)]
