@@ -138,7 +138,7 @@ def count(accelerator: Any, parts: Callable[[], DataParts]) -> None:
 
 
 class OtherArguments:
-    """OtherArguments of the library with other values of some."""
+    """Arguments of the library with other values of some."""
 
     def __init__(self, args: Any, **values: Any):
         self._args = args

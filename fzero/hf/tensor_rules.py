@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.modules.functionalize import Functional
 
 _OUTPUTS = {"colwise", "colwise_gather_output", "packed_colwise", "colwise_rep"}
 _INPUTS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
@@ -30,7 +31,7 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
     """The rules of `fz.tensor_parallel` for a model of the library, from the library's plan of it (`tp_plan`).
 
     Args:
-        model: of the library, or what `from_pretrained` or `from_config` returned.
+        model: of the library, or what `fz.functionalize`, `from_pretrained` or `from_config` made of one.
         ranks: the size of the axis. A vocabulary, and attention whose heads it does not divide, stay whole; with fewer
             heads of keys and values, these alone.
 
@@ -47,7 +48,7 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
         >>> rules["h.*.attn.c_attn.weight"], rules["h.*.c_proj.weight"]
         ((1, 3), 0)
     """
-    module = getattr(model, "module", model)
+    module = getattr(model, "module", model._module if isinstance(model, Functional) else model)
     config = getattr(module, "config", None)
     if not isinstance(module, torch.nn.Module) or config is None:
         fix = "fz.hf.tensor_rules(fz.hf.from_pretrained(transformers.AutoModelForCausalLM, directory))"

@@ -566,7 +566,11 @@ class CompiledStep(Compiled):
         leaves = zip(tree.paths(batch, "batch"), tree.leaves(batch), strict=True)
         held = {path: (x, axes) for path, x in leaves if isinstance(x, torch.Tensor)}
         fix = f"give all ranks along {', '.join(map(repr, others))} the same batch: "
-        fix += f"choose it by mesh.index({axes!r})" if axes else "every rank has all of it"
+        fix += (
+            f"choose it by mesh.index({axes!r}) of mesh.axis_size({axes!r})"
+            if axes
+            else "every rank has the whole batch"
+        )
         replicas.same(self.mesh, "step", lambda: held, fix)
 
     def _make_safer(self, state: State, params: Inputs) -> None:

@@ -140,7 +140,7 @@ def tensor_parallel(
     elif not callable(rules):
         problems.append(f"rules={rules!r}: a mapping from names to dims, or a function (path, leaf)")
     if problems:
-        fix = "fz.tensor_parallel(rules={'qkv': (1, 3), 'out': 0, 'up': 1, 'down': 0})"
+        fix = "of nn.Linear, [outputs, inputs]: fz.tensor_parallel(rules={'up.weight': 0, 'up.bias': 0, 'down.weight': 1})"
         raise FzeroTypeError(message("tensor_parallel", "invalid arguments", problems, fix))
     return applied(TensorParallel(axis, given, sequence, parse_bytes(whole_bytes)), step)
 
@@ -174,5 +174,7 @@ def _matches(name: str, glob: str) -> bool:
 def _near(glob: str, names: Sequence[str]) -> list[str]:
     """Names that a rule may have meant: a part of which is like a part of it."""
     parts = {part: name for name in reversed(names) for part in name.split(".")}
-    near = [x for part in glob.split(".")[::-1] for x in get_close_matches(part.strip("*"), parts)]
+    unknown = [x for part in glob.split(".")[::-1] if (x := part.strip("*")) and x not in parts]
+    within = [x for part in unknown for x in parts if len(x) > 1 and (x in part or part in x)]
+    near = [*within, *(x for part in unknown for x in get_close_matches(part, parts))]
     return list(dict.fromkeys(parts[x] for x in near))[:3]
