@@ -74,7 +74,6 @@ class Collective(Start[GatherAttrs]):
 
     def text(self, line: Line[GatherAttrs], program: Program) -> Text:
         how = [f"op={line.attrs.reduction!r}"] if isinstance(line.attrs, ReduceAttrs) else []
-        how += ["rows=True"] if isinstance(line.attrs, ScatterAttrs) and line.attrs.rows else []
         sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
         arguments = ", ".join([f"[{', '.join(line.args)}]", over(line), *how, *into(line, program)])
         return Text(f"{self.name}({arguments})", f">>> sends {sent} over {', '.join(line.attrs.axes)}")
