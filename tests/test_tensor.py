@@ -212,6 +212,20 @@ def test_compiled(run_ranks):
     run_ranks(2, on_ranks, {"model": 2}, ways, "inductor", timeout=300)
 
 
+def by_position(mesh_axes: dict[str, int], **options: Any) -> None:
+    mesh = fz.make_mesh(**mesh_axes, **options)
+    transforms = [fz.shard_params(), fz.accumulate(2)] if "data" in mesh_axes else []
+    step = tensor.step(*transforms, sequence=True)
+    fz.testing.check_equivalent(step, tensor.params(), part(mesh), mesh, backend="eager")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_on_ranks_with_what_passes_between_blocks_cut_by_position(run_ranks, shared):
+    run_ranks(2, by_position, {"model": 2}, shared_memory=shared)
+    if shared:
+        run_ranks(4, by_position, {"data": 2, "model": 2}, shared_memory=shared)
+
+
 def part(mesh: Any) -> Any:
     """This rank's rows of the batch."""
     axes = tuple(axis for axis in mesh.axes if axis != "model" and mesh.axes[axis] > 1)
