@@ -152,8 +152,8 @@ def test_every_transform_has_a_page() -> None:
 
 
 def test_extending_is_short() -> None:
-    """The toy optimizer, op and transforms of the page, one of them with a state of its own, are under 125 lines of code,
-    with all that shows them at work."""
+    """The toy optimizer, op and transforms of the page, one of them with state, are under 125 lines of code, with all
+    that shows them at work."""
     code = [
         line
         for b in blocks((DOCS / "extending.md").read_text())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tensor
 import torch
+import torch.nn.functional as F
 
 import fzero as fz
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
@@ -301,3 +302,21 @@ def test_runs_take_parts_by_the_axes_of_the_batch(run_ranks):
     assert run_ranks(2, places, {"data": 1, "replica": 2}, "replica") == [
         [{"rank": rank, "size": 2}, {"rank": 0, "size": 1}] for rank in range(2)
     ]
+
+
+def looked_up(params: Any, batch: Any) -> torch.Tensor:
+    x = F.embedding(batch["x"], params["emb"]) + params["more"][batch["x"]]
+    return F.cross_entropy(x @ params["head"], batch["y"])
+
+
+@pytest.mark.parametrize(("x", "y"), [([0, 5], [1, 6]), ([0, 5], [1, -1]), ([0, 6], [1, 2]), ([0, -7], [1, 2])])
+def test_a_number_that_no_rank_has_raises(x, y):
+    g = torch.Generator().manual_seed(0)
+    params = {
+        name: torch.randn(*shape, generator=g) for name, shape in (("emb", (6, 4)), ("more", (6, 4)), ("head", (4, 6)))
+    }
+    plain = fz.train_step(looked_up, fz.optim.sgd(0.1))
+    step = fz.tensor_parallel(plain, rules={"emb": 0, "more": 0, "head": 1})
+    for tried, mesh in ((plain, AbstractMesh(data=1)), (step, AbstractMesh(model=2))):
+        with pytest.raises(IndexError):
+            fz.testing.simulate(tried, mesh, params, {"x": torch.tensor(x), "y": torch.tensor(y)})

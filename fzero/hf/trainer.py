@@ -231,7 +231,7 @@ class Trainer(Base):
 
     def store_flos(self) -> None:
         if self._tensor.size > 1 and self.args.process_index not in self._data_parts().firsts:
-            self.current_flos = 0.0  # of the type that the others send
+            self.current_flos *= 0  # of the type that the others send
         super().store_flos()
 
     def _load_rng_state(self, checkpoint: Any) -> None:

@@ -169,7 +169,11 @@ def _nll_loss(op: WholeOp, w: Writer) -> tuple[Any, ...] | None:
     hit, valid = _hits(op, w, x, target)
     picked = w(aten.where.self, hit, x, _number(w, 0.0, x))
     losses = w(aten.neg.default, w(aten.sum.dim_IntList, picked, [1]))
-    dtype = x.meta["val"].dtype
+    dtype, device = x.meta["val"].dtype, x.meta["val"].device
+    # a target that is no column raises, as it does without cuts
+    zeros = w(aten.full.default, [shape_of(x)[1]], 0.0, dtype=dtype, device=device)
+    counted = w(aten.where.self, valid, target, w(aten.full.default, [], 0, dtype=torch.int64, device=device))
+    losses = w(aten.add.Tensor, losses, w(aten.index_select.default, zeros, 0, counted))
     if reduction == 0:
         return losses, _number(w, 0.0, x)
     total = _to(w, w(aten.sum.default, valid), dtype)

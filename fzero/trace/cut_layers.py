@@ -145,14 +145,18 @@ def _through(dim: int, dims: list[int], first: int, count: int) -> int:
     return rest if rest < first else rest + count
 
 
-def _here(w: Writer, index: fx.Node, rows: int, whole: int) -> tuple[fx.Node, fx.Node]:
-    """The numbers of rows among those that this rank has, and whether each is one of them."""
+def _here(w: Writer, index: fx.Node, rows: int, whole: int, wraps: bool = False) -> tuple[fx.Node, fx.Node]:
+    """The numbers of rows among those that this rank has, and whether each is one of them. A number that no rank has
+    is none here either, so that the lookup raises. `wraps`: whether rows count from the end too."""
     if index.meta["val"].dtype != torch.int64:
         index = w(aten._to_copy.default, index, dtype=torch.int64)
-    index = w(aten.where.self, w(aten.lt.Scalar, index, 0), w(aten.add.Tensor, index, whole), index)
+    if wraps:
+        index = w(aten.where.self, w(aten.lt.Scalar, index, 0), w(aten.add.Tensor, index, whole), index)
+    known = w(aten.logical_and.default, w(aten.ge.Scalar, index, 0), w(aten.lt.Scalar, index, whole))
     index = w(aten.sub.Tensor, index, w(aten.mul.Tensor, w(aten.view.default, w.index(), []), rows))
     inside = w(aten.logical_and.default, w(aten.ge.Scalar, index, 0), w(aten.lt.Scalar, index, rows))
-    return w(aten.clamp.default, index, 0, rows - 1), inside
+    none = w(aten.full.default, [], rows, dtype=torch.int64, device=index.meta["val"].device)
+    return w(aten.where.self, known, w(aten.clamp.default, index, 0, rows - 1), none), inside
 
 
 def _only(w: Writer, x: fx.Node, inside: fx.Node, behind: int) -> fx.Node:
@@ -177,7 +181,7 @@ def _index(op: WholeOp) -> Iterator[Strategy]:
             rows, whole = shape_of(x)[p.dim] // op.n, shape_of(x)[p.dim]
 
             def write(w: Writer, a: dict[str, Any], d: int = p.dim, rows: int = rows, whole: int = whole) -> fx.Node:
-                index, inside = _here(w, a["indices"][d], rows, whole)
+                index, inside = _here(w, a["indices"][d], rows, whole, wraps=True)
                 y = w(aten.index.Tensor, a["self"], [*[None] * d, index])
                 return _only(w, y, inside, len(shape_of(y)) - d - count)
 
@@ -214,7 +218,7 @@ def _index_put(op: WholeOp) -> Iterator[Strategy]:
             rows, whole = op.shape[p.dim] // op.n, op.shape[p.dim]
 
             def write(w: Writer, a: dict[str, Any], d: int = p.dim, rows: int = rows, whole: int = whole) -> fx.Node:
-                at, inside = _here(w, a["indices"][d], rows, whole)
+                at, inside = _here(w, a["indices"][d], rows, whole, wraps=True)
                 y = _only(w, a["values"], inside, len(shape_of(a["values"])) - d - count)
                 return w(aten.index_put.default, a["self"], [*[None] * d, at], y, True)
 

@@ -37,6 +37,8 @@ class TensorParallel(Transform):
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Parallel) and self.axis in other.axes:
             return f"along {self.axis!r} every rank has the same batch: let {other.name} name another axis"
+        if other.name == "fp8":
+            return "fp8 scales whole parameters, and these are computed in parts"
         return super().conflict(other)
 
     def cut(self, leaf: Leaf) -> Dim | None:
@@ -52,7 +54,7 @@ class TensorParallel(Transform):
 
     def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
         """Raises naming rules that no leaf matches, or tied leaves that two rules cut in two ways."""
-        names = [dotted(leaf.path) for leaf in leaves]
+        names = [dotted(leaf.path) for leaf in leaves if leaf.role != "mutable"]
         if not callable(self.rules):
             unused = [glob for glob, _ in self.rules if not any(_matches(name, glob) for name in names)]
             if unused:
@@ -60,12 +62,13 @@ class TensorParallel(Transform):
                 shown = [f"{glob!r}" + (f": did you mean {near[glob]}?" if near[glob] else "") for glob in unused]
                 fix = "name the end of a parameter's dotted name, e.g. 'qkv' or 'layers.*.out'"
                 raise FzeroValueError(message(self.name, "no leaf matches a rule", shown, fix))
-        cuts = [self.cut(leaf) for leaf in leaves]
+        cuts = [None if leaf.role == "mutable" else self.cut(leaf) for leaf in leaves]
         if not any(cuts):
             what = "does nothing: no parameter is cut"
             fix = f"let a rule accept one of {', '.join(names[:5])}"
             raise FzeroValueError(message(self.name, what, fix=fix))
-        torn = [f"{names[i]}: {cuts[i]}, {names[t]}: {cuts[t]}" for i, t in enumerate(tied) if cuts[i] != cuts[t]]
+        pairs = ((leaves[i].path, leaves[t].path, cuts[i], cuts[t]) for i, t in enumerate(tied))
+        torn = [f"{dotted(a)}: {one}, {dotted(b)}: {two}" for a, b, one, two in pairs if one != two]
         if torn:
             fix = "give both names one rule: they are one tensor"
             raise TransformError(message(self.name, "tied leaves have two rules", torn, fix))
@@ -140,7 +143,7 @@ def tensor_parallel(
     elif not callable(rules):
         problems.append(f"rules={rules!r}: a mapping from names to dims, or a function (path, leaf)")
     if problems:
-        fix = "of nn.Linear, [outputs, inputs]: fz.tensor_parallel(rules={'up.weight': 0, 'up.bias': 0, 'down.weight': 1})"
+        fix = "of nn.Linear, e.g. fz.tensor_parallel(rules={'up.weight': 0, 'up.bias': 0, 'down.weight': 1})"
         raise FzeroTypeError(message("tensor_parallel", "invalid arguments", problems, fix))
     return applied(TensorParallel(axis, given, sequence, parse_bytes(whole_bytes)), step)
 
