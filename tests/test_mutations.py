@@ -72,7 +72,7 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.AbstractMesh(data=2, model=2),
     ),
     "tensor": (
-        fz.compose(fz.tensor_parallel(rules={"w": 1, "b": 0}), fz.shard_params()),
+        fz.compose(fz.tensor_parallel(rules={"w": 0, "b": 0}), fz.shard_params()),
         fz.AbstractMesh(data=2, model=2),
     ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),

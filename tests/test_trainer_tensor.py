@@ -80,6 +80,12 @@ def theirs_on_ranks(path: Path, parts: int) -> dict[str, Any]:
     return said
 
 
+def evaluated_on_ranks(path: Path, parts: int) -> float:
+    found = made(transformers.Trainer, path, ROWS // parts).evaluate()["eval_loss"]
+    forget()
+    return found
+
+
 def ours_on_ranks(path: Path, mesh: dict[str, int], resumed: str | None) -> dict[str, Any]:
     """By `tensor_parallel`; from a checkpoint with a mesh and transforms of the caller's."""
     given: dict[str, Any] = {"tensor_parallel": mesh["model"]}
@@ -104,22 +110,33 @@ def alike(mine: Any, theirs: Any) -> None:
         assert mine == (pytest.approx(theirs, rel=1e-5, abs=1e-6) if isinstance(theirs, float) else theirs)
 
 
+def steps(said: dict[str, Any]) -> list[Any]:
+    """The rows of a log that training wrote."""
+    return [row for row in said["log"] if "eval_loss" not in row]
+
+
 def test_as_the_librarys(run_ranks: Any, tmp_path: Path) -> None:
-    """Losses, rates, tokens, epochs, metrics and predictions, each part of the data counted once."""
+    """Losses, rates, tokens, epochs, metrics and predictions, each part of the data counted once: training as in one
+    process, an evaluation as on two, which have two rows of the last batch."""
     saved = str(tmp_path / "four" / "checkpoint-2")
-    theirs = run_ranks(2, theirs_on_ranks, tmp_path / "theirs", 2)[0]
-    for mine in run_ranks(4, ours_on_ranks, tmp_path / "four", {"data": 2, "model": 2}, None):
-        alike(mine, theirs)
     theirs = run_ranks(1, theirs_on_ranks, tmp_path / "one", 1)[0]
+    before = run_ranks(2, evaluated_on_ranks, tmp_path / "before", 2)[0]
+    for mine in run_ranks(4, ours_on_ranks, tmp_path / "four", {"data": 2, "model": 2}, None):
+        alike(steps(mine), steps(theirs))
+        alike(mine["before"], before)
+        assert mine["train_batch_size"] == theirs["train_batch_size"] // 2 and mine["shape"] == theirs["shape"]
+        for name in ("total", "max_steps", "num_input_tokens_seen", "total_flos", "num_train_epochs"):
+            assert mine[name] == theirs[name]
     for mine in run_ranks(2, ours_on_ranks, tmp_path / "two", {"data": 1, "model": 2}, saved):
         for said in (mine, theirs):  # rows of the first epoch are the checkpoint's; the last is a mean over both
             rows = [row for row in said["log"] if row["step"] > 2]
             said["log"] = [{n: x for n, x in row.items() if n != "train_loss"} for row in rows]
-        alike(mine, theirs)
+        # the checkpoint remembers the rows that a rank had
+        alike(mine, {**theirs, **{name: mine[name] for name in ("before", "train_batch_size")}})
     one = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "whole").named_parameters())
     for name in ("four", "two"):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "whole")
-        assert max(float((x - one[n]).abs().max()) for n, x in model.named_parameters()) < 1e-5
+        assert max(float((x - one[n]).detach().abs().max()) for n, x in model.named_parameters()) < 1e-5
 
 
 def test_parts_of_a_mesh() -> None:

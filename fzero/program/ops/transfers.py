@@ -149,7 +149,7 @@ class ReduceScatter(Collective):
         axes, said = tuple(line.attrs.axes), line.says(ScatterAttrs)
         left = tuple(a for a in placement.partial if a not in axes)
         if said.rows:
-            return replace(placement, cuts=(*placement.cuts, (*axes, _ROWS))).left(left)
+            return replace(placement, cuts=(*placement.cuts, *((axis, _ROWS) for axis in axes))).left(left)
         cut = replace(placement, kind="shard") if placement.kind == "parts" else placement.cut(axes, said.grid)
         return cut.left(left)
 
