@@ -21,5 +21,6 @@ class Exchange:
         if self._alone:
             return high, low
         here = torch.tensor([[*high.values(), *(-x for x in low.values())]], device=self._trainer.args.device)
-        found = gather(here).amax(0).tolist()
+        everyone: Any = gather(here)
+        found = everyone.amax(0).tolist()
         return dict(zip(high, found, strict=False)), dict(zip(low, (-x for x in found[len(high) :]), strict=True))

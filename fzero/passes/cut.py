@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from fzero.boxes import Dim
 from fzero.errors import FzeroValueError, message
+from fzero.passes.zero import Zero
 from fzero.program.attrs import GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
@@ -33,13 +34,14 @@ _STARTS = {
 }
 
 
-def rewrite(program: Program, spec: TensorParallel) -> Program:
-    """The program whose functions compute with parts along the axis of a spec.
+def rewrite(program: Program, zero: Zero) -> Program:
+    """The program whose functions compute with parts along the axis of its `tensor_parallel`.
 
     Raises:
         FzeroValueError: operations that every rank would have to compute whole, of more bytes than the spec allows.
     """
-    return _ToParts(program, spec).run()
+    assert zero.tensor is not None
+    return _ToParts(program, zero.tensor).run()
 
 
 class _ToParts:
@@ -141,7 +143,7 @@ class _ToParts:
 
     def _call(self, line: Line) -> list[Line]:
         function = self.program.functions[line.fn]
-        places = tuple(self.places[a] for a in line.args)
+        places: tuple[Place, ...] = tuple(self.places[a] for a in line.args)
         wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in line.out)
         if not any(isinstance(place, Dim) for place in (*places, *wanted)):
             fn = self.functions.add(line.fn, function.graph, function.writes)

@@ -192,7 +192,7 @@ PASSES = (
     ),
     Pass(
         "cut",
-        lambda program, asked, _: cut.rewrite(program, asked.zero.tensor),
+        lambda program, asked, _: cut.rewrite(program, asked.zero),
         wanted=lambda program, asked, _: asked.zero.tensor,
         needed="functions would read whole parameters, of which a rank has parts",
     ),
