@@ -199,6 +199,13 @@ class LateTransport:
 
         return begin
 
+    def all_to_all_start(self, values: Tensors, axis: str, into: Tensors) -> Callable[[], Any]:
+        flats, rows = into[: len(values)], into[len(values) :]
+        collectives.settle(values, flats)
+        for row in rows:
+            _poison(row)
+        return lambda: self._now.all_to_all_start(flats, axis, into)
+
     def wait(self, begin: Callable[[], Any], into: Tensors, together: bool = False) -> Tensors:
         return self._now.wait(begin(), into, together)
 
