@@ -151,13 +151,19 @@ class Variants:
     def _through(self, made: dict[str, Program], choice: Choice, begin: int, end: int) -> Iterator[Stage]:
         """The passes with these numbers that run, each with the program that it makes. `made` gets one for each of
         them."""
+        last = begin - 1  # the pass that made the program
         for number, passed in enumerate(self.passes[begin:end], begin):
             program, option = next(reversed(made.values())), passed.option(made, self.asked, choice)
             if passed.wanted(program, self.asked, option):
                 if passed.name in self.asked.skip:
                     self._idle.discard(passed.name)
                 else:
-                    program = self._rewritten(number, program, option)
+                    try:
+                        program = self._rewritten(number, program, option)
+                    except (LookupError, AttributeError, AssertionError):
+                        check_after(self.passes, last, program)  # it may break the rules that the pass counts on
+                        raise
+                    last = number
                     yield passed, program
             made[passed.name] = program
 
