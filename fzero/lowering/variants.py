@@ -151,7 +151,6 @@ class Variants:
     def _through(self, made: dict[str, Program], choice: Choice, begin: int, end: int) -> Iterator[Stage]:
         """The passes with these numbers that run, each with the program that it makes. `made` gets one for each of
         them."""
-        last = begin - 1  # the pass that made the program
         for number, passed in enumerate(self.passes[begin:end], begin):
             program, option = next(reversed(made.values())), passed.option(made, self.asked, choice)
             if passed.wanted(program, self.asked, option):
@@ -161,9 +160,10 @@ class Variants:
                     try:
                         program = self._rewritten(number, program, option)
                     except (LookupError, AttributeError, AssertionError):
-                        check_after(self.passes, last, program)  # it may break the rules that the pass counts on
+                        # the program may break the rules that the pass counts on
+                        by = next(name for name, x in made.items() if x is program)
+                        check_after(self.passes, [FIRST, *(x.name for x in self.passes)].index(by) - 1, program)
                         raise
-                    last = number
                     yield passed, program
             made[passed.name] = program
 
