@@ -160,9 +160,8 @@ class Variants:
                     try:
                         program = self._rewritten(number, program, option)
                     except (LookupError, AttributeError, AssertionError):
-                        # the program may break the rules that the pass counts on
-                        by = next(name for name, x in made.items() if x is program)
-                        check_after(self.passes, [FIRST, *(x.name for x in self.passes)].index(by) - 1, program)
+                        for at, earlier in enumerate(made.values(), -1):  # one may break the rules of programs
+                            check_after(self.passes, at, earlier)
                         raise
                     yield passed, program
             made[passed.name] = program
