@@ -400,6 +400,7 @@ def _serve(connection: Connection, stacks: Path) -> None:
             environment, job = pickle.loads(jobs.get())
             os.environ.update(environment)
             outcome = _run_job(job, filters)
+            gc.collect()  # what the job left in cycles keeps files and connections
             try:
                 data = _dumps(outcome)
             except Exception as e:
