@@ -320,3 +320,30 @@ def test_a_number_that_no_rank_has_raises(x, y):
     for tried, mesh in ((plain, AbstractMesh(data=1)), (step, AbstractMesh(model=2))):
         with pytest.raises(IndexError):
             fz.testing.simulate(tried, mesh, params, {"x": torch.tensor(x), "y": torch.tensor(y)})
+
+
+@fz.block
+def wide(p, x):
+    return x + torch.tanh(F.layer_norm(x, (100,), p["norm"]) @ p["up"]) @ p["down"]
+
+
+def wide_loss(params, x):
+    for p in params["layers"]:
+        x = wide(p, x)
+    return x.square().mean()
+
+
+def rows_of_no_whole_blocks(shared: bool) -> str:
+    mesh = fz.make_mesh(model=2, shared_memory=shared)
+    g = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=g) / 8  # noqa: E731
+    layers = [{"norm": make(100) + 1, "up": make(100, 40), "down": make(40, 100)} for _ in range(2)]
+    plain = fz.train_step(wide_loss, fz.optim.adamw(1e-2))
+    step = fz.tensor_parallel(plain, rules={"up": 1, "down": 0}, sequence=True)
+    return str(fz.testing.check_equivalent(step, {"layers": layers}, make(8, 6, 100), mesh))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_is_scattered_by_rows_has_no_padding(run_ranks, shared):
+    """A shard of a leaf of 4,096 elements and more is padded to whole blocks of 256; a part of rows is not."""
+    run_ranks(2, rows_of_no_whole_blocks, shared)

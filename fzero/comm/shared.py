@@ -255,7 +255,8 @@ class SharedMemory:
             if rank == self._mesh.rank:
                 row.copy_(mine)
             elif row.numel():
-                self._read(rank, self._offset(mine), row.nbytes, self._pool.bytes, self._offset(row))  # type: ignore[union-attr]
+                assert self._pool is not None
+                self._read(rank, self._offset(mine), row.nbytes, self._pool.bytes, self._offset(row))
 
     def _combine(self, flat: torch.Tensor, first: int, out: torch.Tensor, along: Sequence[int], op: str) -> None:
         """`out` = the ranks' flats from element `first` on, combined in the order of the ranks. It may lie on this

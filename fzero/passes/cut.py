@@ -131,7 +131,7 @@ class _ToParts:
         return replace(value, placement=at)
 
     def _line(self, line: Line) -> list[Line]:
-        if line.op == "call" and not line.scales:
+        if line.op == "call":
             return self._call(line)
         if line.fn:
             self.functions.by_name.setdefault(line.fn, self.program.functions[line.fn])

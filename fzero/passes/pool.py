@@ -184,18 +184,24 @@ class _Placer:
         self._take(region, begins, max(self.uses.last(v.name) for v in outs), wait, axes)
 
     def _scatter(self, number: int, line: Line) -> None:
+        said = line.says(ScatterAttrs)
+        padded = () if said.rows else said.grid or line.axes  # a part of rows has no padding
+        self._apart(number, line, [self._padded(self.values[a], padded) for a in line.args])
+
+    def _exchange(self, number: int, line: Line) -> None:
+        self._apart(number, line, [_numel(self.values[a].held(self.mesh)) for a in line.args])
+
+    def _apart(self, number: int, line: Line, numels: Sequence[int]) -> None:
+        """Regions of a transfer that leaves its results elsewhere than what it reads, which has so many elements."""
         axes, wait = line.axes, self.waits[line.out[0].name]
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
-        wholes = [
-            self._source(source, a, number, self._padded(self.values[a], line.says(ScatterAttrs).grid or axes))
-            for a in line.args
-        ]
-        shards = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
-        self.into[number], self.into[wait] = [*wholes, *shards], list(shards)
-        self.slots.update((v.name, s) for v, s in zip(outs, shards, strict=True))
+        sent = [self._source(source, a, number, n) for a, n in zip(line.args, numels, strict=True)]
+        made = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
+        self.into[number], self.into[wait] = [*sent, *made], list(made)
+        self.slots.update((v.name, s) for v, s in zip(outs, made, strict=True))
         self._take(source, source.first if source.first is not None else number, wait, wait, axes)
-        for slot in wholes:
+        for slot in sent:
             if slot.region is not source:
                 self._take(slot.region, number, wait, wait, axes)
         result.times.append((number, max(self.uses.last(v.name) for v in outs)))
@@ -220,20 +226,6 @@ class _Placer:
         for slot in slots:
             if slot.region is not source:
                 self._take(slot.region, number, last, wait, axes)
-
-    def _exchange(self, number: int, line: Line) -> None:
-        axes, wait = line.axes, self.waits[line.out[0].name]
-        source, result = self._region(), self._region()
-        outs = self.lines[wait][0].out
-        sent = [self._source(source, a, number, _numel(self.values[a].held(self.mesh))) for a in line.args]
-        got = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
-        self.into[number], self.into[wait] = [*sent, *got], list(got)
-        self.slots.update((v.name, s) for v, s in zip(outs, got, strict=True))
-        self._take(source, source.first if source.first is not None else number, wait, wait, axes)
-        for slot in sent:
-            if slot.region is not source:
-                self._take(slot.region, number, wait, wait, axes)
-        result.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _fetch(self, number: int, line: Line) -> None:
         """Live ranges of copies: from the copy's start to its last reader, and until it is stored. A cast that is

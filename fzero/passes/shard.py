@@ -500,6 +500,7 @@ def _both(over_batch: Placement, computed: Placement) -> Placement:
     """The placement of a value over the batch axes and, of what functions compute with parts, over other axes."""
     if computed == WHOLE:
         return over_batch
+    assert not computed.partial or not over_batch.partial or computed.by == over_batch.by, (over_batch, computed)
     local = (*over_batch.axes, *(computed.axes if computed.kind == "local" else ()))
     return replace(
         over_batch,

@@ -208,8 +208,8 @@ class ReduceAttrs(GatherAttrs, JoinAttrs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterAttrs(ReduceAttrs):
-    """`grid`: the axes that a whole is padded for, if they are more than those that it is cut over here. `rows`: that
-    each rank gets its part of dim 0, as a tensor of its own."""
+    """`grid`: the axes that a whole is padded for, if there are more than it is cut over here. `rows`: whether each
+    rank gets its part of dim 0, as a tensor of its own."""
 
     grid: tuple[str, ...] = ()
     rows: bool = False

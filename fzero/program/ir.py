@@ -78,6 +78,7 @@ from fzero.trace.recorder import Recorded
 
 A = TypeVar("A", bound=Attrs, default=Attrs, covariant=True)
 K = TypeVar("K", bound=Attrs)
+_ALL = Segment(-1, 0, 1)
 _UNSAID: Any = None  # the attributes of a line's op, with nothing said
 
 
@@ -231,7 +232,7 @@ class Line(Generic[A]):
     def segment(self) -> Segment:
         """The part of a function that it calls: by default all of it."""
         said = self.attrs.segment if isinstance(self.attrs, CallAttrs) else None
-        return said or Segment(-1, 0, 1)
+        return said or _ALL
 
     @property
     def begins_block(self) -> bool:

@@ -67,6 +67,8 @@ class _Checker:
         self.settled: set[str] = set()  # those of them that a redo writes again
         self.device_only: set[str] = set()  # values in host memory for which the device alone has waited
         self.turns = 1  # of the loop that lines are in
+        batch = (v for v in program.inputs if v.name not in program.leaves)
+        self.batch_axes = frozenset(axis for v in batch for axis in v.placement.own)  # along which the batch is cut
         self.aliases: dict[str, str] = {}  # a shard that may be a view of its leaf, or a copy of it on another tier
 
     def lines(self, lines: Sequence[Line], known: dict[str, Value]) -> None:

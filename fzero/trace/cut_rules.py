@@ -71,7 +71,8 @@ class Strategy:
     def places(self, count: int) -> tuple[Place, ...]:
         """The places of so many results."""
         out = self.out
-        return out if isinstance(out, tuple) and not isinstance(out, Dim) else (out,) * count  # type: ignore[return-value]
+        several = isinstance(out, tuple) and not isinstance(out, Dim)
+        return out if several else (out,) * count  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, messag
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, applied
+from fzero.transforms.fp8 import Fp8
 from fzero.transforms.shard import Parallel
 from fzero.tree import dotted
 from fzero.units import parse_bytes, size
@@ -37,7 +38,7 @@ class TensorParallel(Transform):
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Parallel) and self.axis in other.axes:
             return f"along {self.axis!r} every rank has the same batch: let {other.name} name another axis"
-        if other.name == "fp8":
+        if isinstance(other, Fp8):
             return "fp8 scales whole parameters, and these are computed in parts"
         return super().conflict(other)
 
@@ -117,7 +118,8 @@ def tensor_parallel(
         FzeroTypeError: `rules` that are neither, an `axis` that is not a name.
         FzeroValueError: when the program is built, a rule that no parameter matches; a dim that does not divide; an
             operation above `whole_bytes`.
-        TransformError: another transform that cuts the batch, or a leaf, over `axis`; tied leaves with two rules.
+        TransformError: another transform that cuts the batch, or a leaf, over `axis`; `fp8`; tied leaves with two
+            rules.
 
     Paper: Shoeybi et al., Megatron-LM: training multi-billion parameter language models using model parallelism, 2019.
 

@@ -53,6 +53,7 @@ class Rules(Protocol):
     device_only: set[str]
     turns: int
     aliases: dict[str, str]
+    batch_axes: frozenset[str]
 
     def bad(self, line: Line, text: str) -> None: ...
     def root(self, name: str) -> str: ...

@@ -64,14 +64,13 @@ class Call(Op[CallAttrs]):
         if len(places) != len(args):
             rules.bad(line, f"{line.fn} takes {len(places)} arguments, gets {len(args)}")
             return
-        # a function outside blocks may read this rank's own of what is summed over the batch
-        batch = {a for v in rules.program.inputs if v.name not in rules.program.leaves for a in v.placement.own}
         for place, arg in zip(places, args, strict=True):
             self._matches(line, arg, place.meta["val"], "takes", rules)
             if arg.placement.is_cut and line.block is not None:
                 rules.bad(line, f"{arg.name} is {arg.placement}, a block takes whole values")
             summed = {*arg.placement.partial}
-            if summed and (line.block is not None or not summed <= batch):
+            # a function outside blocks may read this rank's own of what is summed over the batch
+            if summed and (line.block is not None or not summed <= rules.batch_axes):
                 rules.bad(line, f"{arg.name} is {arg.placement}, and no function reads a summand")
         if line.writes != tuple(line.args[i] for i in function.writes):
             rules.bad(
