@@ -23,6 +23,7 @@ from fzero.trace.cut_rules import (
     shape_of,
     unique,
 )
+from fzero.trace.propagate import VIEWS
 
 aten = torch.ops.aten
 
@@ -45,15 +46,7 @@ def zeros(node: fx.Node) -> bool:
     return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
-@rule(
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-)
+@rule(*VIEWS - {aten.expand.default})
 def _view(op: WholeOp) -> Iterator[Strategy]:
     x, old, new = op["self"], shape_of(op["self"]), op.shape
     yield from moves(op, x)

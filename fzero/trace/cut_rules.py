@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 
 from fzero.boxes import Dim
+from fzero.trace.propagate import REDUCTIONS
 
 aten = torch.ops.aten
 
@@ -264,22 +265,10 @@ def pointwise(op: WholeOp) -> Iterator[Strategy]:
 
 # --- reductions ---
 
-_REDUCTIONS: dict[Any, str] = {
-    aten.sum.default: "sum",
-    aten.sum.dim_IntList: "sum",
-    aten.mean.default: "mean",
-    aten.mean.dim: "mean",
-    aten.amax.default: "max",
-    aten.max.default: "max",
-    aten.amin.default: "min",
-    aten.min.default: "min",
-    aten.any.default: "any",
+_REDUCTIONS: dict[Any, str] = REDUCTIONS | {
     aten.any.dim: "any",
-    aten.any.dims: "any",
-    aten.all.default: "all",
     aten.all.dim: "all",
     aten.all.dims: "all",
-    aten.linalg_vector_norm.default: "norm",
     aten.prod.dim_int: "",
     aten.prod.default: "",
     aten.argmax.default: "",

@@ -61,7 +61,7 @@ def draw_start(base: int, shape: Sequence[int], axes: tuple[str, ...]) -> torch.
     raise AssertionError("a marker is not executable")
 
 
-_VIEWS = {
+VIEWS = {
     aten.view.default,
     aten._unsafe_view.default,
     aten.reshape.default,
@@ -86,7 +86,7 @@ _LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default
 _NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default}
 _ONES = {aten.ones_like.default, aten.new_ones.default}
 _FACTORY = {aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format}
-_REDUCTIONS: dict[Any, str] = {
+REDUCTIONS: dict[Any, str] = {
     aten.sum.default: "sum",
     aten.sum.dim_IntList: "sum",
     aten.mean.default: "mean",
@@ -113,7 +113,7 @@ def _keeps_to_elements(target: Any) -> bool:
 
 def is_reduction(node: fx.Node) -> bool:
     """Whether a node reduces all of a tensor with more than one element to one."""
-    return node.target in _REDUCTIONS and _numel(node) == 1 and _numel(node.args[0]) != 1  # type: ignore[arg-type]
+    return node.target in REDUCTIONS and _numel(node) == 1 and _numel(node.args[0]) != 1  # type: ignore[arg-type]
 
 
 class Sharded(NamedTuple):
@@ -268,7 +268,7 @@ def _is_blockwise(node: fx.Node, shard: Cut) -> bool:
 
 
 def _is_view(node: fx.Node, shard: Cut) -> bool:
-    same = node.target in _VIEWS and _numel(node) == _numel(node.args[0])  # type: ignore[arg-type]
+    same = node.target in VIEWS and _numel(node) == _numel(node.args[0])  # type: ignore[arg-type]
     return same and _keeps_dims(node, shard)
 
 
@@ -390,7 +390,7 @@ def take_runs(x: torch.Tensor, runs: Sequence[tuple[int, int, int]], numel: int)
 def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
     """A full reduction over shards: padding is masked out, the summands of the ranks meet in an all_reduce."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    x, value, kind = env[source, shard], node.meta["val"], _REDUCTIONS[node.target]
+    x, value, kind = env[source, shard], node.meta["val"], REDUCTIONS[node.target]
     dtype, order = value.dtype, 0.0
     scalar = torch.empty((), dtype=dtype, device="meta")
     if kind == "norm":
