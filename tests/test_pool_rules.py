@@ -11,6 +11,7 @@ import models
 import pytest
 import torch
 from models import MODELS, OPTIMIZERS, STAGES
+from test_mutations import program_of
 
 import fzero as fz
 from fzero import compat
@@ -194,7 +195,11 @@ def test_donated_state_read_late(stage3: Program) -> None:
 @pytest.mark.parametrize("op", sorted(COLLECTIVES))
 def test_a_wait_before_its_start(stage3: Program, op: str) -> None:
     """What would be a deadlock: the rank waits for the others, who wait for it to start."""
-    program = lowered(fz.shard_params(), fz.redundant()) if op == "send_start" else stage3
+    other = {
+        "send_start": lambda: lowered(fz.shard_params(), fz.redundant()),
+        "all_to_all_start": lambda: program_of("tensor"),
+    }
+    program = other[op]() if op in other else stage3
     start, wait = transfers(program, op)[0]
     lines = [x for x in program.lines if x is not start]
     at = next(i for i, x in enumerate(lines) if x is wait) + 1
