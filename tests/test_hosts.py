@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import resizer
+import torch
 from launchers import Launchers, launchers
 from scripts import ROOT, environment
 from test_run import ended, keepers
@@ -154,6 +155,30 @@ def test_what_is_no_life_sign() -> None:
     ):
         assert hosts._Sign.of(text) is None, text
     assert hosts._Sign.of(b"[" * 100_000) is None
+
+
+def test_a_host_that_was_lost_before_it_gave_a_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may still have been importing PyTorch. Once a rank here has done a step, all hosts were there."""
+    for name, value in {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "3", "RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    store, rank = torch.distributed.HashStore(), host.RankProgress(tmp_path, 0)
+    signs = hosts._Signs(store, tmp_path)
+    store.set(hosts._sign(2), json.dumps(hosts._Sign(1, True, False, [])))  # of an earlier start, it may be
+    rank.begin()
+    rank.met()
+    rank.say(host.STEPPING, 5)
+    signs.hear()
+    assert not signs._heard, "it may begin yet"
+    store.set(hosts._sign(2), json.dumps(hosts._Sign(2, True, False, [])))
+    rank.say(host.STEPPING, 6)
+    signs.hear()
+    assert list(signs._heard) == [1], "host 2 has left in order"
+    since = signs._heard[1]
+    signs.trip += 10.0
+    signs.hear()
+    assert signs._heard[1] == since and signs.oldest().host == hosts.STORE
+    signs.trip += 10.0  # the store answered, and host 1 was not heard
+    assert signs.oldest()[:2] == (1, since[1])
 
 
 def test_a_keeper_forgets_what_an_earlier_start_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,6 +204,11 @@ class Seen(NamedTuple):
     phase: int
     owes: bool
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it has done a step since all came together."""
+        return self.phase == STEPPING and self.first < self.step
+
 
 STARTING, COMING, JOINING, BUILDING, STEPPING, FINISHED = range(6)
 """The phases of a rank: until it calls `fz.run`; until its first step on a mesh (joining, or building a program); from

@@ -151,8 +151,8 @@ class _Sign(NamedTuple):
 
 
 class _Signs:
-    """Life signs of this host and of the others. One of which nothing was heard since this one began is not silent: it
-    may still be importing PyTorch."""
+    """Life signs of this host and of the others. Until a rank of this host has done a step, one of which nothing was
+    heard is not silent: it may still be importing PyTorch."""
 
     def __init__(self, store: Any, memory: Path):
         self._store, self._memory = store, memory
@@ -161,6 +161,7 @@ class _Signs:
         self._ranks = range(first, first + number("LOCAL_WORLD_SIZE", 1))
         self._heard: dict[int, tuple[int, float]] = {}  # the number of a host's last sign, and when it came
         self._first: dict[int, int] = {}
+        self._left: set[int] = set()
         self._progress = [host.RankProgress(memory, rank) for rank in self._ranks]
         self._called, self.trip = False, time.monotonic()
 
@@ -176,11 +177,15 @@ class _Signs:
             if other != self._me and self._store.check([_sign(other)]):
                 self._heed(other, _Sign.of(self._store.get(_sign(other))))
         self.trip = time.monotonic()
+        if any(progress.read().has_stepped for progress in self._progress):  # so the ranks of all hosts were there
+            for other in {*range(self._count)} - {self._me} - self._left:
+                self._heard.setdefault(other, (0, self.trip))
 
     def _heed(self, other: int, sign: _Sign | None) -> None:
         if sign is None or self._first.setdefault(other, sign.number) == sign.number:  # of an earlier start, it may be
             return
         if sign.left:
+            self._left.add(other)
             self._heard.pop(other, None)
         elif sign.number != self._heard.get(other, (0, 0.0))[0]:
             self._heard[other] = sign.number, time.monotonic()

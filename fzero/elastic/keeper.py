@@ -149,7 +149,7 @@ class Keeper:
             seen = self._progress.read()
             self._progress.follow(make=not self._told and seen.phase != host.FINISHED)
             if self._spares is not None:
-                self._spares.look(seen.phase == host.STEPPING and seen.first < seen.step)
+                self._spares.look(seen.has_stepped)
             if seen.beats != beats:
                 beats, since = seen.beats, time.monotonic()
             if seen.phase != host.FINISHED and (why := self._alone(time.monotonic() - since)):
@@ -160,7 +160,7 @@ class Keeper:
                 self._is_alone = True
                 return _AGAIN
             waits = time.monotonic() - seen.waited < _FRESH and seen.phase == host.STEPPING
-            watched = seen.phase == host.JOINING or (seen.phase == host.STEPPING and seen.first < seen.step)
+            watched = seen.phase == host.JOINING or seen.has_stepped
             if watched and time.monotonic() - since > self._hang * (2 if waits else 1):
                 self._end(seen.step)
         return self._process.wait()

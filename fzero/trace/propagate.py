@@ -395,22 +395,22 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
     scalar = torch.empty((), dtype=dtype, device="meta")
     if kind == "norm":
         order = float(node.args[1]) if len(node.args) > 1 else 2.0  # type: ignore[arg-type]
-        x = _emit(graph, aten.abs.default, (x,), x.meta["val"])
+        x = _of_shard(graph, aten.abs.default, (x,), x.meta["val"])
         if order == 0:
-            nonzero = _emit(
+            nonzero = _of_shard(
                 graph, aten.ne.Scalar, (x, 0), torch.empty(x.meta["val"].shape, dtype=torch.bool, device="meta")
             )
             x, kind = (
-                _emit(graph, aten._to_copy.default, (nonzero,), x.meta["val"], {"dtype": x.meta["val"].dtype}),
+                _of_shard(graph, aten._to_copy.default, (nonzero,), x.meta["val"], {"dtype": x.meta["val"].dtype}),
                 "sum",
             )
         elif math.isinf(order):
             kind = "max" if order > 0 else "min"
         else:
-            x = _emit(graph, aten.pow.Tensor_Scalar, (x, order), x.meta["val"])
+            x = _of_shard(graph, aten.pow.Tensor_Scalar, (x, order), x.meta["val"])
     if kind in ("any", "all"):
-        x = _emit(graph, aten.ne.Scalar, (x, 0), torch.empty(x.meta["val"].shape, dtype=torch.bool, device="meta"))
-        x = _emit(
+        x = _of_shard(graph, aten.ne.Scalar, (x, 0), torch.empty(x.meta["val"].shape, dtype=torch.bool, device="meta"))
+        x = _of_shard(
             graph,
             aten._to_copy.default,
             (x,),
@@ -457,8 +457,8 @@ def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], axes: tuple[str, ..
         fill = math.inf if value.is_floating_point() else torch.iinfo(value.dtype).max
     integers = torch.empty(value.shape, dtype=torch.int64, device="meta")
     valid = _once(graph, num_valid, (tuple(shape), axes), torch.empty((), dtype=torch.int64, device="meta"))
-    index = _emit(graph, aten.arange.default, (value.numel(),), integers, {"dtype": torch.int64, "device": device})
-    inside = _emit(graph, aten.lt.Tensor, (index, valid), integers.to(torch.bool))
+    index = _of_shard(graph, aten.arange.default, (value.numel(),), integers, {"dtype": torch.int64, "device": device})
+    inside = _of_shard(graph, aten.lt.Tensor, (index, valid), integers.to(torch.bool))
     other = _once(
         graph,
         aten.full.default,
@@ -466,12 +466,19 @@ def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], axes: tuple[str, ..
         torch.empty((), dtype=value.dtype, device="meta"),
         {"dtype": value.dtype, "device": device},
     )
-    return _emit(graph, aten.where.self, (inside, x, other), value)
+    return _of_shard(graph, aten.where.self, (inside, x, other), value)
 
 
 def _emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tensor, kwargs: Any = None) -> fx.Node:
     node = graph.call_function(target, args, kwargs or {})
     node.meta["val"] = value
+    return node
+
+
+def _of_shard(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tensor, kwargs: Any = None) -> fx.Node:
+    """`_emit` for what is a rank's own: a shard of one element is no scalar."""
+    node = _emit(graph, target, args, value, kwargs)
+    node.meta["shard"] = True
     return node
 
 
