@@ -129,6 +129,9 @@ class Leaf:
         """Elements at rest on each rank: of the padded flat shard, or of the whole leaf."""
         return self.cut(mesh).numel(self.shape)
 
+    def shard_bytes(self, mesh: AbstractMesh) -> int:
+        return self.shard_numel(mesh) * self.dtype.itemsize
+
     def resting_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
         return (self.shard_numel(mesh),) if self.layout.axes else self.shape
 

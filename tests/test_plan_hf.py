@@ -178,9 +178,10 @@ def test_a_state_that_is_too_large_is_refused_before_a_trace(
     assert re.search(r"with at least (1\d|20) ranks along 'data': there are 2", err) and "optimizer state" in err
     assert "fz.offload('cpu', ('opt_state', 'params'))" in err and "of host memory a rank" in err
     code, _, err = run("--hf", where, "--devices", "8xh100", "--zero", "0", "--budget", f"{budget * 5}B")
-    assert code == 1 and "with fz.shard_params(axis='data'): " in err
+    assert code == 1 and "with fz.shard_params(axis='data'): " in err and "As flags: " in err and "--zero 3" in err
     code, _, err = run("--hf", where, "--devices", "1xh100", "--budget", f"{budget}B")
     assert code == 1 and re.search(r"fz\.shard_params\(\) over at least 1[01] ranks", err)
+    assert re.search(r"\nAs flags: .*--offload cpu --host-budget SIZE; --devices 1[01]xNAME", err)
     code, _, err = run(
         "--hf", where, "--devices", "1xh100", "--budget", f"{budget}B", "--host-budget", "1000B", "--offload", "auto"
     )

@@ -4,7 +4,7 @@ would be better, and the code."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,19 @@ class Answer:
         """Bytes at the peak of the device, by what a user calls them, the most first."""
         reads = [i for i, line in enumerate(self.plan.lines) if "batch[" in line]
         words = WORDS | (AT_THE_LOSS if self.plan.peak_line.index in reads[1:] else {})
-        found = sorted(self.plan.breakdown.items(), key=lambda item: -item[1])
-        return {words[role]: n for role, n in found if n}
+        return self._named(self.plan.breakdown, "device", words)
+
+    def _named(self, by_role: Mapping[str, int], tier: str, words: Mapping[str, str]) -> dict[str, int]:
+        """Bytes by what a user calls them, the most first. Of parameters in fp32, the copies in the compute dtype are a
+        row of their own: shares of offload are shares of those."""
+        program, found = self.lowered.program, {words[role]: n for role, n in by_role.items()}
+        copies = [leaf for leaf in program.leaves.values() if leaf.role == "compute" and leaf.layout.tier == tier]
+        if copies:
+            found[f"parameters' copies in {self.of.precision}"] = n = sum(
+                leaf.shard_bytes(program.mesh) for leaf in copies
+            )
+            found[words["params"]] -= n
+        return {word: n for word, n in sorted(found.items(), key=lambda item: -item[1]) if n}
 
     @property
     def slower(self) -> float | None:
@@ -109,8 +120,7 @@ class Answer:
             TextTable(f"memory of each {'device' if where == 'device' else 'process'}", ("", "bytes", ""), rows),
         ]
         if where == "device":
-            words = sorted(plan.host_breakdown.items(), key=lambda item: -item[1])
-            rows = [(WORDS[role], size(n), "") for role, n in words if n]
+            rows = [(word, size(n), "") for word, n in self._named(plan.host_breakdown, "host", WORDS).items()]
             rows += [("the plan's peak", size(plan.host_peak_bytes), "")] if rows else []
             rows += self._process_rows("host", plan.host_peak_bytes)
             rows += [("on disk", size(plan.disk_bytes), "scratch files")] if plan.disk_bytes else []

@@ -23,7 +23,7 @@ from tyro.conf import Positional, arg
 
 from fzero.cli import report
 from fzero.cli.answer import Answer
-from fzero.cli.hf import OfModel, Script, script
+from fzero.cli.hf import OfModel, Script, as_flags, script
 from fzero.cli.hf import load as load_model
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
@@ -224,11 +224,10 @@ class PlanCommand(_OfTarget):
         try:
             lowered, made, interpreter, short = self.lowered()
         except BudgetError as error:
+            text = as_flags(str(error)) if self.model.hf else str(error)
             if self.json:
-                print(
-                    json_.dumps({"budget": {"bytes": self.budget_bytes, "fits": False, "error": str(error)}}, indent=1)
-                )
-            raise
+                print(json_.dumps({"budget": {"bytes": self.budget_bytes, "fits": False, "error": text}}, indent=1))
+            raise BudgetError(text) from None
         plan = lowered.plan
         if self.trace is not None:
             plan.save_trace(self.trace)

@@ -181,6 +181,25 @@ def load(of: OfModel, made: Script) -> Target:
     return Target(found["step"], found["model"].params, found["batch"], len(found["model"].blocks))
 
 
+def as_flags(refusal: str) -> str:
+    """A refusal with the flags that stand for the calls it names."""
+    flags = [flag for pattern, flag in _FLAGS.items() if re.search(pattern, refusal)]
+    ranks = re.search(r"at least (\d+) ranks", refusal)
+    flags += [f"--devices {ranks[1]}xNAME"] if ranks else []
+    return "\n".join([refusal, *([f"As flags: {'; '.join(flags)}"] if flags else [])])
+
+
+_FLAGS = {
+    r"fz\.offload\(.auto., path=DIR\)": "--offload auto --scratch DIR, with --host-budget and --disk-budget",
+    r"fz\.offload\(.cpu.": "--offload cpu --host-budget SIZE",
+    r"fz\.offload\(.nvme.": "--offload nvme --scratch DIR",
+    r"fz\.remat\(.full.\)": "--remat full",
+    r"fz\.shard_params\(axis": "--zero 3",
+    r"vertical=True": "--accumulate N --vertical",
+    r"raise a budget": "--budget SIZE, --host-budget SIZE, --disk-budget SIZE",
+}
+"""The flags for what refusals name (lowering/advice.py, at_rest.py, auto.py)."""
+
 # --- the configuration ---
 
 

@@ -62,7 +62,7 @@ def at_rest(step: Step, mesh: AbstractMesh, params: Inputs) -> AtRest:
     here = ("device", "host") if mesh.unified_memory else ("device",)
 
     def held(leaves: Sequence[Leaf]) -> list[tuple[Leaf, int]]:
-        return [(x, x.shard_numel(mesh) * x.dtype.itemsize) for x in leaves if x.layout.tier in here]
+        return [(x, x.shard_bytes(mesh)) for x in leaves if x.layout.tier in here]
 
     ours, theirs = held([params.leaves[i] for i in params.distinct]), held(opt_state)
     axes = max((x.layout.axes for x, _ in (*ours, *theirs)), key=len, default=())

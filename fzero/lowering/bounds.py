@@ -174,7 +174,7 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
     held = {"state": 0, "params": 0, "compute": 0, "": 0}
     for leaf in program.leaves.values():
         role = {"opt_state": "state"}.get(leaf.role, leaf.role) if leaf.layout.tier != "device" else ""
-        held[role if role in held else "state"] += leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
+        held[role if role in held else "state"] += leaf.shard_bytes(program.mesh)
     values, calls = (
         program.values_by_name,
         [(line, n) for line, n in program.walk() if line.op == "call" and line.by != "optimizer"],

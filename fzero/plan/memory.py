@@ -67,11 +67,7 @@ def resting_bytes(program: Program, tier: str = "device") -> int:
         if tier != "host" or not program.mesh.unified_memory
         else set()
     )
-    return sum(
-        leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
-        for leaf in program.leaves.values()
-        if leaf.layout.tier in tiers
-    )
+    return sum(leaf.shard_bytes(program.mesh) for leaf in program.leaves.values() if leaf.layout.tier in tiers)
 
 
 def disk_bytes(program: Program) -> int:
@@ -80,7 +76,7 @@ def disk_bytes(program: Program) -> int:
     on_disk = [leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk"] + [
         program.leaves[n] for n in guessed_leaves(program)
     ]
-    return sum(padded(leaf.shard_numel(program.mesh) * leaf.dtype.itemsize) for leaf in on_disk)
+    return sum(padded(leaf.shard_bytes(program.mesh)) for leaf in on_disk)
 
 
 def ward_bytes(program: Program) -> int:
@@ -127,7 +123,7 @@ class _Memory:
         self.number = -1
         for value in program.inputs:
             leaf = program.leaves.get(value.name)
-            nbytes = value.nbytes if leaf is None else leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
+            nbytes = value.nbytes if leaf is None else leaf.shard_bytes(program.mesh)
             self._hold(
                 value.name,
                 (

@@ -222,7 +222,7 @@ def _header(program: Program) -> list[str]:
     rest: dict[str, dict[str, int]] = {"device": {}}
     for leaf in program.leaves.values():
         roles = rest.setdefault(leaf.layout.tier, {})
-        roles[leaf.role] = roles.get(leaf.role, 0) + leaf.shard_numel(program.mesh) * leaf.dtype.itemsize
+        roles[leaf.role] = roles.get(leaf.role, 0) + leaf.shard_bytes(program.mesh)
     total = sum(n for roles in rest.values() for n in roles.values())
     here, *away = [(tier, ", ".join(f"{role} {size(n)}" for role, n in roles.items())) for tier, roles in rest.items()]
     out = [f"{program.name} on mesh {program.mesh}"]

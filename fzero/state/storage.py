@@ -225,7 +225,7 @@ def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def resting_bytes(leaf: Leaf, mesh: Mesh) -> int:
     """Bytes of a leaf on each rank."""
-    return leaf.shard_numel(mesh) * leaf.dtype.itemsize
+    return leaf.shard_bytes(mesh)
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
