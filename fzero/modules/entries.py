@@ -114,16 +114,15 @@ class Reading(TorchFunctionMode):
         raise TraceError(message("functionalize", what, found, fix))
 
 
-def check_lacking(error: KeyError, batch: Any) -> None:
-    """Raises if a loss function has asked the batch for an entry that it does not have."""
+def check_spelling(error: KeyError, batch: Any) -> None:
+    """Raises if a loss function has asked for an entry whose name is nearly one of the batch."""
     asked = error.args[0] if len(error.args) == 1 else None
     if not isinstance(batch, dict) or not isinstance(asked, str) or asked in batch:
         return
-    near = get_close_matches(asked, [k for k in batch if isinstance(k, str)], 1)
-    problems = [f"the batch has {k!r}: {tree.describe(x)}" for k, x in batch.items()]
-    fix = f"batch[{near[0]!r}]" if near else f"give the batch an entry {asked!r}"
-    what = f"the loss function reads batch[{asked!r}], which the batch does not have"
-    raise TraceError(message("functionalize", what, problems, fix)) from error
+    if near := get_close_matches(asked, [k for k in batch if isinstance(k, str)], 1):
+        problems = [f"the batch has {k!r}: {tree.describe(x)}" for k, x in batch.items()]
+        what = f"the loss function asks for {asked!r}, which the batch does not have"
+        raise TraceError(message("functionalize", what, problems, f"did you mean {near[0]!r}?")) from error
 
 
 def _takes_more(signature: inspect.Signature, by_name: bool) -> bool:

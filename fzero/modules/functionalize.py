@@ -22,7 +22,7 @@ from fzero.loss import Weighted
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten, written_names
 from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw
-from fzero.modules.entries import Arguments, Reading, arguments, check_lacking
+from fzero.modules.entries import Arguments, Reading, arguments, check_spelling
 from fzero.modules.forward import Forward
 from fzero.modules.init import initialized
 from fzero.modules.kinds import check_kinds
@@ -414,7 +414,7 @@ class Functional(SelfChecked):
             with Reading(given) as reading:
                 found = fn(out, batch)
         except KeyError as error:
-            check_lacking(error, batch)
+            check_spelling(error, batch)
             raise
         reading.check(self._module.forward, self._name, found, could_take)
         return found
