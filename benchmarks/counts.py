@@ -1,4 +1,6 @@
-"""Counts what a reader has to learn: lines, files, names, optional ideas, functions with many branches. About 5 seconds.
+"""Counts what a reader has to learn: lines, files, names, optional ideas, functions with many branches.
+
+It takes about 5 seconds.
 
     python benchmarks/counts.py
 
@@ -32,8 +34,14 @@ def main() -> None:
 
     def row(text: str, number: int, limit: int | None, of: Iterable[str] = ()) -> None:
         listed = sorted(of)
-        rows.append((text, f"{number:,}", "" if limit is None else f"{limit:,}",
-                     "" if limit is None else verdict(number, limit)))  # fmt: skip
+        rows.append(
+            (
+                text,
+                f"{number:,}",
+                "" if limit is None else f"{limit:,}",
+                "" if limit is None else verdict(number, limit),
+            )
+        )
         data[text] = {"count": number, "limit": limit, "of": listed}
         if limit is not None and number > limit:
             missed.append(text)
@@ -48,17 +56,29 @@ def main() -> None:
     row("fzero: files of more than 400 lines", len(long), None, long)
     names = Counter(p.name for p in files if not p.name.startswith("__"))
     row("file names that occur twice or more", *_twice(names, None))
-    classes = Counter(n.name for tree in trees.values() for n in tree.body
-                      if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))  # fmt: skip
+    classes = Counter(
+        n.name
+        for tree in trees.values()
+        for n in tree.body
+        if isinstance(n, ast.ClassDef) and not n.name.startswith("_")
+    )
     row("class names that occur twice or more", *_twice(classes))
     found = _branchy()
     row(f"functions of {', '.join(FOLDERS)} with more than {BRANCHES} branches", len(found), 0, found)
     own = {p: tree for p, tree in trees.items() if p.relative_to(PACKAGE).parts[0] in FOLDERS}
-    ever = [_name(p) for p, tree in own.items() for n in ast.walk(tree)
-            if isinstance(n, ast.Constant) and n.value == 1_000_000]  # fmt: skip
+    ever = [
+        _name(p)
+        for p, tree in own.items()
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and n.value == 1_000_000
+    ]
     row("numbers that mean for ever (1_000_000)", len(ever), 0, ever)
-    zips = [f"{_name(p)}:{n.lineno}" for p, tree in own.items() for n in ast.walk(tree)
-            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "zip" and len(n.args) > 2]  # fmt: skip
+    zips = [
+        f"{_name(p)}:{n.lineno}"
+        for p, tree in own.items()
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "zip" and len(n.args) > 2
+    ]
     row(f"zips of three or more lists in {', '.join(FOLDERS)}", len(zips), 0, zips)
     sys.path.insert(0, str(SOURCE / "tests"))
     from test_layers import closure
@@ -78,7 +98,16 @@ def main() -> None:
         "with an underscore.",
         "at most so many wanted: " + (f"MISSED by {', '.join(missed)}" if missed else "met"),
     ]
-    publish(args.name, "What a reader has to learn", ("", "count", "at most", ""), rows, notes, data, args.out, how="Counted")  # fmt: skip
+    publish(
+        args.name,
+        "What a reader has to learn",
+        ("", "count", "at most", ""),
+        rows,
+        notes,
+        data,
+        args.out,
+        how="Counted",
+    )
 
 
 def _lines(path: Path) -> int:
