@@ -39,8 +39,8 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
     mesh.context.transport = LateTransport(mesh)
     executable = compiled.executable
 
-    def touching(program: Any, functions: Any, on: fz.Mesh) -> Any:
-        run = executable(program, functions, on)
+    def touching(program: Any, functions: Any, on: fz.Mesh, **given: Any) -> Any:
+        run = executable(program, functions, on, **given)
         if on is mesh:
             names = {line.fn or line.op for line, _ in program.walk() if line.op not in ("loop", "redo")}
             run.namespace.update(

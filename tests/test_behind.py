@@ -152,9 +152,13 @@ def test_arguments_are_looked_at_before_it_returns(tmp_path: Path) -> None:
 def test_ctrl_c_while_one_waits_leaves_it_under_way(tmp_path: Path, held_back: threading.Event) -> None:
     """`Thread.join` that is interrupted takes the thread for ended."""
     found = checkpoint.save(tmp_path, State(1, {"w": torch.ones(3)}), wait=False)
-    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        found.wait()
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            found.wait()
+    finally:
+        signal.signal(signal.SIGINT, heard)
     assert not found.done
     threading.Timer(0.1, held_back.set).start()
     assert checkpoint.latest(tmp_path) == found.wait()

@@ -413,7 +413,8 @@ def test_sources(tmp_path: Path) -> None:
     assert "is n" in refused(path)
     path.write_text("[1]")
     assert "not a section" in refused(path)
-    assert "is not there" in refused(str(tmp_path / "nowhere.json"))
+    for missing in (str(tmp_path / "nowhere.json"), "/tmp/some/where/a/config", "conf", "nowhere.json"):
+        assert "is not there" in refused(missing), missing
     for odd in (3, None):
         with pytest.raises(FzeroTypeError, match="a path or a dict"):
             load(odd)  # pyright: ignore[reportArgumentType]

@@ -102,7 +102,9 @@ def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[
             fix = "give the path of a ds_config.json"
             raise FzeroValueError(message("deepspeed", f"{name} cannot be read", [str(error)], fix)) from None
     try:
-        text = base64.urlsafe_b64decode(name)
+        text = base64.b64decode(name, altchars=b"-_", validate=True)  # the name of a file, too, may be base64
+        if not text.lstrip().startswith(b"{"):
+            raise ValueError
     except (binascii.Error, ValueError):
         fix = "give the path of a file that is there, or the dict itself"
         raise FzeroValueError(message("deepspeed", f"{shown(name)} is not there", fix=fix)) from None
