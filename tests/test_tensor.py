@@ -26,6 +26,7 @@ STAGES = {
     "grads": fz.shard_grads(),
     "params": fz.shard_params(),
 }
+PLAIN = fz.train_step(tensor.loss_fn, tensor.OPTIMIZER)
 TURNS = {"once": [], "loop": [fz.accumulate(2)], "vertical": [fz.accumulate(2, vertical=True)]}
 
 
@@ -162,6 +163,8 @@ def test_what_cannot_be_meant():
     assert "did you mean layers.0.qkv" in problem(rules={"qvk": 1})
     assert "did you mean layers.0.up" in problem(rules={"up_proj.weight": 1})
     assert "rules=None: which parameters" in problem()
+    with pytest.raises(FzeroTypeError, match="step: a mapping, which no step is: name it, rules="):
+        fz.tensor_parallel({"qkv": 1})
     assert "rules['qkv']='1': a dim, a pair" in problem(rules={"qkv": "1"})
     assert "no parameter is cut" in problem(rules={"qkv": None})
     assert "it has no dim 7" in problem(rules={"qkv": 7})
@@ -245,8 +248,7 @@ def saved(axes: dict[str, int], path: str) -> Any:
 
 def restored(axes: dict[str, int], path: str, transforms: list[Any], cut: bool) -> Any:
     mesh = fz.make_mesh(**axes)
-    plain = fz.train_step(tensor.loss_fn, tensor.OPTIMIZER)
-    step = tensor.step(*transforms) if cut else fz.compose(*transforms)(plain)
+    step = tensor.step(*transforms) if cut else fz.compose(*transforms)(PLAIN)
     train = fz.compile(step, mesh, backend="eager")
     state = train.restore(path)
     whole = sums(train.gather(state))
@@ -263,6 +265,35 @@ def test_a_checkpoint_is_read_however_leaves_are_cut(run_ranks, tmp_path):
     for axes, transforms, cut in [*ways, ({"data": 4}, [fz.shard_params()], False)]:
         found = run_ranks(math.prod(axes.values()), restored, axes, path, transforms, cut)
         assert all(w == whole and x == pytest.approx(loss, abs=1e-5) for w, x in found), axes
+
+
+def laid_out_anew(path: str, long: bool) -> list[str]:
+    """The leaves that a chain of layouts and back changes, and the next losses if these differ."""
+    square, flat, column = fz.make_mesh(data=2, model=2), fz.make_mesh(data=4), fz.make_mesh(model=4)
+    far = fz.make_mesh(data=2, model=2, unified_memory=False)
+    first = square, fz.compile(tensor.step(fz.shard_params()), square, backend="eager")
+    others = [
+        (flat, fz.shard_params(PLAIN)),
+        *[(column, tensor.step(sequence=True)), (flat, fz.data_parallel(PLAIN))][: 2 * long],
+        (far, tensor.step(fz.shard_opt_state(), fz.offload("cpu", "opt_state"), rules={"qkv": 0, "down": 1, "emb": 1})),
+    ]
+    chain = [first, *((mesh, fz.compile(step, mesh, backend="eager")) for mesh, step in others), first]
+    state, _ = first[1](first[1].init(tensor.params(1)), part(square))
+    before, wrong, losses = fz.tree.leaves(first[1].gather(state)), [], []
+    for number, (mesh, train) in enumerate(chain):
+        state = fz.reshard(state, train) if number else state
+        whole = fz.tree.leaves(train.gather(state))
+        wrong += [f"{number}: leaf {i}" for i, x in enumerate(whole) if not torch.equal(x, before[i])]
+        saved = train.restore(fz.checkpoint.save(f"{path}/{number}", state))
+        pairs = zip(fz.tree.names(state), *map(fz.tree.leaves, (state, saved)), strict=True)
+        wrong += [f"{number}: {name} on a rank" for name, x, y in pairs if not torch.equal(x, y)]
+        losses.append(train(saved, part(mesh))[1]["loss"].item())
+    return wrong + [f"losses {losses}"] * (max(losses) - min(losses) > 1e-5)
+
+
+@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_live_state_is_laid_out_anew_however_leaves_are_cut(run_ranks, tmp_path, long):
+    assert run_ranks(4, laid_out_anew, str(tmp_path), long) == [[]] * 4
 
 
 def given_other_rows(axes: dict[str, int]) -> None:
