@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import tensor
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import fzero as fz
+from fzero import optim
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.mesh import AbstractMesh
@@ -308,6 +310,93 @@ def test_ranks_along_the_axis_have_one_batch(run_ranks):
     for rank in run_ranks(4, given_other_rows, {"data": 2, "model": 2}, expect_error=True):
         assert "batch['y']: not the same on rank 3 as on rank 2" in rank.message
         assert "choose it by mesh.index(('data',))" in rank.message
+
+
+class Columns(torch.autograd.Function):
+    """In front of columns: the gradients of all ranks' parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return summed(grads[0])
+
+
+class Rows(torch.autograd.Function):
+    """Behind rows: the products of all ranks' parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def summed(x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, op)
+    return x
+
+
+def by_hand(p: Any, batch: Any, rank: int) -> torch.Tensor:
+    """The loss of `tensor.loss_fn` from parts, as Megatron-LM computes it, with torch.distributed alone."""
+    norm = lambda x, scale: Columns.apply(F.layer_norm(x, (tensor.WIDTH,), scale))  # noqa: E731
+    words = tensor.WORDS // 2
+
+    def here(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inside = (tokens >= rank * words) & (tokens < (rank + 1) * words)
+        return torch.where(inside, tokens - rank * words, 0), inside
+
+    tokens, inside = here(batch["x"])
+    x = Rows.apply(p["emb"][tokens] * inside.unsqueeze(-1))
+    for q in p["layers"]:
+        heads = (norm(x, q["norm"]) @ q["qkv"] + q["bias"]).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(
+            *(t.unflatten(-1, (tensor.HEADS // 2, -1)).transpose(1, 2) for t in heads), is_causal=True
+        )
+        x = x + Rows.apply(mixed.transpose(1, 2).flatten(2) @ q["out"])
+        x = x + Rows.apply(F.gelu(norm(x, q["norm2"]) @ q["up"]) @ q["down"])
+    logits = (norm(x, p["norm"]) @ p["head"]).flatten(0, 1)
+    logits = logits - summed(logits.detach().amax(-1), dist.ReduceOp.MAX).unsqueeze(-1)
+    labels, inside = here(batch["y"].flatten())
+    right = Rows.apply(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * inside)
+    return (Rows.apply(logits.exp().sum(-1)).log() - right).mean()
+
+
+def beside_by_hand() -> list[str]:
+    """The gradients of a layer, of an embedding and of a head that differ from those written by hand."""
+    mesh = fz.make_mesh(model=2)
+    plain = fz.train_step(tensor.loss_fn, optim.adamw(1e-2))
+    train = fz.compile(fz.tensor_parallel(plain, rules=tensor.RULES), mesh, backend="eager")
+    state, metrics = train(train.init(tensor.params(1)), tensor.batch())
+    found = fz.tree.map(lambda x: 10 * x, train.gather(state).opt_state.mu)  # a tenth, after a step from zero
+
+    def part(path: str, x: torch.Tensor) -> torch.Tensor:
+        rule = tensor.RULES.get(path.split("'")[-2])
+        dim, groups = rule if isinstance(rule, tuple) else (rule, 1)
+        if dim is None:
+            return x
+        return torch.cat([piece.chunk(2, dim)[mesh.rank] for piece in x.chunk(groups, dim)], dim)
+
+    params = tensor.params(1)
+    paths = fz.tree.paths(params)
+    parts = [part(n, x).requires_grad_() for n, x in zip(paths, fz.tree.leaves(params), strict=True)]
+    loss = by_hand(fz.tree.unflatten(fz.tree.structure(params), parts), tensor.batch(), mesh.rank)
+    grads = torch.autograd.grad(loss, parts)
+    expected = {n: part(n, x) for n, x in zip(paths, fz.tree.leaves(found), strict=True)}
+    apart = {
+        n: float((g - expected[n]).abs().max() / expected[n].abs().max()) for n, g in zip(paths, grads, strict=True)
+    }
+    wrong = [f"{n}: {x:.1e}" for n, x in apart.items() if x > 1e-5]
+    return wrong + [f"loss {loss} {metrics['loss']}"] * (abs(loss.item() - metrics["loss"].item()) > 1e-5)
+
+
+def test_gradients_are_those_written_by_hand(run_ranks):
+    assert run_ranks(2, beside_by_hand) == [[], []]
 
 
 def places(mesh_axes: dict[str, int], axis: str) -> list[dict[str, int]]:
