@@ -27,8 +27,7 @@ Predicate = Callable[[str, torch.Tensor], bool]
 
 
 def keywords(fn: Callable[P, R]) -> Callable[P, R]:
-    """The same function. It says which keywords it has, of one that it does not have and of a value that has to be given
-    by one.
+    """The same function, which says which keywords it takes where one is unknown, or a value lacks its keyword.
 
     Example:
         >>> keywords(number)("x", 1, at_last=0)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import fzero as fz
 from fzero import optim
 from fzero.boxes import Dim
+from fzero.compat import FakeTensor
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.mesh import AbstractMesh
 from fzero.program.ops import COLLECTIVES
@@ -310,6 +311,37 @@ def test_ranks_along_the_axis_have_one_batch(run_ranks):
     for rank in run_ranks(4, given_other_rows, {"data": 2, "model": 2}, expect_error=True):
         assert "batch['y']: not the same on rank 3 as on rank 2" in rank.message
         assert "choose it by mesh.index(('data',))" in rank.message
+
+
+@fz.block
+def apart(p, x):
+    q, k, v = ((x @ p[name]).unflatten(-1, (-1, 32)).transpose(1, 2) for name in "qkv")
+    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["o"]
+    return x + F.gelu(x @ p["up"]) @ p["down"]
+
+
+def apart_loss(params, x):
+    for p in params:
+        x = apart(p, x)
+    return x.square().mean()
+
+
+def test_a_segment_runs_with_the_strides_that_it_is_given():
+    """What crosses is contiguous: of attention, which lies by position, a view of it is one of a copy."""
+    make = lambda *shape: torch.empty(*shape, device="meta")  # noqa: E731
+    layers = [{**{n: make(256, 256) for n in "qkvo"}, "up": make(256, 1024), "down": make(1024, 256)} for _ in range(2)]
+    rules = {**dict.fromkeys("qkv", 1), "o": 0, "up": 1, "down": 0}
+    step = fz.tensor_parallel(fz.train_step(apart_loss, optim.sgd(0.1)), rules=rules)
+    program = fz.lower(step, AbstractMesh(model=2), layers, make(8, 128, 256)).program
+    for name, function in program.functions.items():
+        known: dict[Any, Any] = {}
+        for node in function.graph.graph.nodes:
+            known[node] = node.meta.get("val")
+            if node.op == "call_function" and isinstance(known[node], FakeTensor):
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                with known[node].fake_mode:
+                    again = node.target(*args, **kwargs)
+                assert again.stride() == known[node].stride(), f"{name}: {node}"
 
 
 class Columns(torch.autograd.Function):
