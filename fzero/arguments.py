@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, ParamSpec, TypeVar
@@ -26,7 +27,7 @@ Predicate = Callable[[str, torch.Tensor], bool]
 
 
 def keywords(fn: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which says of a keyword that it does not have which it does.
+    """The same function, which says which keywords it takes where one is unknown, or a value lacks its keyword.
 
     Example:
         >>> keywords(number)("x", 1, at_last=0)
@@ -36,9 +37,15 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
         Fix: did you mean at_least? It takes name, value, above, at_least, below
     """
     takes = inspect.signature(fn).parameters
+    by_name = [f"{name}=" for name, x in takes.items() if x.kind is x.KEYWORD_ONLY]
+    most = len(takes) - len(by_name) if not any(x.kind is x.VAR_POSITIONAL for x in takes.values()) else sys.maxsize
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > most and by_name:
+            given = ", ".join(type(x).__name__ for x in args)
+            what = f"takes {most} argument{'s' * (most != 1)} without a name, not {len(args)} ({given})"
+            raise FzeroTypeError(message(fn.__name__, what, fix=f"name the others: {', '.join(by_name)}"))
         if kwargs.keys() <= takes.keys():
             return fn(*args, **kwargs)
         unknown = [name for name in kwargs if name not in takes]

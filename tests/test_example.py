@@ -114,6 +114,18 @@ def test_resume_on_another_mesh_and_stage(run_ranks, straight, tmp_path, ranks, 
     assert losses(tmp_path / "log") == pytest.approx(losses(folder / "log"), rel=1e-5)
 
 
+def test_resume_on_another_tensor(run_ranks, straight, tmp_path):
+    """Matrices are cut in two from step 5 on, whole from step 7 on, and cut again in step 8."""
+    out = at_step_4(straight[0], tmp_path)
+    for start, tensor, every in ((4, 2, 2), (6, 1, 1), (7, 2, 1)):
+        for later in range(start + 1, 9):
+            shutil.rmtree(out / f"step-{later:08d}", ignore_errors=True)
+        flags = ("--save-every", every, "--out", out, "--json", tmp_path / "log", "--resume", "--tensor", tensor)
+        done = EXAMPLE.on(run_ranks, "--steps", 8, *flags, ranks=tensor)
+        assert f"resuming at step {start}" in done.stdout
+        assert losses(tmp_path / "log") == pytest.approx(losses(straight[0] / "log"), rel=1e-5)
+
+
 def test_resume_of_a_finished_run_only_samples(run_ranks, straight, tmp_path):
     shutil.copytree(straight[0] / "out", tmp_path / "out")
     done = EXAMPLE.on(run_ranks, "--steps", 8, "--out", tmp_path / "out", "--resume")

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import tensor
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import fzero as fz
+from fzero import optim
 from fzero.boxes import Dim
+from fzero.compat import FakeTensor
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.mesh import AbstractMesh
 from fzero.program.ops import COLLECTIVES
@@ -26,6 +29,7 @@ STAGES = {
     "grads": fz.shard_grads(),
     "params": fz.shard_params(),
 }
+PLAIN = fz.train_step(tensor.loss_fn, tensor.OPTIMIZER)
 TURNS = {"once": [], "loop": [fz.accumulate(2)], "vertical": [fz.accumulate(2, vertical=True)]}
 
 
@@ -162,6 +166,8 @@ def test_what_cannot_be_meant():
     assert "did you mean layers.0.qkv" in problem(rules={"qvk": 1})
     assert "did you mean layers.0.up" in problem(rules={"up_proj.weight": 1})
     assert "rules=None: which parameters" in problem()
+    with pytest.raises(FzeroTypeError, match="step: a mapping, which no step is: name it, rules="):
+        fz.tensor_parallel({"qkv": 1})
     assert "rules['qkv']='1': a dim, a pair" in problem(rules={"qkv": "1"})
     assert "no parameter is cut" in problem(rules={"qkv": None})
     assert "it has no dim 7" in problem(rules={"qkv": 7})
@@ -245,8 +251,7 @@ def saved(axes: dict[str, int], path: str) -> Any:
 
 def restored(axes: dict[str, int], path: str, transforms: list[Any], cut: bool) -> Any:
     mesh = fz.make_mesh(**axes)
-    plain = fz.train_step(tensor.loss_fn, tensor.OPTIMIZER)
-    step = tensor.step(*transforms) if cut else fz.compose(*transforms)(plain)
+    step = tensor.step(*transforms) if cut else fz.compose(*transforms)(PLAIN)
     train = fz.compile(step, mesh, backend="eager")
     state = train.restore(path)
     whole = sums(train.gather(state))
@@ -265,6 +270,35 @@ def test_a_checkpoint_is_read_however_leaves_are_cut(run_ranks, tmp_path):
         assert all(w == whole and x == pytest.approx(loss, abs=1e-5) for w, x in found), axes
 
 
+def laid_out_anew(path: str, long: bool) -> list[str]:
+    """The leaves that a chain of layouts and back changes, and the next losses if these differ."""
+    square, flat, column = fz.make_mesh(data=2, model=2), fz.make_mesh(data=4), fz.make_mesh(model=4)
+    far = fz.make_mesh(data=2, model=2, unified_memory=False)
+    first = square, fz.compile(tensor.step(fz.shard_params()), square, backend="eager")
+    others = [
+        (flat, fz.shard_params(PLAIN)),
+        *[(column, tensor.step(sequence=True)), (flat, fz.data_parallel(PLAIN))][: 2 * long],
+        (far, tensor.step(fz.shard_opt_state(), fz.offload("cpu", "opt_state"), rules={"qkv": 0, "down": 1, "emb": 1})),
+    ]
+    chain = [first, *((mesh, fz.compile(step, mesh, backend="eager")) for mesh, step in others), first]
+    state, _ = first[1](first[1].init(tensor.params(1)), part(square))
+    before, wrong, losses = fz.tree.leaves(first[1].gather(state)), [], []
+    for number, (mesh, train) in enumerate(chain):
+        state = fz.reshard(state, train) if number else state
+        whole = fz.tree.leaves(train.gather(state))
+        wrong += [f"{number}: leaf {i}" for i, x in enumerate(whole) if not torch.equal(x, before[i])]
+        saved = train.restore(fz.checkpoint.save(f"{path}/{number}", state))
+        pairs = zip(fz.tree.names(state), *map(fz.tree.leaves, (state, saved)), strict=True)
+        wrong += [f"{number}: {name} on a rank" for name, x, y in pairs if not torch.equal(x, y)]
+        losses.append(train(saved, part(mesh))[1]["loss"].item())
+    return wrong + [f"losses {losses}"] * (max(losses) - min(losses) > 1e-5)
+
+
+@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_live_state_is_laid_out_anew_however_leaves_are_cut(run_ranks, tmp_path, long):
+    assert run_ranks(4, laid_out_anew, str(tmp_path), long) == [[]] * 4
+
+
 def given_other_rows(axes: dict[str, int]) -> None:
     mesh = fz.make_mesh(**axes)
     train = fz.compile(tensor.step(*([fz.shard_params()] if "data" in axes else [])), mesh, backend="eager")
@@ -277,6 +311,124 @@ def test_ranks_along_the_axis_have_one_batch(run_ranks):
     for rank in run_ranks(4, given_other_rows, {"data": 2, "model": 2}, expect_error=True):
         assert "batch['y']: not the same on rank 3 as on rank 2" in rank.message
         assert "choose it by mesh.index(('data',))" in rank.message
+
+
+@fz.block
+def apart(p, x):
+    q, k, v = ((x @ p[name]).unflatten(-1, (-1, 32)).transpose(1, 2) for name in "qkv")
+    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["o"]
+    return x + F.gelu(x @ p["up"]) @ p["down"]
+
+
+def apart_loss(params, x):
+    for p in params:
+        x = apart(p, x)
+    return x.square().mean()
+
+
+def test_a_segment_runs_with_the_strides_that_it_is_given():
+    """What crosses is contiguous: of attention, which lies by position, a view of it is one of a copy."""
+    make = lambda *shape: torch.empty(*shape, device="meta")  # noqa: E731
+    layers = [{**{n: make(256, 256) for n in "qkvo"}, "up": make(256, 1024), "down": make(1024, 256)} for _ in range(2)]
+    rules = {**dict.fromkeys("qkv", 1), "o": 0, "up": 1, "down": 0}
+    step = fz.tensor_parallel(fz.train_step(apart_loss, optim.sgd(0.1)), rules=rules)
+    program = fz.lower(step, AbstractMesh(model=2), layers, make(8, 128, 256)).program
+    for name, function in program.functions.items():
+        known: dict[Any, Any] = {}
+        for node in function.graph.graph.nodes:
+            known[node] = node.meta.get("val")
+            if node.op == "call_function" and isinstance(known[node], FakeTensor):
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                with known[node].fake_mode:
+                    again = node.target(*args, **kwargs)
+                assert again.stride() == known[node].stride(), f"{name}: {node}"
+
+
+class Columns(torch.autograd.Function):
+    """In front of columns: the gradients of all ranks' parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return summed(grads[0])
+
+
+class Rows(torch.autograd.Function):
+    """Behind rows: the products of all ranks' parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def summed(x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, op)
+    return x
+
+
+def by_hand(p: Any, batch: Any, rank: int) -> torch.Tensor:
+    """The loss of `tensor.loss_fn` from parts, as Megatron-LM computes it, with torch.distributed alone."""
+    norm = lambda x, scale: Columns.apply(F.layer_norm(x, (tensor.WIDTH,), scale))  # noqa: E731
+    words = tensor.WORDS // 2
+
+    def here(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inside = (tokens >= rank * words) & (tokens < (rank + 1) * words)
+        return torch.where(inside, tokens - rank * words, 0), inside
+
+    tokens, inside = here(batch["x"])
+    x = Rows.apply(p["emb"][tokens] * inside.unsqueeze(-1))
+    for q in p["layers"]:
+        heads = (norm(x, q["norm"]) @ q["qkv"] + q["bias"]).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(
+            *(t.unflatten(-1, (tensor.HEADS // 2, -1)).transpose(1, 2) for t in heads), is_causal=True
+        )
+        x = x + Rows.apply(mixed.transpose(1, 2).flatten(2) @ q["out"])
+        x = x + Rows.apply(F.gelu(norm(x, q["norm2"]) @ q["up"]) @ q["down"])
+    logits = (norm(x, p["norm"]) @ p["head"]).flatten(0, 1)
+    logits = logits - summed(logits.detach().amax(-1), dist.ReduceOp.MAX).unsqueeze(-1)
+    labels, inside = here(batch["y"].flatten())
+    right = Rows.apply(logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * inside)
+    return (Rows.apply(logits.exp().sum(-1)).log() - right).mean()
+
+
+def beside_by_hand() -> list[str]:
+    """The gradients of a layer, of an embedding and of a head that differ from those written by hand."""
+    mesh = fz.make_mesh(model=2)
+    plain = fz.train_step(tensor.loss_fn, optim.adamw(1e-2))
+    train = fz.compile(fz.tensor_parallel(plain, rules=tensor.RULES), mesh, backend="eager")
+    state, metrics = train(train.init(tensor.params(1)), tensor.batch())
+    found = fz.tree.map(lambda x: 10 * x, train.gather(state).opt_state.mu)  # a tenth, after a step from zero
+
+    def part(path: str, x: torch.Tensor) -> torch.Tensor:
+        rule = tensor.RULES.get(path.split("'")[-2])
+        dim, groups = rule if isinstance(rule, tuple) else (rule, 1)
+        if dim is None:
+            return x
+        return torch.cat([piece.chunk(2, dim)[mesh.rank] for piece in x.chunk(groups, dim)], dim)
+
+    params = tensor.params(1)
+    paths = fz.tree.paths(params)
+    parts = [part(n, x).requires_grad_() for n, x in zip(paths, fz.tree.leaves(params), strict=True)]
+    loss = by_hand(fz.tree.unflatten(fz.tree.structure(params), parts), tensor.batch(), mesh.rank)
+    grads = torch.autograd.grad(loss, parts)
+    expected = {n: part(n, x) for n, x in zip(paths, fz.tree.leaves(found), strict=True)}
+    apart = {
+        n: float((g - expected[n]).abs().max() / expected[n].abs().max()) for n, g in zip(paths, grads, strict=True)
+    }
+    wrong = [f"{n}: {x:.1e}" for n, x in apart.items() if x > 1e-5]
+    return wrong + [f"loss {loss} {metrics['loss']}"] * (abs(loss.item() - metrics["loss"].item()) > 1e-5)
+
+
+def test_gradients_are_those_written_by_hand(run_ranks):
+    assert run_ranks(2, beside_by_hand) == [[], []]
 
 
 def places(mesh_axes: dict[str, int], axis: str) -> list[dict[str, int]]:

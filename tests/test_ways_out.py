@@ -172,6 +172,10 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a keyword of a transform": (lambda: fz.accumulate(steps=2), ("did you mean num_micro_batches?",)),
     "a misspelt keyword": (lambda: optim.sgd(0.1, momentun=0.9), ("did you mean momentum?",)),
     "a keyword of nobody's": (lambda: fz.remat(zzz=1), ("no argument 'zzz'\nFix: it takes step, policy",)),
+    "a keyword without its name": (
+        lambda: fz.tensor_parallel(fz.train_step(_own, optim.sgd(0.1)), {"up": 1}),  # type: ignore[call-arg]
+        ("takes 1 argument without a name, not 2 (Step, dict)\nFix: name the others: axis=, rules=, ",),
+    ),
     "a tensor in a dict of a module": (
         lambda: _trained(Masked(), (X, Y)),
         ("reads a tensor that is not one of its arguments", "one in a list or dict: self.register_buffer(name, x)"),

@@ -215,6 +215,7 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
         for a in x.all_input_nodes:
             if (new := here(a, made[x])) is not a:
                 x.replace_input_with(a, new)
+    copies: set[fx.Node] = set()
     for x in [n for n in graph.nodes if n.op == "call_function" and n.target not in MARKERS]:
         value = x.meta["val"]
         others = [u for u in x.users if u.op != "output" and u.target not in MARKERS and made[u] != made[x]]
@@ -223,8 +224,43 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
         if not value.is_contiguous() or strides_guessed(x, MARKERS):
             copy = _copied(graph, x)
             made[copy] = made[x]
+            copies |= {copy} if not value.is_contiguous() else set()
             for user in others:
                 user.replace_input_with(x, copy)
+    if copies:
+        _traced_again(graph, made, copies)
+
+
+def _traced_again(graph: fx.Graph, made: dict[fx.Node, int], copies: set[fx.Node]) -> None:
+    """Gives what reads these copies the strides that it has now. A view that these do not allow is one of a copy."""
+    changed, mode = {*copies}, next(x.meta["val"].fake_mode for x in copies)
+    for x in list(graph.nodes):
+        if x.op != "call_function" or x.target in MARKERS or changed.isdisjoint(x.all_input_nodes):
+            continue
+        with mode:
+            try:
+                value = _value(x)
+            except (RuntimeError, ValueError):
+                if x.target is not aten.view.default:
+                    raise
+                source = x.all_input_nodes[0]
+                with graph.inserting_before(x):
+                    copy = _clone(graph, source)
+                made[copy] = made[x]
+                x.replace_input_with(source, copy)
+                value = _value(x)
+        if _strides(value) != _strides(x.meta["val"]):
+            x.meta["val"] = value
+            changed.add(x)
+
+
+def _value(node: fx.Node) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _strides(value: Any) -> list[tuple[int, ...]]:
+    return [x.stride() for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, torch.Tensor)]
 
 
 def _grouped(markers: Sequence[fx.Node]) -> list[ExchangeStep]:

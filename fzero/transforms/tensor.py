@@ -138,6 +138,7 @@ def tensor_parallel(
     given: Any = rules
     if not rules:
         problems.append(f"rules={rules!r}: which parameters are cut, and along which dim")
+        problems += ["step: a mapping, which no step is: name it, rules="] * isinstance(step, Mapping)
     elif isinstance(rules, Mapping):
         wrong = [f"rules[{glob!r}]={rule!r}: {why}" for glob, rule in rules.items() if (why := _wrong(glob, rule))]
         problems += wrong

@@ -1,0 +1,445 @@
+"""Tensor parallel beside PyTorch's: `fz.tensor_parallel`, and DTensor's `parallelize_module` with FSDP2, over gloo.
+
+    python benchmarks/tensor_peers.py                      # two and four processes: about 5 minutes on 2 cores
+    python benchmarks/tensor_peers.py --steps 3 --small    # to see that it works
+
+One GPT with separate queries, keys and values; the same values, batches, AdamW and clipping for all, in fp32. On two
+processes all axes are `model`; on four `data` cuts the batch, and the parameters too. All groups of a size live
+throughout, and step in rounds. With root's rights it counts the bytes of all ranks: a network of its own has nothing
+else on its loopback device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import MODEL, Group, model_flags, passed_on, publish, script_flags, serve, settings, verdict
+from model import Config, make_batches
+from torch import nn
+
+LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES = 3e-4, 0.01, 1.0, 16
+LOSS_LIMIT, CPU_LIMIT, BYTES_LIMIT = 1e-5, 0.9, 0.1
+SMALL = {"layers": 2, "width": 64, "heads": 4, "seq": 16, "rounds": 2}
+RULES: dict[str, int] = {
+    "q": 0, "k": 0, "v": 0, "o": 1, "up": 0, "down": 1, "embed.tok": 0, "head.out": 0,
+}  # fmt: skip
+"""Of matrices as nn.Linear has them, [outputs, inputs]."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    title: str
+    sequence: bool = False
+    compiled: bool = False
+
+
+CONTESTANTS = {
+    "fzero": Contestant("fzero"),
+    "dtensor": Contestant("DTensor"),
+    "dtensor_compile": Contestant("DTensor + compile per layer", compiled=True),
+    "fzero_sequence": Contestant("fzero, cut by position", sequence=True),
+    "dtensor_sequence": Contestant("DTensor, SequenceParallel", sequence=True),
+}
+PAIRS = (("fzero", "dtensor"), ("fzero", "dtensor_compile"), ("fzero_sequence", "dtensor_sequence"))
+
+
+# --- the model ---
+
+
+def init(config: Config) -> dict[str, Any]:
+    g, d = torch.Generator().manual_seed(0), config.width
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) * 0.02
+
+    def layer() -> dict[str, torch.Tensor]:
+        square = {name: draw(d, d) for name in "qkvo"}
+        return {"ln1": torch.ones(d), "ln2": torch.ones(d), **square, "up": draw(4 * d, d), "down": draw(d, 4 * d)}
+
+    return {
+        "embed": {"tok": draw(config.vocab, d), "pos": draw(config.seq, d)},
+        "layers": [layer() for _ in range(config.layers)],
+        "head": {"ln": torch.ones(d), "out": draw(config.vocab, d)},
+    }
+
+
+def mixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int) -> torch.Tensor:
+    """Causal attention of heads of `size`, of as many as are here."""
+    q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Embed(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.tok = nn.Embedding(config.vocab, config.width)
+        self.pos = nn.Parameter(torch.empty(config.seq, config.width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, pos = self.tok(tokens), self.pos
+        return x + (pos if type(x) is type(pos.data) else pos.to_local())  # type: ignore[operator]
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        d, self.size = config.width, config.width // config.heads
+        self.ln1, self.ln2 = (nn.LayerNorm(d, bias=False) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.ln1(x)
+        x = x + self.o(mixed(self.q(h), self.k(h), self.v(h), self.size))
+        return x + self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh"))
+
+
+class Head(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.ln = nn.LayerNorm(config.width, bias=False)
+        self.out = nn.Linear(config.width, config.vocab, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.ln(x))
+
+
+class GPT(nn.Module):
+    """Logits; with the values of `init`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.embed = Embed(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.head = Head(config)
+        params = init(config)
+        with torch.no_grad():
+            for name, value in self.named_parameters():
+                value.copy_(_at(params, name.removesuffix(".weight")))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _at(params: Any, name: str) -> torch.Tensor:
+    for key in name.split("."):
+        params = params[int(key)] if key.isdigit() else params[key]
+    return params
+
+
+# --- one rank ---
+
+Step = Callable[[tuple[torch.Tensor, torch.Tensor]], Any]
+
+
+def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    contestant = CONTESTANTS[args.contestant]
+    data = size // 2
+    batches = [tuple(x.chunk(data)[rank // 2] for x in both) for both in make_batches(config, NUM_BATCHES)]
+    live: dict[str, Any] = {"done": 0}
+
+    def build() -> None:
+        make = _fzero if args.contestant.startswith("fzero") else _dtensor
+        live["step"] = make(args, contestant, config, data)
+
+    def planned() -> dict[str, float]:
+        """Bytes that this rank sends in a step, of fzero: by the plan, and as gloo moves them. Its reduce_scatter is an
+        all_reduce of which each rank keeps a part."""
+        from fzero.program.ops import COLLECTIVES, transfer_bytes
+
+        program, sent = live["step"].train.program, {"planned_bytes": 0.0, "gloo_bytes": 0.0}
+        for x, times in program.walk():
+            if x.op in COLLECTIVES:
+                nbytes = times * transfer_bytes(x, program.values_by_name, program.mesh)
+                sent["planned_bytes"] += nbytes
+                sent["gloo_bytes"] += nbytes * (2 if x.op == "reduce_scatter_start" else 1)
+        return sent
+
+    def steps(count: int) -> dict[str, Any]:
+        losses, before = [], _sent()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            losses.append(float(live["step"](batches[live["done"] % NUM_BATCHES])))
+            live["done"] += 1
+        took = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+        return {**took, "losses": losses, "lo": [before, _sent()]}
+
+    return {"build": build, "steps": steps, "planned": planned}
+
+
+def _sent() -> int:
+    """Bytes that the loopback device has sent."""
+    if not _counted():
+        return 0
+    lines = Path("/proc/self/net/dev").read_text().splitlines()  # of this process's network, as /sys is not
+    return next(int(x.split(":")[1].split()[8]) for x in lines if x.strip().startswith("lo:"))
+
+
+def _counted() -> bool:
+    return os.environ.get("FZERO_OWN_NETWORK") == "1"
+
+
+def _fzero(args: argparse.Namespace, contestant: Contestant, config: Config, data: int) -> Step:
+    import fzero as fz
+    from fzero import optim
+
+    axes: dict[str, Any] = {"data": data} if data > 1 else {}
+    mesh = fz.make_mesh(device="cpu", shared_memory=False, **axes, model=2)
+    size = config.width // config.heads
+
+    @fz.block
+    def embed(p: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, p["tok"]) + p["pos"]
+
+    @fz.block
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        h = F.layer_norm(x, x.shape[-1:], p["ln1"])
+        q, k, v = (F.linear(h, p[name]) for name in "qkv")
+        x = x + F.linear(mixed(q, k, v, size), p["o"])
+        up = F.linear(F.layer_norm(x, x.shape[-1:], p["ln2"]), p["up"])
+        return x + F.linear(F.gelu(up, approximate="tanh"), p["down"])
+
+    @fz.block
+    def head(p: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(F.layer_norm(x, x.shape[-1:], p["ln"]), p["out"])
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        x = embed(params["embed"], batch[0])
+        for p in params["layers"]:
+            x = layer(p, x)
+        return head(params["head"], x, batch[1])
+
+    optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
+    step = fz.tensor_parallel(fz.train_step(loss_fn, optimizer), rules=RULES, sequence=contestant.sequence)
+    train = fz.compile(fz.shard_params(step) if data > 1 else step, mesh, backend=args.backend)
+    state = train.init(init(config))
+
+    def run(batch: Any) -> Any:
+        nonlocal state
+        state, metrics = train(state, batch)
+        return metrics["loss"]
+
+    run.train = train  # type: ignore[attr-defined]
+    return run
+
+
+def _dtensor(args: argparse.Namespace, contestant: Contestant, config: Config, data: int) -> Step:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "model"))
+    across, sequence = mesh["model"], contestant.sequence
+    model: Any = GPT(config)
+
+    def back() -> Any:
+        return RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate(), use_local_output=not sequence)
+
+    norm = SequenceParallel if sequence else _whole_norm
+    for layer in model.layers:
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+        plan |= {"ln1": norm(), "ln2": norm(), "o": back(), "down": back()}
+        parallelize_module(layer, across, plan)
+    embedding = back()
+    embedding.input_layouts = (Replicate(),)
+    logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, across, {"embed.tok": embedding, "head.ln": norm(), "head.out": logits})
+    model.embed.pos = nn.Parameter(distribute_tensor(model.embed.pos.data, across, [Replicate()]))
+    if sequence:  # gathered once for all the products that read it
+        for part in (*(x for layer in model.layers for x in (layer.ln1, layer.ln2)), model.head.ln):
+            part.register_forward_hook(lambda _, __, out: out.redistribute(placements=[Replicate()]))
+    for layer in model.layers if contestant.compiled else ():
+        layer.compile()
+    if data > 1:
+        for part in (model.embed, *model.layers, model.head, model):
+            fully_shard(part, mesh=mesh["data"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def run(batch: Any) -> Any:
+        tokens, targets = batch
+        with loss_parallel():
+            loss: Any = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().to_local()
+
+    return run
+
+
+def _whole_norm() -> Any:
+    """A norm on whole values, whose weight is a DTensor as all others are, for one global norm."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class WholeNorm(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            weight: Any = module.weight
+            module.weight = nn.Parameter(distribute_tensor(weight.data, device_mesh, [Replicate()]))
+            module.register_forward_pre_hook(lambda _, x: DTensor.from_local(x[0], device_mesh, [Replicate()]))
+            return module
+
+    return WholeNorm()
+
+
+# --- all of them ---
+
+
+def measured(args: argparse.Namespace, size: int, name: str, found: dict[str, Any], group: Group) -> None:
+    """A round of a group."""
+    count = args.steps
+    answers = group.ask("steps", count=count)
+    x = found[name]
+    x["losses"] += [statistics.mean(at) for at in zip(*(a["losses"] for a in answers), strict=True)]
+    x["rounds"].append({kind: sum(a[kind] for a in answers) / count / size for kind in ("cpu_s", "wall_s")})
+    x["sent_bytes"].append((max(a["lo"][1] for a in answers) - min(a["lo"][0] for a in answers)) / count)
+
+
+def contest(args: argparse.Namespace, size: int) -> dict[str, Any]:
+    found, groups = dict[str, Any](), dict[str, Group]()
+    with contextlib.ExitStack() as stack:
+        for name in args.only:
+            given = [f"--contestant={name}", *passed_on(args, *MODEL, "backend")]
+            groups[name] = group = stack.enter_context(Group(__file__, size, given, timeout=300))
+            group.ask("build")
+            found[name] = {"losses": [], "rounds": [], "sent_bytes": []}
+            measured(args, size, name, found, group)  # compiles
+            found[name] = {**found[name], "rounds": [], "sent_bytes": []}
+            print(f"{size} processes, {name}: ready", file=sys.stderr, flush=True)
+        for number in range(args.rounds):
+            for name in random.Random(number).sample(args.only, len(args.only)):
+                measured(args, size, name, found, groups[name])
+        for name in args.only:
+            if name.startswith("fzero"):
+                of = groups[name].ask("planned")
+                found[name] |= {kind: sum(x[kind] for x in of) for kind in of[0]}
+    for x in found.values():
+        x |= {kind: statistics.median(r[kind] for r in x["rounds"]) for kind in ("cpu_s", "wall_s")}
+        x["sent_bytes_median"] = statistics.median(x["sent_bytes"]) if _counted() else None
+    return found
+
+
+def compared(size: int, found: dict[str, Any]) -> list[str]:
+    """Losses, CPU seconds and bytes beside what is wanted of them."""
+    losses = [x["losses"][:20] for x in found.values()]
+    apart = max((max(at) - min(at)) / min(at) for at in zip(*losses, strict=True))
+    notes = [
+        f"{size} processes: losses of {len(losses[0])} steps agree to {apart:.1e} "
+        f"({LOSS_LIMIT:g}: {verdict(apart, LOSS_LIMIT)})"
+    ]
+    for ours, theirs in PAIRS:
+        if {ours, theirs} <= found.keys():
+            pairs = zip(found[ours]["rounds"], found[theirs]["rounds"], strict=True)
+            ratio = statistics.median(a["cpu_s"] / b["cpu_s"] for a, b in pairs)
+            notes.append(
+                f"{size} processes: CPU seconds of {ours} / {theirs}: {ratio:.2f} ({CPU_LIMIT}: "
+                f"{verdict(ratio, CPU_LIMIT)})"
+            )
+    for name, x in found.items():
+        if "planned_bytes" in x and x["sent_bytes_median"]:
+            off = x["sent_bytes_median"] / x["gloo_bytes"] - 1
+            notes.append(
+                f"{size} processes: {name} sends {off:+.1%} beside what gloo is to send "
+                f"(within {BYTES_LIMIT:.0%}: {verdict(abs(off), BYTES_LIMIT)})"
+            )
+    return notes
+
+
+def own_network() -> None:
+    """Gives this process, and those that it starts, a loopback device of their own, if the system lets it."""
+    clone_newuser, clone_newnet = 0x10000000, 0x40000000
+    if os.environ.get("FZERO_OWN_NETWORK"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags = clone_newnet if os.geteuid() == 0 else clone_newuser | clone_newnet
+    done = shutil.which("ip") is not None and libc.unshare(flags) == 0
+    if done:
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    os.environ["FZERO_OWN_NETWORK"] = str(int(done))
+
+
+def main() -> None:
+    args = _arguments()
+    if args.worker:
+        serve(worker(args))
+        return
+    own_network()
+    data: dict[str, Any] = {"settings": settings(args, "contestant"), "found": {}}
+    rows, notes = [], []
+    for size in args.processes:
+        found = data["found"][str(size)] = contest(args, size)
+        notes += compared(size, found)
+        for name, x in found.items():
+            kinds = ("planned_bytes", "gloo_bytes", "sent_bytes_median")
+            nbytes = (f"{b / 1e6:.2f}" if (b := x.get(kind)) else "" for kind in kinds)
+            seconds = (f"{x['cpu_s']:.3f}", f"{x['wall_s']:.3f}")
+            title = CONTESTANTS[name].title + (", FSDP2" if name.startswith("dtensor") and size > 2 else "")
+            title += ", shard_params" if name.startswith("fzero") and size > 2 else ""
+            rows.append(
+                (f"{size}: {title}", *seconds, *nbytes, f"{x['losses'][19 if len(x['losses']) > 19 else -1]:.6f}")
+            )
+    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    notes = [
+        f"A GPT of {config.layers} layers, width {config.width}, {config.heads} heads, sequence {config.seq}, global "
+        f"batch {config.batch}; fp32, gloo, one thread a process, model=2, and data=2 on four processes.",
+        f"Seconds a step and process: medians of {args.rounds} interleaved rounds of {args.steps} steps. MB: sent "
+        "by all ranks in a step, by the plan, by gloo's ways (its reduce_scatter is an all_reduce of which a part is "
+        "kept), and by the counter of the loopback device, headers among them.",
+        *notes,
+    ]
+    columns = ("processes: who", "CPU s", "wall s", "planned MB", "as gloo does it", "sent MB", "loss of step 20")
+    publish(args.name, "Tensor parallel beside DTensor", columns, rows, notes, data, args.out)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    model_flags(parser, layers=4, width=256, heads=8, seq=128, batch=8)
+    parser.add_argument("--processes", type=int, nargs="+", choices=[2, 4], default=[2, 4])
+    parser.add_argument("--steps", type=int, default=4, help="a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="a tiny model, two rounds")
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="fzero's")
+    parser.add_argument("--contestant", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
+    script_flags(parser, "tensor_peers")
+    args = parser.parse_args()
+    for name, value in SMALL.items() if args.small else ():
+        setattr(args, name, value)
+    return args
+
+
+if __name__ == "__main__":
+    main()
