@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fzero.transforms.precision import mixed_precision
     from fzero.transforms.redundant import redundant
     from fzero.transforms.remat import remat
+    from fzero.transforms.sequence import sequence_parallel
     from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
     from fzero.transforms.tensor import tensor_parallel
 
@@ -81,6 +82,7 @@ _HOME = {
     "shard_opt_state": "transforms.shard",
     "shard_params": "transforms.shard",
     "show": "program.show",
+    "sequence_parallel": "transforms.sequence",
     "tensor_parallel": "transforms.tensor",
     "train_step": "step",
     "weighted": "loss",
@@ -132,6 +134,7 @@ __all__ = [
     "shard_opt_state",
     "shard_params",
     "show",
+    "sequence_parallel",
     "tensor_parallel",
     "testing",
     "train_step",

@@ -64,6 +64,10 @@ def test_what_passes_between_blocks_is_cut_by_position():
     values = many.values_by_name
     passing = [values[f"layer_{number}"] for number in range(5)]
     assert all(v.placement.cuts == (("model", Dim(1)),) for v in passing)
+    # a gradient that is a summand over model is cast, to be summed over data as well
+    both = lowered(AbstractMesh(data=2, model=2), fz.shard_params(), fz.mixed_precision("bf16"), sequence=True).program
+    cast = {v.placement.partial for x, _ in both.walk() if x.op == "cast" for v in x.out if v.name.startswith("d_")}
+    assert ("data", "model") in cast
 
 
 def on_ranks(mesh_axes: dict[str, int], ways: dict[str, list[Any]], backend: str, **options: Any) -> list[Any]:

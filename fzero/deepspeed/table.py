@@ -198,9 +198,9 @@ refused activation_checkpointing [null, false] | the checkpoints are the blocks
   any number_checkpoints
 note activation_checkpointing | what a block keeps for its backward is said by fz.remat
   flag partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary profile
-refused - [1] | sequence parallelism is not there
+refused - [1] | compose fz.sequence_parallel()
   count sequence_parallel_size
-note - | of sequence parallelism, which is not there
+note - | of sequence parallelism, which sends what attention computes
   ["fp32","bf16","fp16",null] seq_parallel_communication_data_type
 refused tensor_parallel [0, 1] | compose fz.tensor_parallel(rules=...); or fz.hf.Trainer(tensor_parallel=N)
   count autotp_size

@@ -17,6 +17,7 @@ from transformers.trainer_utils import seed_worker  # pyright: ignore[reportMiss
 from fzero.hf.tensor_rules import tensor_rules
 from fzero.mesh import Mesh
 from fzero.transforms.base import Transform, find
+from fzero.transforms.sequence import SequenceParallel
 from fzero.transforms.tensor import TensorParallel, tensor_parallel
 
 Base: Any = accelerate.Accelerator
@@ -43,7 +44,8 @@ def problems(num: Any, mesh: Mesh | None, transforms: Any, args: Any) -> list[st
     if num is not None and (type(num) is not int or num < 1):
         return [f"tensor_parallel={num!r}: must be a whole number of at least 1"]
     name, size, spec = tensor_axis(num, mesh, transforms)
-    found = []
+    by_position = find(tuple(transforms or ()), SequenceParallel)
+    found = [f"transforms: {by_position.name} has no place in a Trainer: fz.compile a step"] if by_position else []
     if mesh is not None and num is not None and mesh.axes.get(name, 1) != num:
         found.append(f"tensor_parallel={num}: the mesh has {mesh}; fz.make_mesh(data=-1, {name}={num}) has the axis")
     elif mesh is None and args.world_size % size:

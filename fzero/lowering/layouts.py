@@ -31,12 +31,12 @@ from fzero.trace.recorder import Recorded
 from fzero.transforms import shard
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
+from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
-from fzero.transforms.tensor import TensorParallel
 
 
 def precision_of(step: Step | EvalStep) -> Precision:
@@ -64,16 +64,17 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
     """The parallel transforms of a step on a mesh, checked against it."""
     specs = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
-    tensor = find(step.transforms, TensorParallel)
-    if tensor is not None and tensor.axis not in mesh.axes:
-        fix = f"name an axis of the mesh, or make one: make_mesh({tensor.axis}=2)"
-        raise FzeroValueError(message(tensor.name, "unknown mesh axis", [f"{tensor.axis!r}: the mesh has {mesh}"], fix))
+    cutting = tuple(t for t in step.transforms if isinstance(t, Cutting))
+    for spec in cutting:
+        if spec.axis not in mesh.axes:
+            fix = f"name an axis of the mesh, or make one: make_mesh({spec.axis}=2)"
+            raise FzeroValueError(message(spec.name, "unknown mesh axis", [f"{spec.axis!r}: the mesh has {mesh}"], fix))
     zero = Zero(
         specs,
         mesh,
         lambda leaf: precision is not None and precision.casts(leaf),
         find(step.transforms, OnceAStep),
-        tensor if tensor is not None and mesh.axes[tensor.axis] > 1 else None,
+        tuple(spec for spec in cutting if mesh.axes[spec.axis] > 1),
     )
     zero.check()
     return zero
@@ -101,8 +102,8 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
             leaf = leaf.with_layout(dtype=(precision.frozen_dtype if frozen[i] else precision.resting_dtype)(leaf))
         leaves.append(leaf if mutable[i] else _cut(leaf, step, mesh))
     tied = ties(flat)
-    if (tensor := find(step.transforms, TensorParallel)) is not None:
-        tensor.check(leaves, tied)
+    for spec in (t for t in step.transforms if isinstance(t, Cutting)):
+        spec.check(leaves, tied)
     check_dims("compile", leaves, mesh)
     zero.check_once(leaves)
     leaves = [zero.rests(leaf) for leaf in leaves]

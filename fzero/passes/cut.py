@@ -7,6 +7,7 @@ on as summands: they are reduced with those over the batch axes (passes/shard.py
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +22,9 @@ from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace import cuts
-from fzero.trace.cuts import PARTIAL, CutFunction, Place, Wanted
+from fzero.trace.cuts import PARTIAL, CutFunction, Exchanged, Place, Wanted
 from fzero.trace.segments import CallStep, ExchangeStep, Segments, segments
-from fzero.transforms.tensor import TensorParallel
+from fzero.transforms.cutting import Cutting
 from fzero.units import size
 
 _STARTS = {
@@ -40,12 +41,13 @@ def rewrite(program: Program, zero: Zero) -> Program:
     Raises:
         FzeroValueError: operations that every rank would have to compute whole, of more bytes than the spec allows.
     """
-    assert zero.tensor is not None
-    return _ToParts(program, zero.tensor).run()
+    for spec in zero.cutting:
+        program = _ToParts(program, spec).run()
+    return program
 
 
 class _ToParts:
-    def __init__(self, program: Program, spec: TensorParallel):
+    def __init__(self, program: Program, spec: Cutting):
         self.program, self.spec, self.axis = program, spec, spec.axis
         self.n = program.mesh.axes[spec.axis]
         self.functions, self.names = Functions(), Names(program.values())
@@ -53,15 +55,22 @@ class _ToParts:
         self.started: dict[str, list[Place]] = {}  # by handle
         self.leaves: set[str] = set()  # parameters, and casts of them
         self.wanted: dict[str, Wanted | Dim | None] = {}
-        self.known: dict[Any, tuple[CutFunction, Segments]] = {}
+        self.known: dict[Any, CutFunction] = {}
+        self.segments: dict[CutFunction, Segments] = {}
         self.index: Value | None = None
         self.whole: dict[tuple[str, str, str], int] = {}  # operations made whole: function, operation, line -> bytes
         self.numbers = 0
-        self.stream = Dim(1) if spec.sequence else None  # positions
+        self.stream = spec.stream
+        # of each value, what ranks exchanged of it and functions hand on, and what others read of that
+        self.exchanged: dict[str, tuple[Exchanged, ...]] = {}
+        self.read: dict[str, set[Exchanged]] = defaultdict(set)
+        self.name_of: dict[tuple[str, Exchanged], str] = {}
 
     def run(self) -> Program:
         inputs = [self._input(v) for v in self.program.inputs]
         self._want()
+        if self.spec.by_position is not None:
+            self._hand_on()
         lines = [new for line in self.program.lines for new in self._line(line)]
         self._check()
         if self.index is not None:
@@ -116,9 +125,29 @@ class _ToParts:
             for a in x.args
             if a in number and number[a] != (x.block.number if x.block else -1)
         }
-        shapes = {values[a].shape for a in passing if number[a] >= 0 and len(values[a].shape) > 2}
-        shapes = {shape for shape in shapes if shape[1] > 1 and shape[1] % self.n == 0}
+        shapes = [values[a].shape for a in values if a in passing and number[a] >= 0 and len(values[a].shape) > 2]
+        shapes = [shape for shape in dict.fromkeys(shapes) if shape[1] > 1]
+        self.spec.check_passing(shapes, self.n)
+        shapes = [shape for shape in shapes if shape[1] % self.n == 0]
         return [name for name in values if name in passing and values[name].shape in shapes]
+
+    def _hand_on(self) -> None:
+        """Finds the exchanged values that functions hand on: those that others read."""
+        for line in self.program.lines:
+            if line.op != "call":
+                self._line(line)
+                continue
+            made = self._made(line)
+            self.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(line.out))
+            if made is not None:
+                self.exchanged.update((v.name, x) for v, x in zip(line.out, made.exchanged, strict=True) if x)
+                for a, read in zip(line.args, made.read, strict=True):
+                    self.read[a] |= {*read}
+        self.exchanged = {
+            a: found
+            for a, offered in self.exchanged.items()
+            if (found := tuple(x for x in offered if x in self.read[a]))
+        }
 
     def _put(self, value: Value, place: Place) -> Value:
         """A value with its place along the axis."""
@@ -142,22 +171,49 @@ class _ToParts:
         return [replace(line, out=tuple(out))]
 
     def _call(self, line: Line) -> list[Line]:
-        function = self.program.functions[line.fn]
+        made = self._made(line)
+        if made is None:
+            function = self.program.functions[line.fn]
+            fn = self.functions.add(line.fn, function.graph, function.writes)
+            return [replace(line, fn=fn, out=tuple(self._put(v, None) for v in line.out))]
+        if made not in self.segments:
+            like = [x.meta["val"] for x in self.program.functions[line.fn].graph.outputs]
+            self.segments[made] = segments(made, [*like, *(x.meta["val"] for x in made.graph.outputs[len(like) :])])
+        for x in made.whole:
+            of = line.fn, x.op, f", {x.line}" if x.line else ""
+            self.whole[of] = max(self.whole.get(of, 0), x.nbytes)
+        more = [self._handed_on(v, x) for v in line.out for x in self.exchanged.get(v.name, ())]
+        given = [self.name_of[a, x] for a in line.args for x in self.exchanged.get(a, ())]
+        line = replace(line, args=(*line.args, *given), out=(*line.out, *more))
+        return self._emit(line, made, self.segments[made])
+
+    def _made(self, line: Line) -> CutFunction | None:
+        """The function of a call on parts; None if it has nothing to do with the axis."""
         places: tuple[Place, ...] = tuple(self.places[a] for a in line.args)
         wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in line.out)
         if not any(isinstance(place, Dim) for place in (*places, *wanted)):
-            fn = self.functions.add(line.fn, function.graph, function.writes)
-            return [replace(line, fn=fn, out=tuple(self._put(v, None) for v in line.out))]
+            return None
         leaves = frozenset(i for i, a in enumerate(line.args) if a in self.leaves)
-        key = line.fn, places, wanted, leaves
+        given = tuple(self.exchanged.get(a, ()) for a in line.args)
+        handed_on = tuple(self.exchanged.get(v.name, ()) for v in line.out)
+        key = line.fn, places, wanted, leaves, given, handed_on
         if key not in self.known:
-            made = cuts.propagate(function.graph, self.n, places, wanted, leaves=leaves, stream=self.stream)
-            for x in made.whole:
-                of = line.fn, x.op, f", {x.line}" if x.line else ""
-                self.whole[of] = max(self.whole.get(of, 0), x.nbytes)
-            like = [x.meta["val"] for x in function.graph.outputs]
-            self.known[key] = made, segments(made, like)
-        return self._emit(line, *self.known[key])
+            self.known[key] = cuts.propagate(
+                self.program.functions[line.fn].graph,
+                self.n,
+                places,
+                wanted,
+                leaves=leaves,
+                stream=self.stream,
+                by_position=self.spec.by_position,
+                given=given,
+                handed_on=handed_on,
+            )
+        return self.known[key]
+
+    def _handed_on(self, value: Value, exchanged: Exchanged) -> Value:
+        name = self.name_of[value.name, exchanged] = self.names(f"{value.name}_exchanged")
+        return Value(name, exchanged.shape, exchanged.dtype)
 
     def _emit(self, line: Line, made: CutFunction, cut: Segments) -> list[Line]:
         """The lines of a function in segments."""
@@ -233,8 +289,5 @@ class _ToParts:
         problems = [f"{op} of {fn}: {size(nbytes)}{where}" for (fn, op, where), nbytes in large.items()]
         most = size(self.spec.whole_bytes)
         what = f"operations would be computed whole on every rank of {self.axis!r}, of more than {most}"
-        fix = (
-            "give the leaves that they read other rules (None leaves one whole), or allow it: "
-            f"fz.tensor_parallel(rules=..., whole_bytes='{size(max(large.values()))}')"
-        )
+        fix = f"{self.spec.way_out}, or allow it: fz.{self.spec.name}(..., whole_bytes='{size(max(large.values()))}')"
         raise FzeroValueError(message(self.spec.name, what, problems, fix))

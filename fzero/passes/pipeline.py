@@ -193,7 +193,7 @@ PASSES = (
     Pass(
         "cut",
         lambda program, asked, _: cut.rewrite(program, asked.zero),
-        wanted=lambda program, asked, _: asked.zero.tensor,
+        wanted=lambda program, asked, _: asked.zero.cutting,
         needed="functions would read whole parameters, of which a rank has parts",
     ),
     Pass(
@@ -205,7 +205,7 @@ PASSES = (
     Pass(
         "shard",
         lambda program, asked, option: shard.rewrite(program, asked.zero, *option),
-        wanted=lambda program, asked, _: asked.zero.batch_axes or asked.zero.tensor,
+        wanted=lambda program, asked, _: asked.zero.batch_axes or asked.zero.cutting,
         option=lambda made, asked, choice: (choice.whole_grads, choice.stay, _cast_once(made, choice)),
         tried=lambda choice, program, _: [replace(choice, whole_grads=True)] if _loops(program) else (),
         grows=lambda choice, program, _: choice.shares("stay") if _stays_open(program) else (),

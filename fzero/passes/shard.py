@@ -64,7 +64,8 @@ class _Rewrite:
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
         self.started: dict[str, int] = {}  # transfers of each kind
         self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
-        self.by = max(zero.specs, key=lambda r: r.stage).name if zero.specs else zero.tensor.name if zero.tensor else ""
+        names = [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.cutting]
+        self.by = names[0] if names else ""
         self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
         self.own: set[str] = set()  # what each rank along a batch axis has its own of
         # of a function in segments, what they read, and the names of what was gathered for the first
@@ -445,7 +446,7 @@ class _Rewrite:
             here = [n for n in names if axis in self.placement[now[n]].partial]
             if not here:
                 continue
-            placed = self.zero.tensor.name if self.zero.tensor and axis in self.zero.computed else by
+            placed = next((spec.name for spec in self.zero.cutting if spec.axis == axis), by)
             handle, arrives = self._handle("reduce"), STARTS["all_reduce_start"].arrives
             start = Line(
                 "all_reduce_start",

@@ -12,9 +12,9 @@ from fzero.errors import FzeroValueError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, find
+from fzero.transforms.cutting import Cutting
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.shard import Parallel, ShardParams
-from fzero.transforms.tensor import TensorParallel
 
 
 def keeps_gathers(transforms: tuple[Transform, ...]) -> OnceAStep | None:
@@ -32,20 +32,20 @@ class Zero:
     mesh: AbstractMesh
     casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
     once: OnceAStep | None = None
-    tensor: TensorParallel | None = None  # if it cuts anything on this mesh
+    cutting: tuple[Cutting, ...] = ()  # those that cut anything on this mesh, in order
     # by path of a leaf and stage, the axes of the specs that shard it: predicates are asked once
     _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Axes along which the batch is cut, in mesh order."""
-        wanted = {a for r in self.specs for a in r.axes}
+        wanted = {a for r in self.specs for a in r.axes}.difference(self.computed)
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Axes whose cuts of parameters functions compute with."""
-        return (self.tensor.axis,) if self.tensor else ()
+        """Axes along which functions compute with parts of one batch."""
+        return tuple(spec.axis for spec in self.cutting)
 
     def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
         """The mesh axes that shard a leaf at a ZeRO stage: the longest list among the specs of that stage and higher

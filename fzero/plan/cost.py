@@ -31,8 +31,7 @@ from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.flops import attention_of, packet, product_flops
 from fzero.trace.joint import Joint
 from fzero.trace.subgraph import ancestors
-from fzero.transforms.base import find
-from fzero.transforms.tensor import TensorParallel
+from fzero.transforms.cutting import Cutting
 
 aten = torch.ops.aten
 
@@ -249,8 +248,8 @@ def model_flops(program: Program) -> float:
     computes again. For a chain of layers that is three times the forward. Of a block whose values are cut a rank has
     its share.
     """
-    total, tensor = 0.0, find(program.transforms, TensorParallel)
-    ranks = program.mesh.axes[tensor.axis] if tensor else 1
+    total = 0.0
+    ranks = math.prod(program.mesh.axes[t.axis] for t in program.transforms if isinstance(t, Cutting))
     for line, times in program.walk():
         if not line.fn:
             continue

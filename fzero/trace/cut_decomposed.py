@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from fzero.boxes import Dim
+from fzero.trace.cut_layers import ATTENTION, gathers_keys
 from fzero.trace.cut_rules import WholeOp, Writer, reduced_dims, shape_of
 
 aten = torch.ops.aten
@@ -155,6 +157,40 @@ def _variance(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
     if op.target in (aten.var.correction, aten.std.correction):
         return out
     return out, _to(w, w.view(mean, op.shape), result)
+
+
+# --- attention ---
+
+
+def _fewer_keys(op: WholeOp, w: Writer) -> fx.Node | tuple[Any, ...] | None:
+    """Keys with fewer heads than ranks, where positions are exchanged for heads: each head as many times as it takes to
+    have some for each rank."""
+    if op.by_position is None or not any(_cut_along(op, op[name], 2) for name in ("query", "key", "value")):
+        return None
+    heads = shape_of(op["key"])[1]
+    if gathers_keys(op) or heads % op.n == 0 or shape_of(op["query"])[1] % heads:
+        return None
+    times = math.lcm(heads, op.n) // heads
+
+    def more(x: fx.Node) -> fx.Node:
+        rows, _, *rest = shape_of(x)
+        y = w(aten.expand.default, w(aten.unsqueeze.default, x, 2), [rows, heads, times, *rest])
+        return w(
+            aten.view.default,
+            w(aten.clone.default, y, memory_format=torch.contiguous_format),
+            [rows, heads * times, *rest],
+        )
+
+    new = w.named(op.target, op.named | {name: more(op[name]) for name in ("key", "value")})
+    out = [w(operator.getitem, new, i) if isinstance(v, torch.Tensor) else v for i, v in enumerate(op.outputs)]
+    if op["grad_out"] is not None or op["grad_out_"] is not None:
+        for i in (1, 2):
+            rows, _, *rest = op.outputs[i].shape
+            out[i] = w(aten.sum.dim_IntList, w(aten.view.default, out[i], [rows, heads, times, *rest]), [2])
+    return tuple(out)
+
+
+DECOMPOSITIONS.update(dict.fromkeys(ATTENTION, _fewer_keys))
 
 
 # --- losses ---

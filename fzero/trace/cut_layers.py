@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from fzero.boxes import Dim
+from fzero.errors import FzeroValueError, message
 from fzero.random import DRAW, DRAW_FROM, from_start
 from fzero.trace.cut_moves import zeros
 from fzero.trace.cut_rules import (
@@ -26,6 +27,7 @@ from fzero.trace.cut_rules import (
     along,
     lined_up,
     moves,
+    nearest,
     part,
     pointwise,
     rule,
@@ -47,10 +49,13 @@ _ATTENTION = (
 _OF_HEADS = ("grad_out", "grad_out_", "query", "key", "value", "out", "logsumexp")
 
 
-@rule(*(getattr(aten, name + way).default for name in _ATTENTION for way in ("", "_backward")))
+ATTENTION = [getattr(aten, name + way).default for name in _ATTENTION for way in ("", "_backward")]
+
+
+@rule(*ATTENTION)
 def _attention(op: WholeOp) -> Iterator[Strategy]:
     """By heads, dim 1, or by rows of the batch, dim 0. Fewer heads of keys than of queries are cut alike, or there is
-    one."""
+    one. What is cut by position, dim 2, is exchanged for heads, or the keys and values are gathered."""
     bias = op["attn_mask"] if op["attn_mask"] is not None else op["attn_bias"]
     if op["dropout_p"] or (op["grad_input_mask"] or [False])[-1] or (op["bias_requires_grad"] or False):
         return
@@ -59,7 +64,11 @@ def _attention(op: WholeOp) -> Iterator[Strategy]:
     query, keys = op["query"], (op["key"], op["value"])
     if bias in main:
         return
-    for c in unique([*(p for _, p in op.cut(*main) if p.dim < 2), *(c for c in op.asked if c.dim < 2)]):
+    by_position = op.by_position is not None and any(p == _POSITIONS for _, p in op.cut(*main))
+    if by_position and gathers_keys(op):
+        yield from _by_queries(op, main, bias)
+    heads = [Dim(1)] * (by_position and not gathers_keys(op))
+    for c in unique([*(p for _, p in op.cut(*main) if p.dim < 2), *(c for c in op.asked if c.dim < 2), *heads]):
         want: dict[fx.Node, Place] = dict.fromkeys(op.inputs) | dict.fromkeys(main, c)
         one = [c.dim == 1 and shape_of(k)[1] == 1 != shape_of(query)[1] for k in keys]
         want |= {k: None for k, single in zip(keys, one, strict=True) if single}
@@ -71,7 +80,55 @@ def _attention(op: WholeOp) -> Iterator[Strategy]:
         out: list[Place] = [c if k else None for k in cut]
         if grads:  # of the query, the keys and the values: a head that every rank reads gets a summand from each
             out[1:3] = (PARTIAL if single else c for single in one)
-        yield Strategy(want, tuple(out), _without_states(op, cut) if states else None)
+        back = _POSITIONS if by_position and c == Dim(1) else None
+        yield Strategy(want, tuple(out), _without_states(op, cut) if states else None, back=back)
+
+
+_POSITIONS = Dim(2)
+
+
+def gathers_keys(op: WholeOp) -> bool:
+    """Whether attention gathers keys and values that are cut by position, instead of exchanging positions for heads.
+
+    Raises:
+        FzeroValueError: where heads are asked for, and do not divide.
+    """
+    heads = shape_of(op["query"])[1]
+    if op.by_position == "heads" and heads % op.n:
+        near = ", ".join(str(x) for x in nearest(heads, op.n))
+        problems = [f"{op.target}: {heads} heads over {op.n} ranks"]
+        fix = f"heads that divide ({near}), fewer ranks, or fz.sequence_parallel(attention='keys')"
+        raise FzeroValueError(message("sequence_parallel", "cannot cut the heads of an attention", problems, fix))
+    return op.by_position == "keys" or heads % op.n != 0
+
+
+def _by_queries(op: WholeOp, main: Sequence[fx.Node], bias: Any) -> Iterator[Strategy]:
+    """Each rank's queries against all keys. A causal attention has a mask then, which a rank's number makes."""
+    query, keys = op["query"], (op["key"], op["value"])
+    grads = op["grad_out"] is not None or op["grad_out_"] is not None
+    causal, length = op["is_causal"], shape_of(query)[2]
+    rows = [a for a in main if a not in keys]
+    if (causal and "for_cpu" not in str(op.target)) or any(shape_of(a)[2:3] != [length] for a in rows):
+        return
+    want: dict[fx.Node, Place] = dict.fromkeys(op.inputs) | dict.fromkeys(rows, _POSITIONS)
+    if isinstance(bias, fx.Node):
+        want[bias] = lined_up(bias, _POSITIONS, 4)
+    of_rows = [isinstance(v, torch.Tensor) and v.dim() > 2 for v in op.outputs]
+    out: list[Place] = [_POSITIONS if k else None for k in of_rows]
+    if grads:
+        out[1:3] = PARTIAL, PARTIAL
+
+    def write(w: Writer, a: dict[str, Any]) -> Written:
+        part, like = length // op.n, query.meta["val"]
+        start = w(aten.mul.Tensor, w.index(), part)
+        row = w(aten.add.Tensor, w(aten.arange.default, part, dtype=torch.int64, device=like.device), start)
+        column = w(aten.arange.default, shape_of(keys[0])[2], dtype=torch.int64, device=like.device)
+        seen = w(aten.le.Tensor, w.view(column, [1, 1, 1, -1]), w.view(row, [1, 1, part, 1]))
+        none = w(aten.full.default, [], -math.inf, dtype=like.dtype, device=like.device)
+        mask = w(aten.where.self, seen, w(aten.full.default, [], 0, dtype=like.dtype, device=like.device), none)
+        return w.named(op.target, a | {"attn_mask": mask, "is_causal": False})
+
+    yield Strategy(want, tuple(out), write if causal else None)
 
 
 def _without_states(op: WholeOp, cut: Sequence[bool]) -> Callable[[Writer, dict[str, Any]], Written]:

@@ -23,6 +23,7 @@ aten = torch.ops.aten
 Place = Dim | Literal["partial"] | None
 """The place of a value along an axis: cut, a summand on each rank, or whole."""
 PARTIAL: Literal["partial"] = "partial"
+Attention = Literal["auto", "heads", "keys"]
 
 
 class Writer(Protocol):
@@ -62,12 +63,14 @@ Written = fx.Node | tuple[fx.Node, ...]
 @dataclass(frozen=True)
 class Strategy:
     """A way to compute an operation: places of its inputs and of its results, and how it is written, by default as it
-    is. `sent`: the bytes of whole values that it reduces itself."""
+    is. `sent`: the bytes of whole values that it reduces itself. `back`: the place that results are exchanged to where
+    they leave it along another dim."""
 
     want: Mapping[fx.Node, Place]
     out: Place | tuple[Place, ...]
     write: Callable[[Writer, dict[str, Any]], Written] | None = None
     sent: int = 0
+    back: Dim | None = None
 
     def places(self, count: int) -> tuple[Place, ...]:
         """The places of so many results."""
@@ -78,12 +81,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class WholeOp:
-    """An operation of the whole function. `asked`: places at which its results are asked for."""
+    """An operation of the whole function. `asked`: places at which its results are asked for. `by_position`: how
+    attention is computed of what is cut by position."""
 
     node: fx.Node
     n: int
     place: Mapping[fx.Node, Place]
     asked: Sequence[Dim] = ()
+    by_position: Attention | None = None
     named: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,6 +161,11 @@ def divides(shape: Sequence[int], place: Place, n: int) -> bool:
     if not isinstance(place, Dim):
         return True
     return place.dim < len(shape) and shape[place.dim] > 0 and shape[place.dim] % (place.groups * n) == 0
+
+
+def nearest(size: int, n: int) -> list[int]:
+    """The multiples of n on both sides of a size."""
+    return [x for x in (size // n * n, size // n * n + n) if x]
 
 
 def in_view(shape: Sequence[int], place: Dim, new: Sequence[int], n: int) -> Dim | None:

@@ -15,7 +15,7 @@ import enum
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,7 @@ from fzero.trace.cut_decomposed import DECOMPOSITIONS
 from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
     PARTIAL,
+    Attention,
     Place,
     Strategy,
     WholeOp,
@@ -58,6 +59,7 @@ __all__ = [
     "MARKERS",
     "PARTIAL",
     "CutFunction",
+    "Exchanged",
     "MadeWhole",
     "Place",
     "Wanted",
@@ -89,16 +91,32 @@ class MadeWhole:
     inputs: tuple[int, ...]
 
 
+Way = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A value that operations of one input make of an output, or an input, at a place to which ranks exchanged it. A
+    function that keeps values for another hands such on, so that they are not exchanged again."""
+
+    way: Way  # the operations
+    place: Dim
+    shape: tuple[int, ...] = field(compare=False)  # of the whole
+    dtype: torch.dtype = field(compare=False)
+
+
 @dataclass(frozen=True, eq=False)
 class CutFunction:
     """A function on parts.
 
     Attributes:
-        graph: its inputs are those of the whole function, parts of what is cut, and behind them int64[1], the rank's
-            number along the axis, if `has_index`.
+        graph: its inputs are those of the whole function, parts of what is cut; behind them what is `given`, and
+            int64[1], the rank's number along the axis, if `has_index`. Behind its outputs it has what is handed on.
         places: of the outputs.
         varies: the nodes of the graph whose value is the rank's own.
         whole: the operations that were made whole.
+        exchanged: of each output, what could be handed on.
+        read: of each input, what is read of what is given.
     """
 
     graph: Recorded
@@ -106,6 +124,8 @@ class CutFunction:
     has_index: bool
     varies: frozenset[fx.Node]
     whole: tuple[MadeWhole, ...]
+    exchanged: tuple[tuple[Exchanged, ...], ...] = ()
+    read: tuple[tuple[Exchanged, ...], ...] = ()
 
 
 def propagate(
@@ -116,6 +136,9 @@ def propagate(
     *,
     leaves: frozenset[int] = frozenset(),
     stream: Dim | None = None,
+    by_position: Attention | None = None,
+    given: Sequence[Sequence[Exchanged]] = (),
+    handed_on: Sequence[Sequence[Exchanged]] = (),
 ) -> CutFunction:
     """The function on a rank's parts.
 
@@ -127,8 +150,11 @@ def propagate(
         leaves: the numbers of inputs that are parameters. These are not gathered, unless for an operation without a
             strategy.
         stream: the place of what passes between blocks. A partial value is reduced into it.
+        by_position: how attention is computed of what is cut by position.
+        given: of each input, what was exchanged of it before.
+        handed_on: of each output, what to return besides.
     """
-    return _Propagation(graph, n, places, wanted, leaves, stream).result()
+    return _Propagation(graph, n, places, wanted, leaves, stream, by_position, given).result(handed_on)
 
 
 _PASSING = {
@@ -168,10 +194,13 @@ class _Propagation:
         wanted: Sequence[Wanted | str | Dim | None],
         leaves: frozenset[int],
         stream: Dim | None,
+        by_position: Attention | None,
+        given: Sequence[Sequence[Exchanged]],
     ):
         names = [x.name for x in source.inputs]
         self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
         self.n, self.places, self.stream = n, places, stream
+        self.by_position: Attention | None = by_position
         self.wanted: list[Wanted | Dim | None] = [Wanted(w) if isinstance(w, str) else w for w in wanted]
         self.graph = fx.Graph()
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
@@ -181,6 +210,7 @@ class _Propagation:
         self.place: dict[fx.Node, Place] = {}  # of each value of the whole function, by nature
         self.made: dict[fx.Node, dict[Place, fx.Node]] = {}
         self.several: dict[fx.Node, tuple[tuple[fx.Node, ...] | fx.Node, tuple[Place, ...]]] = {}
+        self.back: dict[fx.Node, Dim] = {}  # of operations, where their results are exchanged to
         self.leaves: set[fx.Node] = set()
         self.whole: list[MadeWhole] = []
         self.later: dict[fx.Node, bool] = {}  # of values that were asked about
@@ -190,6 +220,29 @@ class _Propagation:
         self.streams = list(dict.fromkeys(shapes))
         for i, (x, place) in enumerate(zip(self.source.inputs, places, strict=True)):
             self._input(x, place, i in leaves)
+        inputs = dict(zip(self.source.inputs, given, strict=False))
+        self.given = {x: [(e, self._given(x, e)) for e in exchanged] for x, exchanged in inputs.items()}
+        self.ways: dict[fx.Node, tuple[fx.Node, Way]] = {}  # of what operations of one input make of an input
+        for x in inputs:
+            self._on_way(x, x, ())
+        for x in self.source.inputs if by_position else ():  # a block's input that is whole: of the batch
+            if self.place[x] is None and x not in self.leaves and stream and tuple(shape_of(x)) in self.streams:
+                self.place[x] = stream
+                self.made[x][stream] = self.write.cut(self.made[x][None], stream)
+
+    def _given(self, x: fx.Node, exchanged: Exchanged) -> fx.Node:
+        new, value = self.graph.placeholder(f"{x.name}_exchanged"), x.meta["val"]
+        shape = part(exchanged.shape, exchanged.place, self.n)
+        new.meta["val"] = compat.new_fake(value.fake_mode, shape, exchanged.dtype, value.device)
+        self.write.last_input = new
+        return new
+
+    def _on_way(self, node: fx.Node, source: fx.Node, way: Way) -> None:
+        """Takes what was given of a value that these operations make of an input."""
+        self.ways[node] = source, way
+        for exchanged, new in self.given[source]:
+            if exchanged.way == way and isinstance(node.meta["val"], torch.Tensor):
+                self.made[node].setdefault(exchanged.place, new)
 
     def _input(self, x: fx.Node, place: Place, leaf: bool) -> None:
         value = x.meta["val"]
@@ -209,8 +262,16 @@ class _Propagation:
     def _put(self, node: fx.Node, place: Place, new: fx.Node) -> None:
         self.place[node] = place
         self.made[node] = {place: new}
+        self._goes_on(node)
 
-    def result(self) -> CutFunction:
+    def _goes_on(self, node: fx.Node) -> None:
+        """Takes what was given of a value, where operations of one input make it of an input."""
+        before = node.all_input_nodes
+        if len(before) == 1 and before[0] in self.ways:
+            source, way = self.ways[before[0]]
+            self._on_way(node, source, (*way, _said(node)))
+
+    def result(self, handed_on: Sequence[Sequence[Exchanged]]) -> CutFunction:
         node = next(iter(self.source.graph.nodes))
         while node.op != "output":
             before = node.prev
@@ -221,14 +282,41 @@ class _Propagation:
             node = node.next
         outputs = self.source.outputs
         places: list[Place] = [self._out_place(x, want) for x, want in zip(outputs, self.wanted, strict=True)]
-        self.graph.output(tuple(self._get(x, place) for x, place in zip(outputs, places, strict=True)))
+        new = [self._get(x, place) for x, place in zip(outputs, places, strict=True)]
+        exchanged = [self._exchanged(x, want) for x, want in zip(outputs, self.wanted, strict=True)]
+        more = [(e, made[e]) for wanted, made in zip(handed_on, exchanged, strict=False) for e in wanted]
+        places += [e.place for e, _ in more]
+        self.graph.output((*new, *(node for _, node in more)))
         self.graph.eliminate_dead_code()
         number = self.write.number
         if number is not None and not number.users:
             self.graph.erase_node(number)
             number = None
         graph = Recorded(self.graph, self.source.constants)
-        return CutFunction(graph, tuple(places), number is not None, self._varies(graph), tuple(self.whole))
+        read = tuple(tuple(e for e, new in self.given.get(x, ()) if new.users) for x in self.source.inputs)
+        return CutFunction(
+            graph,
+            tuple(places),
+            number is not None,
+            self._varies(graph),
+            tuple(self.whole),
+            tuple(tuple(made) for made in exchanged),
+            read,
+        )
+
+    def _exchanged(self, output: fx.Node, want: Wanted | Dim | None) -> dict[Exchanged, fx.Node]:
+        """The exchanged values of an output that may have any place, and of what operations of one input make of it."""
+        found: dict[Exchanged, fx.Node] = {}
+        left: list[tuple[fx.Node, Way]] = [(output, ())] if want is Wanted.FREE and self.by_position else []
+        while left:
+            x, way = left.pop(0)
+            left += [(u, (*way, _said(u))) for u in x.users if u.op != "output" and u.all_input_nodes == [x]]
+            natural = self.place[x]
+            for place, new in self.made.get(x, {}).items():
+                if isinstance(place, Dim) and isinstance(natural, Dim) and place.dim != natural.dim:
+                    value = x.meta["val"]
+                    found[Exchanged(way, place, tuple(value.shape), value.dtype)] = new
+        return found
 
     def _varies(self, graph: Recorded) -> frozenset[fx.Node]:
         own = {x for x, place in zip(graph.inputs, self.places, strict=False) if place is not None}
@@ -269,6 +357,11 @@ class _Propagation:
         made, places = self.several[source]
         new = made[i] if isinstance(made, tuple) else self.write(operator.getitem, made, i)
         self._put(node, places[i], new)
+        back = self.back.get(source)
+        cut = isinstance(places[i], Dim) and len(shape_of(node)) > 3
+        if cut and back is not None and divides(shape_of(node), back, self.n):
+            self.place[node] = back
+            self._get(node, back)
         if source in self.leaves:
             self.leaves.add(node)
 
@@ -278,7 +371,7 @@ class _Propagation:
         if of is None or all(self.place[a] is None for a in node.all_input_nodes):
             return False
         with self.source.graph.inserting_before(node):
-            new = of(WholeOp(node, self.n, self.place), self.rewrite)
+            new = of(WholeOp(node, self.n, self.place, (), self.by_position), self.rewrite)
         if new is None:
             return False
         for user in list(node.users) if isinstance(new, tuple) else ():
@@ -293,14 +386,15 @@ class _Propagation:
         inputs = node.all_input_nodes
         whole = Strategy(dict.fromkeys(inputs), None)
         rule = rule_of(node.target)
-        op = WholeOp(node, self.n, self.place, self._asked(node))
+        op = WholeOp(node, self.n, self.place, self._asked(node), self.by_position)
         found = [s for s in rule(op) if self._fits(node, s)] if rule else []
         prices = [self._price(node, s) for s in (*found, whole)]
         best = (*found, whole)[prices.index(min(prices))]
         if best is whole or min(prices) == math.inf:
             best = whole
             gathered = [a for a in inputs if isinstance(self.place[a], Dim) and self._cost(a, None) > 0]
-            gathered = [a for a in gathered if self.place[a] != self.stream or a in self.leaves]
+            if self.by_position is None:  # else no operation should need all positions
+                gathered = [a for a in gathered if self.place[a] != self.stream or a in self.leaves]
             if gathered:
                 self._list(node, gathered)
         self._settle(node, best)
@@ -341,6 +435,9 @@ class _Propagation:
         if isinstance(node.meta["val"], (tuple, list)):
             self.place[node] = None
             self.several[node] = new, out
+            self._goes_on(node)
+            if strategy.back is not None:
+                self.back[node] = strategy.back
         else:
             assert isinstance(new, fx.Node)
             self._put(node, out[0], new)
@@ -529,6 +626,11 @@ class _Propagation:
             return False
         heavy = [a for a in node.all_input_nodes if not self._light(a)]
         return sum(a.meta["val"].numel() for a in heavy) < node.meta["val"].numel()
+
+
+def _said(node: fx.Node) -> str:
+    """An operation of one input, without it."""
+    return f"{node.target}{fx.map_arg((node.args, node.kwargs), lambda _: None)}"
 
 
 def _nbytes(node: fx.Node) -> int:

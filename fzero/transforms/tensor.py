@@ -17,6 +17,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, messag
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, applied
+from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.shard import Parallel
 from fzero.tree import dotted
@@ -27,13 +28,16 @@ Rules: TypeAlias = "Mapping[str, Rule] | Callable[[str, torch.Tensor], Rule]"
 
 
 @dataclass(frozen=True)
-class TensorParallel(Transform):
+class TensorParallel(Cutting):
     axis: str = "model"
     rules: tuple[tuple[str, Dim | None], ...] | Callable[[str, torch.Tensor], Rule] = ()
     sequence: bool = False
-    whole_bytes: int = 1 << 20
-    order: ClassVar[int] = 45
     name: ClassVar[str] = "tensor_parallel"
+    way_out: ClassVar[str] = "give the leaves that they read other rules (None leaves one whole)"
+
+    @property
+    def stream(self) -> Dim | None:
+        return Dim(1) if self.sequence else None
 
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Parallel) and self.axis in other.axes:
@@ -148,7 +152,7 @@ def tensor_parallel(
     if problems:
         fix = "of nn.Linear, e.g. fz.tensor_parallel(rules={'up.weight': 0, 'up.bias': 0, 'down.weight': 1})"
         raise FzeroTypeError(message("tensor_parallel", "invalid arguments", problems, fix))
-    return applied(TensorParallel(axis, given, sequence, parse_bytes(whole_bytes)), step)
+    return applied(TensorParallel(axis, parse_bytes(whole_bytes), given, sequence), step)
 
 
 def _wrong(glob: Any, rule: Any) -> str:

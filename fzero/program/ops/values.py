@@ -136,7 +136,9 @@ class Cast(Op[CastAttrs]):
             return
         for source, out in zip(sources, line.out, strict=True):
             here, there = source.placement, out.placement
-            summand = there.partial and here.kind != "shard" and not here.partial  # each rank's own, to be summed
+            # each rank's own, to be summed: along more axes than it is a summand already
+            more = {*here.partial} < {*there.partial} and (here.by == there.by or not here.partial)
+            summand = more and here.kind != "shard"
             if out.dtype != line.attrs.dtype or out.shape != source.shape or not (here == there or summand):
                 rules.bad(line, f"{source} becomes {out}")
             if source.dtype != sources[0].dtype:

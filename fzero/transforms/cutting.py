@@ -1,0 +1,45 @@
+"""Defines the common part of transforms whose functions compute with the parts that a mesh axis cuts values in:
+tensor_parallel, sequence_parallel. Acts on the program, in passes/cut.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fzero.boxes import Dim
+from fzero.layout import Leaf
+from fzero.trace.cut_rules import Attention
+from fzero.transforms.base import Transform
+
+
+@dataclass(frozen=True)
+class Cutting(Transform):
+    """A mesh axis along which every rank has the same batch and computes with its part of the values. An operation of
+    more than `whole_bytes` that every rank would compute whole is an error."""
+
+    axis: str = ""
+    whole_bytes: int = 1 << 20
+    order: ClassVar[int] = 45
+    way_out: ClassVar[str] = ""
+    """What to do about an operation that would be computed whole, besides to allow it."""
+
+    @property
+    def stream(self) -> Dim | None:
+        """The cut of what passes between blocks."""
+        return None
+
+    @property
+    def by_position(self) -> Attention | None:
+        """The way of attention over queries, keys and values that are cut by position; None if they are not."""
+        return None
+
+    def cut(self, leaf: Leaf) -> Dim | None:
+        """The cut of a parameter."""
+        return None
+
+    def check_passing(self, shapes: Sequence[Sequence[int]], n: int) -> None:
+        """Raises where values of these shapes, which blocks hand on, cannot be cut in n parts so."""
+
+    def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
+        """Raises where parameters cannot be cut so."""

@@ -1,0 +1,125 @@
+"""Cuts what passes between blocks by position over a mesh axis: sequence_parallel. Acts on the program, in
+passes/cut.py; around attention ranks exchange positions for heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fzero.arguments import keywords
+from fzero.boxes import Dim
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.trace.cut_rules import Attention, nearest
+from fzero.transforms.base import Transform, applied
+from fzero.transforms.cutting import Cutting
+from fzero.transforms.fp8 import Fp8
+from fzero.transforms.shard import DataParallel
+from fzero.units import parse_bytes, size
+
+_WAYS = ("auto", "heads", "keys")
+
+
+@dataclass(frozen=True)
+class SequenceParallel(Cutting):
+    axis: str = "seq"
+    attention: Attention = "auto"
+    order: ClassVar[int] = 44
+    name: ClassVar[str] = "sequence_parallel"
+    way_out: ClassVar[str] = (
+        "use operations that keep positions apart (to shift labels, not logits: F.pad(y[:, 1:], (0, 1), value=-100))"
+    )
+
+    def conflict(self, other: Transform) -> str | None:
+        if isinstance(other, DataParallel) and other.axis == self.axis:
+            return f"along {self.axis!r} every rank has the same rows: let {other.name} name another axis"
+        if isinstance(other, Cutting) and not isinstance(other, SequenceParallel):
+            return "values are cut over one axis: leave one out, or use fz.tensor_parallel(sequence=True)"
+        if isinstance(other, Fp8):
+            return "fp8 scales whole values, and these are computed in parts"
+        return super().conflict(other)
+
+    @property
+    def stream(self) -> Dim | None:
+        return Dim(1)
+
+    @property
+    def by_position(self) -> Attention | None:
+        return self.attention
+
+    def check_passing(self, shapes: Sequence[Sequence[int]], n: int) -> None:
+        """Raises where no values with positions pass between blocks, or these do not divide."""
+        if not shapes:
+            what = "does nothing: no values [batch, positions, ...] pass between blocks"
+            fix = "mark the function of a layer with fz.block; of a module, its layers are blocks"
+            raise FzeroValueError(message(self.name, what, fix=fix))
+        largest = max(shapes, key=math.prod)
+        if (length := largest[1]) % n:
+            near = " or ".join(str(x) for x in nearest(length, n))
+            problems = [f"values {list(largest)} between blocks: dim 1 of {length} is not a multiple of {n}"]
+            fix = f"a sequence of {near} positions, or another size of {self.axis!r}"
+            raise FzeroValueError(message(self.name, f"cannot cut positions over {self.axis!r}", problems, fix))
+
+    def __str__(self) -> str:
+        said = [] if self.attention == "auto" else [f"attention={self.attention!r}"]
+        said += [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
+        return f"{self.name}({', '.join([f'axis={self.axis!r}', *said])})"
+
+
+@keywords
+def sequence_parallel(
+    step: Any = None, *, axis: str = "seq", attention: Attention = "auto", whole_bytes: int | str = "1MiB"
+) -> Any:
+    """Cuts what passes between blocks by position over `axis`; around attention ranks exchange positions for heads.
+
+    Equal to the untransformed step, up to the order of summation. Every rank along `axis` has the same rows, whole;
+    their tokens are cut inside, along dim 1 of what blocks hand on. The trace sees the whole sequence, so that shifts,
+    masks and positions are right. Parameters are whole over `axis`, unless a ZeRO stage names it beside its own axes:
+    `fz.shard_params(axis=("data", "seq"))`. It cuts no batch.
+
+    Args:
+        step: a training or evaluation step; without one a transform is returned.
+        axis: the mesh axis.
+        attention: how `scaled_dot_product_attention` has all positions. "heads": ranks exchange positions for heads,
+            and back; heads of keys that are fewer are sent to each rank that reads them. "keys": keys and values are
+            gathered, queries stay. "auto": heads, where the heads of the queries divide by the axis. Attention that is
+            written in products gathers keys and values.
+        whole_bytes: an operation whose whole inputs take more bytes than this on a rank is an error instead.
+
+    Communication: "heads": an attention exchanges 4 values of its size (queries, keys, values, results) in the forward
+        and 4 in the backward: (S-1)/S of a rank's part each, less for keys of fewer heads. "keys": it gathers 2 in the
+        forward and 2 in the backward, and scatters 2 sums: (S-1)/S of the whole each. Gradients are reduced over `axis`
+        as over a batch axis.
+    Memory: 1/S of activations. "heads" keeps the results of attention by position and by head; "keys" has the keys and
+        values of a layer whole, and a mask of [T/S, T] where it is causal.
+
+    Raises:
+        FzeroTypeError: an `axis` that is not a name, another `attention`.
+        FzeroValueError: when the program is built, positions, or heads that are asked for, that do not divide; a step
+            without blocks; an operation above `whole_bytes`.
+        TransformError: `data_parallel` over `axis`; `tensor_parallel`; `fp8`.
+
+    Paper: Jacobs et al., DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
+        transformer models, 2023. "keys": Grattafiori et al., The Llama 3 herd of models, 2024, section 3.3.2.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> import torch.nn.functional as F
+        >>> @fz.block
+        ... def layer(p, x):
+        ...     q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in (x @ p["qkv"]).chunk(3, -1))
+        ...     return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["out"]
+        >>> def loss(params, x):
+        ...     return layer(params, x).square().mean()
+        >>> step = fz.sequence_parallel(fz.eval_step(loss))
+        >>> params = {"qkv": torch.empty(32, 96, device="meta"), "out": torch.empty(32, 32, device="meta")}
+        >>> lowered = fz.lower(step, fz.AbstractMesh(seq=4), params, (torch.empty(2, 64, 32, device="meta"),))
+        >>> [(line.op, len(line.args)) for line in lowered.program.lines if line.op.startswith("all_to_all")]
+        [('all_to_all_start', 3), ('all_to_all_start', 1)]
+    """
+    problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
+    problems += [] if attention in _WAYS else [f"attention={attention!r}: one of {', '.join(map(repr, _WAYS))}"]
+    if problems:
+        raise FzeroTypeError(message("sequence_parallel", "invalid arguments", problems, "e.g. axis='seq'"))
+    return applied(SequenceParallel(axis=axis, attention=attention, whole_bytes=parse_bytes(whole_bytes)), step)
