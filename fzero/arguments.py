@@ -27,7 +27,8 @@ Predicate = Callable[[str, torch.Tensor], bool]
 
 
 def keywords(fn: Callable[P, R]) -> Callable[P, R]:
-    """The same function, which says which keywords it takes where one is unknown, or a value lacks its keyword.
+    """The same function, which says which keywords it takes where one is unknown or lacking, or a
+    value lacks its keyword.
 
     Example:
         >>> keywords(number)("x", 1, at_last=0)
@@ -39,6 +40,7 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
     takes = inspect.signature(fn).parameters
     by_name = [f"{name}=" for name, x in takes.items() if x.kind is x.KEYWORD_ONLY]
     most = len(takes) - len(by_name) if not any(x.kind is x.VAR_POSITIONAL for x in takes.values()) else sys.maxsize
+    needed = [name for name, x in takes.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,9 +48,13 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
             given = ", ".join(type(x).__name__ for x in args)
             what = f"takes {most} argument{'s' * (most != 1)} without a name, not {len(args)} ({given})"
             raise FzeroTypeError(message(fn.__name__, what, fix=f"name the others: {', '.join(by_name)}"))
-        if kwargs.keys() <= takes.keys():
-            return fn(*args, **kwargs)
         unknown = [name for name in kwargs if name not in takes]
+        lacking = [name for name in needed[len(args) :] if name not in kwargs]
+        if not unknown and not lacking:
+            return fn(*args, **kwargs)
+        if not unknown:
+            what = f"lacks {', '.join(lacking)}"
+            raise FzeroTypeError(message(fn.__name__, what, fix=f"it takes {', '.join(takes)}"))
         meant = [x for name in unknown for x in _nearest(name, takes)]
         fix = (f"did you mean {', '.join(meant)}? " if meant else "") + f"It takes {', '.join(takes)}"
         what = f"no argument {', '.join(map(repr, unknown))}"

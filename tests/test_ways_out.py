@@ -176,6 +176,10 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: fz.tensor_parallel(fz.train_step(_own, optim.sgd(0.1)), {"up": 1}),  # type: ignore[call-arg]
         ("takes 1 argument without a name, not 2 (Step, dict)\nFix: name the others: axis=, rules=, ",),
     ),
+    "no mesh": (
+        lambda: fz.compile(fz.train_step(_own, optim.sgd(0.1))),  # type: ignore[call-arg]
+        ("fzero.compile: lacks mesh\nFix: it takes step, mesh, ",),
+    ),
     "a tensor in a dict of a module": (
         lambda: _trained(Masked(), (X, Y)),
         ("reads a tensor that is not one of its arguments", "one in a list or dict: self.register_buffer(name, x)"),

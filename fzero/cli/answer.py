@@ -10,7 +10,7 @@ from typing import Any
 
 from fzero.cli.hf import OfModel, Script
 from fzero.lowering.lowered import Lowered
-from fzero.plan.cost import DISK
+from fzero.plan.cost import DISK, HOST
 from fzero.plan.plan import Plan
 from fzero.plan.process import ProcessPart
 from fzero.plan.render import TextTable, assumed
@@ -167,7 +167,7 @@ class Answer:
         """Flags that make the step faster, where the plan knows."""
         plan, of, out = self.plan, self.of, list[str]()
         channels = plan.channels
-        moved = {q for q in (DISK, "to_device") if q in channels and plan.busy[q] > plan.busy["compute"]}
+        moved = {q for q in (DISK, "to_device", HOST) if q in channels and plan.busy[q] > plan.busy["compute"]}
         if moved:
             queue = max(moved, key=lambda q: plan.busy[q])
             hidden = plan.busy[queue] / max(plan.busy["compute"], 1e-9) * of.accumulate  # by so many micro-batches
@@ -190,12 +190,20 @@ class Answer:
         return out
 
     def fits(self) -> str:
-        """The last line."""
+        """The last line, and one of the host's memory where that has a budget."""
         limit = self.lowered.budget.nbytes if self.lowered.budget else None
         if limit is None:
             return f"{size(self.plan.peak_bytes)} at the peak"
-        left = limit - self.plan.peak_bytes
-        return f"fits {size(limit)}: {size(self.plan.peak_bytes)} at the peak, {size(left)} to spare"
+        on_device = self.plan.device.asynchronous
+        besides = self.process_bytes("device" if on_device else "host")
+        left = limit - self.plan.peak_bytes - besides
+        text = f"fits {size(limit)}: {size(self.plan.peak_bytes)} at the peak and {size(besides)} of the process, "
+        text += f"{size(left)} to spare" if left >= 0 else f"{size(-left)} of it in what the device has beyond"
+        budget = self.lowered.budget
+        if on_device and budget is not None and budget.host is not None and self.plan.host_peak_bytes:
+            used = size(self.plan.host_peak_bytes + self.process_bytes("host"))
+            text = f"host memory: {used} of {size(budget.host)}\n{text}"
+        return text
 
     def text(self) -> str:
         """The lines after the tables."""

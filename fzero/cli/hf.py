@@ -192,7 +192,7 @@ def as_flags(refusal: str) -> str:
 _FLAGS = {
     r"fz\.offload\(.auto., path=DIR\)": "--offload auto --scratch DIR, with --host-budget and --disk-budget",
     r"fz\.offload\(.cpu.": "--offload cpu --host-budget SIZE",
-    r"fz\.offload\(.nvme.": "--offload nvme --scratch DIR",
+    r"fz\.offload\(.nvme., \(": "--offload nvme --scratch DIR",
     r"fz\.remat\(.full.\)": "--remat full",
     r"fz\.shard_params\(axis": "--zero 3",
     r"vertical=True": "--accumulate N --vertical",

@@ -135,12 +135,13 @@ def would_hold(step: Step, mesh: AbstractMesh, params: Any, found: AtRest, limit
 
 
 def off_device(mesh: AbstractMesh, found: AtRest) -> list[str]:
-    """The tiers that would take what rests on the device."""
+    """The tiers that would take what rests on the device. Gradients that wait on the host come on top."""
     if mesh.unified_memory:
         return [f"with fz.offload('nvme', ('opt_state', 'params'), path=DIR): {size(found.total)} of disk a rank"]
+    more = "and room for gradients there"
     return [
-        f"with fz.offload('cpu', ('opt_state', 'params')): about {size(found.total)} of host memory a rank",
-        f"with fz.offload('auto', path=DIR): about {size(found.total)} of host memory and disk together a rank",
+        f"with fz.offload('cpu', ('opt_state', 'params')): at least {size(found.total)} of host memory a rank, {more}",
+        f"with fz.offload('auto', path=DIR): at least {size(found.total)} of host memory and disk a rank, {more}",
     ]
 
 
