@@ -190,7 +190,7 @@ class Answer:
         return out
 
     def fits(self) -> str:
-        """The last line, and one of the host's memory where that has a budget."""
+        """The last line, with the host's memory where that has a budget."""
         limit = self.lowered.budget.nbytes if self.lowered.budget else None
         if limit is None:
             return f"{size(self.plan.peak_bytes)} at the peak"
@@ -202,7 +202,7 @@ class Answer:
         budget = self.lowered.budget
         if on_device and budget is not None and budget.host is not None and self.plan.host_peak_bytes:
             used = size(self.plan.host_peak_bytes + self.process_bytes("host"))
-            text = f"host memory: {used} of {size(budget.host)}\n{text}"
+            text += f"; of {size(budget.host)} of host memory {used} are used"
         return text
 
     def text(self) -> str:
