@@ -364,7 +364,8 @@ def test_the_readmes_figures_are_those_measured():
     )
     assert f"{float(step):.0f} ms a step, {rate} tokens/s, {whole} for each process" in readme
     seconds, tokens, share = measured("headline.md")["4, vertical"][1:4]
-    assert f"**{float(seconds):.0f} s a step, {tokens} million tokens a day**, at {share[:-1]} %" in readme
+    said = f"**{float(seconds):.0f} s a step of 65,536 tokens, {tokens} million a day**, at {share[:-1]} %"
+    assert said in readme
     lost = measured("elastic_peers.md")
     ours, theirs = lost["fz.run: memory, and a checkpoint"], lost["torchrun, FSDP2, DCP save"]
     assert f"{ours[1]} CPU seconds and no step done again" in readme and ours[0] == "0 and 0"
