@@ -246,6 +246,40 @@ def test_what_reads_all_positions_is_equal_and_named():
         lowered(AbstractMesh(seq=2), loss=loss_of(last=sliced), whole_bytes="1KiB")
 
 
+@fz.block
+def mixing(p, x):
+    """Operations that read all positions: a causal convolution of each channel, a running mean."""
+    kept = F.conv1d(F.pad(x.transpose(1, 2), (2, 0)), p["conv"], groups=WIDTH).transpose(1, 2)
+    return x + kept @ p["out"] + p["scale"] * x.cumsum(1) / LENGTH
+
+
+def mixed(p, batch):
+    x = p["emb"][batch["x"]] + p["position"]
+    for block in p["layers"]:
+        x = mixing(block, x)
+    return shifted(x @ p["head"], batch["x"])
+
+
+MIXED = {
+    "parameters over both axes": [fz.shard_params(axis=BOTH)],
+    "positions first": [fz.shard_params(axis=("seq", "data")), fz.accumulate(2)],
+    "gradients": [fz.shard_grads(axis=BOTH), fz.accumulate(2, vertical=True)],
+    "data alone": [fz.shard_opt_state()],
+}
+
+
+@pytest.mark.parametrize("way", MIXED)
+def test_gradients_of_what_reads_all_positions(way):
+    """They are whole on every rank along the axis: the reduction over it has one summand of each."""
+    g = torch.Generator().manual_seed(3)
+    whole = {"emb": (WORDS, WIDTH), "head": (WIDTH, WORDS), "position": (LENGTH, WIDTH)}
+    layer = {"conv": (WIDTH, 1, 3), "out": (WIDTH, WIDTH), "scale": (WIDTH,)}
+    make = lambda shapes: {k: torch.randn(s, generator=g) * 0.3 for k, s in shapes.items()}  # noqa: E731
+    made = step(*MIXED[way], loss=mixed)
+    where = AbstractMesh(data=2, seq=2)
+    fz.testing.check_equivalent(made, make(whole) | {"layers": [make(layer), make(layer)]}, batch(), where)
+
+
 def test_a_mesh_with_one_rank_along_the_axis_is_the_plain_one():
     program = lowered(AbstractMesh(data=2, seq=1), fz.shard_params(axis=BOTH)).program
     assert not any("seq" in x.axes for x, _ in program.walk())

@@ -42,13 +42,13 @@ def rewrite(program: Program, zero: Zero) -> Program:
         FzeroValueError: operations that every rank would have to compute whole, of more bytes than the spec allows.
     """
     for spec in zero.cutting:
-        program = _ToParts(program, spec).run()
+        program = _ToParts(program, spec, zero).run()
     return program
 
 
 class _ToParts:
-    def __init__(self, program: Program, spec: Cutting):
-        self.program, self.spec, self.axis = program, spec, spec.axis
+    def __init__(self, program: Program, spec: Cutting, zero: Zero):
+        self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
         self.n = program.mesh.axes[spec.axis]
         self.functions, self.names = Functions(), Names(program.values())
         self.places: dict[str, Place] = {}
@@ -102,7 +102,7 @@ class _ToParts:
         summands = {*program.sums, *(update.attrs.sums if update else ())}
         whole = {*program.outputs, *(update.attrs.maxima if update else ())}
         self.wanted = dict.fromkeys(whole) | dict.fromkeys(summands, Wanted.SUMMAND)
-        self.wanted |= {g: self._dim(leaf) or Wanted.SUMMAND for leaf, g in program.grads.items()}
+        self.wanted |= {g: self._dim(leaf) or self._summand(leaf) for leaf, g in program.grads.items()}
         # the sums that another line of the loss reads are wanted whole
         read = {a for line in program.lines if line.of_sums for a in line.args}
         self.wanted |= {a: Wanted.SUMMAND for a in read if a in summands}
@@ -112,6 +112,11 @@ class _ToParts:
                 for source, v in zip(line.args, line.out, strict=False):
                     if v.name in self.wanted:
                         self.wanted[source] = self.wanted[v.name]
+
+    def _summand(self, leaf: str) -> Wanted:
+        """The place of a gradient of a leaf that functions read whole: always a summand where its state is cut over the
+        axis, for the reduction scatters it."""
+        return Wanted.PARTIAL if self.axis in self.zero.opt_state(self.program.leaves[leaf]) else Wanted.SUMMAND
 
     def _passing(self) -> list[str]:
         """The values that pass between blocks and are cut by position: of the shapes that blocks hand on."""
@@ -191,7 +196,7 @@ class _ToParts:
         """The function of a call on parts; None if it has nothing to do with the axis."""
         places: tuple[Place, ...] = tuple(self.places[a] for a in line.args)
         wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in line.out)
-        if not any(isinstance(place, Dim) for place in (*places, *wanted)):
+        if not any(isinstance(place, Dim) or place is Wanted.PARTIAL for place in (*places, *wanted)):
             return None
         leaves = frozenset(i for i, a in enumerate(line.args) if a in self.leaves)
         given = tuple(self.exchanged.get(a, ()) for a in line.args)

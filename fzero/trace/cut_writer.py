@@ -122,6 +122,11 @@ class GraphWriter:
         y = self(aten.index_select.default, y, dim + 1, self.index())
         return self.view(y, part(shape, place, self.n))
 
+    def first_ranks(self, x: fx.Node) -> fx.Node:
+        """A whole value as a summand: the first rank has all of it, the others zeros."""
+        first = self(aten.eq.Scalar, self.view(self.index(), [1] * len(shape_of(x))), 0)
+        return self(aten.where.ScalarOther, first, x, 0)
+
     def parts(self, x: fx.Node, place: Dim) -> fx.Node:
         """Every part of a value, [n, *part], contiguous."""
         shape, (dim, groups) = shape_of(x), place

@@ -78,6 +78,7 @@ class Wanted(enum.StrEnum):
 
     FREE = "free"  # whatever it has, but never partial
     SUMMAND = "summand"  # partial if it is, else whole
+    PARTIAL = "partial"  # a summand of a rank whatever it is: of a whole value the first rank has all
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def propagate(
     graph: Recorded,
     n: int,
     places: Sequence[Place],
-    wanted: Sequence[Wanted | Literal["free", "summand"] | Dim | None],
+    wanted: Sequence[Wanted | Literal["free", "summand", "partial"] | Dim | None],
     *,
     leaves: frozenset[int] = frozenset(),
     stream: Dim | None = None,
@@ -333,6 +334,8 @@ class _Propagation:
             return want
         if want is Wanted.SUMMAND:
             return PARTIAL if place == PARTIAL and None not in made else None
+        if want is Wanted.PARTIAL:
+            return PARTIAL
         if place != PARTIAL:
             return None if None in made and self.stream is None else place
         return next((p for p in made if p != PARTIAL), None)
@@ -513,7 +516,7 @@ class _Propagation:
         for user in node.users:
             if user.op == "output":
                 outputs = zip(self.source.outputs, self.wanted, strict=True)
-                if any(x is node and w is not Wanted.SUMMAND for x, w in outputs):
+                if any(x is node and w not in (Wanted.SUMMAND, Wanted.PARTIAL) for x, w in outputs):
                     return False
             elif not ((user.target in _PASSING or is_view(user)) and self._summed_later(user)):
                 return False
@@ -578,6 +581,8 @@ class _Propagation:
 
     def _converted(self, node: fx.Node, want: Place) -> fx.Node:
         made = self.made[node]
+        if want == PARTIAL:
+            return self.write.first_ranks(self._get(node, None))
         root = self._root(node)
         if want is None and root is not None:
             views = node.all_input_nodes[0] if node.target is operator.getitem else node
