@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx as fx
@@ -17,12 +17,13 @@ import torch.fx as fx
 from fzero.boxes import Dim
 from fzero.errors import FzeroValueError, message
 from fzero.passes.zero import Zero
-from fzero.program.attrs import GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
+from fzero.program.attrs import AddAttrs, GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
-from fzero.trace import cuts
-from fzero.trace.cuts import PARTIAL, CutFunction, Exchanged, Place, Wanted
+from fzero.trace import cuts, rows
+from fzero.trace.cut_rules import OWN, PARTIAL, Met, Place, part
+from fzero.trace.cuts import CutFunction, Exchanged, Wanted
 from fzero.trace.segments import CallStep, ExchangeStep, Segments, segments
 from fzero.transforms.cutting import Cutting
 from fzero.units import size
@@ -51,8 +52,10 @@ class _ToParts:
         self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
         self.n = program.mesh.axes[spec.axis]
         self.functions, self.names = Functions(), Names(program.values())
-        self.places: dict[str, Place] = {}
-        self.started: dict[str, list[Place]] = {}  # by handle
+        self.places: dict[str, Place | Met | Literal["own"]] = {}
+        update = program.update
+        self.maxima = {*(update.attrs.maxima if update else ())}
+        self.maxima |= {a for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max" for a in x.args}
         self.leaves: set[str] = set()  # parameters, and casts of them
         self.wanted: dict[str, Wanted | Dim | None] = {}
         self.known: dict[Any, CutFunction] = {}
@@ -89,7 +92,8 @@ class _ToParts:
         computed = leaf is not None and leaf.role in ("params", "compute")
         if computed:
             self.leaves.add(value.name)
-        return self._put(value, self._dim(value.name) if computed else None)
+        own = leaf is None and self.spec.cuts_batch
+        return self._put(value, self._dim(value.name) if computed else OWN if own else None)
 
     def _dim(self, name: str) -> Dim | None:
         """The cut of a leaf along the axis."""
@@ -102,6 +106,9 @@ class _ToParts:
         summands = {*program.sums, *(update.attrs.sums if update else ())}
         whole = {*program.outputs, *(update.attrs.maxima if update else ())}
         self.wanted = dict.fromkeys(whole) | dict.fromkeys(summands, Wanted.SUMMAND)
+        if self.spec.cuts_batch:
+            added = {a for x in program.lines if x.op == "add" for a in x.args}
+            self.wanted |= dict.fromkeys(added | self.maxima, Wanted.SUMMAND)
         self.wanted |= {g: self._dim(leaf) or self._summand(leaf) for leaf, g in program.grads.items()}
         # the sums that another line of the loss reads are wanted whole
         read = {a for line in program.lines if line.of_sums for a in line.args}
@@ -116,7 +123,7 @@ class _ToParts:
     def _summand(self, leaf: str) -> Wanted:
         """The place of a gradient of a leaf that functions read whole: always a summand where its state is cut over the
         axis, for the reduction scatters it."""
-        return Wanted.PARTIAL if self.axis in self.zero.opt_state(self.program.leaves[leaf]) else Wanted.SUMMAND
+        return Wanted.PARTIAL if not self.spec.cuts_batch and self.axis in self.zero.opt_state(self.program.leaves[leaf]) else Wanted.SUMMAND
 
     def _passing(self) -> list[str]:
         """The values that pass between blocks and are cut by position: of the shapes that blocks hand on."""
@@ -154,15 +161,28 @@ class _ToParts:
             if (found := tuple(x for x in offered if x in self.read[a]))
         }
 
-    def _put(self, value: Value, place: Place) -> Value:
+    def _put(self, value: Value, place: Place | Met | Literal["own"]) -> Value:
         """A value with its place along the axis."""
         self.places[value.name] = place
         at = value.placement
         if isinstance(place, Dim):
             at = replace(at, cuts=(*at.cuts, (self.axis, place)))
         elif place == PARTIAL:
-            at = replace(at, partial=(*at.partial, self.axis))
-        return replace(value, placement=at)
+            by = "max" if value.name in self.maxima else at.by
+            at = replace(at, partial=(*at.partial, self.axis), by=by)
+        elif place is not None:
+            at = replace(at, kind="local", axes=(*at.axes, self.axis))
+        return replace(value, shape=tuple(part(value.shape, place, self.n)) if isinstance(place, Met) else value.shape, placement=at)
+
+    def _whole(self, line: Line, value: Value) -> Value:
+        """A result of a line that computes with no parts: where ranks have rows of their own, it is of these."""
+        place: Literal["own", "partial"] | None = None
+        if self.spec.cuts_batch and not isinstance(line.attrs, UpdateAttrs) and not line.of_sums:
+            read = [self.places[a] for a in line.args]
+            summand = self.wanted.get(value.name) is Wanted.SUMMAND
+            own = line.op in ("part_index", "take_part") or any(x is not None and not isinstance(x, Dim) for x in read)
+            place = PARTIAL if summand else OWN if own else None
+        return self._put(value, place)
 
     def _line(self, line: Line) -> list[Line]:
         if line.op == "call":
@@ -170,7 +190,7 @@ class _ToParts:
         if line.fn:
             self.functions.by_name.setdefault(line.fn, self.program.functions[line.fn])
         if isinstance(line.attrs, UpdateAttrs) or line.op != "cast":
-            return [replace(line, out=tuple(self._put(v, None) for v in line.out))]
+            return [replace(line, out=tuple(self._whole(line, v) for v in line.out))]
         self.leaves |= {v.name for a, v in zip(line.args, line.out, strict=False) if a in self.leaves}
         out = (self._put(v, self.places[a]) for a, v in zip(line.args, line.out, strict=False))
         return [replace(line, out=tuple(out))]
@@ -180,7 +200,7 @@ class _ToParts:
         if made is None:
             function = self.program.functions[line.fn]
             fn = self.functions.add(line.fn, function.graph, function.writes)
-            return [replace(line, fn=fn, out=tuple(self._put(v, None) for v in line.out))]
+            return [replace(line, fn=fn, out=tuple(self._whole(line, v) for v in line.out))]
         if made not in self.segments:
             like = [x.meta["val"] for x in self.program.functions[line.fn].graph.outputs]
             self.segments[made] = segments(made, [*like, *(x.meta["val"] for x in made.graph.outputs[len(like) :])])
@@ -194,10 +214,15 @@ class _ToParts:
 
     def _made(self, line: Line) -> CutFunction | None:
         """The function of a call on parts; None if it has nothing to do with the axis."""
-        places: tuple[Place, ...] = tuple(self.places[a] for a in line.args)
+        places = tuple(self.places[a] for a in line.args)
         wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in line.out)
-        if not any(isinstance(place, Dim) or place is Wanted.PARTIAL for place in (*places, *wanted)):
+        if not any(isinstance(place, (Dim, Met)) or place is Wanted.PARTIAL for place in (*places, *wanted)):
             return None
+        if self.spec.cuts_batch:
+            if (line.fn, places, wanted) not in self.known:
+                graph = self.program.functions[line.fn].graph
+                self.known[line.fn, places, wanted] = rows.propagate(graph, self.n, places, wanted)
+            return self.known[line.fn, places, wanted]
         leaves = frozenset(i for i, a in enumerate(line.args) if a in self.leaves)
         given = tuple(self.exchanged.get(a, ()) for a in line.args)
         handed_on = tuple(self.exchanged.get(v.name, ()) for v in line.out)

@@ -310,14 +310,17 @@ class _Rewrite:
         out = []
         for value in line.out:
             self.own |= {value.name} if local else set()
+            # what these axes cut, or sum, is of all of their rows
+            cut = {*value.placement.partial, *(axis for axis, _ in value.placement.cuts)}
+            axes = tuple(a for a in self.zero.batch_axes if a not in cut)
             summand = value.name in self.grads or value.name in (*self.sums, *self.maxima) or value.name in self.added
             by = "max" if value.name in self.maxima or value.name in self.of_maxima else "sum"
             if value.placement == MOVING:
                 placement = MOVING
             elif summand and self.zero.batch_axes:
-                placement = _both(Placement(partial=self.zero.batch_axes, by=by), value.placement)
+                placement = _both(Placement(partial=axes, by=by) if axes else WHOLE, value.placement)
             else:
-                placement = _both(self.local if local else WHOLE, value.placement)
+                placement = _both(Placement("local", axes) if local and axes else WHOLE, value.placement)
             self.placement[value.name] = placement
             out.append(replace(value, placement=placement))
         line = line.saying(axes=self.zero.batch_axes) if line.op == "part_index" else line
@@ -502,12 +505,12 @@ def _both(over_batch: Placement, computed: Placement) -> Placement:
     if computed == WHOLE:
         return over_batch
     assert not computed.partial or not over_batch.partial or computed.by == over_batch.by, (over_batch, computed)
-    local = (*over_batch.axes, *(computed.axes if computed.kind == "local" else ()))
+    local = tuple(dict.fromkeys((*over_batch.axes, *(computed.axes if computed.kind == "local" else ()))))
     return replace(
         over_batch,
         kind="local" if local else over_batch.kind,
         axes=local,
-        partial=(*over_batch.partial, *computed.partial),
+        partial=tuple(dict.fromkeys((*over_batch.partial, *computed.partial))),
         by=computed.by if computed.partial else over_batch.by,
         cuts=computed.cuts,
     )

@@ -40,11 +40,12 @@ class Zero:
     def batch_axes(self) -> tuple[str, ...]:
         """Axes along which the batch is cut, in mesh order."""
         wanted = {a for r in self.specs for a in r.axes}.difference(self.computed)
+        wanted |= {spec.axis for spec in self.cutting if spec.cuts_batch}
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Axes along which functions compute with parts of one batch."""
+        """Axes along which functions compute with parts: of one batch, or of experts."""
         return tuple(spec.axis for spec in self.cutting)
 
     def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:

@@ -23,6 +23,18 @@ aten = torch.ops.aten
 Place = Dim | Literal["partial"] | None
 """The place of a value along an axis: cut, a summand on each rank, or whole."""
 PARTIAL: Literal["partial"] = "partial"
+OWN: Literal["own"] = "own"
+"""The place of a value that each rank has its own of: of its rows of the batch."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """The place of all ranks' rows of a part of the experts: `dim` is cut, and `rows` has those of each rank."""
+
+    dim: int
+    rows: int
+
+
 Attention = Literal["auto", "heads", "keys"]
 
 
@@ -148,16 +160,20 @@ def values_of(node: fx.Node) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def part(shape: Sequence[int], place: Place, n: int) -> list[int]:
+def part(shape: Sequence[int], place: Place | Met | Literal["own"], n: int) -> list[int]:
     """The shape of a rank's part."""
     out = list(shape)
-    if isinstance(place, Dim):
+    if isinstance(place, (Dim, Met)):
         out[place.dim] //= n
+    if isinstance(place, Met):
+        out[place.rows] *= n
     return out
 
 
-def divides(shape: Sequence[int], place: Place, n: int) -> bool:
+def divides(shape: Sequence[int], place: Place | Met, n: int) -> bool:
     """Whether a value of this shape has equal parts at a place."""
+    if isinstance(place, Met):
+        return max(place.dim, place.rows) < len(shape) and shape[place.dim] > 0 and shape[place.dim] % n == 0
     if not isinstance(place, Dim):
         return True
     return place.dim < len(shape) and shape[place.dim] > 0 and shape[place.dim] % (place.groups * n) == 0

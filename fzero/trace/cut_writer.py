@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.boxes import Dim
-from fzero.trace.cut_rules import PARTIAL, Place, part, positional, shape_of
+from fzero.trace.cut_rules import PARTIAL, Met, Place, part, positional, shape_of
 from fzero.trace.meta_cache import FakeResults
 
 aten = torch.ops.aten
@@ -147,7 +147,7 @@ class GraphWriter:
         shape[dim] *= self.n
         return self.packed(self.view(y, shape))
 
-    def converted(self, x: fx.Node, have: Place, want: Place) -> fx.Node:
+    def converted(self, x: fx.Node, have: Place | Met, want: Place | Met) -> fx.Node:
         """A value that is at one place, at another."""
         if have is None and isinstance(want, Dim):
             return self.cut(x, want)
@@ -157,11 +157,21 @@ class GraphWriter:
             rows = self.parts(x, want)
             row = self.mark(reduce_scatter, rows, [1, *shape_of(rows)[1:]])
             return self.view(row, shape_of(rows)[1:])
+        if isinstance(want, Met):
+            assert have is None, (x, have, want)
+            return self._exchanged(x, Dim(want.dim), Dim(want.rows))
+        if isinstance(have, Met):
+            assert want is None, (x, have, want)
+            return self._exchanged(x, Dim(have.rows), Dim(have.dim))
         assert isinstance(have, Dim), (x, have, want)
         if want is None:
             shape = shape_of(x)
             rows = self.mark(all_gather, self.view(self.packed(x), [1, *shape]), [self.n, *shape])
             return self.joined(rows, have)
         assert isinstance(want, Dim) and want.dim != have.dim, (x, have, want)
-        rows = self.parts(x, want)
-        return self.joined(self.mark(all_to_all, rows, shape_of(rows)), have)
+        return self._exchanged(x, want, have)
+
+    def _exchanged(self, x: fx.Node, sent: Dim, joined: Dim) -> fx.Node:
+        """A value whose parts along one dim went to each rank, joined along another of those that came."""
+        rows = self.parts(x, sent)
+        return self.joined(self.mark(all_to_all, rows, shape_of(rows)), joined)

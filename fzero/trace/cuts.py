@@ -29,6 +29,7 @@ from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
     PARTIAL,
     Attention,
+    Met,
     Place,
     Strategy,
     WholeOp,
@@ -121,7 +122,7 @@ class CutFunction:
     """
 
     graph: Recorded
-    places: tuple[Place, ...]
+    places: tuple[Place | Met | Literal["own"], ...]
     has_index: bool
     varies: frozenset[fx.Node]
     whole: tuple[MadeWhole, ...]

@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from fzero.trace.cuts import MARKERS, PARTIAL, CutFunction, all_gather, all_reduce, reduce_scatter
+from fzero.trace.cut_rules import OWN
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import is_view, strides_guessed
@@ -122,7 +123,7 @@ def _lay_out(cut: CutFunction, like: Sequence[torch.Tensor]) -> None:
     last, new = graph.output_node(), []
     for node, place, before in zip(cut.graph.outputs, cut.places, like, strict=True):
         value = node.meta["val"]
-        strides = before.stride() if place is None else _packed(value).stride()
+        strides = before.stride() if place in (None, OWN) else _packed(value).stride()
         with graph.inserting_before(last):
             if value.stride() != strides or (node.op == "call_function" and strides_guessed(node, MARKERS)):
                 node = _strided(graph, node, strides)

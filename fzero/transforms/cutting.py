@@ -15,12 +15,14 @@ from fzero.transforms.base import Transform
 
 @dataclass(frozen=True)
 class Cutting(Transform):
-    """A mesh axis along which every rank has the same batch and computes with its part of the values. An operation of
+    """A mesh axis along which every rank computes with its part of the values. An operation of
     more than `whole_bytes` that every rank would compute whole is an error."""
 
     axis: str = ""
     whole_bytes: int = 1 << 20
     order: ClassVar[int] = 45
+    cuts_batch: ClassVar[bool] = False
+    """Whether ranks along the axis have rows of their own; else they have the same batch."""
     way_out: ClassVar[str] = ""
     """What to do about an operation that would be computed whole, besides to allow it."""
 
