@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fzero import checkpoint, data, deepspeed, errors, hf, optim, random, testing, tree
+    from fzero import checkpoint, data, deepspeed, errors, experts, hf, optim, random, testing, tree
     from fzero.build.build import has_compiler
     from fzero.elastic.health import Health
     from fzero.elastic.loop import Run
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fzero.step import EvalStep, State, Step, compose, eval_step, train_step
     from fzero.trace.block import block
     from fzero.transforms.accumulate import accumulate
+    from fzero.transforms.expert import expert_parallel
     from fzero.transforms.fp8 import fp8
     from fzero.transforms.offload import offload
     from fzero.transforms.once_a_step import once_a_step
@@ -63,6 +64,7 @@ _HOME = {
     "compose": "step",
     "data_parallel": "transforms.shard",
     "eval_step": "step",
+    "expert_parallel": "transforms.expert",
     "fits": "plan.plan",
     "fp8": "transforms.fp8",
     "functionalize": "modules.functionalize",
@@ -112,6 +114,8 @@ __all__ = [
     "deepspeed",
     "errors",
     "eval_step",
+    "expert_parallel",
+    "experts",
     "fits",
     "fp8",
     "functionalize",

@@ -40,7 +40,9 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
     takes = inspect.signature(fn).parameters
     by_name = [f"{name}=" for name, x in takes.items() if x.kind is x.KEYWORD_ONLY]
     most = len(takes) - len(by_name) if not any(x.kind is x.VAR_POSITIONAL for x in takes.values()) else sys.maxsize
-    needed = [name for name, x in takes.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    required = [(name, x.kind) for name, x in takes.items() if x.default is x.empty]
+    needed = [name for name, kind in required if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    named = [name for name, kind in required if kind is inspect.Parameter.KEYWORD_ONLY]
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -49,7 +51,7 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
             what = f"takes {most} argument{'s' * (most != 1)} without a name, not {len(args)} ({given})"
             raise FzeroTypeError(message(fn.__name__, what, fix=f"name the others: {', '.join(by_name)}"))
         unknown = [name for name in kwargs if name not in takes]
-        lacking = [name for name in needed[len(args) :] if name not in kwargs]
+        lacking = [name for name in (*needed[len(args) :], *named) if name not in kwargs]
         if not unknown and not lacking:
             return fn(*args, **kwargs)
         if not unknown:

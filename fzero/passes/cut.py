@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -22,7 +22,7 @@ from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace import cuts, rows
-from fzero.trace.cut_rules import OWN, PARTIAL, Met, Place, part
+from fzero.trace.cut_rules import OWN, PARTIAL, Anywhere, Met, Place, part
 from fzero.trace.cuts import CutFunction, Exchanged, Wanted
 from fzero.trace.segments import CallStep, ExchangeStep, Segments, segments
 from fzero.transforms.cutting import Cutting
@@ -52,10 +52,11 @@ class _ToParts:
         self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
         self.n = program.mesh.axes[spec.axis]
         self.functions, self.names = Functions(), Names(program.values())
-        self.places: dict[str, Place | Met | Literal["own"]] = {}
+        self.places: dict[str, Anywhere] = {}
         update = program.update
         self.maxima = {*(update.attrs.maxima if update else ())}
-        self.maxima |= {a for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max" for a in x.args}
+        largest = (x for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
+        self.maxima |= {a for x in largest for a in x.args}
         self.leaves: set[str] = set()  # parameters, and casts of them
         self.wanted: dict[str, Wanted | Dim | None] = {}
         self.known: dict[Any, CutFunction] = {}
@@ -123,7 +124,8 @@ class _ToParts:
     def _summand(self, leaf: str) -> Wanted:
         """The place of a gradient of a leaf that functions read whole: always a summand where its state is cut over the
         axis, for the reduction scatters it."""
-        return Wanted.PARTIAL if not self.spec.cuts_batch and self.axis in self.zero.opt_state(self.program.leaves[leaf]) else Wanted.SUMMAND
+        scattered = not self.spec.cuts_batch and self.axis in self.zero.opt_state(self.program.leaves[leaf])
+        return Wanted.PARTIAL if scattered else Wanted.SUMMAND
 
     def _passing(self) -> list[str]:
         """The values that pass between blocks and are cut by position: of the shapes that blocks hand on."""
@@ -161,7 +163,7 @@ class _ToParts:
             if (found := tuple(x for x in offered if x in self.read[a]))
         }
 
-    def _put(self, value: Value, place: Place | Met | Literal["own"]) -> Value:
+    def _put(self, value: Value, place: Anywhere) -> Value:
         """A value with its place along the axis."""
         self.places[value.name] = place
         at = value.placement
@@ -172,11 +174,13 @@ class _ToParts:
             at = replace(at, partial=(*at.partial, self.axis), by=by)
         elif place is not None:
             at = replace(at, kind="local", axes=(*at.axes, self.axis))
-        return replace(value, shape=tuple(part(value.shape, place, self.n)) if isinstance(place, Met) else value.shape, placement=at)
+        if isinstance(place, Met):
+            value = replace(value, shape=tuple(part(value.shape, place, self.n)))
+        return replace(value, placement=at)
 
     def _whole(self, line: Line, value: Value) -> Value:
         """A result of a line that computes with no parts: where ranks have rows of their own, it is of these."""
-        place: Literal["own", "partial"] | None = None
+        place: Anywhere = None
         if self.spec.cuts_batch and not isinstance(line.attrs, UpdateAttrs) and not line.of_sums:
             read = [self.places[a] for a in line.args]
             summand = self.wanted.get(value.name) is Wanted.SUMMAND
@@ -214,15 +218,15 @@ class _ToParts:
 
     def _made(self, line: Line) -> CutFunction | None:
         """The function of a call on parts; None if it has nothing to do with the axis."""
-        places = tuple(self.places[a] for a in line.args)
+        places: tuple[Anywhere, ...] = tuple(self.places[a] for a in line.args)
         wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in line.out)
         if not any(isinstance(place, (Dim, Met)) or place is Wanted.PARTIAL for place in (*places, *wanted)):
             return None
         if self.spec.cuts_batch:
-            if (line.fn, places, wanted) not in self.known:
-                graph = self.program.functions[line.fn].graph
-                self.known[line.fn, places, wanted] = rows.propagate(graph, self.n, places, wanted)
-            return self.known[line.fn, places, wanted]
+            of = line.fn, places, wanted
+            if of not in self.known:
+                self.known[of] = rows.propagate(self.program.functions[line.fn].graph, self.n, places, wanted)
+            return self.known[of]
         leaves = frozenset(i for i, a in enumerate(line.args) if a in self.leaves)
         given = tuple(self.exchanged.get(a, ()) for a in line.args)
         handed_on = tuple(self.exchanged.get(v.name, ()) for v in line.out)
@@ -231,7 +235,7 @@ class _ToParts:
             self.known[key] = cuts.propagate(
                 self.program.functions[line.fn].graph,
                 self.n,
-                places,
+                cast("tuple[Place, ...]", places),
                 wanted,
                 leaves=leaves,
                 stream=self.stream,

@@ -68,6 +68,7 @@ class _Rewrite:
         self.by = names[0] if names else ""
         self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
         self.own: set[str] = set()  # what each rank along a batch axis has its own of
+        self.brought: dict[str, Sequence[str]] = {}  # of handles, the axes of which they bring what all ranks have
         # of a function in segments, what they read, and the names of what was gathered for the first
         self.reads_of: dict[int, dict[str, None]] = defaultdict(dict)
         self.gathered_for: dict[int, dict[str, str]] = {}
@@ -307,11 +308,14 @@ class _Rewrite:
     def _placed(self, line: Line) -> Line:
         """The line with the placements of its results: local as soon as it reads anything local."""
         local = line.op in ("part_index", "take_part") or not self.own.isdisjoint(line.args)
+        if line.op in ("all_gather_start", "all_reduce_start"):
+            self.brought[line.out[0].name] = line.axes
+        brought = self.brought.get(line.args[0], ()) if line.op == "wait" else ()
         out = []
         for value in line.out:
             self.own |= {value.name} if local else set()
             # what these axes cut, or sum, is of all of their rows
-            cut = {*value.placement.partial, *(axis for axis, _ in value.placement.cuts)}
+            cut = {*value.placement.partial, *(axis for axis, _ in value.placement.cuts), *brought}
             axes = tuple(a for a in self.zero.batch_axes if a not in cut)
             summand = value.name in self.grads or value.name in (*self.sums, *self.maxima) or value.name in self.added
             by = "max" if value.name in self.maxima or value.name in self.of_maxima else "sum"

@@ -35,6 +35,7 @@ class Met:
     rows: int
 
 
+Anywhere = Place | Met | Literal["own"]
 Attention = Literal["auto", "heads", "keys"]
 
 
@@ -160,7 +161,7 @@ def values_of(node: fx.Node) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def part(shape: Sequence[int], place: Place | Met | Literal["own"], n: int) -> list[int]:
+def part(shape: Sequence[int], place: Anywhere, n: int) -> list[int]:
     """The shape of a rank's part."""
     out = list(shape)
     if isinstance(place, (Dim, Met)):

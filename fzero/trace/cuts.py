@@ -28,8 +28,8 @@ from fzero.trace.cut_decomposed import DECOMPOSITIONS
 from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
     PARTIAL,
+    Anywhere,
     Attention,
-    Met,
     Place,
     Strategy,
     WholeOp,
@@ -122,7 +122,7 @@ class CutFunction:
     """
 
     graph: Recorded
-    places: tuple[Place | Met | Literal["own"], ...]
+    places: tuple[Anywhere, ...]
     has_index: bool
     varies: frozenset[fx.Node]
     whole: tuple[MadeWhole, ...]

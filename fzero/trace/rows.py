@@ -24,6 +24,7 @@ from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
     OWN,
     PARTIAL,
+    Anywhere,
     Met,
     Place,
     WholeOp,
@@ -62,7 +63,7 @@ class Way:
 def propagate(
     graph: Recorded,
     n: int,
-    places: Sequence[Place | Met | Literal["own"]],
+    places: Sequence[Anywhere],
     wanted: Sequence[Wanted | Dim | None],
 ) -> CutFunction:
     """The function on a rank's own rows, and its part of the experts.
@@ -84,7 +85,7 @@ class _Rows:
         self,
         source: Recorded,
         n: int,
-        places: Sequence[Place | Met | Literal["own"]],
+        places: Sequence[Anywhere],
         wanted: Sequence[Wanted | Dim | None],
     ):
         names = [x.name for x in source.inputs]
@@ -103,12 +104,14 @@ class _Rows:
         for x, place in zip(self.source.inputs, places, strict=True):
             self._input(x, place)
 
-    def _input(self, x: fx.Node, place: Place | Met | Literal["own"]) -> None:
+    def _input(self, x: fx.Node, place: Anywhere) -> None:
         value, form = x.meta["val"], place if isinstance(place, (Dim, Met)) else None
         new = self.graph.placeholder(x.name)
         new.meta["val"] = value
         if form is not None:
-            new.meta["val"] = compat.new_fake(value.fake_mode, part(value.shape, form, self.n), value.dtype, value.device)
+            new.meta["val"] = compat.new_fake(
+                value.fake_mode, part(value.shape, form, self.n), value.dtype, value.device
+            )
         self.write.last_input, self.write.device = new, value.device
         self.form[x], self.made[x] = form, {form: new}
         if place in (OWN, PARTIAL) or isinstance(place, Met):
@@ -118,7 +121,7 @@ class _Rows:
         for node in self.source.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 self._node(node)
-        new, places = list[fx.Node](), list[Place | Met | Literal["own"]]()
+        new, places = list[fx.Node](), list[Anywhere]()
         for x, want in zip(self.source.outputs, self.wanted, strict=True):
             made, place = self._output(x, want)
             new.append(made)
@@ -131,19 +134,16 @@ class _Rows:
             number = None
         graph = Recorded(self.graph, self.source.constants)
         none = tuple(() for _ in self.source.inputs)
-        return CutFunction(
-            graph, tuple(places), number is not None, self._varies(graph), tuple(self.whole), (), none
-        )
+        return CutFunction(graph, tuple(places), number is not None, self._varies(graph), tuple(self.whole), (), none)
 
-    def _output(self, x: fx.Node, want: Wanted | Dim | None) -> tuple[fx.Node, Place | Met | Literal["own"]]:
-        form = self.form[x]
+    def _output(self, x: fx.Node, want: Wanted | Dim | None) -> tuple[fx.Node, Anywhere]:
         if isinstance(want, Dim):
             return self._sum(x, want), want
         if want is not None and want is not Wanted.FREE:
             return self._get(x, None), PARTIAL
         if want is Wanted.FREE:
-            met = next((m for m in self.made[x] if isinstance(m, Met)), None)
-            form = met or form  # what was exchanged for this function is so for the next
+            # rows that were exchanged for this function are so for the next
+            form = next((m for m in self.made[x] if isinstance(m, Met)), self.form[x])
             if form is not None:
                 return self._get(x, form), form
         return self._get(x, None), OWN if x in self.own else None
@@ -181,12 +181,14 @@ class _Rows:
         elif not self.own.isdisjoint(node.all_input_nodes):
             self.own.add(node)
 
-    def _settle(self, node: fx.Node, way: Way) -> None:
+    def _written(self, node: fx.Node, way: Way) -> fx.Node | tuple[fx.Node, ...]:
         if way.write is None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._get(a, way.want[a]))
-            new = self.write(node.target, *args, **kwargs)
-        else:
-            new = way.write(self.write, fx.map_arg(named_arguments(node), lambda a: self._get(a, way.want[a])))
+            return self.write(node.target, *args, **kwargs)
+        return way.write(self.write, fx.map_arg(named_arguments(node), lambda a: self._get(a, way.want[a])))
+
+    def _settle(self, node: fx.Node, way: Way) -> None:
+        new = self._written(node, way)
         if isinstance(node.meta["val"], (tuple, list)):
             self.several[node] = new, way.out
             self._put(node, None, node)
@@ -195,7 +197,9 @@ class _Rows:
             self._put(node, way.out[0], new)
 
     def _op(self, node: fx.Node) -> WholeOp:
-        places: dict[fx.Node, Place] = {a: f if isinstance(f := self.form[a], Dim) else None for a in node.all_input_nodes}
+        places: dict[fx.Node, Place] = {
+            a: f if isinstance(f := self.form[a], Dim) else None for a in node.all_input_nodes
+        }
         return WholeOp(node, self.n, places)
 
     def _of_parameters(self, node: fx.Node) -> Way:
@@ -207,10 +211,9 @@ class _Rows:
         rule = rule_of(node.target)
         for s in rule(self._op(node)) if rule else ():
             out = s.places(count)
-            fits = all(divides(shape_of(a), p, self.n) for a, p in s.want.items())
-            if fits and PARTIAL not in (*s.want.values(), *out) and not s.sent and None not in out:
-                if all(self.form[a] in (None, p) for a, p in s.want.items()):
-                    return Way(s.want, out, s.write)  # type: ignore[arg-type]
+            fits = all(divides(shape_of(a), p, self.n) and self.form[a] in (None, p) for a, p in s.want.items())
+            if fits and not s.sent and PARTIAL not in s.want.values() and all(isinstance(p, Dim) for p in out):
+                return Way(s.want, out, s.write)  # type: ignore[arg-type]
         self._list(node)
         return plain
 
@@ -292,15 +295,30 @@ class _Rows:
         made = self.made[node]
         if form not in made:
             natural = self.form[node]
-            again = self._remade(node) if form is None else None
-            if again is not None:
+            way = self._in_view(node, form) if isinstance(form, Met) and natural is None else None
+            if form is None and self._remade(node) is not None:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._get(a, None))
                 made[form] = self.write(node.target, *args, **kwargs)
+            elif way is not None:
+                made[form] = self._written(node, way)  # type: ignore[assignment]
             elif form is not None and natural is not None:
                 made[form] = self.write.converted(self._get(node, None), None, form)
             else:
                 made[form] = self.write.converted(made[natural], natural, form)
         return made[form]
+
+    def _in_view(self, node: fx.Node, met: Met) -> Way | None:
+        """A view of a value that has all rows in its turn: so that it is exchanged once, and kept so."""
+        if node.op != "call_function" or node.target not in VIEWS | set(_ORDERS):
+            return None
+        (x,) = node.all_input_nodes
+        if node.target in _ORDERS:
+            order = _ORDERS[node.target](self._op(node))
+            return Way({x: Met(order[met.dim], order[met.rows])}, (met,))
+        at = [_same_dim(list(node.meta["val"].shape), shape_of(x), d) for d in (met.dim, met.rows)]
+        if at[0] is None or at[1] is None:
+            return None
+        return next((way for way in self._views(node, Met(at[0], at[1])) if way.out == (met,)), None)
 
     def _remade(self, node: fx.Node) -> fx.Node | None:
         """The value that another is a view of, where that is as it was recorded."""
@@ -357,16 +375,16 @@ class _Rows:
         have, k = shape_of(a), len(shape) - len(shape_of(a))
         at = [have[d - k] if d >= k else 1 for d in (met.dim, met.rows)]
         full = [x == shape[d] and x > 1 for x, d in zip(at, (met.dim, met.rows), strict=True)]
-        if all(full):
+        if all(full) and a in self.own:
             return Met(met.dim - k, met.rows - k)
         if a in self.own or full[1]:
             return "none"
         return Dim(met.dim - k) if full[0] else None if self.form[a] is None else "none"
 
-    def _views(self, node: fx.Node) -> Iterator[Way]:
+    def _views(self, node: fx.Node, *more: Met) -> Iterator[Way]:
         (x,) = node.all_input_nodes
         old, new = shape_of(x), list(node.meta["val"].shape)
-        for _, m in self._met(node):
+        for m in (*(m for _, m in self._met(node)), *more):
             at = [_same_dim(old, new, d) for d in (m.dim, m.rows)]
             if at[0] is not None and at[1] is not None:
                 met = Met(at[0], at[1])

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero.trace.cuts import MARKERS, PARTIAL, CutFunction, all_gather, all_reduce, reduce_scatter
 from fzero.trace.cut_rules import OWN
+from fzero.trace.cuts import MARKERS, PARTIAL, CutFunction, all_gather, all_reduce, reduce_scatter
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import is_view, strides_guessed

@@ -14,7 +14,6 @@ from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
-from fzero.trace.cut_rules import nearest
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
@@ -53,9 +52,7 @@ class ExpertParallel(Cutting):
             fix = f"let `where` accept parameters [experts, ...], by their path: there are {names}"
             raise FzeroValueError(message(self.name, "does nothing: `where` accepts no parameter", fix=fix))
         torn = [
-            f"{dotted(leaves[i].path)} and {dotted(leaves[t].path)}"
-            for i, t in enumerate(tied)
-            if cuts[i] != cuts[t]
+            f"{dotted(leaves[i].path)} and {dotted(leaves[t].path)}" for i, t in enumerate(tied) if cuts[i] != cuts[t]
         ]
         if torn:
             fix = "accept both names, or none: they are one tensor"
@@ -68,8 +65,59 @@ class ExpertParallel(Cutting):
 
 
 @keywords
-def expert_parallel(step: Any = None, *, axis: str = "expert", where: Any = None, whole_bytes: int | str = "1MiB") -> Any:
+def expert_parallel(
+    step: Any = None,
+    *,
+    where: Callable[[str, torch.Tensor], bool],
+    axis: str = "expert",
+    whole_bytes: int | str = "1MiB",
+) -> Any:
+    """Cuts experts' parameters and the batch over `axis`; around products with these parameters ranks exchange rows.
+
+    Equal to the untransformed step, up to the order of summation, as long as no choice is dropped. A rank has rows of
+    the batch of its own, and of each parameter that `where` accepts, [experts, ...], its part of the experts. A product
+    `torch.bmm(rows, w)` of rows [experts, rows, features] sends each expert's rows to the rank that has it. What is
+    pointwise between two such products stays there. `fz.experts.dispatch` makes such rows. A ZeRO stage may name the
+    axis with others: `fz.shard_params(axis=("expert", "data"))` shards experts over data, and all else over both.
+
+    Args:
+        step: a training or evaluation step; without one a transform is returned.
+        where: a predicate of a parameter's path and a meta tensor like it: whether it is of experts, by its first dim.
+        axis: the mesh axis. It cuts the batch.
+        whole_bytes: an operation for which more bytes of experts than this are gathered is an error instead.
+
+    Communication: of a block with two products, 2 all_to_alls in the forward and 2 in the backward, of its rows:
+        (E-1)/E of them each. Gradients of experts are not reduced over `axis`: those of all rows meet where they are.
+    Memory: 1/E of the experts' parameters, gradients and state. Rows are as many as without it: E times those of 1/E of
+        the experts.
+
+    Raises:
+        FzeroTypeError: a `where` that cannot be called, an `axis` that is not a name.
+        FzeroValueError: when the program is built, a number of experts that does not divide; a `where` that accepts
+            no parameter; an operation above `whole_bytes`.
+        TransformError: `tensor_parallel`, `sequence_parallel` or `fp8`; one of two tied names.
+
+    Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> @fz.block
+        ... def layer(p, x):
+        ...     weights, chosen = (x @ p["router"]).softmax(-1).topk(2, -1)
+        ...     rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=8, capacity=1.25)
+        ...     return x + fz.experts.combine(torch.relu(rows @ p["up"]) @ p["down"], back)
+        >>> def loss(params, x):
+        ...     return layer(params, x).square().mean()
+        >>> step = fz.expert_parallel(fz.eval_step(loss), where=lambda path, leaf: leaf.ndim == 3)
+        >>> shapes = {"router": (32, 8), "up": (8, 32, 64), "down": (8, 64, 32)}
+        >>> params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        >>> lowered = fz.lower(step, fz.AbstractMesh(expert=4), params, (torch.empty(256, 32, device="meta"),))
+        >>> [line.op for line in lowered.program.lines if line.by == "expert_parallel" and line.op.endswith("start")]
+        ['all_to_all_start', 'all_to_all_start']
+    """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
+    problems += [] if callable(where) else [f"where={where!r}: a predicate (path, leaf) -> bool"]
     if problems:
-        raise FzeroTypeError(message("expert_parallel", "invalid arguments", problems, "e.g. axis='expert'"))
+        fix = "e.g. fz.expert_parallel(where=lambda path, leaf: 'experts' in path)"
+        raise FzeroTypeError(message("expert_parallel", "invalid arguments", problems, fix))
     return applied(ExpertParallel(axis=axis, whole_bytes=parse_bytes(whole_bytes), where=where), step)

@@ -1,0 +1,119 @@
+"""Sends tokens to experts and brings their results back, in plain functions of tensors with fixed shapes.
+
+A token chooses k experts. Each expert takes at most so many rows: its *capacity*. First choices of all tokens come
+before second ones, and tokens in their order; what comes too late is dropped. The functions know nothing of ranks:
+`fz.expert_parallel` finds the products with experts' parameters and has ranks exchange the rows around them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from fzero.arguments import count
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.tree import describe
+
+__all__ = ["Back", "combine", "dispatch"]
+
+
+class Back(NamedTuple):
+    """The way back of dispatched tokens.
+
+    Attributes:
+        place: int64[tokens, k], the row of each choice among those of all experts.
+        weight: [tokens, k], the weight of each choice; 0 where it was dropped.
+        dropped: float32[], the share of choices that were dropped.
+    """
+
+    place: torch.Tensor
+    weight: torch.Tensor
+    dropped: torch.Tensor
+
+
+def dispatch(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, num_experts: int, capacity: float
+) -> tuple[torch.Tensor, Back]:
+    """The rows of each expert, and the way back.
+
+    Args:
+        x: tokens, [tokens, features].
+        experts: int64[tokens, k], the experts that each token chooses, each once.
+        weights: [tokens, k], how much each choice counts.
+        num_experts: the number of experts.
+        capacity: the rows of an expert, as a factor of tokens x k / experts. A factor of experts / k drops nothing.
+            Under a transform that cuts the batch these are the tokens of a rank and micro-batch.
+
+    Returns:
+        rows: [experts, rows, features]. A row that no choice fills is any token's: `combine` does not read it.
+        back: what `combine` needs. `back.dropped` is a metric.
+
+    Memory: rows, and for each choice two numbers. Time: a sort of tokens x k.
+
+    Raises:
+        FzeroTypeError: what is no tensor, or of another dtype.
+        FzeroValueError: shapes that do not go together; a number or factor below 1 and 0.
+
+    Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> chosen, weights = torch.tensor([[1], [1], [0]]), torch.ones(3, 1)
+        >>> rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=1.0)
+        >>> rows[1, :, 0], rows[0, 0, 0]
+        (tensor([1., 2.]), tensor(3.))
+        >>> fz.experts.combine(rows, back)[:, 0]
+        tensor([1., 2., 3.])
+    """
+    _check(x, experts, weights, num_experts, capacity)
+    (tokens, k), device = experts.shape, x.device
+    size = min(tokens, max(1, math.ceil(capacity * tokens * k / num_experts)))
+    chosen, order = torch.sort(experts.t().flatten(), stable=True)  # first choices before second ones
+    first = torch.searchsorted(chosen, torch.arange(num_experts + 1, device=device))
+    at = torch.arange(tokens * k, device=device) - first[chosen]
+    # of each row the choice that fills it, and of each choice its row
+    slot = first[:-1, None] + torch.arange(size, device=device)
+    rows = x[order[slot.clamp(max=tokens * k - 1)] % tokens]
+    place = torch.zeros_like(order).scatter(0, order, chosen * size + at.clamp(max=size - 1))
+    kept = torch.zeros_like(order, dtype=torch.bool).scatter(0, order, at < size)
+    place, kept = place.view(k, tokens).t(), kept.view(k, tokens).t()
+    dropped = 1 - kept.sum() / (tokens * k)
+    return rows, Back(place, torch.where(kept, weights, 0), dropped.float())
+
+
+def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
+    """The results of each token's experts, weighted and added: [tokens, features].
+
+    Args:
+        rows: [experts, rows, features], computed from those of `dispatch`; the features may be others.
+        back: what `dispatch` returned.
+
+    Memory: a row for each choice.
+    """
+    chosen = rows.flatten(0, 1)[back.place]
+    return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
+
+
+def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, num_experts: int, capacity: float) -> None:
+    given = {"x": x, "experts": experts, "weights": weights}
+    problems = [f"{name}: a tensor, got {describe(t)}" for name, t in given.items() if not isinstance(t, torch.Tensor)]
+    if not problems and experts.dtype != torch.int64:
+        problems.append(f"experts: int64, the numbers of experts, got {describe(experts)}")
+    if not problems and not (x.is_floating_point() and weights.is_floating_point()):
+        problems.append(f"x and weights: of a floating dtype, got {describe(x)} and {describe(weights)}")
+    if problems:
+        raise FzeroTypeError(message("experts.dispatch", "invalid arguments", problems, "see its example"))
+    problems = count("num_experts", num_experts)
+    if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 0 < capacity < math.inf:
+        problems.append(f"capacity={capacity!r}: a factor above 0, of tokens x k / experts")
+    if x.dim() != 2 or experts.dim() != 2 or experts.shape != weights.shape or experts.shape[:1] != x.shape[:1]:
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in given.items())
+        problems.append(f"x [tokens, features], experts and weights [tokens, k]: got {shapes}")
+    elif not problems and (not 0 < experts.shape[1] <= num_experts or not x.shape[0]):
+        problems.append(f"{experts.shape[1]} choices of {x.shape[0]} tokens among {num_experts} experts")
+    if problems:
+        fix = "flatten x to [tokens, features], and choose by router.topk(k, -1)"
+        raise FzeroValueError(message("experts.dispatch", "invalid arguments", problems, fix))

@@ -1,0 +1,285 @@
+"""expert_parallel: experts and the batch are cut over one axis, and train as the plain step does."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import tensor
+import torch
+import torch.nn.functional as F
+
+import fzero as fz
+from fzero.boxes import Dim
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
+from fzero.mesh import AbstractMesh
+from fzero.program.ops import COLLECTIVES
+
+EXPERTS, WIDTH, HIDDEN, WORDS, LENGTH = 4, 16, 24, 32, 8
+BOTH = ("expert", "data")
+
+
+def loss_of(capacity: float = EXPERTS / 2, regularized: float = 0.0) -> Any:
+    """A GPT whose feed-forward is a mixture of experts, each token's two best; a capacity that drops nothing."""
+
+    @fz.block
+    def layer(p, x):
+        h = F.layer_norm(x, (WIDTH,), p["norm"])
+        q, k, v = (h @ p["qkv"]).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + y.transpose(1, 2).flatten(2) @ p["out"]
+        h = F.layer_norm(x, (WIDTH,), p["norm2"]).flatten(0, 1)
+        weights, chosen = (h @ p["router"]).softmax(-1).topk(2, -1)
+        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS, capacity=capacity)
+        gate, up = (rows @ p["up"]).chunk(2, -1)
+        rows = (F.silu(gate) * up) @ p["down"] + p["bias"][:, None]
+        return x + fz.experts.combine(rows, back).view_as(x)
+
+    def loss(p, batch):
+        x = p["emb"][batch["x"]]
+        for block in p["layers"]:
+            x = layer(block, x)
+        labels = F.pad(batch["x"][:, 1:], (0, 1), value=-100)
+        found = F.cross_entropy((x @ p["head"]).flatten(0, 1), labels.flatten())
+        return found + regularized * p["layers"][0]["up"].square().mean() if regularized else found
+
+    return loss
+
+
+def params(layers: int = 2) -> Any:
+    g = torch.Generator().manual_seed(1)
+    make = lambda *shape: torch.randn(*shape, generator=g) * 0.3  # noqa: E731
+    block = lambda: {  # noqa: E731
+        "norm": make(WIDTH) + 1,
+        "norm2": make(WIDTH) + 1,
+        "qkv": make(WIDTH, 3 * WIDTH),
+        "out": make(WIDTH, WIDTH),
+        "router": make(WIDTH, EXPERTS),
+        "up": make(EXPERTS, WIDTH, 2 * HIDDEN),
+        "down": make(EXPERTS, HIDDEN, WIDTH),
+        "bias": make(EXPERTS, WIDTH),
+    }
+    return {"emb": make(WORDS, WIDTH), "head": make(WIDTH, WORDS), "layers": [block() for _ in range(layers)]}
+
+
+def batch(part: int = 0, parts: int = 1) -> Any:
+    x = torch.randint(0, WORDS, (8, LENGTH), generator=torch.Generator().manual_seed(2))
+    return {"x": x.chunk(parts)[part].contiguous()}
+
+
+def of_experts(path: str, leaf: torch.Tensor) -> bool:
+    return path.endswith(("['up']", "['down']", "['bias']"))
+
+
+def step(*transforms: Any, loss: Any = None, where: Any = of_experts, **options: Any) -> Any:
+    made = fz.expert_parallel(fz.train_step(loss or loss_of(), tensor.OPTIMIZER), where=where, **options)
+    return fz.compose(*transforms)(made)
+
+
+def lowered(mesh: AbstractMesh, *transforms: Any, layers: int = 2, **more: Any) -> Any:
+    shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(layers), batch()))
+    return fz.lower(step(*transforms, **more), mesh, *shapes)
+
+
+def moved(program: Any) -> Counter[tuple[str, str]]:
+    """The values that each kind of collective moves."""
+    found: Counter[tuple[str, str]] = Counter()
+    for x, _ in program.walk():
+        if x.op in COLLECTIVES:
+            found[x.op, *x.axes] += len(x.args)
+    return found
+
+
+WAYS = {
+    "experts alone": ({"expert": 4}, [fz.accumulate(2)]),
+    "parameters over experts": ({"expert": 2}, [fz.shard_params(axis="expert")]),
+    "parameters over both": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2)]),
+    "vertical": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)]),
+    "gradients": ({"data": 2, "expert": 2}, [fz.shard_grads(axis=BOTH), fz.accumulate(2), fz.remat(policy="full")]),
+    "state over data": ({"data": 2, "expert": 2}, [fz.shard_opt_state(), fz.remat(policy="none")]),
+    "data first": ({"data": 2, "expert": 2}, [fz.shard_opt_state(axis=("data", "expert"))]),
+    "data parallel": ({"data": 2, "expert": 2}, [fz.data_parallel(axis="data")]),
+    "hosts": (
+        {"node": 2, "data": 2, "expert": 2},
+        [fz.shard_params(axis=("expert", "data")), fz.data_parallel(axis="node")],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_stage_trains_as_the_plain_step(way):
+    axes, transforms = WAYS[way]
+    fz.testing.check_equivalent(step(*transforms), params(), batch(), AbstractMesh(**axes))
+
+
+@pytest.mark.parametrize("remat", ["none", "min_cut"])
+def test_a_layer_exchanges_rows_twice_each_way(remat):
+    few, many = (lowered(AbstractMesh(expert=2), fz.remat(policy=remat), layers=n).program for n in (2, 6))
+    each = {key: n / 4 for key, n in (moved(many) - moved(few)).items()}
+    # gradients of 5 leaves and a norm are reduced; a bias is added behind the last product: its gradient is scattered
+    assert each == {
+        ("all_to_all_start", "expert"): 4,
+        ("all_reduce_start", "expert"): 6,
+        ("reduce_scatter_start", "expert"): 1,
+    }
+    assert not many.notes and len(few.functions) == len(many.functions)
+
+
+def test_experts_rest_over_data_and_all_else_over_both():
+    leaves = lowered(AbstractMesh(data=2, expert=2), fz.shard_params(axis=BOTH)).program.leaves
+    up, qkv = (leaves[f"params['layers'][0]['{name}']"].layout for name in ("up", "qkv"))
+    assert up.axes == qkv.axes == BOTH and up.dims == (Dim(0),) and not qkv.dims
+
+
+def test_the_same_norm_however_it_is_cut():
+    """Every mesh finds the norm of the plain step, which clips."""
+    ways = [
+        (AbstractMesh(data=1), []),
+        (AbstractMesh(expert=2), []),
+        (AbstractMesh(expert=4), [fz.shard_params(axis="expert")]),
+        (AbstractMesh(data=2, expert=2), [fz.shard_opt_state()]),
+        (AbstractMesh(data=2, expert=2), [fz.shard_params(axis=("data", "expert"))]),
+    ]
+    norms = []
+    for mesh, transforms in ways:
+        made = step(*transforms) if "expert" in mesh.axes else fz.train_step(loss_of(), tensor.OPTIMIZER)
+        norms.append(fz.testing.simulate(made, mesh, params(), batch())[1]["grad_norm"].item())
+    assert norms[0] > 0.5  # clipped
+    assert norms == pytest.approx([norms[0]] * len(ways), rel=1e-5)
+
+
+def test_a_loss_that_reads_experts_besides():
+    """The gradient of a term of the parameters alone adds to that of rows: each rank has the whole of it."""
+    made = step(fz.shard_params(axis=BOTH), loss=loss_of(regularized=0.3))
+    fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(data=2, expert=2))
+
+
+def test_parameters_that_no_product_reads_are_gathered_and_named():
+    @fz.block
+    def layer(p, x):
+        y = torch.einsum("bte,ef->btf", (x @ p["router"]).softmax(-1), p["table"])
+        return x + y * p["scale"].sum()
+
+    def loss(p, batch):
+        return layer(p, batch["x"]).square().mean()
+
+    given = {"router": torch.randn(WIDTH, 4), "table": torch.randn(4, WIDTH) * 0.3, "scale": torch.randn(4) * 0.3}
+    made = step(loss=loss, where=lambda path, leaf: "router" not in path)
+    at = AbstractMesh(expert=2)
+    fz.testing.check_equivalent(made, given, {"x": torch.randn(8, LENGTH, WIDTH)}, at)
+    shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (given, {"x": torch.randn(8, LENGTH, WIDTH)}))
+    assert "is computed whole on every rank of expert" in str(fz.lower(made, at, *shapes).program.notes)
+    made = step(loss=loss, where=lambda path, leaf: "router" not in path, whole_bytes="16B")
+    with pytest.raises(FzeroValueError, match=r"(?s)would be computed whole.*products alone"):
+        fz.lower(made, at, *shapes)
+
+
+def on_ranks(axes: dict[str, int], transforms: list[Any], backend: str, tolerance: float = 1e-5, **options: Any) -> str:
+    mesh = fz.make_mesh(**axes, **options)
+    batch_axes = tuple(axes)
+    part = (mesh.index(batch_axes), math.prod(axes.values()))
+    made = step(*transforms)
+    report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend)
+    evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_of()), where=of_experts))
+    state = fz.compile(made, mesh, backend=backend).init(params())
+    loss = fz.compile(evaluation, mesh, backend=backend)(state.params, batch(*part))
+    torch.testing.assert_close(loss, loss_of()(params(), batch(*part)), rtol=tolerance, atol=tolerance)
+    return str(report)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_on_ranks(run_ranks, shared):
+    both = [fz.shard_params(axis=BOTH)]
+    run_ranks(4, on_ranks, {"data": 2, "expert": 2}, both, "eager", shared_memory=shared)
+    if shared:
+        run_ranks(2, on_ranks, {"expert": 2}, [fz.accumulate(2)], "eager")
+        more = [*both, fz.mixed_precision("bf16"), fz.accumulate(2)]
+        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, more, "eager", 3e-2)
+        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, [*both, fz.offload("cpu")], "eager")
+
+
+def test_compiled(run_ranks):
+    run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", timeout=300)
+
+
+def test_what_cannot_be_cut():
+    with pytest.raises(FzeroValueError, match=r"cannot cut leaves along a dim"):
+        lowered(AbstractMesh(expert=3))
+    with pytest.raises(FzeroValueError, match=r"accepts no parameter\nFix: let `where` accept"):
+        lowered(AbstractMesh(expert=2), where=lambda path, leaf: "moe" in path)
+    with pytest.raises(FzeroValueError, match=r"unknown mesh axis\n  'expert': the mesh has data=2"):
+        lowered(AbstractMesh(data=2), fz.data_parallel())
+    with pytest.raises(TransformError, match="leave one out"):
+        step(fz.tensor_parallel(rules={"qkv": (1, 3)}))
+    with pytest.raises(FzeroTypeError, match=r"where='up': a predicate"):
+        fz.expert_parallel(where="up")
+    with pytest.raises(FzeroTypeError, match=r"where"):
+        fz.expert_parallel()  # type: ignore[call-arg]
+
+
+def test_a_mesh_with_one_rank_along_the_axis_is_the_plain_one():
+    program = lowered(AbstractMesh(data=2, expert=1), fz.shard_params(axis=BOTH)).program
+    assert not [x for x, _ in program.walk() if "expert" in x.axes]
+
+
+# --- dispatch ---
+
+
+def by_hand(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, size: int) -> tuple[torch.Tensor, int]:
+    """The sum of each token's experts, of which number e multiplies by e + 1; how many choices no row was left for."""
+    out, taken, dropped = torch.zeros_like(x), Counter[int](), 0
+    for choice in range(chosen.shape[1]):
+        for token in range(x.shape[0]):
+            expert = int(chosen[token, choice])
+            if taken[expert] < size:
+                taken[expert] += 1
+                out[token] += weights[token, choice] * x[token] * (expert + 1)
+            else:
+                dropped += 1
+    return out, dropped
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "num", "capacity"), [(20, 2, 4, 1.0), (20, 2, 4, 1.25), (7, 1, 3, 0.5), (9, 3, 3, 1)]
+)
+def test_what_has_no_row_is_dropped(tokens, k, num, capacity):
+    g = torch.Generator().manual_seed(tokens)
+    x, scores = torch.randn(tokens, 5, generator=g), torch.randn(tokens, num, generator=g)
+    weights, chosen = scores.softmax(-1).topk(k, -1)
+    rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=num, capacity=capacity)
+    size = math.ceil(capacity * tokens * k / num)
+    assert rows.shape == (num, min(size, tokens), 5)
+    made = fz.experts.combine(rows * torch.arange(1.0, num + 1)[:, None, None], back)
+    wanted, dropped = by_hand(x, chosen, weights, size)
+    torch.testing.assert_close(made, wanted)
+    assert back.dropped.item() == pytest.approx(dropped / (tokens * k))
+
+
+def test_what_is_dropped_is_a_metric():
+    """Of every rank: the mean of the shares."""
+
+    def loss(p, x):
+        weights, chosen = (x @ p["router"]).softmax(-1).topk(1, -1)
+        rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=1.0)
+        return fz.experts.combine(rows @ p["w"], back).square().mean(), {"dropped": back.dropped}
+
+    given = {"router": torch.tensor([[1.0, 0.0], [0.0, 0.0]]), "w": torch.ones(2, 2, 2)}
+    x = torch.tensor([[1.0, 0.0]] * 4 + [[1.0, 0.0], [-1.0, 0.0]] * 2)  # rank 0: all to one expert, rank 1: half each
+    made = fz.expert_parallel(
+        fz.train_step(loss, fz.optim.sgd(0.1), has_aux=True), where=lambda path, leaf: leaf.ndim == 3
+    )
+    _, metrics = fz.testing.simulate(made, AbstractMesh(expert=2), given, x)
+    assert metrics["aux"]["dropped"].item() == pytest.approx((0.5 + 0.0) / 2)
+
+
+def test_dispatch_says_what_is_wrong():
+    x, chosen, weights = torch.randn(6, 2), torch.zeros(6, 1, dtype=torch.int64), torch.ones(6, 1)
+    good: dict[str, Any] = {"num_experts": 2, "capacity": 1.0}
+    with pytest.raises(FzeroTypeError, match=r"experts: int64"):
+        fz.experts.dispatch(x, chosen.float(), weights, **good)
+    with pytest.raises(FzeroValueError, match=r"(?s)capacity=0.*x \[tokens, features\].*\[6, 2\]"):
+        fz.experts.dispatch(x, chosen[:3], weights[:3], num_experts=2, capacity=0)
+    with pytest.raises(FzeroValueError, match=r"num_experts=0: must be at least 1"):
+        fz.experts.dispatch(x, chosen, weights, num_experts=0, capacity=1.0)
