@@ -156,6 +156,59 @@ def test_a_loss_that_reads_experts_besides():
     fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(data=2, expert=2))
 
 
+def test_draws_on_rows_are_those_of_each_rank():
+    """Dropout of rows that met: what a rank drops of its rows is what it drops without experts."""
+
+    @fz.block
+    def layer(p, x, key):
+        h = x.flatten(0, 1)
+        weights, chosen = (h @ p["router"]).softmax(-1).topk(2, -1)
+        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS, capacity=2.0)
+        rows = fz.random.dropout(key, torch.tanh(rows @ p["up"]), 0.25) @ p["down"]
+        return x + fz.experts.combine(rows, back).view_as(x)
+
+    def loss(p, x, *, key):
+        return layer(p, fz.random.dropout(fz.random.fold_in(key, 1), x, 0.25), key).square().mean()
+
+    g = torch.Generator().manual_seed(3)
+    shapes = {"router": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)}
+    given = {name: torch.randn(shape, generator=g) * 0.3 for name, shape in shapes.items()}
+    where, at, x = lambda path, leaf: leaf.ndim == 3, AbstractMesh(expert=2), torch.randn(8, 4, WIDTH, generator=g)
+    plain = fz.train_step(loss, tensor.OPTIMIZER)
+    key = fz.random.key(0)
+    cut = fz.testing.simulate(fz.expert_parallel(plain, where=where), at, given, x, key=key)[1]
+    spread = fz.testing.simulate(fz.data_parallel(plain, axis="expert"), at, given, x, key=key)[1]
+    for name in ("loss", "grad_norm"):
+        torch.testing.assert_close(cut[name], spread[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_mixtures_of_transformers(family):
+    """Their losses are those of the library's own way, and they train as the plain step does."""
+    pytest.importorskip("transformers")
+    import architectures
+
+    made = architectures.MODELS[family]()
+    before = made.module(**made.inputs).loss
+    made.module.set_experts_implementation(fz.hf.expert_rows())
+    torch.testing.assert_close(made.module(**made.inputs).loss, before)
+    model = fz.functionalize(made.module)
+    rows = torch.randint(0, architectures.VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(4))
+    plain = model.train_step(tensor.OPTIMIZER)
+    experts = fz.expert_parallel(plain, where=lambda path, leaf: "['experts']" in path)
+    made = fz.shard_params(axis=BOTH)(experts)
+    at, given = AbstractMesh(data=2, expert=2), {"input_ids": rows, "labels": rows.clone()}
+    assert not fz.lower(made, at, model.params, given).program.notes
+    fz.testing.check_equivalent(made, model.params, given, at)
+
+
+def test_a_capacity_of_transformers_is_a_factor():
+    pytest.importorskip("transformers")
+    assert fz.hf.expert_rows(1.25) == "fzero_rows_1.25"
+    with pytest.raises(FzeroValueError, match=r"capacity=-1\nFix: a factor above 0"):
+        fz.hf.expert_rows(-1)
+
+
 def test_parameters_that_no_product_reads_are_gathered_and_named():
     @fz.block
     def layer(p, x):

@@ -3,6 +3,7 @@
 from_pretrained, from_config   a model of the library as functions of its tensors
 save_pretrained                a directory that the library's own `from_pretrained` reads
 module                         a model of the library with the weights of a state, for `generate()` and evaluation
+expert_rows                    how a model's mixtures compute, for expert_parallel
 tensor_rules                   how tensor_parallel cuts a model, by the library's own plan
 Trainer, TrainingArguments     the library's Trainer around one compiled step
 """
@@ -11,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import no_attribute
+from fzero.hf.mixtures import expert_rows
 from fzero.hf.models import Pretrained, from_config, from_pretrained
 from fzero.hf.running import module
 from fzero.hf.saving import save_pretrained
@@ -24,6 +26,7 @@ __all__ = [
     "Pretrained",
     "Trainer",
     "TrainingArguments",
+    "expert_rows",
     "from_config",
     "from_pretrained",
     "module",

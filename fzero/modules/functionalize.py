@@ -529,7 +529,7 @@ def prepared(skeleton: nn.Module) -> nn.Module:
         if getattr(m, "gradient_checkpointing", False) is True:
             m.gradient_checkpointing = False  # type: ignore[assignment]
     dtypes = {p.dtype for p in skeleton.parameters()}
-    if hasattr(skeleton, "set_experts_implementation") and torch.bfloat16 not in dtypes and _has_experts(skeleton):
+    if torch.bfloat16 not in dtypes and _has_experts(skeleton):
         _log.info("experts of %s: batched_mm (grouped products are bf16's)", type(skeleton).__name__)
         skeleton.set_experts_implementation("batched_mm")  # type: ignore[operator]
     capture.install(skeleton)
@@ -557,7 +557,11 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    return any("Experts" in type(m).__name__ for m in module.modules())
+    """Whether a module has mixtures whose products are still to be chosen."""
+    if not hasattr(module, "set_experts_implementation"):
+        return False
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None) or ""
+    return not chosen.startswith("fzero_") and any("Experts" in type(m).__name__ for m in module.modules())
 
 
 def _rows(values: Any) -> int | None:

@@ -180,13 +180,16 @@ class _ToParts:
 
     def _whole(self, line: Line, value: Value) -> Value:
         """A result of a line that computes with no parts: where ranks have rows of their own, it is of these."""
-        place: Anywhere = None
-        if self.spec.cuts_batch and not isinstance(line.attrs, UpdateAttrs) and not line.of_sums:
-            read = [self.places[a] for a in line.args]
-            summand = self.wanted.get(value.name) is Wanted.SUMMAND
-            own = line.op in ("part_index", "take_part") or any(x is not None and not isinstance(x, Dim) for x in read)
-            place = PARTIAL if summand else OWN if own else None
-        return self._put(value, place)
+        if not self.spec.cuts_batch or isinstance(line.attrs, UpdateAttrs):
+            return self._put(value, None)
+        if self.wanted.get(value.name) is Wanted.SUMMAND:
+            return self._put(value, PARTIAL)
+        read = [self.places[a] for a in line.args]
+        own = any(place is not None and not isinstance(place, Dim) for place in read)
+        placed = self._put(value, OWN if own else None)
+        if line.op == "part_index":  # a line says itself of which axes it has the number
+            self.places[value.name] = OWN
+        return placed
 
     def _line(self, line: Line) -> list[Line]:
         if line.op == "call":
