@@ -53,7 +53,7 @@ def dispatch(
     Memory: rows, and for each choice two numbers. Time: a sort of tokens x k.
 
     Raises:
-        FzeroTypeError: what is no tensor, or of another dtype.
+        FzeroTypeError: an argument that is not a tensor, or of another dtype.
         FzeroValueError: shapes that do not go together; a number or factor below 1 and 0.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.

@@ -211,7 +211,7 @@ note tensor_parallel.tensor_parallel | read only where the section is enabled, w
 note tensor_parallel | read only where the section is enabled, which is refused
   any dtype tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend injection_policy_tuple partition_config
     preset_model keep_module_on_host replace_with_kernel_inject
-refused expert_parallel [false] | expert parallelism is not there
+refused expert_parallel [false] | compose fz.expert_parallel(where=...)
   flag enabled
 note expert_parallel | read only where the section is enabled, which is refused
   any autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern

@@ -26,7 +26,7 @@ def expert_rows(capacity: float | None = None) -> str:
             None drops nothing, and computes experts / k times as many rows as there are choices.
 
     Raises:
-        FzeroValueError: a capacity that is no number above 0.
+        FzeroValueError: a capacity that is not a number above 0.
 
     Example:
         >>> import transformers, fzero as fz

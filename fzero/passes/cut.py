@@ -21,7 +21,7 @@ from fzero.program.attrs import AddAttrs, GatherAttrs, Over, ReduceAttrs, Scatte
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
-from fzero.trace import cuts, rows
+from fzero.trace import cuts, expert_rows
 from fzero.trace.cut_rules import OWN, PARTIAL, Anywhere, Met, Place, part
 from fzero.trace.cuts import CutFunction, Exchanged, Wanted
 from fzero.trace.segments import CallStep, ExchangeStep, Segments, segments
@@ -228,7 +228,7 @@ class _ToParts:
         if self.spec.cuts_batch:
             of = line.fn, places, wanted
             if of not in self.known:
-                self.known[of] = rows.propagate(self.program.functions[line.fn].graph, self.n, places, wanted)
+                self.known[of] = expert_rows.propagate(self.program.functions[line.fn].graph, self.n, places, wanted)
             return self.known[of]
         leaves = frozenset(i for i, a in enumerate(line.args) if a in self.leaves)
         given = tuple(self.exchanged.get(a, ()) for a in line.args)

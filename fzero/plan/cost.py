@@ -249,7 +249,9 @@ def model_flops(program: Program) -> float:
     its share.
     """
     total = 0.0
-    ranks = math.prod(program.mesh.axes[t.axis] for t in program.transforms if isinstance(t, Cutting))
+    ranks = math.prod(
+        program.mesh.axes[t.axis] for t in program.transforms if isinstance(t, Cutting) and not t.cuts_batch
+    )
     for line, times in program.walk():
         if not line.fn:
             continue

@@ -77,10 +77,10 @@ def propagate(
     Raises:
         FzeroValueError: a gradient of a cut parameter that is computed with, other than added.
     """
-    return _Rows(graph, n, places, wanted).result()
+    return _RowPropagation(graph, n, places, wanted).result()
 
 
-class _Rows:
+class _RowPropagation:
     def __init__(
         self,
         source: Recorded,
