@@ -16,7 +16,7 @@ from fzero.arguments import count
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.tree import describe
 
-__all__ = ["Back", "combine", "dispatch"]
+__all__ = ["combine", "dispatch"]
 
 
 class Back(NamedTuple):
@@ -92,6 +92,13 @@ def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
         back: what `dispatch` returned.
 
     Memory: a row for each choice.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> x, chosen, weights = torch.ones(4, 2), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5)
+        >>> rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=1.0)
+        >>> fz.experts.combine(rows * torch.tensor([1.0, 3.0])[:, None, None], back)[0]
+        tensor([2., 2.])
     """
     chosen = rows.flatten(0, 1)[back.place]
     return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
