@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import tensor
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fzero as fz
 from fzero.boxes import Dim
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.mesh import AbstractMesh
 from fzero.program.ops import COLLECTIVES
+from fzero.program.verify import verify
 
 EXPERTS, WIDTH, HIDDEN, WORDS, LENGTH = 4, 16, 24, 32, 8
 BOTH = ("expert", "data")
@@ -131,6 +134,53 @@ def test_experts_rest_over_data_and_all_else_over_both():
     leaves = lowered(AbstractMesh(data=2, expert=2), fz.shard_params(axis=BOTH)).program.leaves
     up, qkv = (leaves[f"params['layers'][0]['{name}']"].layout for name in ("up", "qkv"))
     assert up.axes == qkv.axes == BOTH and up.dims == (Dim(0),) and not qkv.dims
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 2}, {"data": 2, "expert": 2}])
+def test_a_reduction_that_is_left_out_is_found(mesh):
+    program = lowered(AbstractMesh(**mesh), *([fz.shard_params()] if "data" in mesh else [])).program
+    starts = [x for x in program.lines if x.op == "all_reduce_start" and x.axes == ("expert",)]
+    for start in starts:
+        wait = next(x for x in program.lines if x.op == "wait" and x.args == (start.out[0].name,))
+        names = {v.name: a for v, a in zip(wait.out, start.args, strict=True)}
+        left = tuple(x.rename(names) for x in program.lines if x not in (start, wait))
+        with pytest.raises(VerifyError, match=r"of which each rank|partial\(expert"):
+            verify(replace(program, lines=left))
+    assert len(starts) > 4
+
+
+class Mixture(nn.Module):
+    """Products with a bias in one operation, a norm of rows, a number for each expert."""
+
+    def __init__(self, norm: bool):
+        super().__init__()
+        self.norm, self.router = norm, nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.3)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, 1, HIDDEN) * 0.1)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.3)
+        self.scale = nn.Parameter(torch.ones(EXPERTS))
+
+    def forward(self, x):
+        h = x.flatten(0, -2)
+        weights, chosen = self.router(h).softmax(-1).topk(2, -1)
+        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS, capacity=EXPERTS / 2)
+        y = torch.tanh(torch.baddbmm(self.bias, rows, self.up))
+        y = F.layer_norm(y, y.shape[-1:]) if self.norm else y
+        y = torch.einsum("ecf,edf->ecd", y, self.down) * self.scale[:, None, None]
+        return x + fz.experts.combine(y, back).view_as(x)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_module_with_experts(norm):
+    torch.manual_seed(0)
+    model = fz.functionalize(nn.Sequential(Mixture(norm), Mixture(norm), nn.Linear(WIDTH, 1)))
+    names = ("['up']", "['down']", "['bias']", "['scale']")
+    plain = fz.train_step(lambda p, x: model.apply(p, x).square().mean(), tensor.OPTIMIZER)
+    where = lambda path, leaf: path.endswith(names) and "router" not in path and "[2]" not in path  # noqa: E731
+    made = fz.compose(fz.shard_params(axis=BOTH), fz.accumulate(2))(fz.expert_parallel(plain, where=where))
+    x, at = torch.randn(8, 3, WIDTH), AbstractMesh(data=2, expert=2)
+    assert not fz.lower(made, at, model.params, x).program.notes
+    fz.testing.check_equivalent(made, model.params, x, at)
 
 
 def test_the_same_norm_however_it_is_cut():

@@ -331,7 +331,7 @@ class _RowPropagation:
 
     def _ways(self, node: fx.Node) -> Iterator[Way]:
         target = node.target
-        if target is aten.bmm.default:
+        if target in (aten.bmm.default, aten.baddbmm.default):
             yield from self._products(node)
         elif target in VIEWS:
             yield from self._views(node)
@@ -346,12 +346,14 @@ class _RowPropagation:
 
     def _products(self, node: fx.Node) -> Iterator[Way]:
         """Rows with a parameter of the experts, and the product of two over all rows: a gradient of one."""
-        a, b = node.args
+        *added, a, b = node.args[:3]
         assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
         for x, y, rows in ((a, b, 1), (b, a, 2)):
-            if y not in self.own and self.form[y] == Dim(0) and x is not y:
-                yield Way({x: Met(0, rows), y: Dim(0)}, (Met(0, rows),))
-        if self._leads(node) and a is not b:
+            met, bias = Met(0, rows), [x for x in added if isinstance(x, fx.Node)]
+            want = {x: self._broadcast(x, met, list(node.meta["val"].shape)) for x in bias}
+            if y not in self.own and self.form[y] == Dim(0) and x is not y and "none" not in want.values():
+                yield Way(want | {x: met, y: Dim(0)}, (met,))  # type: ignore[arg-type]
+        if self._leads(node) and a is not b and not added:
             yield Way({a: Met(0, 2), b: Met(0, 1)}, (Dim(0),))
 
     def _met(self, node: fx.Node) -> list[tuple[fx.Node, Met]]:
