@@ -1,0 +1,274 @@
+"""Experts over ranks beside a mixture written by hand: `fz.expert_parallel`, and `all_to_all_single` under autograd.
+
+    python benchmarks/expert_peers.py                      # two processes: about 3 minutes on 2 cores
+    python benchmarks/expert_peers.py --steps 3 --small    # to see that it works
+
+One GPT whose feed-forwards are mixtures, each token's two best of eight experts; the same values, batches, AdamW and
+clipping for all, in fp32, and a capacity that drops nothing. Written by hand: gradients of all but experts are one
+all_reduce, the norm is one of each rank's experts and the rest. A process with all experts and rows is the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import MODEL, Group, model_flags, passed_on, publish, script_flags, serve, settings, verdict
+from model import Config, make_batches
+
+from fzero.experts import combine, dispatch
+
+EXPERTS, CHOICES, LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES = 8, 2, 3e-4, 0.01, 1.0, 16
+LOSS_LIMIT, CPU_LIMIT = 1e-5, 0.9
+SMALL = {"layers": 2, "width": 64, "heads": 4, "seq": 16, "rounds": 2}
+TITLES = {
+    "fzero": "fzero, expert=2",
+    "by_hand": "all_to_all_single by hand",
+    "by_hand_compile": "all_to_all_single by hand, compiled per part of a layer",
+    "dense": "one process, all rows and experts",
+}
+OF_EXPERTS = ("up", "down")
+
+
+def init(config: Config) -> dict[str, Any]:
+    g, d = torch.Generator().manual_seed(0), config.width
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) * 0.02
+
+    def layer() -> dict[str, torch.Tensor]:
+        products = {"qkv": draw(d, 3 * d), "out": draw(d, d), "router": draw(d, EXPERTS)}
+        experts = {"up": draw(EXPERTS, d, 2 * d), "down": draw(EXPERTS, 2 * d, d)}
+        return {"ln1": torch.ones(d), "ln2": torch.ones(d), **products, **experts}
+
+    layers = [layer() for _ in range(config.layers)]
+    return {"tok": draw(config.vocab, d), "pos": draw(config.seq, d), "layers": layers, "ln": torch.ones(d)}
+
+
+def before(p: Any, x: torch.Tensor, heads: int) -> tuple[Any, ...]:
+    """A layer up to the rows of its experts."""
+    h = F.layer_norm(x, x.shape[-1:], p["ln1"])
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (h @ p["qkv"]).chunk(3, -1))
+    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["out"]
+    h = F.layer_norm(x, x.shape[-1:], p["ln2"]).flatten(0, 1)
+    weights, chosen = (h @ p["router"]).softmax(-1).topk(CHOICES, -1)
+    return x, *dispatch(h, chosen, weights, num_experts=EXPERTS, capacity=EXPERTS / CHOICES)
+
+
+def within(p: Any, rows: torch.Tensor) -> torch.Tensor:
+    return F.gelu(rows @ p["up"], approximate="tanh") @ p["down"]
+
+
+def behind(x: torch.Tensor, rows: torch.Tensor, back: Any) -> torch.Tensor:
+    return x + combine(rows, back).view_as(x)
+
+
+def loss_of(params: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = F.layer_norm(x, x.shape[-1:], params["ln"]) @ params["tok"].T
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+Step = Callable[[tuple[torch.Tensor, torch.Tensor]], Any]
+
+
+def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    batches = [tuple(x.chunk(size)[rank] for x in both) for both in make_batches(config, NUM_BATCHES)]
+    live: dict[str, Any] = {"done": 0}
+
+    def build() -> None:
+        live["step"] = (_fzero if args.contestant == "fzero" else _by_hand)(args, config, rank, size)
+
+    def steps(count: int) -> dict[str, Any]:
+        losses, wall, cpu = [], time.perf_counter(), time.process_time()
+        for _ in range(count):
+            losses.append(float(live["step"](batches[live["done"] % NUM_BATCHES])))
+            live["done"] += 1
+        return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "losses": losses}
+
+    return {"build": build, "steps": steps}
+
+
+def _fzero(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
+    import fzero as fz
+    from fzero import optim
+
+    @fz.block
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        x, rows, back = before(p, x, config.heads)
+        return behind(x, within(p, rows), back)
+
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        x = F.embedding(batch[0], params["tok"]) + params["pos"]
+        for p in params["layers"]:
+            x = layer(p, x)
+        return loss_of(params, x, batch[1])
+
+    optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
+    step = fz.expert_parallel(fz.train_step(loss_fn, optimizer), where=lambda path, leaf: leaf.ndim == 3)
+    mesh = fz.make_mesh(device="cpu", shared_memory=False, expert=size)
+    train = fz.compile(step, mesh, backend=args.backend)
+    state = train.init(init(config))
+
+    def run(batch: Any) -> Any:
+        nonlocal state
+        state, metrics = train(state, batch)
+        return metrics["loss"]
+
+    return run
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows of dim 0 to each rank, and theirs for this one; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        rows = rows.contiguous()
+        out = torch.empty_like(rows)
+        dist.all_to_all_single(out, rows)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return _Exchanged.forward(ctx, grad)
+
+
+def _by_hand(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    params = init(config)
+    for p in params["layers"]:
+        for name in OF_EXPERTS:
+            p[name] = p[name].chunk(size)[rank].clone()
+    leaves: list[Any] = [params["tok"], params["pos"], params["ln"], *(x for p in params["layers"] for x in p.values())]
+    experts = {id(p[name]) for p in params["layers"] for name in OF_EXPERTS}
+    of_all = [x.requires_grad_() for x in leaves if id(x) not in experts]
+    of_here = [x.requires_grad_() for x in leaves if id(x) in experts]
+    optimizer = torch.optim.AdamW([*of_all, *of_here], lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    compiled: Any = torch.compile if args.contestant == "by_hand_compile" else lambda fn: fn
+    first, mixture, last = (compiled(fn) for fn in (before, within, behind))
+    here = EXPERTS // size
+
+    def exchanged(rows: torch.Tensor) -> torch.Tensor:
+        return _Exchanged.apply(rows) if size > 1 else rows  # type: ignore[return-value]
+
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        x, rows, back = first(p, x, config.heads)
+        rows = exchanged(rows.unflatten(0, (size, here))).transpose(0, 1).flatten(1, 2)  # [here, rows of all, features]
+        rows = mixture(p, rows).unflatten(1, (size, -1)).transpose(0, 1)
+        return last(x, exchanged(rows).flatten(0, 1), back)
+
+    def run(batch: Any) -> Any:
+        x = F.embedding(batch[0], params["tok"]) + params["pos"]
+        for p in params["layers"]:
+            x = layer(p, x)
+        loss = loss_of(params, x, batch[1])
+        (loss / size).backward()
+        total = loss.detach().clone() / size
+        if size > 1:
+            flat = torch.cat([x.grad.flatten() for x in of_all])  # type: ignore[union-attr]
+            dist.all_reduce(flat)
+            for x, grad in zip(of_all, flat.split([x.numel() for x in of_all]), strict=True):
+                x.grad = grad.view_as(x)
+            dist.all_reduce(total)
+        squares: Any = sum(x.grad.square().sum() for x in of_here)  # type: ignore[union-attr]
+        if size > 1:
+            dist.all_reduce(squares)
+        norm = (squares + sum(x.grad.square().sum() for x in of_all)).sqrt()  # type: ignore[union-attr]
+        scale = torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_([x.grad for x in (*of_all, *of_here)], scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return run
+
+
+def contest(args: argparse.Namespace) -> dict[str, Any]:
+    found, groups = dict[str, Any](), dict[str, Group]()
+    with contextlib.ExitStack() as stack:
+
+        def measured(name: str) -> None:
+            answers = groups[name].ask("steps", count=args.steps)
+            found[name]["losses"] += [statistics.mean(at) for at in zip(*(a["losses"] for a in answers), strict=True)]
+            size = len(answers) * args.steps
+            found[name]["rounds"].append({kind: sum(a[kind] for a in answers) / size for kind in ("cpu_s", "wall_s")})
+
+        for name in args.only:
+            given = [f"--contestant={name}", *passed_on(args, *MODEL, "backend")]
+            groups[name] = stack.enter_context(Group(__file__, 1 if name == "dense" else 2, given, timeout=300))
+            groups[name].ask("build")
+            found[name] = {"losses": [], "rounds": []}
+            measured(name)  # compiles
+            found[name]["rounds"].clear()
+            print(f"{name}: ready", file=sys.stderr, flush=True)
+        for number in range(args.rounds):
+            for name in random.Random(number).sample(args.only, len(args.only)):
+                measured(name)
+    for x in found.values():
+        x |= {kind: statistics.median(r[kind] for r in x["rounds"]) for kind in ("cpu_s", "wall_s")}
+    return found
+
+
+def compared(found: dict[str, Any]) -> list[str]:
+    losses = [x["losses"][:20] for x in found.values()]
+    apart = max((max(at) - min(at)) / min(at) for at in zip(*losses, strict=True))
+    notes = [f"Losses of {len(losses[0])} steps agree to {apart:.1e} ({LOSS_LIMIT:g}: {verdict(apart, LOSS_LIMIT)})"]
+    for other in ("by_hand", "by_hand_compile"):
+        if {"fzero", other} <= found.keys():
+            pairs = zip(found["fzero"]["rounds"], found[other]["rounds"], strict=True)
+            ratio = statistics.median(a["cpu_s"] / b["cpu_s"] for a, b in pairs)
+            notes.append(f"CPU seconds of fzero / {other}: {ratio:.2f} ({CPU_LIMIT}: {verdict(ratio, CPU_LIMIT)})")
+    return notes
+
+
+def main() -> None:
+    args = _arguments()
+    if args.worker:
+        serve(worker(args))
+        return
+    found = contest(args)
+    rows = [(TITLES[n], f"{x['cpu_s']:.3f}", f"{x['wall_s']:.3f}", f"{x['losses'][-1]:.6f}") for n, x in found.items()]
+    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    notes = [
+        f"A GPT of {config.layers} layers, width {config.width}, {EXPERTS} experts of width {2 * config.width}, each "
+        f"token's {CHOICES} best, sequence {config.seq}, global batch {config.batch}; fp32, gloo, a thread a process.",
+        f"Seconds a step and process: medians of {args.rounds} interleaved rounds of {args.steps} steps.",
+        *compared(found),
+    ]
+    columns = ("who", "CPU s", "wall s", "last loss")
+    data = {"settings": settings(args, "contestant"), "found": found}
+    publish(args.name, "Experts over ranks", columns, rows, notes, data, args.out)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    model_flags(parser, layers=4, width=256, heads=8, seq=128, batch=8)
+    parser.add_argument("--steps", type=int, default=4, help="a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="a tiny model, two rounds")
+    parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
+    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="fzero's")
+    parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
+    script_flags(parser, "expert_peers")
+    args = parser.parse_args()
+    for name, value in SMALL.items() if args.small else ():
+        setattr(args, name, value)
+    return args
+
+
+if __name__ == "__main__":
+    main()
