@@ -1,0 +1,250 @@
+"""Chooses the rules of a `tensor_parallel` without any: the cuts of matrices that cost a step the fewest bytes.
+
+The price of an assignment of cuts is a sum of bytes on a rank, over all calls of a step:
+
+- what collectives send;
+- what is gathered for operations that are made whole;
+- results of products that every rank computes alike;
+- leaves that stay whole, twice: their gradient and their update.
+
+[Note: descent] Leaves that blocks alike read at the same place are cut alike: they are a slot. All slots begin whole.
+First each chain of products (trace/chains.py) is tried: the matrices before the last are cut along the dim that their
+results have, the last along the dim that it sums over. Then each slot alone is tried with each of its cuts, until
+nothing lowers the price. Of equal prices the first is taken. A price is no longer added up once it exceeds the best
+one, and a function is rewritten once for each way in which its arguments are cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.boxes import Dim
+from fzero.errors import FzeroValueError, message
+from fzero.layout import Leaf
+from fzero.lowering.layouts import auto_of, params_inputs, zero_of
+from fzero.lowering.traced import trace_step
+from fzero.mesh import AbstractMesh
+from fzero.passes.cut import calls_on_parts
+from fzero.passes.zero import Zero
+from fzero.plan.plan import PlanDecision
+from fzero.program.ir import Line, Program
+from fzero.program.lines import Inputs
+from fzero.step import Step
+from fzero.trace.chains import Chain, chains, pieces
+from fzero.trace.cut_rules import divides
+from fzero.trace.cut_writer import MARKERS, all_reduce
+from fzero.trace.cuts import CutFunction
+from fzero.trace.flops import product_flops
+from fzero.trace.recorder import Recorded
+from fzero.transforms.tensor import TensorParallel, rules_for
+from fzero.tree import dotted
+from fzero.units import size
+
+
+def open_rules(step: Step, mesh: AbstractMesh) -> TensorParallel | None:
+    """The `tensor_parallel` of a step that has no rules yet, if there is one."""
+    found = next((t for t in step.transforms if isinstance(t, TensorParallel) and t.rules is None), None)
+    if found is not None:
+        zero_of(step, mesh)  # which checks the axis
+    return found
+
+
+def check_batch_given(given: bool) -> None:
+    """Raises where there is no batch that rules are chosen for."""
+    if not given:
+        problems = ["batch: the first state is laid out before the first batch is seen"]
+        fix = "fz.compile(step, mesh, batch=batch), where meta tensors will do; or give rules"
+        raise FzeroValueError(message("tensor_parallel", "rules are chosen for a batch", problems, fix))
+
+
+class Chosen(NamedTuple):
+    """A step whose `tensor_parallel` has rules, and the reasons for them."""
+
+    step: Step
+    decisions: tuple[PlanDecision, ...] = ()
+
+
+def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> Chosen:
+    """The step with rules for its `tensor_parallel`; the step itself if that has some. On one rank it is left out.
+
+    Args:
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: that they are chosen for.
+    """
+    spec = open_rules(step, mesh)
+    if spec is None:
+        return Chosen(step)
+    others = tuple(t for t in step.transforms if t != spec)
+    if mesh.axes[spec.axis] == 1:
+        return Chosen(replace(step, transforms=others))
+    bare = replace(step, transforms=tuple(t for t in step.transforms if t != auto_of(step)))
+    inputs = params_inputs(bare, mesh, params)
+    program = trace_step(bare, mesh, inputs, batch).variants.recorded
+    prices = _Prices(program, spec, zero_of(bare, mesh))
+    cuts = _descend(prices)
+    by_path = {path: dim for slot, dim in cuts.items() for path in slot.paths}
+    leaves = [x for x in inputs.leaves if x.role != "mutable"]
+    of_first = {x.path: inputs.leaves[t].path for x, t in zip(inputs.leaves, inputs.ties, strict=True)}
+    rules = rules_for({dotted(x.path): by_path.get(of_first[x.path]) for x in leaves})
+    chosen = replace(spec, rules=rules)
+    why = (
+        f"{size(int(prices.best))} a step are sent or computed by every rank alike, {size(int(prices.none))} if "
+        f"nothing were cut; of {len(prices.found)} assignments"
+    )
+    transforms = tuple(sorted((*others, chosen), key=lambda t: (t.order, str(t))))
+    return Chosen(replace(step, transforms=transforms), (PlanDecision(spec.name, chosen.shown_rules, why),))
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """Leaves that are cut alike, and their possible cuts."""
+
+    paths: tuple[str, ...]
+    able: tuple[Dim, ...]
+
+
+_Cuts = dict[_Slot, Dim | None]
+
+
+class _Prices:
+    """The prices of assignments of cuts to a program's leaves.
+
+    Attributes:
+        slots: in the order in which functions read them.
+        chains: of slots: each with those before it, and the dims of the last that is summed over and of the others
+            that are kept.
+        found: the prices so far, by the cuts of the slots; infinite where one was above the best.
+    """
+
+    def __init__(self, program: Program, spec: TensorParallel, zero: Zero):
+        self.program, self.spec, self.zero, self.n = program, spec, zero, program.mesh.axes[spec.axis]
+        self.slots: list[_Slot] = []
+        self.chains: list[tuple[_Slot, int, tuple[tuple[_Slot, int], ...]]] = []
+        self.found: dict[tuple[Dim | None, ...], float] = {}
+        self.known: dict[Any, CutFunction] = {}
+        self.of_function: dict[Any, float] = {}  # prices
+        self.best = math.inf
+        self._find()
+        self.none = self({})
+
+    def _find(self) -> None:
+        """Finds slots and chains."""
+        origin = {v.name: a for x in self.program.lines if x.op == "cast" for a, v in zip(x.args, x.out, strict=False)}
+        params = {name: leaf for name, leaf in self.program.leaves.items() if leaf.role == "params"}
+        readers: dict[str, tuple[str, int]] = {}
+        for line in self.program.lines:
+            for i, a in enumerate(line.args if line.op == "call" else ()):
+                if (leaf := origin.get(a, a)) in params:
+                    readers.setdefault(leaf, (line.fn, i))
+        together: dict[tuple[str, int], list[str]] = {}
+        for path, reader in readers.items():
+            together.setdefault(reader, []).append(path)
+        for fn in dict.fromkeys(fn for fn, _ in together):
+            graph = self.program.functions[fn].graph
+            order = {x: i for i, x in enumerate(graph.graph.nodes)}
+            here = [i for name, i in together if name == fn]
+            here.sort(key=lambda i: min((order[u] for u in graph.inputs[i].users), default=0))
+            slots = {i: self._slot(together[fn, i], params, graph) for i in here}
+            self.slots += slots.values()
+            self.chains += self._chains(chains(graph, here), slots)
+
+    def _slot(self, paths: Sequence[str], params: Mapping[str, Leaf], graph: Recorded) -> _Slot:
+        shape = params[paths[0]].shape
+        dims = range(len(shape)) if len(shape) in (1, 2) else ()
+        able = (Dim(d, groups) for d in dims for groups in pieces(graph, shape[d]))
+        return _Slot(tuple(paths), tuple(x for x in able if divides(shape, x, self.n)))
+
+    def _chains(
+        self, found: Iterable[Chain], slots: Mapping[int, _Slot]
+    ) -> Iterator[tuple[_Slot, int, tuple[tuple[_Slot, int], ...]]]:
+        for x in found:
+            before = {slots[p.matrix]: p.kept for p in x.before if p.matrix != x.last.matrix}
+            yield slots[x.last.matrix], x.last.summed, tuple(before.items())
+
+    def __call__(self, cuts: Mapping[_Slot, Dim | None]) -> float:
+        """The bytes of an assignment; infinite if they exceed the best so far, or an operation is made whole of more
+        than the spec allows."""
+        key = tuple(cuts.get(slot) for slot in self.slots)
+        if key not in self.found:
+            self.found[key] = self._price(cuts)
+            self.best = min(self.best, self.found[key])
+        return self.found[key]
+
+    def _price(self, cuts: Mapping[_Slot, Dim | None]) -> float:
+        leaves, total = dict(self.program.leaves), 0.0
+        for slot in self.slots:
+            for path in slot.paths:
+                leaf, dim = leaves[path], cuts.get(slot)
+                if dim is None:
+                    total += 2 * self._share * leaf.numel * leaf.dtype.itemsize
+                else:
+                    leaves[path] = leaf.with_layout(axes=(self.spec.axis,), dims=(dim,))
+        program = replace(self.program, leaves=leaves)
+        for line, made in calls_on_parts(program, self.spec, self.zero, self.known):
+            total += self._of(line, made)
+            if total > self.best:
+                return math.inf
+        return total
+
+    @property
+    def _share(self) -> float:
+        return (self.n - 1) / self.n
+
+    def _of(self, line: Line, made: CutFunction | None) -> float:
+        key = made or line.fn
+        if key not in self.of_function:
+            self.of_function[key] = self._function(line, made)
+        return self.of_function[key]
+
+    def _function(self, line: Line, made: CutFunction | None) -> float:
+        graph = self.program.functions[line.fn].graph if made is None else made.graph
+        total = 0.0
+        for node in graph.graph.nodes:
+            if node.target in MARKERS:
+                total += (2 if node.target is all_reduce else 1) * _nbytes(node.meta["val"])
+            elif product_flops(node) and (made is None or node not in made.varies):
+                total += _nbytes(node.meta["val"])
+        whole = made.whole if made else ()
+        if any(x.nbytes > self.spec.whole_bytes for x in whole):
+            return math.inf
+        return self._share * total + sum(x.nbytes for x in whole)
+
+
+def _nbytes(value: Any) -> int:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, torch.Tensor))
+
+
+def _descend(prices: _Prices) -> _Cuts:
+    """The assignment that nothing improves: see [Note: descent]."""
+    cuts: _Cuts = dict.fromkeys(prices.slots)
+    best = prices.none
+
+    def tried(changes: Iterable[Mapping[_Slot, Dim | None]]) -> bool:
+        nonlocal cuts, best
+        better = False
+        for change in changes:
+            price = prices(cuts | change)
+            if price < best:
+                cuts, best, better = cuts | change, price, True
+        return better
+
+    for last, summed, before in prices.chains:
+        ways = [[c for c in slot.able if c.dim == dim] for slot, dim in before]
+        ends = [c for c in last.able if c.dim == summed and c.groups == 1] if before else []
+        made = ({last: end} | dict(zip((s for s, _ in before), way, strict=True)) for end in ends for way in itertools.product(*ways))
+        tried(itertools.islice(made, _MOST_WAYS))
+    while any([tried({slot: c} for c in (None, *slot.able)) for slot in prices.slots]):
+        pass
+    return cuts
+
+
+_MOST_WAYS = 16
+"""Ways in which the matrices of a chain may be taken for several of equal size."""
