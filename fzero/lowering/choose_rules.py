@@ -2,16 +2,17 @@
 
 The price of an assignment of cuts is a sum of bytes on a rank, over all calls of a step:
 
-- what collectives send;
+- what collectives send, and for each some more;
 - what is gathered for operations that are made whole;
 - results of products that every rank computes alike;
 - leaves that stay whole, twice: their gradient and their update.
 
 [Note: descent] Leaves that blocks alike read at the same place are cut alike: they are a slot. All slots begin whole.
 First each chain of products (trace/chains.py) is tried: the matrices before the last are cut along the dim that their
-results have, the last along the dim that it sums over. Then each slot alone is tried with each of its cuts, until
-nothing lowers the price. Of equal prices the first is taken. A price is no longer added up once it exceeds the best
-one, and a function is rewritten once for each way in which its arguments are cut.
+results have, the last along the dim that it sums over. Then each slot alone is tried with each of its cuts and
+whole, and the matrices of one shape of a chain are tried whole, until nothing lowers the price. Of equal prices the first is taken. A function is rewritten once for each way in which its
+arguments are cut, and a price is no longer added up once it exceeds the best one, or, before the first backward of a
+block, the part of the best one up to there by 1 % of all.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> 
     rules = rules_for({dotted(x.path): by_path.get(of_first[x.path]) for x in leaves})
     chosen = replace(spec, rules=rules)
     why = (
-        f"{size(int(prices.best))} a step are sent or computed by every rank alike, {size(int(prices.none))} if "
-        f"nothing were cut; of {len(prices.found)} assignments"
+        f"of {len(prices.found)} assignments the one with the fewest bytes sent, or computed by every rank alike: "
+        f"{size(int(prices.best))} a step, with {size(int(prices.each))} more for each collective; without cuts "
+        f"{size(int(prices.none))}"
     )
     transforms = tuple(sorted((*others, chosen), key=lambda t: (t.order, str(t))))
     return Chosen(replace(step, transforms=transforms), (PlanDecision(spec.name, chosen.shown_rules, why),))
@@ -104,10 +106,21 @@ def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """Leaves that are cut alike, and their possible cuts."""
+    """Leaves that are cut alike, and their possible cuts. `fn` is the function that reads them first, `kept` the dim of
+    a matrix that the result of its product has."""
 
     paths: tuple[str, ...]
+    fn: str
+    shape: tuple[int, ...]
     able: tuple[Dim, ...]
+    kept: int | None
+
+    def follows(self, cuts: Mapping[_Slot, Dim | None]) -> list[Dim]:
+        """The possible cuts; of a vector those that a matrix of the same function has along its results."""
+        if len(self.shape) > 1:
+            return [*self.able]
+        cut = {(s.shape[c.dim], c.groups) for s, c in cuts.items() if c and s.fn == self.fn and s.kept == c.dim}
+        return [x for x in self.able if (self.shape[0], x.groups) in cut]
 
 
 _Cuts = dict[_Slot, Dim | None]
@@ -121,6 +134,8 @@ class _Prices:
         chains: of slots: each with those before it, and the dims of the last that is summed over and of the others
             that are kept.
         found: the prices so far, by the cuts of the slots; infinite where one was above the best.
+        best, none: the lowest price, and that of no cut at all.
+        each: the price of a collective besides its bytes.
     """
 
     def __init__(self, program: Program, spec: TensorParallel, zero: Zero):
@@ -130,9 +145,13 @@ class _Prices:
         self.found: dict[tuple[Dim | None, ...], float] = {}
         self.known: dict[Any, CutFunction] = {}
         self.of_function: dict[Any, float] = {}  # prices
-        self.best = math.inf
+        self.best = self.ahead = math.inf  # `ahead`: of that, what comes before the first backward of a block
+        calls = [line for line in program.lines if line.op == "call"]
+        self.num_ahead = next((i for i, line in enumerate(calls) if line.is_backward), len(calls))
         self._find()
+        self.each = 0.0
         self.none = self({})
+        self.each = _OF_A_CALL * self.none / max(len(calls), 1)
 
     def _find(self) -> None:
         """Finds slots and chains."""
@@ -151,15 +170,19 @@ class _Prices:
             order = {x: i for i, x in enumerate(graph.graph.nodes)}
             here = [i for name, i in together if name == fn]
             here.sort(key=lambda i: min((order[u] for u in graph.inputs[i].users), default=0))
-            slots = {i: self._slot(together[fn, i], params, graph) for i in here}
+            found = chains(graph, [i for i in here if len(params[together[fn, i][0]].shape) == 2])
+            kept = {x.last.matrix: x.last.kept for x in found}
+            slots = {i: self._slot(together[fn, i], fn, params, graph, kept.get(i)) for i in here}
             self.slots += slots.values()
-            self.chains += self._chains(chains(graph, here), slots)
+            self.chains += self._chains(found, slots)
 
-    def _slot(self, paths: Sequence[str], params: Mapping[str, Leaf], graph: Recorded) -> _Slot:
+    def _slot(
+        self, paths: Sequence[str], fn: str, params: Mapping[str, Leaf], graph: Recorded, kept: int | None
+    ) -> _Slot:
         shape = params[paths[0]].shape
         dims = range(len(shape)) if len(shape) in (1, 2) else ()
         able = (Dim(d, groups) for d in dims for groups in pieces(graph, shape[d]))
-        return _Slot(tuple(paths), tuple(x for x in able if divides(shape, x, self.n)))
+        return _Slot(tuple(paths), fn, shape, tuple(x for x in able if divides(shape, x, self.n)), kept)
 
     def _chains(
         self, found: Iterable[Chain], slots: Mapping[int, _Slot]
@@ -187,10 +210,13 @@ class _Prices:
                 else:
                     leaves[path] = leaf.with_layout(axes=(self.spec.axis,), dims=(dim,))
         program = replace(self.program, leaves=leaves)
-        for line, made in calls_on_parts(program, self.spec, self.zero, self.known):
+        ahead = math.inf
+        for number, (line, made) in enumerate(calls_on_parts(program, self.spec, self.zero, self.known), 1):
             total += self._of(line, made)
-            if total > self.best:
+            ahead = total if number == self.num_ahead else ahead
+            if total > self.best or (number == self.num_ahead and total > self.ahead + _SLACK * self.best):
                 return math.inf
+        self.ahead = ahead
         return total
 
     @property
@@ -208,7 +234,7 @@ class _Prices:
         total = 0.0
         for node in graph.graph.nodes:
             if node.target in MARKERS:
-                total += (2 if node.target is all_reduce else 1) * _nbytes(node.meta["val"])
+                total += (2 if node.target is all_reduce else 1) * _nbytes(node.meta["val"]) + self.each / self._share
             elif product_flops(node) and (made is None or node not in made.varies):
                 total += _nbytes(node.meta["val"])
         whole = made.whole if made else ()
@@ -217,13 +243,18 @@ class _Prices:
         return self._share * total + sum(x.nbytes for x in whole)
 
 
+_SLACK = 0.01
+_OF_A_CALL = 0.02
+"""What each collective costs besides its bytes, as a part of the price of a mean call when nothing is cut."""
+
+
 def _nbytes(value: Any) -> int:
     values = value if isinstance(value, (tuple, list)) else [value]
     return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, torch.Tensor))
 
 
 def _descend(prices: _Prices) -> _Cuts:
-    """The assignment that nothing improves: see [Note: descent]."""
+    """The assignment that no move improves: see [Note: descent]."""
     cuts: _Cuts = dict.fromkeys(prices.slots)
     best = prices.none
 
@@ -241,9 +272,16 @@ def _descend(prices: _Prices) -> _Cuts:
         ends = [c for c in last.able if c.dim == summed and c.groups == 1] if before else []
         made = ({last: end} | dict(zip((s for s, _ in before), way, strict=True)) for end in ends for way in itertools.product(*ways))
         tried(itertools.islice(made, _MOST_WAYS))
-    while any([tried({slot: c} for c in (None, *slot.able)) for slot in prices.slots]):
+    order = sorted(prices.slots, key=lambda slot: len(slot.shape) < 2)  # vectors follow matrices
+    together = [[s for s, _ in before if s.shape == shape] for *_, before in prices.chains for shape in _shapes(before)]
+    whole: list[_Cuts] = [dict.fromkeys(alike) for alike in together if len(alike) > 1]
+    while any([tried({slot: c} for c in (None, *slot.follows(cuts))) for slot in order]) or tried(whole):
         pass
     return cuts
+
+
+def _shapes(before: Iterable[tuple[_Slot, int]]) -> list[tuple[int, ...]]:
+    return [*dict.fromkeys(slot.shape for slot, _ in before)]
 
 
 _MOST_WAYS = 16
