@@ -8,11 +8,15 @@ The price of an assignment of cuts is a sum of bytes on a rank, over all calls o
 - leaves that stay whole, twice: their gradient and their update.
 
 [Note: descent] Leaves that blocks alike read at the same place are cut alike: they are a slot. All slots begin whole.
-First each chain of products (trace/chains.py) is tried: the matrices before the last are cut along the dim that their
-results have, the last along the dim that it sums over. Then each slot alone is tried with each of its cuts and
-whole, and the matrices of one shape of a chain are tried whole, until nothing lowers the price. Of equal prices the first is taken. A function is rewritten once for each way in which its
-arguments are cut, and a price is no longer added up once it exceeds the best one, or, before the first backward of a
-block, the part of the best one up to there by 1 % of all.
+
+1. Each chain of products (trace/chains.py) is tried: the matrices before the last are cut along the dim that their
+   results have, the last along the dim that it sums over.
+2. Each slot alone is tried whole and with each of its cuts, and matrices of one shape of a chain whole together, until
+   nothing lowers the price. A vector is cut as a matrix of its function is.
+
+Of equal prices the first is taken. A function is rewritten once for each way in which its arguments are cut. A price is
+no longer added up once it exceeds the best one; or once its calls before the first backward exceed those of the best by
+1 % of the best price.
 """
 
 from __future__ import annotations
@@ -120,7 +124,7 @@ class _Slot:
         if len(self.shape) > 1:
             return [*self.able]
         cut = {(s.shape[c.dim], c.groups) for s, c in cuts.items() if c and s.fn == self.fn and s.kept == c.dim}
-        return [x for x in self.able if (self.shape[0], x.groups) in cut]
+        return [x for x in self.able if (self.shape[x.dim], x.groups) in cut]
 
 
 _Cuts = dict[_Slot, Dim | None]
@@ -262,26 +266,38 @@ def _descend(prices: _Prices) -> _Cuts:
         nonlocal cuts, best
         better = False
         for change in changes:
-            price = prices(cuts | change)
+            changed = {**cuts, **change}
+            price = prices(changed)
             if price < best:
-                cuts, best, better = cuts | change, price, True
+                cuts, best, better = changed, price, True
         return better
 
-    for last, summed, before in prices.chains:
-        ways = [[c for c in slot.able if c.dim == dim] for slot, dim in before]
-        ends = [c for c in last.able if c.dim == summed and c.groups == 1] if before else []
-        made = ({last: end} | dict(zip((s for s, _ in before), way, strict=True)) for end in ends for way in itertools.product(*ways))
-        tried(itertools.islice(made, _MOST_WAYS))
+    for chain in prices.chains:
+        tried(itertools.islice(_ways(*chain), _MOST_WAYS))
     order = sorted(prices.slots, key=lambda slot: len(slot.shape) < 2)  # vectors follow matrices
-    together = [[s for s, _ in before if s.shape == shape] for *_, before in prices.chains for shape in _shapes(before)]
-    whole: list[_Cuts] = [dict.fromkeys(alike) for alike in together if len(alike) > 1]
-    while any([tried({slot: c} for c in (None, *slot.follows(cuts))) for slot in order]) or tried(whole):
-        pass
+    whole = [alike for *_, before in prices.chains for alike in _of_one_shape(before)]
+    better = True
+    while better:
+        found = [tried({slot: c} for c in (None, *slot.follows(cuts))) for slot in order]
+        better = any(found) or tried(whole)
     return cuts
 
 
-def _shapes(before: Iterable[tuple[_Slot, int]]) -> list[tuple[int, ...]]:
-    return [*dict.fromkeys(slot.shape for slot, _ in before)]
+def _ways(last: _Slot, summed: int, before: Sequence[tuple[_Slot, int]]) -> Iterator[_Cuts]:
+    """The cuts of a chain."""
+    slots = [slot for slot, _ in before]
+    able = [[c for c in slot.able if c.dim == kept] for slot, kept in before]
+    ends = [c for c in last.able if c == Dim(summed)] if before else []
+    for end, *way in itertools.product(ends, *able):
+        yield {**dict(zip(slots, way, strict=True)), last: end}
+
+
+def _of_one_shape(before: Sequence[tuple[_Slot, int]]) -> Iterator[_Cuts]:
+    """The matrices of a chain that have one shape, whole."""
+    for shape in dict.fromkeys(slot.shape for slot, _ in before):
+        alike = [slot for slot, _ in before if slot.shape == shape]
+        if len(alike) > 1:
+            yield dict.fromkeys(alike)
 
 
 _MOST_WAYS = 16

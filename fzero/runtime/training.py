@@ -21,8 +21,8 @@ from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import CheckpointError, FzeroValueError, message
 from fzero.layout import Leaf, in_slot, leaf_of, shard
 from fzero.lowering.auto import check_auto, resolve
-from fzero.lowering.choose_rules import check_batch_given, choose_rules, open_rules
 from fzero.lowering.budget import Budget
+from fzero.lowering.choose_rules import check_batch_given, choose_rules, open_rules
 from fzero.lowering.layouts import (
     abstract,
     abstract_params,

@@ -12,6 +12,7 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
+from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.layouts import batch_inputs, zero_of
 from fzero.lowering.traced import base_program
 from fzero.mesh import AbstractMesh, Mesh, make_mesh
