@@ -123,7 +123,9 @@ def tensor_parallel(
         rules: a mapping from the end of a parameter's dotted name, in which `*` stands for anything, to the dim that is
             cut. `(dim, groups)` cuts each of several equal pieces: `(1, 3)` for queries, keys and values in one matrix.
             None leaves a parameter whole. The first rule that matches counts. Or a function `(path, leaf)` that returns
-            one of these; `leaf` is a meta tensor.
+            one of these; `leaf` is a meta tensor. Without rules they are chosen for an example batch, which
+            `fz.compile` needs then: the cuts of matrices with the fewest bytes that ranks send, or compute alike. The
+            program's header prints them.
         sequence: whether what passes between blocks is cut by position (dim 1) as well: norms, residuals and dropouts
             are not repeated. Each all_reduce becomes a reduce_scatter and an all_gather.
         whole_bytes: an operation whose whole inputs take more bytes than this on a rank is an error instead.
@@ -134,10 +136,10 @@ def tensor_parallel(
 
     Raises:
         FzeroTypeError: `rules` that are neither, an `axis` that is not a name.
-        FzeroValueError: when the program is built, a rule that no parameter matches; a dim that does not divide; an
-            operation above `whole_bytes`.
-        TransformError: another transform that cuts the batch, or a leaf, over `axis`; `fp8`; tied leaves with two
-            rules.
+        FzeroValueError: from `fz.compile` without `batch`, if there are no rules; when the program is built, a rule
+            that no parameter matches; a dim that does not divide; an operation above `whole_bytes`.
+        TransformError: an evaluation, if there are no rules; another transform that cuts the batch, or a leaf, over
+            `axis`; `fp8`; tied leaves with two rules.
 
     Paper: Shoeybi et al., Megatron-LM: training multi-billion parameter language models using model parallelism, 2019.
 
@@ -150,6 +152,13 @@ def tensor_parallel(
         >>> lowered = fz.lower(step, fz.AbstractMesh(model=4), params, torch.empty(8, 64, device="meta"))
         >>> [line.op for line in lowered.program.lines if line.by == "tensor_parallel" and line.op.endswith("start")]
         ['all_reduce_start']
+
+        Without rules:
+
+        >>> step = fz.tensor_parallel(fz.train_step(loss, fz.optim.adamw(1e-3)))
+        >>> lowered = fz.lower(step, fz.AbstractMesh(model=4), params, torch.empty(8, 64, device="meta"))
+        >>> print(*lowered.program.transforms)
+        tensor_parallel(axis='model', rules={'down': 0, 'up': 1})
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
     problems += flag("sequence", sequence)
