@@ -104,6 +104,16 @@ def test_a_layer_has_two_reductions_each_way():
     assert rules_of(chosen(*gated(2), sequence=True)) == expected
 
 
+def test_beside_other_transforms():
+    step, params, batch = small(2)
+    others = fz.compose(fz.shard_params(), fz.accumulate(2), fz.mixed_precision("bf16"), fz.remat("full"))
+    mesh = AbstractMesh(data=2, model=2)
+    fz.testing.check_equivalent(fz.tensor_parallel(others(step)), params, batch, mesh)
+    assert (
+        rules_of(chosen(others(step), params, tensor.batch(4), mesh)).items() >= {"qkv": (1, 3), "out": (0, 1)}.items()
+    )
+
+
 @pytest.mark.parametrize("make", [small, gated])
 def test_it_trains_as_the_plain_step_and_its_rules_can_be_pasted_back(make):
     step, params, batch = make(2)

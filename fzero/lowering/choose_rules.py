@@ -184,7 +184,8 @@ class _Prices:
         self, paths: Sequence[str], fn: str, params: Mapping[str, Leaf], graph: Recorded, kept: int | None
     ) -> _Slot:
         shape = params[paths[0]].shape
-        dims = range(len(shape)) if len(shape) in (1, 2) else ()
+        cut = any(params[path].layout.dims for path in paths)  # by another transform
+        dims = range(len(shape)) if len(shape) in (1, 2) and not cut else ()
         able = (Dim(d, groups) for d in dims for groups in pieces(graph, shape[d]))
         return _Slot(tuple(paths), fn, shape, tuple(x for x in able if divides(shape, x, self.n)), kept)
 
@@ -248,6 +249,7 @@ class _Prices:
 
 
 _SLACK = 0.01
+"""See [Note: descent]."""
 _OF_A_CALL = 0.02
 """What each collective costs besides its bytes, as a part of the price of a mean call when nothing is cut."""
 
