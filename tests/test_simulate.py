@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import re
 from pathlib import Path
@@ -16,7 +17,10 @@ import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.passes import copies, fuse, shard
+from fzero.runtime.execute import _Running as Running
+from fzero.testing.interpret import Interpreter
 from fzero.testing.simulate import _Rank
+from fzero.trace.recorder import Recorded
 from fzero.transforms.base import Transform, applied
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "extending.md"
@@ -243,3 +247,23 @@ def test_arguments_that_simulate_refuses() -> None:
     says = r"(?s)different numbers of rows.*batch\[0\] \[8, 4\].*batch\[1\] \[4\].*accumulate\(1, whole=.*batch\[1\]"
     with pytest.raises(FzeroValueError, match=says):
         fz.testing.simulate(step, mesh, params, (torch.ones(8, 4), torch.ones(4)))
+
+
+def alive() -> int:
+    """The functions that are held, and what ran them."""
+    gc.collect()
+    return sum(issubclass(type(x), (Recorded, Running, Interpreter)) for x in gc.get_objects())
+
+
+def test_nothing_holds_what_has_run():
+    product = fz.block(lambda p, x: x @ p["w"])
+    step = fz.shard_params(fz.train_step(lambda p, x: product(p, product(p, x)).square().mean(), optim.sgd(0.1)))
+    params = {"w": torch.ones(7, 7)}
+    counts = []
+    for _ in range(3):
+        fz.testing.simulate(step, fz.AbstractMesh(data=2), params, X)
+        train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+        train(train.init(params), X)
+        del train
+        counts.append(alive())
+    assert counts[0] == counts[1] == counts[2], counts

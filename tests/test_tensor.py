@@ -169,7 +169,7 @@ def problem(**given: Any) -> str:
 def test_what_cannot_be_meant():
     assert "did you mean layers.0.qkv" in problem(rules={"qvk": 1})
     assert "did you mean layers.0.up" in problem(rules={"up_proj.weight": 1})
-    assert "rules=None: which parameters" in problem()
+    assert "rules={}: no parameter is cut; None chooses" in problem(rules={})
     with pytest.raises(FzeroTypeError, match="step: a mapping, which no step is: name it, rules="):
         fz.tensor_parallel({"qkv": 1})
     assert "rules['qkv']='1': a dim, a pair" in problem(rules={"qkv": "1"})

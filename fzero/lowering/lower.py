@@ -18,6 +18,7 @@ from fzero.lowering.advice import advise
 from fzero.lowering.auto import resolve
 from fzero.lowering.base_program import lower_eval
 from fzero.lowering.budget import Budget, unmet
+from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.search import Search
@@ -76,8 +77,8 @@ def lower(
     Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if
         it does not fit.
 
-    A step with `offload("auto")` is resolved first, for this batch and these budgets: `plan.decisions` says to what,
-    and why.
+    A step with `offload("auto")`, or `tensor_parallel` without rules, is resolved first, for this batch and these
+    budgets: `plan.decisions` says to what, and why.
 
     Example:
         >>> import torch, fzero as fz
@@ -111,7 +112,9 @@ def lower(
     skip = frozenset((skip,) if isinstance(skip, str) else skip)
     with uncollected():
         if isinstance(step, Step):
+            step, ruled = choose_rules(step, mesh, params, batch_inputs(batch))
             step, chosen, traced = resolve(step, mesh, params, batch_inputs(batch), budget, skip)
+            chosen = (*ruled, *chosen)
         inputs = params_inputs(step, mesh, params), batch_inputs(batch)
         lowered = lower_inputs(step, mesh, *inputs, budget, traced, skip=skip)
     return replace(lowered, device=rates, backend=backend, chosen=chosen)

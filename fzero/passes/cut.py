@@ -8,6 +8,7 @@ on as summands: they are reduced with those over the batch axes (passes/shard.py
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -45,6 +46,25 @@ def rewrite(program: Program, zero: Zero) -> Program:
     for spec in zero.cutting:
         program = _ToParts(program, spec, zero).run()
     return program
+
+
+def calls_on_parts(
+    program: Program, spec: Cutting, zero: Zero, known: dict[Any, CutFunction]
+) -> Iterator[tuple[Line, CutFunction | None]]:
+    """The calls of a program, each with its function on parts; None where the axis does not concern it. `known`: the
+    functions found before, which gets more."""
+    parts = _ToParts(program, spec, zero)
+    parts.known = known
+    for value in program.inputs:
+        parts._input(value)
+    parts._want()
+    for line in program.lines:
+        if line.op != "call":
+            parts._line(line)
+            continue
+        made = parts._made(line)
+        parts.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(line.out))
+        yield line, made
 
 
 class _ToParts:

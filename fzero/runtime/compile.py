@@ -58,8 +58,8 @@ def compile(
             whole.
         host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch
             files.
-        batch: an example of this rank's batch, which `offload("auto")` is resolved for; meta tensors will do. Other
-            batches may follow, if they fit.
+        batch: an example of this rank's batch, which `offload("auto")` and `tensor_parallel` without rules are resolved
+            for; meta tensors will do. Other batches may follow, if they fit.
         backend: "inductor" compiles each distinct block with torch.compile's Inductor; "eager" runs the same program
             operation by operation.
         cuda_graphs: whether runs are captured as a CUDA graph and replayed, which saves the CPU nearly all of its work
@@ -73,8 +73,8 @@ def compile(
 
     Raises:
         FzeroValueError: an unknown backend; transforms that name an axis the mesh does not have; no compiler on this
-            machine; `offload("auto")` without what it is resolved for: a memory budget and a batch; `cuda_graphs=True`
-            on a mesh whose device has none.
+            machine; `offload("auto")` without what it is resolved for: a memory budget and a batch; `tensor_parallel`
+            without rules and without a batch; `cuda_graphs=True` on a mesh whose device has none.
         FzeroValueError: from a step, if a value read besides the arguments has changed since tracing, or if the caller
             has a `TorchFunctionMode` or `saved_tensors_hooks` of their own; with "inductor", a `TorchDispatchMode` too,
             because it does not see into kernels.

@@ -5,7 +5,6 @@ What runs is the flat text of the program (`print(program)` shows it folded). Tr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -103,15 +102,18 @@ class _Running:
 
     def __init__(self, mesh: Mesh, carrier: Any, tiers: TierTransport, batch_axes: tuple[str, ...]):
         self.mesh, self.carrier, self.tiers, self.batch_axes = mesh, carrier, tiers, batch_axes
+        self._parts: dict[Any, tuple[Boxes, int]] = {}
 
-    @functools.cache  # noqa: B019  # lives as long as the program
     def part_of(
         self, shape: tuple[int, ...], axis: str | tuple[str, ...], dims: tuple[Dim, ...] = ()
     ) -> tuple[Boxes, int]:
         """This rank's part of a leaf, and its number of elements with padding."""
-        layout = Layout(torch.float32, (axis,) if isinstance(axis, str) else axis, dims=dims)
-        leaf = Leaf("", "", shape, layout)
-        return leaf.boxes(self.mesh), leaf.shard_numel(self.mesh)
+        key = shape, axis, dims
+        if key not in self._parts:
+            layout = Layout(torch.float32, (axis,) if isinstance(axis, str) else axis, dims=dims)
+            leaf = Leaf("", "", shape, layout)
+            self._parts[key] = leaf.boxes(self.mesh), leaf.shard_numel(self.mesh)
+        return self._parts[key]
 
     def send(
         self,

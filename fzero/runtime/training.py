@@ -22,6 +22,7 @@ from fzero.errors import CheckpointError, FzeroValueError, message
 from fzero.layout import Leaf, in_slot, leaf_of, shard
 from fzero.lowering.auto import check_auto, resolve
 from fzero.lowering.budget import Budget
+from fzero.lowering.choose_rules import check_batch_given, choose_rules, open_rules
 from fzero.lowering.layouts import (
     abstract,
     abstract_params,
@@ -101,6 +102,8 @@ class CompiledStep(Compiled):
         super().__init__(step, mesh, backend, limits, graphs)
         if (auto := auto_of(step)) is not None:
             check_auto(auto, limits, batch is not None)
+        if open_rules(step, mesh):
+            check_batch_given(batch is not None)
         self._resolved = step
         self._batch = None if batch is None else batch_inputs(batch)
         precision = find(step.transforms, MixedPrecision)
@@ -316,11 +319,16 @@ class CompiledStep(Compiled):
         return state
 
     def _resolve(self, params: Any) -> None:
-        """Decides what the step leaves open of what rests where, for a tree of whole leaves."""
+        """Decides what the step leaves open: how parameters are cut, and what rests where, for a tree of whole
+        leaves."""
+        if open_rules(self.resolved, self.mesh):
+            assert self._batch is not None
+            self._resolved, self._chosen = choose_rules(self.resolved, self.mesh, params, self._batch)
         if auto_of(self.resolved) is not None:
             budget = self._rates()
             assert budget is not None and self._batch is not None
-            self._resolved, self._chosen, _ = resolve(self.resolved, self.mesh, params, self._batch, budget)
+            self._resolved, more, _ = resolve(self.resolved, self.mesh, params, self._batch, budget)
+            self._chosen = (*self._chosen, *more)
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """Places in a new state for the leaves off the device."""

@@ -12,6 +12,7 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
+from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.layouts import batch_inputs, zero_of
 from fzero.lowering.traced import base_program
 from fzero.mesh import AbstractMesh, Mesh, make_mesh
@@ -246,6 +247,7 @@ def setting_of(
             everywhere(mesh, "check_equivalent", lambda: check_rows("check_equivalent", batch, has_rows, record))
         whole_batch = gathered(batch, mesh, axes, has_rows)
     parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
+    step, _ = choose_rules(step, mesh, params, batch_inputs(batch))
     with every_call_traced():
         base, again = (base_program(step, mesh, params, batch) for _ in range(2))
     if differs := difference(_text(base), _text(again), "the first time", "the second"):

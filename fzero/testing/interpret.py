@@ -7,7 +7,6 @@ recorded, operation by operation.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +42,7 @@ class Interpreter:
         self.values: dict[str, torch.Tensor] = {v.name: leaves[v.name].detach().clone() for v in program.inputs}
         self.started: dict[str, tuple[Line, list[torch.Tensor]]] = {}
         self._axes = batch_axes_of(program)
+        self._functions: dict[str, Callable[..., Any]] = {}
 
     def run(self, line: Line, turn: int = 0) -> None:
         """One line, in the given turn of the loop around it."""
@@ -56,9 +56,10 @@ class Interpreter:
         boxes = leaf.boxes(self.mesh)
         return boxes.start, boxes.stop
 
-    @functools.cache  # noqa: B019  # lives as long as the interpreter
     def function(self, name: str) -> Callable[..., Any]:
-        return by_operation(on_device(self.program.functions[name].graph, self.mesh.device))
+        if name not in self._functions:
+            self._functions[name] = by_operation(on_device(self.program.functions[name].graph, self.mesh.device))
+        return self._functions[name]
 
     def write(self, names: Sequence[str], new: Sequence[torch.Tensor]) -> None:
         for name, x in zip(names, new, strict=True):

@@ -53,6 +53,7 @@ class Blocks:
         self.maxima: list[torch.Tensor] = []
         self.recorder, self._mode, self._casts, self._watch, self._calls = recorder, mode, casts, watch, 0
         self._names = names
+        self.contexts: list[Any] = []  # of the calls' autograd nodes
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -62,6 +63,10 @@ class Blocks:
         finally:
             tracer.reset(tokens[0])
             casting.reset(tokens[1])
+            # a cycle through an autograd node of PyTorch's is never collected: it would hold every trace
+            for context in self.contexts:
+                context.__dict__.clear()
+            self.contexts.clear()
 
     def call(self, fn: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.recorder.check_default_dtype()
@@ -153,9 +158,7 @@ class Blocks:
 
         call, self._calls = self._calls, self._calls + 1
         with torch.set_grad_enabled(bool(joint.diff)):  # which the function may have asked for itself
-            outputs = (
-                list(_Call.apply(self.recorder, joint, call, body, restricted, *tensors)) if joint.num_outputs else []
-            )
+            outputs = list(_Call.apply(self, joint, call, body, restricted, *tensors)) if joint.num_outputs else []
         if self._watch:
             *outputs, largest = outputs
             self.maxima.append(largest)
@@ -197,13 +200,15 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        recorder: Recorder,
+        blocks: Blocks,
         joint: Joint,
         call: int,
         body: Body,
         restricted: Callable[[tuple[int, ...]], Joint],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        recorder = blocks.recorder
+        blocks.contexts.append(ctx)
         ctx.recorder, ctx.joint, ctx.call, ctx.body, ctx.restricted, ctx.differentiated = (
             recorder,
             joint,

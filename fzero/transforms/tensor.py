@@ -16,6 +16,7 @@ from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
+from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
@@ -30,7 +31,7 @@ Rules: TypeAlias = "Mapping[str, Rule] | Callable[[str, torch.Tensor], Rule]"
 @dataclass(frozen=True)
 class TensorParallel(Cutting):
     axis: str = "model"
-    rules: tuple[tuple[str, Dim | None], ...] | Callable[[str, torch.Tensor], Rule] = ()
+    rules: tuple[tuple[str, Dim | None], ...] | Callable[[str, torch.Tensor], Rule] | None = ()
     sequence: bool = False
     name: ClassVar[str] = "tensor_parallel"
     way_out: ClassVar[str] = "give the leaves that they read other rules (None leaves one whole)"
@@ -46,8 +47,16 @@ class TensorParallel(Cutting):
             return "fp8 scales whole parameters, and these are computed in parts"
         return super().conflict(other)
 
+    def __call__(self, step: Any) -> Any:
+        if self.rules is None and isinstance(step, EvalStep):
+            what, fix = "chooses rules for a training step", "fz.compose(*train.resolved.transforms)(fz.eval_step(fn))"
+            raise TransformError(message(self.name, what, fix=f"give an evaluation those of the compiled step: {fix}"))
+        return super().__call__(step)
+
     def cut(self, leaf: Leaf) -> Dim | None:
-        """The cut of a leaf, by the first rule that matches its name."""
+        """The cut of a leaf, by the first rule that matches its name; none while rules are to be chosen."""
+        if self.rules is None:
+            return None
         if callable(self.rules):
             return _dim(self.rules(leaf.path, leaf.meta))
         name = dotted(leaf.path)
@@ -59,6 +68,8 @@ class TensorParallel(Cutting):
 
     def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
         """Raises naming rules that no leaf matches, or tied leaves that two rules cut in two ways."""
+        if self.rules is None:
+            return
         names = [dotted(leaf.path) for leaf in leaves if leaf.role != "mutable"]
         if not callable(self.rules):
             unused = [glob for glob, _ in self.rules if not any(_matches(name, glob) for name in names)]
@@ -81,11 +92,14 @@ class TensorParallel(Cutting):
     def __str__(self) -> str:
         said = ["sequence=True"] if self.sequence else []
         said += [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
-        if callable(self.rules):
-            rules = getattr(self.rules, "__name__", repr(self.rules))
-        else:
-            rules = "{" + ", ".join(f"{glob!r}: {_shown(dim)}" for glob, dim in self.rules) + "}"
-        return f"{self.name}({', '.join([f'axis={self.axis!r}', f'rules={rules}', *said])})"
+        return f"{self.name}({', '.join([f'axis={self.axis!r}', f'rules={self.shown_rules}', *said])})"
+
+    @property
+    def shown_rules(self) -> str:
+        """The rules as they are passed."""
+        if self.rules is None or callable(self.rules):
+            return getattr(self.rules, "__name__", repr(self.rules))
+        return "{" + ", ".join(f"{glob!r}: {_shown(dim)}" for glob, dim in self.rules) + "}"
 
 
 @keywords
@@ -109,7 +123,9 @@ def tensor_parallel(
         rules: a mapping from the end of a parameter's dotted name, in which `*` stands for anything, to the dim that is
             cut. `(dim, groups)` cuts each of several equal pieces: `(1, 3)` for queries, keys and values in one matrix.
             None leaves a parameter whole. The first rule that matches counts. Or a function `(path, leaf)` that returns
-            one of these; `leaf` is a meta tensor.
+            one of these; `leaf` is a meta tensor. Without rules they are chosen for an example batch, which
+            `fz.compile` needs then: the cuts of matrices with the fewest bytes that ranks send, or compute alike. The
+            program's header prints them.
         sequence: whether what passes between blocks is cut by position (dim 1) as well: norms, residuals and dropouts
             are not repeated. Each all_reduce becomes a reduce_scatter and an all_gather.
         whole_bytes: an operation whose whole inputs take more bytes than this on a rank is an error instead.
@@ -120,10 +136,10 @@ def tensor_parallel(
 
     Raises:
         FzeroTypeError: `rules` that are neither, an `axis` that is not a name.
-        FzeroValueError: when the program is built, a rule that no parameter matches; a dim that does not divide; an
-            operation above `whole_bytes`.
-        TransformError: another transform that cuts the batch, or a leaf, over `axis`; `fp8`; tied leaves with two
-            rules.
+        FzeroValueError: from `fz.compile` without `batch`, if there are no rules; when the program is built, a rule
+            that no parameter matches; a dim that does not divide; an operation above `whole_bytes`.
+        TransformError: an evaluation, if there are no rules; another transform that cuts the batch, or a leaf, over
+            `axis`; `fp8`; tied leaves with two rules.
 
     Paper: Shoeybi et al., Megatron-LM: training multi-billion parameter language models using model parallelism, 2019.
 
@@ -136,18 +152,25 @@ def tensor_parallel(
         >>> lowered = fz.lower(step, fz.AbstractMesh(model=4), params, torch.empty(8, 64, device="meta"))
         >>> [line.op for line in lowered.program.lines if line.by == "tensor_parallel" and line.op.endswith("start")]
         ['all_reduce_start']
+
+        Without rules:
+
+        >>> step = fz.tensor_parallel(fz.train_step(loss, fz.optim.adamw(1e-3)))
+        >>> lowered = fz.lower(step, fz.AbstractMesh(model=4), params, torch.empty(8, 64, device="meta"))
+        >>> print(*lowered.program.transforms)
+        tensor_parallel(axis='model', rules={'down': 0, 'up': 1})
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
     problems += flag("sequence", sequence)
+    problems += ["step: a mapping, which no step is: name it, rules="] * isinstance(step, Mapping)
     given: Any = rules
-    if not rules:
-        problems.append(f"rules={rules!r}: which parameters are cut, and along which dim")
-        problems += ["step: a mapping, which no step is: name it, rules="] * isinstance(step, Mapping)
+    if rules is not None and not rules:
+        problems.append(f"rules={rules!r}: no parameter is cut; None chooses rules")
     elif isinstance(rules, Mapping):
         wrong = [f"rules[{glob!r}]={rule!r}: {why}" for glob, rule in rules.items() if (why := _wrong(glob, rule))]
         problems += wrong
         given = () if wrong else tuple((glob, _dim(rule)) for glob, rule in rules.items())
-    elif not callable(rules):
+    elif not callable(rules) and rules is not None:
         problems.append(f"rules={rules!r}: a mapping from names to dims, or a function (path, leaf)")
     if problems:
         fix = "of nn.Linear, e.g. fz.tensor_parallel(rules={'up.weight': 0, 'up.bias': 0, 'down.weight': 1})"
@@ -175,6 +198,22 @@ def _dim(rule: Rule) -> Dim | None:
 
 def _shown(dim: Dim | None) -> str:
     return "None" if dim is None else str(dim.dim) if dim.groups == 1 else f"({dim.dim}, {dim.groups})"
+
+
+def rules_for(cuts: Mapping[str, Dim | None]) -> tuple[tuple[str, Dim | None], ...]:
+    """The rules that cut leaves so, by their dotted names: as few and as short as these allow."""
+    rules: list[tuple[str, Dim | None]] = []
+    for name, dim in cuts.items():
+        if dim is None or any(_matches(name, glob) for glob, _ in rules):
+            continue
+        parts = name.split(".")
+        alike = ["*" if part.isdigit() else part for part in parts]  # of all layers
+        globs = (".".join(x[i:]) for i in reversed(range(len(parts))) for x in (alike, parts))
+        fits = lambda glob, dim=dim: all(of == dim for x, of in cuts.items() if _matches(x, glob))  # noqa: E731
+        rules.append((next((x for x in globs if x.strip("*.") and fits(x)), name), dim))
+    wrong = [x for x, dim in cuts.items() if next((of for glob, of in rules if _matches(x, glob)), None) != dim]
+    exact = sorted((x for x in cuts if any(_matches(x, name) for name in wrong)), key=len, reverse=True)
+    return *((x, cuts[x]) for x in exact), *rules
 
 
 def _matches(name: str, glob: str) -> bool:

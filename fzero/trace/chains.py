@@ -1,0 +1,112 @@
+"""Finds chains in a recorded function: a product with a matrix among its inputs, and the products with others whose
+results reach it through operations that have none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from fzero.trace.recorder import Recorded
+from fzero.trace.storages import is_view
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with a matrix. `matrix` is the number of the input that is the matrix, `summed` its dim that the
+    product sums over, `node` the operation and `other` the second factor."""
+
+    matrix: int
+    summed: int
+    node: fx.Node
+    other: fx.Node
+
+    @property
+    def kept(self) -> int:
+        """The dim of the matrix that the result has."""
+        return 1 - self.summed
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A product, and those before it whose results it reads."""
+
+    last: Product
+    before: tuple[Product, ...]
+
+
+def chains(graph: Recorded, matrices: Sequence[int]) -> list[Chain]:
+    """The chains of a function, in the order of its operations. `matrices`: the numbers of the inputs that count."""
+    inputs = {graph.inputs[i]: i for i in matrices}
+    products = {x.node: x for node in graph.graph.nodes for x in _products(node, inputs)}
+    return [Chain(x, tuple(_before(x, products))) for x in products.values()]
+
+
+def pieces(graph: Recorded, size: int) -> list[int]:
+    """The numbers of equal pieces that a dim of this size may have, by the operations that take it apart; 1 first."""
+    found = [1]
+    for node in graph.graph.nodes:
+        for x in node.all_input_nodes if node.op == "call_function" else ():
+            before, after = _shape(x), [_shape(node)] if isinstance(node.meta["val"], torch.Tensor) else []
+            after = after or [list(v.shape) for v in node.meta["val"] if isinstance(v, torch.Tensor)]
+            if not before or size not in before:
+                continue
+            if node.target in _SPLITS:
+                dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+                found += [size // math.gcd(*(s[dim] for s in after))] if before[dim] == size else []  # type: ignore[index]
+            elif node.target is aten.slice.Tensor and len(after[0]) == len(before):
+                found += [size // math.gcd(a, b) for a, b in zip(before, after[0], strict=True) if a == size and b]
+            elif is_view(node) and size not in after[0] and len(after[0]) > len(before):
+                at = before.index(size)
+                found += [after[0][at]] if after[0][:at] == before[:at] else []
+    return [x for x in dict.fromkeys(found) if x <= _MOST_PIECES]
+
+
+_SPLITS = {
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
+_MOST_PIECES = 16
+"""More pieces than this are heads, which need no groups."""
+
+
+def _shape(node: fx.Node) -> list[int]:
+    value = node.meta["val"]
+    return list(value.shape) if isinstance(value, torch.Tensor) else []
+
+
+def _products(node: fx.Node, inputs: dict[fx.Node, int]) -> Iterator[Product]:
+    if node.target not in (aten.mm.default, aten.addmm.default):
+        return
+    a, b = (x for x in node.args[-2:] if isinstance(x, fx.Node))
+    for factor, other, summed in ((a, b, 1), (b, a, 0)):
+        turned = False
+        while factor not in inputs and len(factor.all_input_nodes) == 1 and len(_shape(factor)) == 2:
+            if factor.target in (aten.t.default, aten.transpose.int, aten.permute.default):
+                turned = not turned
+            elif factor.target not in (aten._to_copy.default, aten.detach.default, aten.alias.default):
+                break
+            factor = factor.all_input_nodes[0]
+        if factor in inputs:
+            yield Product(inputs[factor], summed ^ turned, node, other)
+            return
+
+
+def _before(product: Product, products: dict[fx.Node, Product]) -> Iterator[Product]:
+    seen, todo = set[fx.Node](), [product.other]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in products:
+            yield products[node]
+        else:
+            todo += node.all_input_nodes
