@@ -228,6 +228,8 @@ class _Tiers:
             self._try_others(bounds)
         best, *others = sorted(self.found, key=lambda rests: self.found[rests])
         why = [f"{duration(self.found[best])} a step predicted, the fastest that fits"]
+        if self.sizes.copies and any("params" in share.roles for share in best):
+            why.append("params are the copies that are computed with: the rest of them stays on the device")
         return best, "; ".join([*why, *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])])
 
     def _try_others(self, bounds: Mapping[Choice, Least]) -> None:
