@@ -340,11 +340,10 @@ class _Tiers:
             least.setdefault(tiers(choice), choice)
         problems = []
         for choice in least.values():
-            limits = zip(("device", "host", "disk"), peaks[choice], self.budget.limits, strict=True)
             needs = [
-                f"{where} {size(need)}" + (f" of {size(n)}" if n is not None else "")
-                for where, need, n in limits
-                if need
+                f"{use.tier} {size(use.peak)}" + (f" of {size(use.limit)}" if use.limit is not None else "")
+                for use in self.budget.uses(peaks[choice])
+                if use.peak
             ]
             problems.append(f"{_names(choice.rests)}: {', '.join(needs)}")
         program = self.search.cost(next(iter(least.values()))).program  # the closest
