@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,16 +299,17 @@ def compile_failing(*args: Any) -> Any:
 
 def build_on_rank(folder: Path, compile_by: Sequence[Any], absent: bool = False) -> list[str]:
     os.environ["FZERO_CACHE"] = str(folder)
-    compiled: list[str] = []
+    compiled: list[tuple[str, str]] = []
     mesh = fz.make_mesh(data=-1, timeout=2 if absent else 240)
-    kept, worker.compile_jobs = worker.compile_jobs, compile_by[mesh.rank]
+    kept, worker.compile_jobs = worker.compile_jobs, saying(compiled, compile_by[mesh.rank])
     try:
         with ending(folder, last=absent and mesh.rank == 1):
             if not absent or mesh.rank == 0:
-                check(building.build(functions(), "inductor", mesh, lambda done, total, name: compiled.append(name)))
+                check(building.build(functions(), "inductor", mesh))
     finally:
         worker.compile_jobs = kept
-    return compiled
+    assert not compiled or compiled[-1][1] == "waiting for functions that other ranks compile"
+    return [name for name, _ in compiled]
 
 
 def test_two_ranks_compile_each_function_once_between_them(run_ranks, cold, tmp_path):
@@ -499,9 +501,12 @@ def test_what_was_used_longest_ago_leaves_first(tmp_path):
 def test_a_cache_that_keeps_nothing_still_builds(folder, monkeypatch):
     monkeypatch.setenv("FZERO_CACHE_LIMIT", "0")
     monkeypatch.setattr(worker, "compile_jobs", fake_compile_jobs)
+    seen: list[str] = []
+    monkeypatch.setattr("fzero.build.inductor.shown", lambda what, text: seen.append(text()) or nullcontext())
     built = building.build(functions(), "inductor", fz.make_mesh())
     assert set(built) == {"several", "into", "literal"} and built["literal"](5) == 5
     assert not list(folder.glob("*.so"))
+    assert seen == ["loading compiled functions; the result is cached (backend='eager' starts without compiling)"]
 
 
 @pytest.mark.parametrize(("text", "size"), [("", 10 * 2**30), ("1000", 1000), ("2GiB", 2**31), ("1.5 MB", 1_500_000)])
