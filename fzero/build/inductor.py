@@ -102,7 +102,9 @@ class _Progress:
     def __str__(self) -> str:
         if self.ready == self.num:
             return "waiting for functions that other ranks compile" if self.others else "loading compiled functions"
-        if not self.ready and 0 < len(self.generated) < self.num:
+        if not self.generated:
+            return f"starting to compile {self.num} functions"
+        if not self.ready and len(self.generated) < self.num:
             return f"generated code of {len(self.generated)} of {self.num} functions"
         return f"compiled {self.ready} of {self.num} functions"
 
