@@ -79,6 +79,11 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
         lambda: STEP(STEP.init(PARAMS), X, X),
         "takes a state and one batch, not 1 argument more\nFix: give the batch as one pytree",
     ),
+    (lambda: STEP((X, X)), "takes a state and a batch, not tuple alone\nFix: once state = train.init(params)"),
+    (lambda: STEP(batch=X), "takes a state and a batch, not Tensor alone"),
+    (lambda: STEP(STEP.init(PARAMS)), "takes a state and a batch, not a state alone"),
+    (lambda: STEP(), "takes a state and a batch, not nothing"),
+    (lambda: STEP(STEP.init(PARAMS), X)[1]["loss"].backward(), "leave out loss.backward(), optimizer.step()"),
     (lambda: fz.eval_step(lambda p, x, *, key: 3), "(p, x, *, key): an evaluation has no key of its own"),
     (
         lambda: fz.compose(fz.accumulate)(STEP),

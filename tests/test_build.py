@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,15 +84,29 @@ def halves(x):
     return [both[: N // 2], both[N // 2 :], x.t() + 1]
 
 
+def saying(seen: list[tuple[str, str]], compile_jobs: Any) -> Any:
+    """A `compile_jobs` that keeps the name of each function, and the progress line behind it."""
+
+    def compiled(jobs: Any, cache: Cache, cores: int, done: Any) -> dict[str, str]:
+        def told(name: str, ready: bool = True) -> None:
+            done(name, ready)
+            seen.append((name, str(done)))
+
+        return compile_jobs(jobs, cache, cores, told)
+
+    return compiled
+
+
 @pytest.fixture(scope="module")
-def cold(tmp_path_factory) -> tuple[Path, list[tuple[int, int, str]]]:
+def cold(tmp_path_factory) -> tuple[Path, list[tuple[str, str]]]:
     """A cache in which all functions of this file were really compiled, and what was said meanwhile."""
-    seen: list[tuple[int, int, str]] = []
+    seen: list[tuple[str, str]] = []
     cache = tmp_path_factory.mktemp("cold")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FZERO_CACHE", str(cache))
         made = functions() | {"halves": function("halves", halves, (N, N), into=(0, 1, 2))}
-        check(building.build(made, "inductor", fz.make_mesh(data=1), lambda *what: seen.append(what)))
+        patch.setattr(worker, "compile_jobs", saying(seen, worker.compile_jobs))
+        check(building.build(made, "inductor", fz.make_mesh(data=1)))
     return cache, seen
 
 
@@ -134,9 +149,11 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def test_what_is_compiled_is_kept_for_its_owner(cold):
     cache, seen = cold
-    assert [(done, total) for done, total, _ in seen] == [(n, 4) for n in (1, 2, 3, 4)] and {
-        name for *_, name in seen
-    } == {*functions(), "halves"}
+    generated, ready = seen[:4], seen[4:]
+    assert {name for name, _ in generated} == {name for name, _ in ready} == {*functions(), "halves"}
+    said = [f"generated code of {n} of 4 functions" for n in (1, 2, 3)] + ["compiled 0 of 4 functions"]
+    said += [*(f"compiled {n} of 4 functions" for n in (1, 2, 3)), "loading compiled functions"]
+    assert [text for _, text in seen] == said
     entries = sorted((cache / "functions").iterdir())
     assert (
         len(entries) == 4
@@ -164,12 +181,12 @@ print(sorted({{"torch._dynamo", "torch._inductor", "torch._inductor.compile_fx",
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"  # what makes a start fast and small: loading needs nothing of the compiler
 
-    entry, seen = Cache(warm).path(key_of(functions()["literal"])), []
+    entry = Cache(warm).path(key_of(functions()["literal"]))
     entry.write_bytes(entry.read_bytes()[:-100])
     monkeypatch.setattr(worker, "compile_jobs", functools.partial(ready_compile_jobs, cold[0]))
     with caplog.at_level(logging.INFO, "fzero"):
-        check(building.build(functions(), "inductor", fz.make_mesh(), lambda *what: seen.append(what)))
-    assert seen == [(1, 1, "literal")] and any(f"{entry} is damaged" in r.message for r in caplog.records)
+        check(building.build(functions(), "inductor", fz.make_mesh()))
+    assert "compiled 1 of 1: literal" in caplog.text and any(f"{entry} is damaged" in r.message for r in caplog.records)
     assert all(r.levelno <= logging.INFO for r in caplog.records)
     assert len(list(warm.glob("*.so"))) == 4
 
@@ -282,16 +299,17 @@ def compile_failing(*args: Any) -> Any:
 
 def build_on_rank(folder: Path, compile_by: Sequence[Any], absent: bool = False) -> list[str]:
     os.environ["FZERO_CACHE"] = str(folder)
-    compiled: list[str] = []
+    compiled: list[tuple[str, str]] = []
     mesh = fz.make_mesh(data=-1, timeout=2 if absent else 240)
-    kept, worker.compile_jobs = worker.compile_jobs, compile_by[mesh.rank]
+    kept, worker.compile_jobs = worker.compile_jobs, saying(compiled, compile_by[mesh.rank])
     try:
         with ending(folder, last=absent and mesh.rank == 1):
             if not absent or mesh.rank == 0:
-                check(building.build(functions(), "inductor", mesh, lambda done, total, name: compiled.append(name)))
+                check(building.build(functions(), "inductor", mesh))
     finally:
         worker.compile_jobs = kept
-    return compiled
+    assert not compiled or compiled[-1][1] == "waiting for functions that other ranks compile"
+    return [name for name, _ in compiled]
 
 
 def test_two_ranks_compile_each_function_once_between_them(run_ranks, cold, tmp_path):
@@ -483,9 +501,12 @@ def test_what_was_used_longest_ago_leaves_first(tmp_path):
 def test_a_cache_that_keeps_nothing_still_builds(folder, monkeypatch):
     monkeypatch.setenv("FZERO_CACHE_LIMIT", "0")
     monkeypatch.setattr(worker, "compile_jobs", fake_compile_jobs)
+    seen: list[str] = []
+    monkeypatch.setattr("fzero.build.inductor.shown", lambda what, text: seen.append(text()) or nullcontext())
     built = building.build(functions(), "inductor", fz.make_mesh())
     assert set(built) == {"several", "into", "literal"} and built["literal"](5) == 5
     assert not list(folder.glob("*.so"))
+    assert seen == ["loading compiled functions; the result is cached (backend='eager' starts without compiling)"]
 
 
 @pytest.mark.parametrize(("text", "size"), [("", 10 * 2**30), ("1000", 1000), ("2GiB", 2**31), ("1.5 MB", 1_500_000)])

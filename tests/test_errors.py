@@ -119,12 +119,26 @@ CONFLICTS = {
     "remat": (fz.remat("full"), fz.remat("none"), "policy='none'"),
     "axes": (fz.shard_params(axis="data"), fz.shard_params(axis="replica"), "'replica'"),
     "stages on two axes": (fz.shard_opt_state(axis="data"), fz.shard_params(axis="replica"), "'replica'"),
+    "stages of which one does all": (
+        fz.shard_grads(),
+        fz.shard_params(axis=("data", "node")),
+        "shard_params (ZeRO-3) does all that shard_grads (ZeRO-2) does",
+    ),
     "where": (
         fz.shard_params(where=lambda path, leaf: True),
         fz.shard_params(where=lambda path, leaf: False),
         "where=<lambda>",
     ),
 }
+
+
+def test_a_lower_stage_may_go_further_than_a_higher_one() -> None:
+    some = lambda path, leaf: leaf.numel() > 8  # noqa: E731
+    of_some = [(fz.shard_params(where=some), fz.shard_grads()), (fz.shard_grads(where=some), fz.shard_opt_state())]
+    for one, two in [*of_some, (fz.shard_params(), fz.shard_grads(axis=("data", "node")))]:
+        assert {*fz.compose(one, two)(make()).transforms} == {one, two}
+    with pytest.raises(TransformError, match="does all"):
+        fz.compose(fz.shard_params(where=some), fz.shard_opt_state(where=some))(make())
 
 
 @pytest.mark.parametrize("name", CONFLICTS)
@@ -167,7 +181,7 @@ def test_micro_batch_numbers(number: Any) -> None:
 def test_unknown_names() -> None:
     raises(FzeroValueError, lambda: fz.mixed_precision("fp8"), "compute='fp8'", "'bf16'")
     raises(FzeroValueError, lambda: fz.mixed_precision("bf16", params="x", reduce="y"), "params='x'", "reduce='y'")
-    raises(FzeroValueError, lambda: fz.mixed_precision(make(), torch.bfloat16), "torch.bfloat16")
+    raises(FzeroValueError, lambda: fz.mixed_precision(make(), torch.float64), "torch.float64")
     raises(FzeroValueError, lambda: fz.remat("ful"), "'ful'", "'full'")
     raises(FzeroValueError, lambda: fz.remat(make(), True), "True")
     raises(FzeroValueError, lambda: fz.compile(make(), fz.make_mesh(data=1), backend="xla"), "'xla'", "'eager'")

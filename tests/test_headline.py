@@ -97,6 +97,7 @@ def test_a_model_whose_gradients_the_host_has_no_room_for_either() -> None:
     found = lowered("opt_state", "params", "activations", "gradients")
     assert found.peak_bytes <= 48e6 and found.host_peak_bytes <= 84e6
     assert found.decisions[0].what == "offload" and found.decisions[0].chosen.endswith("gradients on disk")
+    assert "params" in found.decisions[0].chosen and "the rest of them stays on the device" in found.decisions[0].why
     assert found.host_breakdown["gradients"] < 32e6 and found.disk_bytes > 64e6
     with pytest.raises(BudgetError, match="makes the step fit") as caught:
         lowered("opt_state", "params", "activations")

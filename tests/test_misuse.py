@@ -3,6 +3,7 @@ with a way out."""
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import pickle
@@ -110,6 +111,10 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
         lambda train, state, run: train(state, X, X),
         "fzero.step: takes a state and one batch, not 1 argument more",
     ),
+    "the state forgotten": (
+        lambda train, state, run: train((X, X)),
+        "fzero.step: takes a state and a batch, not tuple alone\nFix: .* state, metrics = train(state, batch)",
+    ),
     "a pickled state": (
         lambda train, state, run: pickle.dumps(state),
         "fzero.mesh: .* is not pickled, .*\nFix: fz.checkpoint.save(path, state)",
@@ -165,6 +170,21 @@ def test_calls(made: Any) -> None:
         "what is gathered is plain tensors"
     )
     assert int(train(state, X)[0].step) == 1 and run(state.params, X, X).isfinite(), "nothing of it has done harm"
+
+
+def test_a_backward_by_hand() -> None:
+    """It names the fix; elsewhere the loss is a tensor like any other."""
+    step = fz.train_step(_loss, fz.optim.sgd(0.1))
+    train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    for run, state in ((step, step.init({"w": torch.eye(4)})), (train, train.init({"w": torch.eye(4)}))):
+        loss = run(state, X)[1]["loss"]
+        _raises(loss.backward, "metrics['loss'] has no graph: .*\nFix: leave out loss.backward(), optimizer.step()")
+        file = io.BytesIO()
+        torch.save({"loss": loss}, file)
+        again = torch.load(io.BytesIO(file.getvalue()), weights_only=True)["loss"]
+        for other in (again, pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss), torch.stack([loss])[0], loss + 0):
+            assert torch.equal(other, loss) and type(other) is torch.Tensor and float(other) == loss.item()
+        assert not vars(again)
 
 
 def _put(tree: Any, name: str, x: Any) -> None:

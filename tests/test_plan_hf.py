@@ -245,6 +245,25 @@ def test_devices_by_name() -> None:
         get_devices("1xh100,memory_bytes=lots")
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("h100x8", "8xh100"), ("8 x H100", "8xh100"), ("8h200", "8xh200"), ("xl40s", "1xl40s"), ("4", "4xh100")]
+    + [
+        ("a100-80gb", "1xa100-80gb"),
+        ("a100-40gb x 8", "8xa100-40gb"),
+        ("0xh100", "1xh100"),
+        ("8xrtx4080", "8xrtx4090, 8xrtx5090, 8xrtx3090"),
+        ("8xmps", ""),
+    ],
+)
+def test_devices_in_another_form(text: str, meant: str) -> None:
+    with pytest.raises(FzeroValueError) as caught:
+        get_devices(text)
+    _, *meanings, fix = str(caught.value).splitlines()
+    assert meanings == ([f"  perhaps you meant: {meant}"] if meant else [])
+    assert all(name in fix for name in (*KNOWN, "NUMBERxNAME", "a100-40gb", "memory_bytes", "calibration file"))
+
+
 def test_it_ends_when_it_has_printed(saved: Any) -> None:
     where = saved("llama")
     args = [sys.executable, "-m", "fzero", "plan", "--hf", where, "--devices", "8xh100"]

@@ -446,6 +446,13 @@ def raises(kind: type[Exception], act: Any, *parts: str) -> None:
         assert part in str(caught.value)
 
 
+def test_dtypes_by_the_names_of_pytorch():
+    short = fz.mixed_precision("fp16", params="bf16", reduce="fp32", outputs=None)
+    assert fz.mixed_precision("float16", params="bfloat16", reduce="float32", outputs=None) == short
+    assert fz.mixed_precision(torch.half, params="torch.bfloat16", reduce="float", outputs=None) == short
+    assert fz.mixed_precision("auto", start="bfloat16") == fz.mixed_precision("auto", start="bf16")
+
+
 def test_arguments_that_cannot_work():
     for scale in (0, -1.0, float("nan"), float("inf"), True, "static"):
         raises(

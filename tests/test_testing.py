@@ -448,11 +448,11 @@ def test_what_only_the_compiler_does_wrong(monkeypatch):
     monkeypatch.setattr(build, "BACKENDS", ("inductor", "eager", "other"))
     real = build.build
 
-    def built(functions, backend, mesh, progress=None):
+    def built(functions, backend, mesh):
         with pytest.MonkeyPatch.context() as patch:
             if backend == "other":
                 patch.setattr(build, "as_called", wrong)
-            return real(functions, "eager", mesh, progress)
+            return real(functions, "eager", mesh)
 
     monkeypatch.setattr(compiled, "build", built)
     report = check_equivalent(

@@ -93,6 +93,17 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
 """The model and the flags of each plan. Budgets are those of one rank."""
 
 
+PREDICTED = "Predicted, not measured: no such machine was at hand."
+FITS = (
+    "fits: the plan's peak is at most the card's name in units of 10^9 bytes (80 GB: 80 x 10^9). Cards have about as "
+    "many 2^30 (80 GB: 85.9 x 10^9); this rest holds the process, whose bytes are assumed."
+)
+PARAMS = (
+    "params: the copies in bf16 that are computed with. Those named are fetched block by block; the others stay on the "
+    "device, and their fp32 masters are stored with opt_state."
+)
+
+
 def model_plans(args: argparse.Namespace) -> Table:
     """Whether models of 7 billion to a trillion parameters fit, and how fast they train.
 
@@ -108,7 +119,7 @@ def model_plans(args: argparse.Namespace) -> Table:
             made = planned(args.plans / model.replace(" ", "_"), model, flags, args.seconds)
             paths[name].write_text(json.dumps(made))
     found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
-    rows, notes = [], ["Predicted, not measured: no such machine was at hand."]
+    rows, notes = [], [PREDICTED, FITS, PARAMS]
     for name, case in found.items():
         if "refused" in case:
             lines = case["refused"].splitlines()

@@ -64,20 +64,17 @@ def has_compiler() -> bool:
     return any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c)
 
 
-def build(
-    functions: Mapping[str, Function], backend: str, mesh: Mesh, progress: Callable[[int, int, str], None] | None = None
-) -> dict[str, Callable[..., Any]]:
+def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[str, Callable[..., Any]]:
     """The functions as a program's lines call them (see `calls.as_called`). All ranks of the mesh call it together.
 
     With the inductor backend a function is compiled once: what an earlier run compiled is loaded (build/cache.py), the
-    rest is divided among the ranks that share a cache. See docs/build.md.
+    rest is divided among the ranks that share a cache. The first rank shows its progress, and the log `fzero` has a
+    line for each function, at level INFO. See docs/build.md.
 
     Args:
         functions: by name.
         backend: "inductor" or "eager".
         mesh: whose device they run on.
-        progress: called with the number of functions this rank has compiled, the number it compiles in all, and the
-            name of the last. The log `fzero` has a line for each, at level INFO.
 
     Communication: a few hundred bytes through the store.
 
@@ -96,7 +93,7 @@ def build(
         else:
             waiting.setdefault(device, {})[name] = function, substituted(graph, _expanded(device))
     for device in sorted(waiting, key=str):
-        built |= inductor.compiled(waiting[device], mesh, device, progress)
+        built |= inductor.compiled(waiting[device], mesh, device)
     return {name: built[name] for name in functions}
 
 

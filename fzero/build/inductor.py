@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,7 @@ Functions = Mapping[str, tuple[Function, Recorded]]
 """By name: functions, and their graphs as they are to be compiled."""
 
 
-def compiled(
-    functions: Functions, mesh: Mesh, device: torch.device, progress: Callable[[int, int, str], None] | None
-) -> dict[str, Callable[..., Any]]:
+def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str, Callable[..., Any]]:
     """See `build.build`. `device`: that they run on, the mesh's or its host."""
     start = time.perf_counter()
     guard_inductor()
@@ -42,34 +41,19 @@ def compiled(
     built = load(cache) if cache is not None else {}
     share = Share(mesh, host(), (cache.identity(), keys) if cache is not None else mesh.rank)
     mine = share.owned({keys[name]: len(graph.graph.nodes) for name, (_, graph) in functions.items()})
-    num_compiled = num_ready = 0
+    num_compiled, progress = 0, _Progress(mesh.size > 1)
 
     def make(cache: Cache, names: set[str]) -> None:
         """Compiles functions, each key once, and loads all that the cache holds then."""
-        nonlocal num_compiled, num_ready
+        nonlocal num_compiled, progress
         jobs = {keys[n]: n for n in functions if n in names}
-        num_ready = 0
-
-        def done(name: str) -> None:
-            nonlocal num_ready
-            num_ready += 1
-            logger.info("compiled %d of %d: %s, %.1f s", num_ready, len(jobs), name, time.perf_counter() - start)
-            if progress is not None:
-                progress(num_ready, len(jobs), name)
-
+        progress = _Progress(mesh.size > 1, len(jobs), start)
         if jobs:
             num_compiled += len(jobs)
             compile_ = _compile_apart if device.type == "cpu" else _compile_here
-            built.update(compile_({n: functions[n] for n in jobs.values()}, keys, device, cache, share.cores, done))
+            built.update(compile_({n: functions[n] for n in jobs.values()}, keys, device, cache, share.cores, progress))
 
-    together = device.type == "cpu"  # in one library, by one run of the compiler
-    far = shown(
-        "fzero.compile",
-        lambda: (
-            f"compiling {num_compiled} functions"
-            + (" into one library" if together else f", {num_ready} of them are ready")
-        ),
-    )
+    far = shown("fzero.compile", lambda: f"{progress}; the result is cached (backend='eager' starts without compiling)")
     with far if mesh.rank == 0 else contextlib.nullcontext():
         if cache is not None:
             with share.delivering():
@@ -89,6 +73,40 @@ def compiled(
         mesh.rank,
     )
     return built
+
+
+@dataclass
+class _Progress:
+    """How far this rank is with its functions, as text. It hears of them as `worker.Done`.
+
+    Attributes:
+        others: whether other ranks compile too.
+        num: functions that it compiles.
+        start: the time when that began.
+        generated: names of those whose code is generated, by the first try or the second.
+        ready: number of those that are compiled.
+    """
+
+    others: bool
+    num: int = 0
+    start: float = 0.0
+    generated: set[str] = field(default_factory=set)
+    ready: int = 0
+
+    def __call__(self, name: str, ready: bool = True) -> None:
+        self.generated.add(name)
+        if ready:
+            self.ready += 1
+            logger.info("compiled %d of %d: %s, %.1f s", self.ready, self.num, name, time.perf_counter() - self.start)
+
+    def __str__(self) -> str:
+        if self.ready == self.num:
+            return "waiting for functions that other ranks compile" if self.others else "loading compiled functions"
+        if not self.generated:
+            return f"starting to compile {self.num} functions"
+        if not self.ready and len(self.generated) < self.num:
+            return f"generated code of {len(self.generated)} of {self.num} functions"
+        return f"compiled {self.ready} of {self.num} functions"
 
 
 class _Loader:
@@ -134,7 +152,7 @@ def _compile_apart(
     device: torch.device,
     cache: Cache,
     cores: int,
-    done: Callable[[str], None],
+    done: worker.Done,
 ) -> dict[str, Callable[..., Any]]:
     """Compiles functions for the CPU in a process of its own, into a cache. Returns those that a cache cannot hold.
 
@@ -171,7 +189,7 @@ def _compile_here(
     device: torch.device,
     cache: Cache,
     cores: int,
-    done: Callable[[str], None],
+    done: worker.Done,
 ) -> dict[str, Callable[..., Any]]:
     """Compiles functions in this process, for devices whose kernels an Inductor artifact holds compiled, into a cache.
     Returns them all."""

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -52,14 +52,20 @@ class Failed(Exception):
     here. The text is their own words."""
 
 
-def compile_jobs(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Callable[[str], None]) -> dict[str, str]:
+class Done(Protocol):
+    """Hears of each function when its code is generated (not ready), and when it is compiled."""
+
+    def __call__(self, name: str, ready: bool = True) -> None: ...
+
+
+def compile_jobs(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done) -> dict[str, str]:
     """Compiles functions into a cache.
 
     Args:
         jobs: the functions.
         cache: where their entries go.
         cores: how many C++ compilers may run at a time.
-        done: called with the name of each function that is ready.
+        done: hears of the functions.
 
     Returns: the names of functions that are not plain (see `kernels.NotPlain`), and why; they are not in the cache.
 
@@ -75,9 +81,7 @@ def compile_jobs(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Cal
     return answer["skipped"]
 
 
-def _ask(
-    jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Callable[[str], None], trust_cpu: bool
-) -> dict[str, Any]:
+def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust_cpu: bool) -> dict[str, Any]:
     request = pickle.dumps(
         (
             tuple(jobs),
@@ -108,7 +112,7 @@ def _ask(
             for line in process.stdout:
                 word = parsed(line)
                 if "done" in word:
-                    done(word["done"])
+                    done(word["done"], word["ready"])
                 else:
                     answer = word
         except BaseException:
@@ -139,16 +143,14 @@ def main() -> None:
     compat.use_inductor_settings(settings)
     deterministic.use(algorithms)
     try:
-        skipped = _work(jobs, cache, cores, trust_cpu, lambda name: say({"done": name}))
+        skipped = _work(jobs, cache, cores, trust_cpu, lambda name, ready=True: say({"done": name, "ready": ready}))
     except Exception:
         say({"failed": traceback.format_exc()})
     else:
         say({"skipped": skipped})
 
 
-def _work(
-    jobs: Sequence[CompileJob], cache: Cache, cores: int, trust_cpu: bool, done: Callable[[str], None]
-) -> dict[str, str]:
+def _work(jobs: Sequence[CompileJob], cache: Cache, cores: int, trust_cpu: bool, done: Done) -> dict[str, str]:
     plain: dict[str, cpp_kernels.Plain] = {}
     skipped: dict[str, str] = {}
     for job in jobs:
@@ -162,6 +164,7 @@ def _work(
         except Exception as error:
             error.add_note(f"while compiling {job.name}")
             raise
+        done(job.name, ready=False)
     units = _units([job for job in jobs if job.key in plain], plain, cores)
     command = compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu)
     with ThreadPoolExecutor(max(1, cores)) as pool:

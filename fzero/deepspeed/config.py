@@ -13,7 +13,7 @@ import torch
 
 from fzero.arguments import count
 from fzero.deepspeed import optimizer as optimizers
-from fzero.deepspeed.reading import DTYPES, ConfigSettings, Decision, read_file, settings
+from fzero.deepspeed.reading import ConfigSettings, Decision, read_file, settings
 from fzero.deepspeed.table import MEANING
 from fzero.errors import FzeroError, FzeroValueError, message
 from fzero.optim import GradientTransformation, Schedule
@@ -23,7 +23,7 @@ from fzero.step import EvalStep, Step, compose, train_step
 from fzero.transforms.accumulate import accumulate
 from fzero.transforms.base import Transform
 from fzero.transforms.offload import offload
-from fzero.transforms.precision import mixed_precision
+from fzero.transforms.precision import DTYPE_NAMES, mixed_precision
 from fzero.transforms.remat import remat
 from fzero.transforms.shard import Parallel, data_parallel, shard_grads, shard_opt_state, shard_params
 
@@ -264,7 +264,7 @@ def _skips(found: ConfigSettings) -> bool:
 def _precision(found: ConfigSettings) -> list[Transform]:
     computes = [text for text in ("fp16", "bf16") if found.get(f"{text}.enabled", False)]
     if found.get("torch_autocast.enabled", False):
-        dtype = DTYPES.get(found.get("torch_autocast.dtype", ""))
+        dtype = DTYPE_NAMES.get(found.get("torch_autocast.dtype", ""))
         if dtype != "bf16":
             found.problems.append("torch_autocast.dtype: bfloat16; of float16 there is fp16.enabled, with a loss scale")
         computes.append(dtype or "bf16")
@@ -272,10 +272,12 @@ def _precision(found: ConfigSettings) -> list[Transform]:
         found.problems.append("fp16.enabled, bf16.enabled, torch_autocast.enabled: one of them")
         return []
     compute = computes[0] if computes else "fp32"
-    params = DTYPES.get(found.get("data_types.param_dtype", compute))
+    params = DTYPE_NAMES.get(found.get("data_types.param_dtype", compute))
     if params != compute and not found.get("torch_autocast.enabled", False):
         found.refuse("data_types.param_dtype", f"{compute} is computed in; DeepSpeed refuses it too")
-    wires = {p: DTYPES[x] for p in ("communication_data_type", "data_types.grad_accum_dtype") if (x := found.get(p))}
+    wires = {
+        p: DTYPE_NAMES[x] for p in ("communication_data_type", "data_types.grad_accum_dtype") if (x := found.get(p))
+    }
     options: dict[str, Any] = {}
     if found.get("bf16.bf16_master_weights_and_grads", False) and compute == "bf16":
         options = {"params": "bf16", "reduce": "bf16", "rounding": "nearest"}

@@ -20,6 +20,7 @@ from fzero.arguments import shown
 from fzero.deepspeed.table import DEEPSPEED, NOTE, REFUSED, KeyTable, Row
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.read_json import Malformed, contents, parsed
+from fzero.transforms.precision import DTYPE_NAMES
 
 _MOST = 1 << 24  # bytes of a file: 16 MiB
 _ELSEWHERE = 3  # sections: a name that more have says nothing about where a key belongs
@@ -268,13 +269,6 @@ def _is_texts(x: Any) -> bool:
     return isinstance(x, str) or (isinstance(x, list) and all(isinstance(y, str) for y in x))
 
 
-DTYPES = {
-    name: text
-    for text, long in {"fp32": "float32 float", "bf16": "bfloat16", "fp16": "float16 half"}.items()
-    for name in (text, *long.split(), f"torch.{long.split()[0]}")
-}
-"""Names of dtypes: DeepSpeed's, and fzero's of each."""
-
 _KINDS: dict[str, tuple[str, Any]] = {
     "flag": ("true or false", lambda x: isinstance(x, bool)),
     "count": ("a whole number of at least 0", lambda x: _is_whole(x) and x >= 0),
@@ -285,5 +279,5 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "pair": ("two numbers", lambda x: isinstance(x, list) and len(x) == 2 and all(map(_is_number, x))),
     "text": ("a text", lambda x: isinstance(x, str)),
     "texts": ("a list of texts", _is_texts),
-    "dtype": (f"one of {', '.join(DTYPES)}", lambda x: isinstance(x, str) and x in DTYPES),
+    "dtype": (f"one of {', '.join(DTYPE_NAMES)}", lambda x: isinstance(x, str) and x in DTYPE_NAMES),
 }

@@ -80,7 +80,8 @@ def advise(
         together, all_ = [], step
         for transform in ordered:
             more = _with(all_, transform)
-            together, all_ = ([*together, transform], more) if more is not None else (together, all_)
+            if more is not None:
+                together, all_ = [t for t in (*together, transform) if t in more.transforms], more
         if len(together) > 1 and (n := peak(all_)) is not None and n[0] < peaks[ordered[0]][0]:
             names = ", ".join(f"fz.{transform}" for transform in together)
             advice.append(f"with {names} together: {fits(n)}")
@@ -88,15 +89,16 @@ def advise(
 
 
 def _with(step: Step, transform: Any) -> Step | None:
-    """The step with a transform more, in place of one of its kind that adds up micro-batches; None if it has it, or it
-    cannot be had."""
-    others = tuple(
-        t
-        for t in step.transforms
-        if not (isinstance(transform, accumulate.Accumulate) and isinstance(t, accumulate.Accumulate))
-    )
+    """The step with a transform more; None if it has it, or it cannot be had. It replaces another number of
+    micro-batches, and the lower ZeRO stages that it covers."""
+
+    def replaced(t: Any) -> bool:
+        if isinstance(transform, shard.Parallel) and isinstance(t, shard.Parallel):
+            return transform.covers(t)
+        return isinstance(transform, accumulate.Accumulate) and isinstance(t, accumulate.Accumulate)
+
     try:
-        more = transform(replace(step, transforms=others))
+        more = transform(replace(step, transforms=tuple(t for t in step.transforms if not replaced(t))))
     except FzeroError:
         return None
     return None if more == step else more

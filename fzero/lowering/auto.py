@@ -228,6 +228,8 @@ class _Tiers:
             self._try_others(bounds)
         best, *others = sorted(self.found, key=lambda rests: self.found[rests])
         why = [f"{duration(self.found[best])} a step predicted, the fastest that fits"]
+        if self.sizes.copies and any("params" in share.roles for share in best):
+            why.append("params are the copies that are computed with: the rest of them stays on the device")
         return best, "; ".join([*why, *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])])
 
     def _try_others(self, bounds: Mapping[Choice, Least]) -> None:
@@ -250,7 +252,8 @@ class _Tiers:
         return list(found)
 
     def _layouts(self) -> list[Shares]:
-        """The rungs of all ladders, and of what is on disk more and more on the host instead."""
+        """The rungs of all ladders, and of what is on disk more and more on the host instead: of those that mean the
+        same, by other ladders, the shortest."""
         found: dict[Shares, None] = {}
         for ladder in self._ladders():
             rung: Shares = ()
@@ -262,7 +265,10 @@ class _Tiers:
                     for i, (of, _, disk) in enumerate(rung if self.budget.host is not None else ()):
                         back = (_Share(of, k, disk - k) for k in range(1, disk + 1) if not self.unified)
                         found |= dict.fromkeys((*rung[:i], share, *rung[i + 1 :]) for share in back)
-        return list(found)
+        distinct: dict[frozenset[_Share], Shares] = {}
+        for rests in sorted(found, key=len):
+            distinct.setdefault(_meaning(rests), rests)
+        return [rests for rests in found if rests in {*distinct.values()}]
 
     def _with_gradients_on_disk(self, bounds: Mapping[Choice, Least]) -> dict[Choice, Least]:
         """Those whose gradients wait on the host, with gradients on disk instead."""
@@ -334,11 +340,10 @@ class _Tiers:
             least.setdefault(tiers(choice), choice)
         problems = []
         for choice in least.values():
-            limits = zip(("device", "host", "disk"), peaks[choice], self.budget.limits, strict=True)
             needs = [
-                f"{where} {size(need)}" + (f" of {size(n)}" if n is not None else "")
-                for where, need, n in limits
-                if need
+                f"{use.tier} {size(use.peak)}" + (f" of {size(use.limit)}" if use.limit is not None else "")
+                for use in self.budget.uses(peaks[choice])
+                if use.peak
             ]
             problems.append(f"{_names(choice.rests)}: {', '.join(needs)}")
         program = self.search.cost(next(iter(least.values()))).program  # the closest
@@ -381,6 +386,13 @@ def _likes(choice: Choice) -> tuple[Choice, Choice, Choice, Choice]:
     kind = replace(choice, rests=tuple((share.roles, share.host > 0, share.disk > 0) for share in choice.rests))
     way = replace(choice, rests=())
     return kind, replace(kind, host_share=ENDS[0]), way, replace(way, guess=())
+
+
+def _meaning(rests: Shares) -> frozenset[_Share]:
+    """Shares in no order, and those that are whole on one tier for each role alone."""
+    whole = {share: FINEST in (share.host, share.disk) for share in rests}
+    alone = (share._replace(roles=(role,)) for share in rests if whole[share] for role in share.roles)
+    return frozenset((*alone, *(share for share in rests if not whole[share])))
 
 
 def _names(rests: Shares) -> str:

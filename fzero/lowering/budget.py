@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fzero.errors import BudgetError, message
 from fzero.passes.choice import Choice
@@ -18,6 +19,19 @@ from fzero.program.ops.transfers import AllReduce, ReduceScatter
 from fzero.transforms.base import find
 from fzero.transforms.remat import Remat
 from fzero.units import exact_size, size
+
+
+class TierUse(NamedTuple):
+    """Bytes that a step takes of a tier at its peak, and may take, None for any number."""
+
+    tier: str
+    peak: int
+    limit: int | None
+
+    @property
+    def over(self) -> int:
+        """The bytes beyond the limit."""
+        return 0 if self.limit is None else max(0, self.peak - self.limit)
 
 
 @dataclass(frozen=True)
@@ -37,16 +51,18 @@ class Budget:
         """The limits of device, host and disk."""
         return self.nbytes, self.host, self.disk
 
+    def uses(self, peaks: tuple[int, int, int]) -> list[TierUse]:
+        """The peaks of device, host and disk beside their limits."""
+        return [TierUse(t, peaks[i], self.limits[i]) for i, t in enumerate(("device", "host", "disk"))]
+
     def over(self, peaks: tuple[int, int, int]) -> int:
-        """By how many bytes what it takes of device, host and disk is more than it may be; 0 if it fits."""
-        return sum(max(0, peak - limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None)
+        """The bytes beyond the limits of all tiers; 0 if it fits."""
+        return sum(use.over for use in self.uses(peaks))
 
     def filled(self, peaks: tuple[int, int, int]) -> float:
-        """The largest share of what may be had of any tier that is taken."""
-        return max(
-            (peak / max(1, limit) for peak, limit in zip(peaks, self.limits, strict=True) if limit is not None),
-            default=0.0,
-        )
+        """The largest share of a tier's limit that is taken."""
+        shares = (use.peak / max(1, use.limit) for use in self.uses(peaks) if use.limit is not None)
+        return max(shares, default=0.0)
 
 
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[PlanDecision, ...]:
@@ -115,18 +131,12 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] =
         advice: what would lower the peak of the device.
         rows: of the batch that a rank computes with at once, in its first dimension.
     """
-    problems = []
-    for where, need, limit in zip(
-        ("", " of host memory", " on disk"),
-        (found.peak_bytes, found.host_peak_bytes, found.disk_bytes),
-        budget.limits,
-        strict=True,
-    ):
-        if limit is not None and (more := need - limit) > 0:
-            problems.append(
-                f"a rank needs {size(need)}{where}, {exact_size(more)} more than the {size(limit)} it may have"
-            )
-            if not where:
+    problems, named = [], {"device": "", "host": " of host memory", "disk": " on disk"}
+    for use in budget.uses((found.peak_bytes, found.host_peak_bytes, found.disk_bytes)):
+        if use.limit is not None and use.over:
+            needs = f"a rank needs {size(use.peak)}{named[use.tier]}"
+            problems.append(f"{needs}, {exact_size(use.over)} more than the {size(use.limit)} it may have")
+            if use.tier == "device":
                 problems += [f"at: {brief(found.peak_line.text.strip(), 100)}", *filling(program, found)]
     over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
     fixes = ["apply what lowers it most"] if advice else []

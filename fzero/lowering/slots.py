@@ -145,9 +145,11 @@ def slots_of(step: Step, mesh: AbstractMesh, params: Inputs) -> Slots:
         fix = "keep numbers in fields of the transform, tensors in slots"
         raise FzeroTypeError(message(declaring[-1].name, "slots has leaves that are not tensors", wrong, fix))
     local = {p: x for p, x in zip(paths, flat, strict=True) if isinstance(x, Local)}
-    names = [p.removeprefix("extras['").partition("'")[0] for p in paths]
-    tensors = [x.like if isinstance(x, Local) else x for x in flat]
-    leaves = [Leaf(p, n, tuple(x.shape), Layout(x.dtype)) for p, n, x in zip(paths, names, tensors, strict=True)]
+    leaves = []
+    for path, value in zip(paths, flat, strict=True):
+        like = value.like if isinstance(value, Local) else value
+        name = path.removeprefix("extras['").partition("'")[0]
+        leaves.append(Leaf(path, name, tuple(like.shape), Layout(like.dtype)))
     leaves = as_opt_state(step, mesh, params, leaves, declaring[-1].name)
     axes = zero_of(step, mesh).batch_axes
     for i, leaf in enumerate(leaves):

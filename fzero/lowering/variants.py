@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from fzero.errors import FzeroValueError, message
@@ -76,7 +77,7 @@ class Variants:
         if all(leaf.layout.tier == "device" for leaf in self._leaves.values()):
             return []
         counts = [0, *(num_guessable(self.cut(least), tiers) for tiers in TIERS)]
-        more = (tiers for tiers, a, b in zip(TIERS, counts, counts[1:], strict=False) if a < b)
+        more = (tiers for tiers, (before, num) in zip(TIERS, pairwise(counts), strict=True) if before < num)
         return [replace(least, guess=tiers) for tiers in more if copies or "host" not in tiers]
 
     def _grads(self, least: Choice) -> list[str]:

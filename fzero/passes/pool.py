@@ -261,9 +261,9 @@ class _Placer:
         on."""
         outs = line.out
         region = self._region(outs[0].tier)
-        slots = region.add_leaves(outs, [_numel(v.held(self.mesh)) for v in outs])
+        slots = region.add_leaves({v: _numel(v.held(self.mesh)) for v in outs})
         self.into[number] = list(slots)
-        self.slots.update((v.name, slot) for v, slot in zip(outs, slots, strict=True))
+        self.slots.update((slot.value.name, slot) for slot in slots)
         region.times.append((number, max(self.uses.last(v.name) for v in outs)))
 
     def _results(self, number: int, line: Line) -> None:

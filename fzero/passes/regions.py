@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fzero import layout
@@ -30,12 +30,12 @@ class Region:
         self.nbytes += numel * value.dtype.itemsize
         return slot
 
-    def add_leaves(self, values: Sequence[Value], numels: Sequence[int]) -> list[RegionSlot]:
+    def add_leaves(self, numels: Mapping[Value, int]) -> list[RegionSlot]:
         """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same
         cache sets hold another."""
-        *offsets, self.nbytes = layout.apart([n * v.dtype.itemsize for v, n in zip(values, numels, strict=True)])
+        *offsets, self.nbytes = layout.apart([n * value.dtype.itemsize for value, n in numels.items()])
         self.align, self.nbytes = layout.SECTOR, layout.padded(self.nbytes)
-        return [RegionSlot(self, at, n, v) for at, n, v in zip(offsets, numels, values, strict=True)]
+        return [RegionSlot(self, at, n, value) for at, (value, n) in zip(offsets, numels.items(), strict=True)]
 
     def written(self, number: int) -> None:
         self.first = number if self.first is None else min(self.first, number)

@@ -314,15 +314,8 @@ def get_devices(text: str, device_type: str = "cpu") -> tuple[int, Device]:
     """
     number, x, name = text.partition("x") if text[:1].isdecimal() else ("", "", text)
     if not (x and number.isdecimal() and int(number) and name):
-        meant = f"1x{text}" if text.partition(",")[0].lower() in KNOWN else f"{text}xh100" if text.isdecimal() else ""
-        raise FzeroValueError(
-            message(
-                "devices",
-                f"{text!r} is not NUMBERxNAME",
-                [f"perhaps you meant: {meant}"] if meant else [],
-                f"e.g. 8xh100; known: {', '.join(KNOWN)}, or the path of a calibration file",
-            )
-        )
+        problems = [f"perhaps you meant: {meant}"] if (meant := _meant(text)) else []
+        raise FzeroValueError(message("devices", f"{text!r} is not NUMBERxNAME", problems, _ACCEPTED))
     plain = name.lower().replace("_", "-")
     if not Path(name).exists() and (card := _CARD.fullmatch(plain)) and card["name"] in KNOWN:
         name = f"{card['name']},memory_bytes={card['size']}GB{card['rest'] or ''}"
@@ -337,8 +330,8 @@ def get_devices(text: str, device_type: str = "cpu") -> tuple[int, Device]:
             message(
                 "devices",
                 f"{text!r}: {name!r} is neither a known device nor a calibration file",
-                [f"perhaps you meant: {number}x{n}" for n in near],
-                f"one of {', '.join(KNOWN)}, or a path",
+                [f"perhaps you meant: {', '.join(f'{number}x{n}' for n in near)}"] if near else [],
+                _ACCEPTED,
             )
         ) from error
 
@@ -347,6 +340,21 @@ _BANDWIDTHS = ("host_copy", "disk_read", "disk_write")
 _NUMBERS = ("memory_bytes", "memory_bandwidth", "host_memory_bandwidth", "disk_mixed", *_BANDWIDTHS, "intra", "inter")
 """Numbers of a device that text may change, in bytes or bytes/s; of a known one as a rank has it that is alone on its
 host."""
+_ACCEPTED = (
+    f"write NUMBERxNAME, e.g. 8xh100, where NAME is one of {', '.join(KNOWN)}, or the path of a calibration file; "
+    f"a100-40gb has another memory, h100,intra=200GB another rate ({', '.join(_NUMBERS)})"
+)
+
+
+def _meant(text: str) -> str:
+    """The devices that a text names in another form, such as `h100x8`, `8 h100` or `8`; empty if it names none."""
+    small = text.lower().strip()
+    name = max((known for known in KNOWN if known in small), key=len, default="")
+    if not name:
+        return f"{small}xh100" if small.isdecimal() and int(small) else ""
+    card = re.search(rf"{name}[-_ ]?(\d+)gb", small)
+    numbers = [n for n in re.findall(r"\d+", small.replace(card[0] if card else name, " ", 1)) if int(n)]
+    return f"{numbers[0] if numbers else 1}x{name}{f'-{card[1]}gb' if card else ''}"
 
 
 def _changed(device: Device, changes: Sequence[str]) -> Device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -28,7 +28,7 @@ from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan, PlanDecision
-from fzero.program.ir import Function, Program
+from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.program.show import name_of
 from fzero.progress import moving, shown
@@ -353,19 +353,6 @@ class Compiled:
             )
         return again
 
-    def _compiled(self, functions: Mapping[str, Function]) -> dict[str, Callable[..., Any]]:
-        """Functions as lines call them, with how far they are."""
-        far = "compiling"
-
-        def progress(compiled: int, num: int, name: str) -> None:
-            nonlocal far
-            far = f"compiling, {compiled} of {num} functions done"
-
-        if self.backend == "eager" or self.mesh.rank:
-            return build(functions, self.backend, self.mesh)
-        with shown("fzero.compile", lambda: f"{far}; the result is cached (backend='eager' starts without compiling)"):
-            return build(functions, self.backend, self.mesh, progress)
-
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once
         all have built theirs."""
@@ -381,7 +368,9 @@ class Compiled:
 
         def built() -> Callable[[], Callable[..., Any]]:
             used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
-            functions = self._compiled({n: f for n, f in lowered.program.functions.items() if n in used})
+            functions = build(
+                {n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh
+            )
             captured = {} if self.graphs is False else {"graphs": self.graphs}
             return functools.partial(executable, lowered.program, functions, self.mesh, **captured)
 

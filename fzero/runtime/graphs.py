@@ -128,10 +128,6 @@ class Replayed:
         self.refused = ""  # why a capture failed
         self.drop()
 
-    @property
-    def is_captured(self) -> bool:
-        return self._graph is not None
-
     def drop(self) -> None:
         """Forgets the graph, and gives back its memory."""
         self._graph: torch.cuda.CUDAGraph | None = None

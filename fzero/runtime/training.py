@@ -62,7 +62,7 @@ from fzero.state.assemble import (
 )
 from fzero.state.expect import check_model, model_of
 from fzero.step import INIT_STREAM, State, Step, lasting
-from fzero.step.checks import check_one_batch, check_params, check_state
+from fzero.step.checks import check_one_batch, check_params, check_state, no_backward, state_and_batch
 from fzero.trace.subgraph import signature
 from fzero.train_state import mark_broken
 from fzero.transforms.base import find
@@ -424,6 +424,7 @@ class CompiledStep(Compiled):
         with agreement.unbroken(self.mesh):
             return gather.whole(state, self.mesh)
 
+    @state_and_batch
     @alone("step")
     def __call__(self, state: State, batch: Any, *more: Any) -> tuple[State, dict[str, Any]]:
         """One step. `state` is donated: its tensors are written in place and are those of the returned state.
@@ -472,6 +473,7 @@ class CompiledStep(Compiled):
             raise
         self.calls += 1
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
+        no_backward(metrics["loss"])
         if self._at_minimum is not None:
             self._at_minimum(metrics["loss_scale_at_minimum"])
         if self._not_finite is not None:

@@ -135,7 +135,7 @@ class AtMinimum:
             raise LossScaleError(text)
         self._said = True
         if self._mesh.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warnings.warn(text, RuntimeWarning, stacklevel=6)
 
 
 class NotFinite:
@@ -169,7 +169,7 @@ class NotFinite:
         fix = "restore a checkpoint of before; fz.optim.skip_nonfinite(optimizer) leaves out steps that are not finite"
         what = "parameters are" if wrong else "two steps in a row, and perhaps parameters, are"
         text = message("step", f"{what} not finite any more", problems, fix)
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
 
 
 def fetched(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

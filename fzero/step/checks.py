@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -12,6 +13,9 @@ from fzero import compat, tree
 from fzero.arguments import function
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.train_state import State, check_whole
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def wants_key(loss_fn: Callable[..., Any]) -> bool:
@@ -121,6 +125,37 @@ def _kind(x: Any) -> str:
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     return "a nested tensor" if x.is_nested else "" if x.layout is torch.strided else str(x.layout)
+
+
+def state_and_batch(fn: Callable[P, R]) -> Callable[P, R]:
+    """The call of a training step, which says how it is called where the state or the batch is left out."""
+
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = (*args[1:], *kwargs.values())
+        if len(given) < 2:
+            alone = "nothing" if not given else "a state" if isinstance(given[0], State) else type(given[0]).__name__
+            what = f"takes a state and a batch, not {alone}{' alone' if given else ''}"
+            fix = "once state = train.init(params), and in each step state, metrics = train(state, batch)"
+            raise FzeroTypeError(message("step", what, fix=fix))
+        return fn(*args, **kwargs)
+
+    return called
+
+
+def no_backward(loss: torch.Tensor) -> None:
+    """Has `loss.backward()` say that the step is done. A copy, or what is pickled, is a plain tensor."""
+    vars(loss).update(backward=_backward, __getstate__=_no_attributes)
+
+
+def _backward(*args: Any, **kwargs: Any) -> None:
+    what = "metrics['loss'] has no graph: train(state, batch) has computed the gradients and updated the parameters"
+    fix = "leave out loss.backward(), optimizer.step() and zero_grad(): the returned state has the new parameters"
+    raise FzeroTypeError(message("step", what, fix=fix))
+
+
+def _no_attributes() -> None:
+    return None
 
 
 def check_one_batch(more: tuple[Any, ...]) -> None:

@@ -31,7 +31,9 @@ from fzero.step.checks import (
     check_params,
     check_state,
     check_tree,
+    no_backward,
     no_trainable,
+    state_and_batch,
     takes,
     wants_key,
 )
@@ -176,6 +178,7 @@ class Step:
             {},
         )
 
+    @state_and_batch
     def __call__(self, state: State, batch: Any, *more: Any) -> tuple[State, dict[str, Any]]:
         """One step, eagerly, on one device, the whole batch at once: what every transform of it must equal.
 
@@ -230,6 +233,7 @@ class Step:
             "grad_norm": norm,
             "finite": torch.isfinite(value) & torch.isfinite(norm),
         }
+        no_backward(value)
         if tree.leaves(aux):
             metrics["aux"] = tree.map(
                 lambda x: x.total / x.count if isinstance(x, Weighted) else x,

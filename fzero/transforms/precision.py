@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from fzero.transforms.slots import StepResults
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {
+    name: short
+    for short, long in {"fp32": "float32 float", "bf16": "bfloat16", "fp16": "float16 half"}.items()
+    for name in (short, *long.split(), f"torch.{long.split()[0]}")
+}
+"""The short name of a dtype by each of its names, PyTorch's among them."""
 ROUNDINGS = ("stochastic", "nearest")
 AT_MINIMUM = ("warn", "raise")
 
@@ -197,7 +203,7 @@ def mixed_precision(
 
     Args:
         step: a step, or the compute dtype when called without one: `mixed_precision("bf16")`.
-        compute: "bf16", "fp16", "fp32" or "auto".
+        compute: "bf16", "fp16", "fp32" or "auto". All dtypes may have PyTorch's names too: "bfloat16".
         params: dtype in which parameters rest. Optimizer state is float32.
         reduce: dtype in which gradients cross the wire and are accumulated.
         rounding: how new parameters, computed in fp32, are rounded to `params="bf16"`: "stochastic" (the default there;
@@ -249,7 +255,8 @@ def mixed_precision(
         mixed_precision(compute='bf16', params='fp32', reduce='fp32')
     """
     if isinstance(step, (str, torch.dtype)):
-        step, compute = None, str(step)
+        step, compute = None, _short(step)
+    compute, params, reduce, outputs, start = map(_short, (compute, params, reduce, outputs, start))
     auto = compute == "auto"
     if auto:
         compute = start or "auto"
@@ -311,6 +318,12 @@ def mixed_precision(
         ),
         step,
     )
+
+
+def _short(dtype: Any) -> Any:
+    """The short name of a dtype; what is none stays, to be refused."""
+    text = str(dtype) if isinstance(dtype, torch.dtype) else dtype
+    return DTYPE_NAMES.get(text, text) if isinstance(text, str) else text
 
 
 def begun(step: Step | EvalStep, device: torch.device | None) -> Any:

@@ -35,7 +35,15 @@ class Parallel(Transform):
                 return f"ZeRO shards over one axis, or several in one order: {_named(fewer)} and {_named(more)} are two"
             if more[: len(fewer)] != fewer:
                 return f"ZeRO cuts leaves one axis after the other: {_named(fewer)} is not how {_named(more)} begins"
+            for one, two in ((self, other), (other, self)):
+                if one.covers(two):
+                    return f"{one.name} (ZeRO-{one.stage}) does all that {two.name} (ZeRO-{two.stage}) does"
         return super().conflict(other) if self.stage or self.axis == getattr(other, "axis", None) else None
+
+    def covers(self, other: Parallel) -> bool:
+        """Whether `other` is a lower stage that adds nothing to this one: over no further axis and leaf."""
+        within = other.axes == self.axes[: len(other.axes)] and self.where in (None, other.where)
+        return 0 < other.stage < self.stage and within
 
     def shards(self, leaf: Leaf) -> bool:
         return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
@@ -110,7 +118,7 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
 
     Raises:
         TransformError: another `shard_opt_state`; another stage over axes of which these are not the first, nor begin
-            with them.
+            with them; a lower stage to which a higher one leaves nothing, neither axes nor parameters.
         FzeroTypeError: an `axis` that is not a name or tuple of different names.
         FzeroValueError: when the program is built, an axis the mesh does not have.
 
