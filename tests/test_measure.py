@@ -35,10 +35,16 @@ def test_flags_parse_and_the_small_form_sets_only_flags(measure: Any) -> None:
     assert (given.batches, given.max_norm, given.rounds) == ([1, 4], 2.0, 2)
 
 
-def test_the_page_lists_every_case_with_its_minutes(measure: Any) -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    listed = [line for line in page.splitlines() if line.startswith("| `")]
-    assert listed == [f"| `{name}` | {c.minutes:g} | {c.about} |" for name, c in measure.CASES.items()]
+def test_the_page_lists_every_case_with_its_minutes(
+    measure: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `--help` prints them."""
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--help"])
+    with pytest.raises(SystemExit):
+        measure.main()
+    listed = capsys.readouterr().out.partition("cases:\n")[2]
+    assert listed.count("\n") == len(measure.CASES)
+    assert f"```text\n{listed}```\n" in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
 def test_a_case_writes_its_table(measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
