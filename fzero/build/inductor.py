@@ -77,7 +77,7 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
 
 @dataclass
 class _Progress:
-    """How far this rank is with its functions, as text. It hears of them as `worker.Done`.
+    """Progress of this rank with its functions, as text. It hears of them as `worker.Done`.
 
     Attributes:
         others: whether other ranks compile too.
