@@ -187,7 +187,7 @@ def test_every_public_name_has_an_example(name: reference.Name) -> None:
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
-    """Strictly: no page, link or name is missing. Where `pip install 'fzero[docs]'` was not run it is skipped."""
+    """Strictly: no page, link or name is missing. Where `pip install -e '.[docs]'` was not run it is skipped."""
     pytest.importorskip("mkdocstrings")
     pytest.importorskip("material")
     pytest.importorskip("mkdocs_jupyter")

@@ -250,8 +250,8 @@ def test_errors_are_said_by_name(
     raises(lambda: read_whole(RUN), "cannot read", "give credentials")
     Objects.refuse = None
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    raises(save("other://bucket/run"), "needs a package that is not installed", "pip install 'fzero[fsspec]'")
-    raises(save("s3://elsewhere/run"), "pip install 'fzero[fsspec]' s3fs")
+    raises(save("other://bucket/run"), "needs a package that is not installed", "pip install fsspec")
+    raises(save("s3://elsewhere/run"), "pip install fsspec s3fs")
     monkeypatch.undo()
     raises(lambda: checkpoint.export(RUN, RUN + "/out"), "give a local directory")
     assert list(tmp_path.iterdir()) == []

@@ -157,7 +157,7 @@ def train_network(library: str, name: str, _: str) -> list[float]:
 def deepspeed_same(args: argparse.Namespace) -> Table:
     """One module and one ds_config.json in DeepSpeed and in fzero, on two ranks over gloo: losses step by step.
 
-    Needs `pip install 'fzero[bench]'`. `--only "stage 3"` repeats some and keeps the other results.
+    Needs `pip install -e '.[bench]'`. `--only "stage 3"` repeats some and keeps the other results.
     """
     rows, found = [], {}
     for name, config in list(CONFIGURATIONS.items())[: args.rows]:
@@ -324,7 +324,7 @@ def train_model(library: str, name: str, folder: str) -> list[float]:
 def trainer_same(args: argparse.Namespace) -> Table:
     """One script in transformers' Trainer, alone, over DDP and with DeepSpeed, and in fzero's: losses step by step.
 
-    Needs `pip install 'fzero[hf,bench]'`. Two runs differ in the class of the Trainer, and in that of the arguments
+    Needs `pip install -e '.[hf,bench]'`. Two runs differ in the class of the Trainer, and in that of the arguments
     where DeepSpeed is configured. `--only "stage 3"` repeats some and keeps the other results.
     """
     rows, found = [], {}

@@ -270,7 +270,7 @@ def _objects(process: int, root: str) -> Objects:
     try:
         import fsspec
     except ImportError:
-        fix = f"pip install 'fzero[fsspec]'{f' {package}' if package else ''}"
+        fix = f"pip install fsspec{f' {package}' if package else ''}"
         raise CheckpointError(message("checkpoint", what, ["fsspec"], fix)) from None
     problem = f"chains of protocols ({root!r})" if "::" in root else None
     if problem is None:

@@ -208,7 +208,7 @@ def _configuration(given: str) -> tuple[Path, Any]:
     try:
         from transformers import AutoConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
     except ImportError:
-        raise UsageError(message("hf", "transformers is not installed", fix="pip install 'fzero[hf]'")) from None
+        raise UsageError(message("hf", "transformers is not installed", fix="pip install 'transformers>=5'")) from None
     path = Path(given).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():

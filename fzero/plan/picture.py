@@ -32,7 +32,7 @@ def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
     except ImportError as error:
         raise FzeroValueError(
-            message("plan", "a picture needs matplotlib", [str(error)], "pip install 'fzero[plan]'")
+            message("plan", "a picture needs matplotlib", [str(error)], "pip install matplotlib")
         ) from error
     shown: dict[str, Sequence[Event]] = {f"predicted: {duration(plan.step_seconds)} a step": plan.events}
     if measured:

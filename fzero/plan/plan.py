@@ -199,8 +199,7 @@ class Plan:
 
         Raises:
             FzeroTypeError: what is no path.
-            FzeroValueError: another ending, a directory that is not there, or no matplotlib, which `fzero[plan]`
-                installs.
+            FzeroValueError: another ending, a directory that is not there, or no matplotlib.
         """
         if problems := path_like("path", path):
             raise FzeroTypeError(message("plan", "draws to a file", problems, 'save_picture("step.png")'))
