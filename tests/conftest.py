@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import forks
 import hypothesis
 import pytest
 import torch
@@ -97,6 +99,7 @@ def pytest_configure() -> None:
 
 
 def pytest_unconfigure() -> None:
+    forks.close()
     if _inductor_cache is not None:
         _inductor_cache.cleanup()
         for name in ("TORCHINDUCTOR_CACHE_DIR", "FZERO_CACHE"):
@@ -111,6 +114,15 @@ def frozen() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def starts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Under the mark `forks`, and not also `fresh`, what a test starts with Python is a fork (tests/forks.py)."""
+    node = request.node
+    forked = node.get_closest_marker("forks") and not node.get_closest_marker("fresh")
+    with forks.installed() if forked else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

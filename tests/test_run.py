@@ -21,6 +21,7 @@ import pytest
 import survivor
 import torch
 import torch.distributed as dist
+from forks import children
 from scripts import ROOT, environment
 
 import fzero as fz
@@ -28,6 +29,7 @@ from fzero.elastic import host, keeper
 from fzero.elastic.rehearsal import rehearse
 from fzero.elastic.vault import Vault, held, is_whole, let_go_of_damaged
 
+pytestmark = pytest.mark.forks
 LIMIT = 150.0  # seconds for a run of several lives on a loaded machine
 
 
@@ -95,6 +97,7 @@ def plainly(out: str, steps: int) -> int:
     return fz.run(lambda run: survivor.train(run, Path(out), steps, {}))
 
 
+@pytest.mark.fresh
 def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) -> None:
     """Rank 1 is killed; then both; rank 0 is stopped, and found by its keeper; then rank 1 fails by itself, which ends
     the run. Every step is there once, to the bit as without faults."""
@@ -317,8 +320,8 @@ def test_a_rank_that_is_lost_when_the_run_is_told_to_stop_comes_back_to_save(tmp
         for one in both:
             one.send_signal(signal.SIGTERM)
         time.sleep(0.35)
-        (rank,) = Path(f"/proc/{both[0].pid}/task/{both[0].pid}/children").read_text().split()
-        os.kill(int(rank), signal.SIGKILL)
+        (rank,) = children(both[0].pid)
+        os.kill(rank, signal.SIGKILL)
         texts = [ended(one) for one in both]
     text = "\n".join(text for _, text in texts)
     assert [code for code, _ in texts] == [143, 143] and "told to stop; it is started again" in text, text
@@ -329,6 +332,7 @@ def test_a_rank_that_is_lost_when_the_run_is_told_to_stop_comes_back_to_save(tmp
     assert not [*tmp_path.glob("memory-*/*")]
 
 
+@pytest.mark.fresh
 def test_a_script_that_ends_early_ends_the_run(tmp_path: Path) -> None:
     """With code 0 too, for which torchrun would wait for the others."""
     script = tmp_path / "leaves.py"
