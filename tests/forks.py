@@ -211,7 +211,7 @@ def parsed(line: Sequence[str], directory: str) -> Command | None:
         return None
     kind = line[i] if line[i] in ("-c", "-m") else ""
     what = line[i : i + 1 + bool(kind)][-1]
-    if kind and len(line) == i + 1 or not kind and (what[0] == "-" or not os.path.isfile(Path(directory, what))):
+    if (kind and len(line) == i + 1) or (not kind and (what[0] == "-" or not os.path.isfile(Path(directory, what)))):
         return None
     return Command(kind, what, list(line[i + 1 + bool(kind) :]), "-u" in options, "-P" in options)
 
