@@ -118,10 +118,10 @@ def frozen() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def starts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Under the mark `forks`, and not also `fresh`, what a test starts with Python is a fork (tests/forks.py)."""
-    node = request.node
-    forked = node.get_closest_marker("forks") and not node.get_closest_marker("fresh")
-    with forks.installed() if forked else contextlib.nullcontext():
+    """Workers that compile, and under the mark `forks` all that a test starts with Python, are forks (tests/forks.py);
+    none is under the mark `fresh`."""
+    every, fresh = (request.node.get_closest_marker(name) for name in ("forks", "fresh"))
+    with contextlib.nullcontext() if fresh else forks.installed(only_builds=not every):
         yield
 
 

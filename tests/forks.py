@@ -27,7 +27,6 @@ import importlib
 import importlib.machinery
 import inspect
 import io
-import itertools
 import os
 import pickle
 import runpy
@@ -56,7 +55,10 @@ EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "MALLOC_", "GLIBC_", "LD_", "LC_", "L
 EARLY += ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_", "CUDA_", "HF_")
 """Beginnings of the names of variables that an import may read."""
 _LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR")
-_NUM_HASHES = 2  # seeds of the test process differ in their hash seed: ranks must not agree by luck
+_ONE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
+"""Variables with which seeds begin. A fork has one thread as well if they are not set for it."""
+_NUM_HASHES = 4  # seeds of the test process differ in their hash seed: ranks must not agree by luck
+_BUILD = "from fzero.build.worker import main; main()"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _ROOM = 2048, 16_384  # bytes for the arguments of a fork, and for its environment, that other processes see
 _HIGH = 400  # descriptors from here on are no script's
@@ -138,7 +140,6 @@ class _Seeds:
     def __init__(self) -> None:
         self._all: dict[tuple[int, frozenset[tuple[str, str]]], Seed] = {}
         self._own: Seed | None = None
-        self._turns = itertools.count()
 
     def own(self, seed: Seed) -> None:
         self._own = seed
@@ -150,7 +151,7 @@ class _Seeds:
         if "PYTHONHASHSEED" in early:
             return None
         rank = environment.get("RANK", "")
-        number = (int(rank) if rank.isdecimal() else next(self._turns)) % _NUM_HASHES
+        number = int(rank) % _NUM_HASHES if rank.isdecimal() else 0
         key = number, frozenset(early.items())
         if key not in self._all:
             self._all[key] = _new(number, early, environment)
@@ -162,12 +163,13 @@ class _Seeds:
 
 
 _seeds = _Seeds()
+_all = True  # whether not only workers that compile are forks
 
 
 def execute(popen: Any, *given: Any, **named: Any) -> None:
     """`subprocess.Popen._execute_child`, which forks a seed where it can."""
     asked = _SIGNATURE.bind(popen, *given, **named).arguments
-    found = _understood(asked)
+    found = _understood(asked) if _all or _BUILD in asked["args"] else None
     seed = found and _seeds.find(found[0].environment)
     if not found or not seed:
         _FRESH(popen, *given, **named)
@@ -181,13 +183,20 @@ def execute(popen: Any, *given: Any, **named: Any) -> None:
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Starts of Python inside are forks."""
-    subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+def installed(only_builds: bool = False) -> Iterator[None]:
+    """Starts of Python inside are forks, or those of workers that compile alone."""
+    global _all
+    before = subprocess.Popen._execute_child, _all  # type: ignore[attr-defined]
+    subprocess.Popen._execute_child, _all = execute, not only_builds  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        subprocess.Popen._execute_child = _FRESH  # type: ignore[attr-defined]
+        subprocess.Popen._execute_child, _all = before  # type: ignore[attr-defined]
+
+
+def prepare(environment: Mapping[str, str]) -> None:
+    """Starts the seed for an environment, unless it is there, and does not wait for it."""
+    _seeds.find(environment)
 
 
 def children(pid: int) -> list[int]:
@@ -247,7 +256,8 @@ def _understood(asked: Mapping[str, Any]) -> tuple[Start, list[int]] | None:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: text for name, text in environment.items() if name.startswith(EARLY) and name not in _LATE}
+    asked = {name: text for name, text in environment.items() if name.startswith(EARLY) and name not in _LATE}
+    return {name: text for name, text in asked.items() if _ONE.get(name) != text}
 
 
 @contextlib.contextmanager
@@ -269,7 +279,7 @@ def _new(number: int, early: Mapping[str, str], environment: Mapping[str, str]) 
     with theirs:
         process = _Fresh(
             [sys.executable, __file__, str(theirs.fileno()), " " * _ROOM[0]],
-            env=others | own,
+            env=_ONE | others | own,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -438,7 +448,7 @@ def _run(start: Start) -> None:
 
 
 def _end(code: int) -> None:
-    """Ends as an interpreter does, but for the destructors of all modules' values, which take longer than all before."""
+    """Ends as an interpreter does, but for the destructors of what modules hold: they take longer than all before."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -454,14 +464,16 @@ def _streams(unbuffered: bool) -> None:
     """The standard streams, as they are opened at the start of an interpreter."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         old: Any = getattr(sys, name)
-        raw: Any = open(number, "wb", 0, closefd=False) if unbuffered else open(number, "wb", closefd=False)
+        raw: Any = io.FileIO(number, "wb", closefd=False)
+        raw = raw if unbuffered else io.BufferedWriter(raw)
         new = io.TextIOWrapper(
             raw, old.encoding, old.errors, "\n", line_buffering=number == 2 or os.isatty(number),
             write_through=unbuffered,
         )  # fmt: skip
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
-    sys.stdin = sys.__stdin__ = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)
+    reader: Any = io.BufferedReader(io.FileIO(0, "rb", closefd=False))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(reader, sys.stdin.encoding, sys.stdin.errors)
 
 
 if __name__ == "__main__":
