@@ -7,10 +7,12 @@ parent's id and the kernel's signal at a parent's death are as usual, and `subpr
 way (`execute`). Each fork brings a seed of its own, forked before its script begins, for the processes that it starts:
 under torchrun keepers, ranks and compiling workers are forks too.
 
-What a fork gets: arguments (also in /proc), environment, directory, streams, `pass_fds`, session, process group,
-ignored signals, `preexec_fn`, `sys.path`, `__main__`. What cannot be handed over starts a fresh interpreter: options
-but -u and -P, a shell, inherited descriptors, variables that are read by imports (`EARLY`) with other values than the
-seed's. Tests ask with the mark `forks`; under the mark `fresh` all of a test's starts are fresh.
+A fork gets arguments (also in /proc), environment, directory, streams, `pass_fds`, session, process group, ignored
+signals, `preexec_fn`, `sys.path` and `__main__`. It ends without the destructors of what modules hold. A fresh
+interpreter starts instead for what cannot be handed over: options but -u and -P, a shell, inherited descriptors, and
+variables that are read by imports (`EARLY`) with other values than the seed's; and where a seed has ended.
+
+Tests ask with the mark `forks`; under the mark `fresh` all of a test's starts are fresh.
 
 Run as a script this file is a seed.
 """
@@ -118,11 +120,17 @@ class Seed:
         """Whether this process, and not the one that it was forked from, is the seed's parent."""
         return self._owner == os.getpid()
 
-    def start(self, start: Start, fds: Sequence[int]) -> int:
-        """The id of a new child of this process."""
+    def start(self, start: Start, fds: Sequence[int]) -> int | None:
+        """The id of a new child of this process; None if the seed has ended."""
         with self._lock, _adopting():
-            socket.send_fds(self._control, [pickle.dumps(start)], fds)
-            pid, done = self._control.recv(64), self._control.recv(64)
+            try:
+                socket.send_fds(self._control, [pickle.dumps(start)], fds)
+                pid = self._control.recv(64)
+            except ConnectionError:
+                pid = b""
+            if not pid:
+                return None
+            done = self._control.recv(64)
         if done != b"done":
             raise RuntimeError("a fork of tests/forks.py has not come to its script")
         return int(pid)
@@ -171,13 +179,11 @@ def execute(popen: Any, *given: Any, **named: Any) -> None:
     asked = _SIGNATURE.bind(popen, *given, **named).arguments
     found = _understood(asked) if _all or _BUILD in asked["args"] else None
     seed = found and _seeds.find(found[0].environment)
-    if not found or not seed:
+    pid = seed.start(*found) if found and seed else None
+    if pid is None:
         _FRESH(popen, *given, **named)
         return
-    start, fds = found
-    sys.audit("subprocess.Popen", sys.executable, start.line, start.directory, start.environment)
-    popen.pid = seed.start(start, fds)
-    popen._child_created = True
+    popen.pid, popen._child_created = pid, True
     ours = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     popen._close_pipe_fds(*(asked[name] for name in ours))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -159,6 +160,14 @@ def test_what_no_fork_can_have_is_a_fresh_interpreter(line: list[str], more: dic
     code = 'import os, sys; print(f\'["{sys.flags.dev_mode}", {int("forks" in sys.modules)}]\')'
     dev, forked = told(*line, code, env=environment() | more)
     assert dev == str("dev" in line) and not forked
+
+
+def test_without_a_seed_it_is_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    with ours:
+        monkeypatch.setattr(forks._Seeds, "find", lambda *_: forks.Seed(0, ours, {}))
+        assert told("-c", "import sys; print(int('forks' in sys.modules))") == 0
 
 
 def test_ranks_have_hash_seeds_of_their_own() -> None:
