@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import forks
 import hypothesis
 import pytest
 import torch
@@ -97,6 +99,7 @@ def pytest_configure() -> None:
 
 
 def pytest_unconfigure() -> None:
+    forks.close()
     if _inductor_cache is not None:
         _inductor_cache.cleanup()
         for name in ("TORCHINDUCTOR_CACHE_DIR", "FZERO_CACHE"):
@@ -111,6 +114,15 @@ def frozen() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def starts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers that compile, and under the mark `forks` all that a test starts with Python, are forks (tests/forks.py);
+    none is under the mark `fresh`."""
+    every, fresh = (request.node.get_closest_marker(name) for name in ("forks", "fresh"))
+    with contextlib.nullcontext() if fresh else forks.installed(only_builds=not every):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ one for every job: the kernel picks its port, so no two sessions meet on one, an
 A rank that raises reports its traceback; a rank that hangs is asked for the stacks of all its threads (SIGUSR1,
 faulthandler) and killed. Only then is the pool started anew. Workers die with the parent: they read its end of a pipe.
 
-This file is the parent's side and, run as a script, the seeds' and the workers'; a worker imports nothing from pytest
+This file is the parent's side and, run as a script, the workers'; a worker imports nothing from pytest
 but what the test's own module imports.
 """
 
@@ -40,10 +40,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forks
 import torch
 
 MAX_RANKS = 4
-IMPORTED = ("fzero.lowering.lower", "torch._dynamo")  # by seeds: what the first step of a process would wait for
 THRESHOLDS = 20_000, 20, 50
 """Of Python's garbage collector, in tests and ranks: with its own a tenth of their CPU time is spent in going through
 what stays."""
@@ -70,37 +70,11 @@ class RankError(AssertionError):
 
 
 @dataclass
-class _Seed:
-    """A process that forks workers. Its requests and answers are pickled, one a packet."""
-
-    process: subprocess.Popen
-    control: socket.socket
-
-    def ask(self, request: Any, *fds: int) -> int:
-        socket.send_fds(self.control, [pickle.dumps(request)], fds)
-        return int(self.control.recv(64))
-
-    def close(self) -> None:
-        self.control.close()
-        self.process.wait()
-
-
-@dataclass
 class _Worker:
-    seed: _Seed
-    pid: int
+    process: subprocess.Popen[bytes]
     connection: Connection
     log: Path  # stdout and stderr
     stacks: Path  # what faulthandler writes on SIGUSR1
-    code: int | None = None  # of its exit, once that was waited for
-
-    def wait(self) -> int:
-        self.code = self.seed.ask(self.pid) if self.code is None else self.code
-        return self.code
-
-    def signal(self, number: int) -> None:
-        if self.code is None:  # until then its id is its own
-            os.kill(self.pid, number)
 
 
 class Pool:
@@ -114,7 +88,6 @@ class Pool:
     def __init__(self, folder: Path, warning_filters: Sequence[str] = ()):
         self._folder = folder
         self._filters = tuple(warning_filters)
-        self._seeds: list[_Seed] = []
         self._workers: list[_Worker] = []
         self._store: Any = None  # the rendezvous server of the job that runs
         self._num_started = 0
@@ -172,23 +145,20 @@ class Pool:
 
     def pids(self) -> list[int]:
         """The process ids of the workers that run now."""
-        return [w.pid for w in self._workers]
+        return [w.process.pid for w in self._workers]
 
     def close(self) -> None:
         """Ends all processes. The next job starts new ones."""
         self._end()
-        seeds, self._seeds = self._seeds, []
-        for seed in seeds:
-            seed.close()
 
     def _end(self) -> None:
         workers, self._workers = self._workers, []
         self._store = None
         for worker in workers:
             worker.connection.close()
-            worker.signal(signal.SIGKILL)
+            worker.process.kill()
         for worker in workers:
-            worker.wait()
+            worker.process.wait()
 
     def _collect(self, team: list[_Worker], timeout: float) -> list[RaisedOnRank | None]:
         """What each rank came to, None for those that did not finish in time."""
@@ -202,7 +172,7 @@ class Pool:
                 try:
                     outcomes[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    code = team[rank].wait()
+                    code = team[rank].process.wait()
                     outcomes[rank] = RaisedOnRank(
                         "WorkerDied", f"the process ended with exit code {code}", _read(team[rank].stacks)
                     )
@@ -225,19 +195,25 @@ class Pool:
         """Starts the workers that are missing and waits until they serve."""
         if any(w.connection.poll() for w in self._workers):  # between jobs: it has ended
             self._end()
-        while len(self._seeds) < num_ranks:
-            self._seeds.append(self._seed(len(self._seeds)))
         new = []
+        environments = [{**_worker_environment(), "RANK": str(rank)} for rank in range(num_ranks)]
+        for environment in environments[len(self._workers) :]:
+            forks.prepare(environment)
         while len(self._workers) < num_ranks:
             ours, theirs = Pipe(duplex=True)
             name = f"worker-{self._num_started}"
             self._num_started += 1
             log, stacks = self._folder / f"{name}.log", self._folder / f"{name}.stacks"
-            log.touch()
-            seed = self._seeds[len(self._workers)]
-            pid = seed.ask((_worker_environment(), str(log), str(stacks)), theirs.fileno())
-            theirs.close()
-            worker = _Worker(seed, pid, ours, log, stacks)
+            with theirs, log.open("ab") as out, forks.installed():
+                process = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno()), str(stacks)],
+                    env=environments[len(self._workers)],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+            worker = _Worker(process, ours, log, stacks)
             self._workers.append(worker)
             new.append(worker)
         for worker in new:
@@ -250,20 +226,6 @@ class Pool:
             except (EOFError, ConnectionResetError):
                 self.close()
                 raise RankError(f"a worker of the test pool did not start:\n{_tail(worker.log, 0)}", []) from None
-
-    def _seed(self, rank: int) -> _Seed:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, (self._folder / f"seed-{rank}.log").open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**_worker_environment(), "PYTHONHASHSEED": str(rank + 1)},
-            )
-        ours.send(pickle.dumps(sys.path))
-        return _Seed(process, ours)
 
 
 @contextlib.contextmanager
@@ -298,7 +260,7 @@ def _worker_environment() -> dict[str, str]:
 def _ask_for_stacks(workers: list[_Worker]) -> list[str]:
     """The Python stacks of all threads of the workers, which may be stuck in C."""
     for worker in workers:
-        worker.signal(signal.SIGUSR1)
+        worker.process.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + 5.0
     texts = [""] * len(workers)
     while time.monotonic() < deadline:
@@ -352,38 +314,7 @@ def _dumps(obj: Any) -> bytes:
     return file.getvalue()
 
 
-# The seeds' side, and the workers'.
-
-
-def _fork(control: socket.socket) -> None:
-    """Forks a worker for each request that is not the id of one whose exit code is asked for. Imports end before the
-    first, and start no thread."""
-    sys.path[:] = pickle.loads(control.recv(1 << 20))
-    torch.set_num_threads(1)
-    for name in IMPORTED:
-        importlib.import_module(name)
-    gc.freeze()  # what every worker shares
-    gc.set_threshold(*THRESHOLDS)
-    while True:
-        data, fds, *_ = socket.recv_fds(control, 1 << 20, 1, socket.MSG_CMSG_CLOEXEC)
-        if not data:  # the parent is gone
-            os._exit(0)
-        request = pickle.loads(data)
-        if isinstance(request, int):
-            control.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(request, 0)[1]))
-            continue
-        pid = os.fork()
-        if not pid:
-            control.close()
-            environment, log, stacks = request
-            os.environ.clear()
-            os.environ.update(environment)
-            with open(log, "ab") as out:
-                os.dup2(out.fileno(), 1)
-                os.dup2(out.fileno(), 2)
-            _serve(Connection(fds[0]), Path(stacks))
-        os.close(fds[0])
-        control.send(b"%d" % pid)
+# The workers' side.
 
 
 def _serve(connection: Connection, stacks: Path) -> None:
@@ -452,4 +383,6 @@ def _filter_warnings(line: str) -> None:
 if __name__ == "__main__":
     sys.modules["pool"] = sys.modules["__main__"]  # what the parent pickles by name is this very module
     RaisedOnRank.__module__ = _load_tensor.__module__ = "pool"
-    _fork(socket.socket(fileno=int(sys.argv[1])))
+    torch.set_num_threads(1)
+    gc.set_threshold(*THRESHOLDS)
+    _serve(Connection(int(sys.argv[1])), Path(sys.argv[2]))

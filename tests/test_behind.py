@@ -30,6 +30,8 @@ from fzero.layout import Layout, Leaf
 from fzero.ranks.together import Ranks
 from fzero.ranks.turns import leave_all
 
+pytestmark = pytest.mark.forks
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -395,7 +397,7 @@ ENDS = """
 
 
 def run(text: str, *args: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    """A script on ranks that are fresh interpreters."""
+    """A script on ranks under torchrun."""
     path = Path(args[0]) / "script.py"
     path.write_text(textwrap.dedent(text))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -405,6 +407,7 @@ def run(text: str, *args: str, ranks: int) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.fresh
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     done = run(ENDS, str(tmp_path), ranks=2)
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,8 @@ import chaos
 import pytest
 from scripts import ROOT, environment
 
+pytestmark = pytest.mark.forks
+
 
 def test_runs_go_on_as_if_there_were_no_faults(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tests" / "chaos.py"), "--kills", "5", "--steps", "40", "--seed", "5"]

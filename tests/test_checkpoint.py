@@ -36,6 +36,8 @@ from fzero.mesh import Mesh, make_mesh
 from fzero.ranks.together import Ranks
 from fzero.read_json import dumped, parsed
 
+pytestmark = pytest.mark.forks
+
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
 

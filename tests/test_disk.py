@@ -32,6 +32,8 @@ from fzero.errors import FzeroValueError, TierError
 from fzero.layout import Layout, Leaf, extent_of, leaf_of, place
 from fzero.mesh import Mesh
 
+pytestmark = pytest.mark.forks
+
 BLOCK, MIB = disk.ALIGNMENT, 1 << 20
 MEMORY = Path("/dev/shm")
 MESH = Mesh({"data": 1}, 0, torch.device("cpu"))

@@ -14,9 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+from forks import children
 from scripts import ROOT, Script, as_main, environment, fresh_modules, losses, records
 
 import fzero as fz
+
+pytestmark = pytest.mark.forks
 
 TINY = (
     "--layers",
@@ -427,13 +430,13 @@ def test_killed_restarted_and_preempted_under_torchrun(tmp_path, monkeypatch):
     def steps() -> int:
         return len(records(log)) if log.exists() else 0
 
-    def ranks() -> list[str]:
-        return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    def ranks() -> list[int]:
+        return children(process.pid)
 
     try:
         until(lambda: steps() >= 4)
         first = ranks()
-        os.kill(int(first[0]), signal.SIGKILL)  # rank 0, which else tells errors
+        os.kill(first[0], signal.SIGKILL)  # rank 0, which else tells errors
         until(lambda: len(ranks()) == 2 and not set(ranks()) & set(first))
         killed_at = steps()
         until(lambda: steps() > killed_at)  # by others
@@ -450,6 +453,7 @@ def test_killed_restarted_and_preempted_under_torchrun(tmp_path, monkeypatch):
     assert "wait timeout" not in errors, "c10d warns of every wait in vain"
 
 
+@pytest.mark.fresh
 def test_nobody_reads_on(tmp_path):
     """`| head -1`: a run stops after the running step, which is saved, without a word."""
     command = EXAMPLE.command("--steps", 3000, "--out", tmp_path / "out")

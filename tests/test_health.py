@@ -18,6 +18,8 @@ import fzero as fz
 from fzero.elastic import health, host, replay
 from fzero.elastic.vault import Damage, Vault, held, let_go_of_damaged
 
+pytestmark = pytest.mark.forks
+
 SCALE = fz.LossScale(initial=2.0**40)
 
 

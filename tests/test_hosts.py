@@ -22,6 +22,8 @@ from test_run import ended, keepers
 import fzero as fz
 from fzero.elastic import host, hosts
 
+pytestmark = pytest.mark.forks
+
 LIMIT = 240.0  # seconds from one number of ranks to another on a loaded machine
 NAP = "0.1"  # seconds between two steps: time for all ranks to see OUT/last
 AHEAD = 30  # steps
@@ -104,6 +106,7 @@ def test_hosts_come_and_one_is_lost_and_another_comes(run_ranks: Any, tmp_path: 
             assert loss == expected[step] if step < stop else abs(loss - expected[step]) < 1e-5, step
 
 
+@pytest.mark.fresh
 def test_whether_torchrun_may_start_on_another_number_of_hosts() -> None:
     """By its own command, and its variable; not by a flag of the script."""
     asks = "from fzero.elastic import host; print(host.elastic())"

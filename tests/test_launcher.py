@@ -1,4 +1,4 @@
-"""Ranks under torchrun, as fresh interpreters: they start again, die with it, and tell an error once."""
+"""Ranks under torchrun, as processes: they start again, die with it, and tell an error once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import children
 from scripts import ROOT, environment
 
 import fzero as fz
 from fzero import launcher
 from fzero.errors import DivergenceError, FzeroError, FzeroValueError, VerifyError
+
+pytestmark = pytest.mark.forks
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -61,6 +64,7 @@ def run(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.fresh
 def test_an_error_of_every_rank_is_told_once_and_last(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -95,10 +99,6 @@ def test_only_the_users_lines_stand_above_an_error() -> None:
         fz.optim.chain(3)
     text = launcher.brief(caught.value, caught.value.__traceback__)
     assert "fz.optim.chain(3)" in text and "contextlib" not in text and str(ROOT / "fzero") not in text
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_ranks_die_with_torchrun(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from offloads import BOTH, same
 import fzero as fz
 from fzero.errors import DivergenceError, TierError
 
+pytestmark = pytest.mark.forks
+
 Call = Callable[..., int]
 MODEL = MODELS["mixed"]
 

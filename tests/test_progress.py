@@ -35,10 +35,15 @@ def test_what_takes_long_is_shown_until_it_is_done(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(progress, "OFTEN", 0.001)
     for setting in ("on", "off"):
         monkeypatch.setenv("FZERO_PROGRESS", setting)
-        outer, inner = _Terminal(), _Terminal()
-        with progress.shown("build", lambda: "1 of 3 ready", outer), progress.shown("plan", lambda: "planned", inner):
-            outer.written.clear()  # it may have told of itself before the other began
-            assert outer.written.wait(0.05 if setting == "off" else 60) == (setting == "on")
+        outer, inner, asked = _Terminal(), _Terminal(), threading.Semaphore(0)
+
+        def planned(asked: threading.Semaphore = asked) -> str:
+            asked.release()
+            return "planned"
+
+        with progress.shown("build", lambda: "1 of 3 ready", outer), progress.shown("plan", planned, inner):
+            for _ in range(2):  # what is said the first time was written by the second
+                assert asked.acquire(timeout=60)
         text: Any = outer.getvalue()
         assert (
             ("build: " in text and " s, plan: planned" in text and text.endswith("\r")) if setting == "on" else not text

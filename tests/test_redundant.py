@@ -25,6 +25,8 @@ from fzero.errors import FzeroValueError, VerifyError
 from fzero.program.verify import verify
 from fzero.testing import simulate
 
+pytestmark = pytest.mark.forks
+
 
 @fz.block
 def layer(p: Any, x: torch.Tensor) -> torch.Tensor:

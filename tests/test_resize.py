@@ -15,6 +15,8 @@ from test_run import LIMIT, ended, keepers, logged
 
 import fzero as fz
 
+pytestmark = pytest.mark.forks
+
 
 def plainly(out: str, steps: int) -> int:
     Path(out).mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ import pytest
 import survivor
 import torch
 import torch.distributed as dist
+from forks import children
 from scripts import ROOT, environment
 
 import fzero as fz
@@ -28,6 +29,7 @@ from fzero.elastic import host, keeper
 from fzero.elastic.rehearsal import rehearse
 from fzero.elastic.vault import Vault, held, is_whole, let_go_of_damaged
 
+pytestmark = pytest.mark.forks
 LIMIT = 150.0  # seconds for a run of several lives on a loaded machine
 
 
@@ -124,12 +126,12 @@ def test_a_memory_that_somebody_removes_is_made_anew(run_ranks: Any, tmp_path: P
     calm.mkdir()
     run_ranks(2, plainly, str(calm), 8)
     faults = ["1.0.2:gone", "1.0.4:kill", "0.0.6:stop"]
-    with keepers(out, 8, *faults, flags=("--hang", "12"), env={"SURVIVOR_NOWHERE": ""}) as started:
+    with keepers(out, 8, *faults, flags=("--hang", "6"), env={"SURVIVOR_NOWHERE": ""}) as started:
         texts = [ended(one) for one in started]
     text = "\n".join(text for _, text in texts)
     assert [code for code, _ in texts] == [0, 0], text
     assert re.search("somebody has removed files of rank 1 .*RemoveIPC.*: they are made anew", text), text
-    assert "rank 0 has done nothing for 12 s in step 6; its stacks:" in text
+    assert "rank 0 has done nothing for 6 s in step 6; its stacks:" in text
     assert (out / "sources-1").read_text().split("\n")[:-1] == ["init 0", "memory 4", "memory 6"], text
     assert logged(out) == logged(calm)
     assert not [*out.glob("memory-*/*")]
@@ -273,7 +275,7 @@ fz.run(lambda run: train(run, "second", sys.argv[2] == "second"))
 """
 
 
-@pytest.mark.parametrize("fault", ["first", "second", "alone"])
+@pytest.mark.parametrize("fault", [pytest.param("first", marks=pytest.mark.fresh), "second", "alone"])
 def test_a_second_run_of_a_script_does_not_go_on_from_the_first(tmp_path: Path, fault: str) -> None:
     """A rank that is lost in the second one begins with the first: alone it comes back, with others it is refused."""
     (script := tmp_path / "script.py").write_text(TWICE)
@@ -317,8 +319,8 @@ def test_a_rank_that_is_lost_when_the_run_is_told_to_stop_comes_back_to_save(tmp
         for one in both:
             one.send_signal(signal.SIGTERM)
         time.sleep(0.35)
-        (rank,) = Path(f"/proc/{both[0].pid}/task/{both[0].pid}/children").read_text().split()
-        os.kill(int(rank), signal.SIGKILL)
+        (rank,) = children(both[0].pid)
+        os.kill(rank, signal.SIGKILL)
         texts = [ended(one) for one in both]
     text = "\n".join(text for _, text in texts)
     assert [code for code, _ in texts] == [143, 143] and "told to stop; it is started again" in text, text

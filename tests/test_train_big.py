@@ -14,6 +14,8 @@ from scripts import Script, fresh_modules, losses, records
 
 import fzero as fz
 
+pytestmark = pytest.mark.forks
+
 EXAMPLE = Script(
     "train_big.py",
     ("--memory", "600MB", "--params", "200K", "--width", "64", "--seq", "32", "--batch", "2", "--backend", "eager"),

@@ -498,6 +498,7 @@ def on_ranks(out: str, resumed: str) -> None:
         (path / "found.json").write_text(json.dumps(found))
 
 
+@pytest.mark.forks
 def test_two_ranks(tmp_path: Path) -> None:
     one = trained(Trainer, tmp_path, save_strategy="steps", save_steps=3, lr_scheduler_type="cosine")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, str(tmp_path)]
