@@ -62,7 +62,7 @@ def test_what_is_compiled_and_kept_is_that_of_the_switch(tmp_path: Any) -> None:
     function, kept = scattered(), cache.Cache(tmp_path)
     key = cache.key(function.graph, function, CPU)
     assert not worker.compile_jobs(
-        [inductor._job(key, function.name, function, function.graph)], kept, 1, lambda name: None
+        [inductor._job(key, function.name, function, function.graph)], kept, 1, lambda *_: None
     )
     entry = kept.read(key)
     assert entry is not None and "aten.index_put_" in entry.text, "PyTorch's, which adds one after the other"

@@ -201,7 +201,19 @@ def same(got: Any, want: Any, transforms: Any, what: str, tolerance: Any) -> Non
             pairs.append((f"residual of rank {rank}", own, residual))
     for name, a, b in pairs:
         for k in b:
+            if name.startswith("residual"):
+                alike(a[k], b[k], tolerance, f"{what}: {name} {k}")
+                continue
             torch.testing.assert_close(a[k], b[k], **tolerance, msg=lambda m, n=name, k=k: f"{what}: {n} {k}: {m}")
+
+
+def alike(got: torch.Tensor, want: torch.Tensor, tolerance: Any, what: str) -> None:
+    """What rounding left over. Halfway between two numbers another processor may round to the other one: then one
+    element in a thousand has the other sign."""
+    close = torch.isclose(got, want, **tolerance)
+    turned = torch.isclose(got, -want, rtol=1e-2, atol=tolerance["atol"])
+    assert bool((close | turned).all()), f"{what}: {got[~(close | turned)]}, not {want[~(close | turned)]}"
+    assert (~close).sum() <= max(1, got.numel() // 1000), f"{what}: {int((~close).sum())} elements differ"
 
 
 def settings(tmp_path: Path) -> dict[str, tuple[Any, int, torch.dtype]]:
