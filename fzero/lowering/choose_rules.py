@@ -251,7 +251,7 @@ class _Prices:
 _SLACK = 0.01
 """See [Note: descent]."""
 _OF_A_CALL = 0.02
-"""What each collective costs besides its bytes, as a part of the price of a mean call when nothing is cut."""
+"""The cost of a collective besides its bytes, as a part of the price of a mean call when nothing is cut."""
 
 
 def _nbytes(value: Any) -> int:

@@ -47,7 +47,7 @@ from fzero.trace.subgraph import ancestors, extract
 aten = torch.ops.aten
 
 Form = Dim | Met | None
-"""How a rank has a value: as it was recorded, a part of what all have, or with the rows of all ranks."""
+"""The form of a value on a rank: as it was recorded, a part of what all have, or with the rows of all ranks."""
 Write = Callable[[GraphWriter, dict[str, Any]], fx.Node | tuple[fx.Node, ...]]
 
 
@@ -257,22 +257,22 @@ class _RowPropagation:
         if user.op == "output":
             outputs = zip(self.source.outputs, self.wanted, strict=True)
             return all(isinstance(w, Dim) for x, w in outputs if x is node)
-        return (user.target in _LINEAR or user.target in _ADDS) and self._leads(user)
+        return (user.target in _LINEAR or _is_sum(user)) and self._leads(user)
 
     def _of_sums(self, node: fx.Node) -> None:
-        """An operation of a sum over the rows of all ranks."""
+        """An operation of a sum over the rows of all ranks: added to what else is one, or moved."""
         first = next(a for a in node.all_input_nodes if a in self.sums)
-        dim = self.form[first]
-        if isinstance(dim, Dim) and node.target in _ADDS:
-            alike = all(shape_of(a) == shape_of(first) for a in node.all_input_nodes)
-            for a in node.all_input_nodes if alike else ():
-                if a not in self.sums:
-                    self.made[a][dim], self.form[a] = self._sum(a, dim), dim
-        elif node.target not in _LINEAR:
-            alike = False
-        else:
-            alike = len(node.all_input_nodes) == 1
-        way = self._of_parameters(node) if alike else None
+        dim, alike = self.form[first], all(shape_of(a) == shape_of(first) for a in node.all_input_nodes)
+        assert isinstance(dim, Dim), (first, dim)
+        if (
+            alike
+            and _is_sum(node)
+            and (node.target is not aten.cat.default or self._op(node)["dim"] % len(shape_of(node)) != dim.dim)
+        ):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._sum(a, dim))
+            self._put(node, dim, self.write(node.target, *args, **kwargs))
+            return
+        way = self._of_parameters(node) if node.target in _LINEAR and len(node.all_input_nodes) == 1 else None
         if way is None or None in way.out:
             place = node.meta.get("place")
             where = [line(place)] if place else [str(node.target)]
@@ -315,7 +315,7 @@ class _RowPropagation:
         if node.target in _ORDERS:
             order = _ORDERS[node.target](self._op(node))
             return Way({x: Met(order[met.dim], order[met.rows])}, (met,))
-        at = [_same_dim(list(node.meta["val"].shape), shape_of(x), d) for d in (met.dim, met.rows)]
+        at = [_same_dim(node, list(node.meta["val"].shape), shape_of(x), d) for d in (met.dim, met.rows)]
         if at[0] is None or at[1] is None:
             return None
         return next((way for way in self._views(node, Met(at[0], at[1])) if way.out == (met,)), None)
@@ -387,7 +387,7 @@ class _RowPropagation:
         (x,) = node.all_input_nodes
         old, new = shape_of(x), list(node.meta["val"].shape)
         for m in (*(m for _, m in self._met(node)), *more):
-            at = [_same_dim(old, new, d) for d in (m.dim, m.rows)]
+            at = [_same_dim(node, old, new, d) for d in (m.dim, m.rows)]
             if at[0] is not None and at[1] is not None:
                 met = Met(at[0], at[1])
                 size = part(new, met, self.n)
@@ -431,8 +431,17 @@ class _RowPropagation:
                 yield Way(want, out)
 
 
-def _same_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
-    """The dim of a view that is a dim of what it is a view of."""
+def _is_sum(node: fx.Node) -> bool:
+    """Whether an operation adds, or joins, tensors alone."""
+    added = node.args[0] if node.target is aten.cat.default else node.args
+    return node.target in _ADDS and all(isinstance(a, fx.Node) for a in added)  # type: ignore[union-attr]
+
+
+def _same_dim(node: fx.Node, old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
+    """The dim of a view that is a dim of what it is a view of; or the other way."""
+    if node.target is aten.expand.default:  # dims are lined up at the last
+        at = dim + len(new) - len(old)
+        return at if at >= 0 and new[at] == old[dim] else None
     before = math.prod(old[:dim])
     return next((d for d in range(len(new)) if new[d] == old[dim] and math.prod(new[:d]) == before), None)
 
