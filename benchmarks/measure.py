@@ -202,6 +202,12 @@ CASES = {
         small={"only": "llama 2 7b, 8 x"},
         how="Planned",
     ),
+    "sequence_plans": Case(
+        "plans of long sequences, whose positions are cut", 1, plans.sequence_plans,
+        flags={"layers": 8, "shorter": 1},
+        small={"layers": 1, "shorter": 64},
+        how="Planned",
+    ),
     "determinism": Case(
         "which runs are the same to the bit", 30, determinism.determinism, determinism.worker,
         flags={**model(2, 128, 4, 64, 12), "steps": 20, "seed": 0, "only": [str]},

@@ -172,3 +172,78 @@ def planned(config: Path, model: str, flags: tuple[str, ...], limit: int) -> dic
     keep = ("step_seconds", "mfu", "peak_bytes", "host_peak_bytes", "disk_bytes", "bound_by", "tokens_per_second")
     data = json.loads(done.stdout)
     return {k: data[k] for k in (*keep, "process", "decisions", "better", "assumed", "devices")} | took
+
+
+# --- long sequences ---
+
+LENGTHS = (8192, 32768, 131072)
+KEPT = ("full", "min_cut")
+WIDE = {"width": 4096, "heads": 32, "vocab": 32000}
+
+
+def sequence_plans(args: argparse.Namespace) -> Table:
+    """What cutting positions over 8 ranks saves and costs, by plan: `sequence_parallel` beside data parallel alone.
+
+    A GPT of 7B width in bf16 with AdamW, by the rates of 8 H100 a host. First one device beside seq=8, then ZeRO-3 on
+    64 devices: data=64, and data=8 x seq=8 with as many rows, so as many tokens a device. At the last length also the
+    fewest rows that 64 devices can share.
+    """
+    cases: list[tuple[int, int, dict[str, int], str]] = [
+        *((LENGTHS[-1], 1, mesh, kept) for kept in KEPT for mesh in ({"data": 1}, {"seq": 8})),
+        *((length, 64, mesh, "full") for length in LENGTHS for mesh in ({"data": 64}, {"data": 8, "seq": 8})),
+        (LENGTHS[-1], 8, {"data": 8, "seq": 8}, "full"),
+    ]
+    rows, found = [], []
+    for length, batch, mesh, kept in cases:
+        case = _long(args.layers, length // args.shorter, batch, mesh, kept)
+        gigabytes = (f"{case[k] / 1e9:.1f}" for k in ("activations", "pool", "peak", "sent"))
+        size = " x ".join(f"{axis}={n}" for axis, n in mesh.items())
+        speed = (f"{case['seconds']:.3g}", f"{case['tokens'] / case['seconds']:,.0f}")
+        rows.append([f"{length // args.shorter:,}", batch, size, kept, *gigabytes, *speed])
+        found.append({"length": length, "rows": batch, "mesh": mesh, "remat": kept, **case})
+    alone = {kept: [c["activations"] for c in found[:4] if c["remat"] == kept] for kept in KEPT}
+    notes = [
+        PREDICTED,
+        "activations: saved values, other values and temporaries at the peak. pool: transfers' buffers, gradients that "
+        "wait for their sums among them; what of it is in use at the peak is counted in its own column.",
+        *(f"remat {kept!r}: activations of seq=8 are 1/{a / b:.1f} of one device's" for kept, (a, b) in alone.items()),
+        "Where it loses: with as many rows as devices, data parallel alone sends less and is faster. It cannot use "
+        "more devices than rows, and a row's activations are on one device.",
+    ]
+    columns = ("positions", "rows", "mesh", "remat", "activations GB", "pool GB", "peak GB", "sent GB", "s", "tokens/s")
+    return Table(f"{args.layers} layers of width {WIDE['width']}", columns, rows, notes, {"cases": found})
+
+
+def _long(layers: int, length: int, rows: int, mesh: dict[str, int], kept: str) -> dict[str, Any]:
+    """The plan of a step, in numbers of a rank."""
+    import torch
+    from model import Config, make_init, make_loss
+    from torch._subclasses import FakeTensorMode
+
+    import fzero as fz
+    from fzero import optim
+    from fzero.plan.devices import get_device
+    from fzero.program.ops import STARTS, transfer_bytes
+
+    config = Config(layers=layers, seq=length, batch=rows, **WIDE)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
+    transforms = [fz.mixed_precision("bf16"), fz.remat(kept)]
+    transforms += [fz.shard_params(axis=tuple(mesh))] if "data" in mesh and mesh["data"] > 1 else []
+    transforms += [fz.sequence_parallel(whole_bytes="100GB")] if "seq" in mesh else []
+    step = fz.compose(*transforms)(fz.train_step(make_loss(config), optimizer))
+    with FakeTensorMode():
+        params = make_init(config)(fz.random.key(0))
+    params = fz.tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
+    tokens = torch.empty(rows // mesh.get("data", 1), length, dtype=torch.int64, device="meta")
+    where = fz.AbstractMesh(device_type="cuda", **mesh)
+    lowered = fz.lower(step, where, params, (tokens, tokens), device=get_device("h100"))
+    plan, program = lowered.plan, lowered.program
+    values, sends = program.values_by_name, [(x, times) for x, times in program.walk() if x.op in STARTS]
+    return {
+        "activations": sum(plan.breakdown[k] for k in ("saved", "activations", "temporaries")),
+        "pool": plan.pool_bytes,
+        "peak": plan.peak_bytes,
+        "sent": sum(transfer_bytes(line, values, program.mesh) * times for line, times in sends),
+        "seconds": plan.step_seconds,
+        "tokens": rows * length,
+    }
