@@ -195,8 +195,8 @@ def _deepspeed(config: Config, rank: int, size: int) -> Step:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # pyright: ignore[reportMissingImports]
     import torch.distributed as dist
-    from deepspeed.sequence.layer import DistributedAttention  # pyright: ignore[reportMissingImports]
     from deepspeed.runtime.sequence_parallel import parallel_state_sp  # pyright: ignore[reportMissingImports]
+    from deepspeed.sequence.layer import DistributedAttention  # pyright: ignore[reportMissingImports]
 
     deepspeed.init_distributed(dist_backend="gloo")
     parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=SEQ)
