@@ -311,7 +311,10 @@ def _deterministic() -> dict[str, bool]:
 
 
 def inductor_compile(
-    graph: fx.GraphModule, inputs: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype]], device: torch.device
+    graph: fx.GraphModule,
+    inputs: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype]],
+    device: torch.device,
+    cores: int | None = None,
 ) -> Any:
     """A graph of ATen operations as an Inductor artifact without guards: about 11 us a call, where a compiled function
     takes 59.
@@ -322,6 +325,7 @@ def inductor_compile(
         graph: the operations.
         inputs: shape, strides and dtype of each.
         device: that all of them are on.
+        cores: how many processes may compile kernels. Inductor alone starts one a core on every rank of a host.
 
     Memory: none of the inputs', from 2.13 on, where Inductor takes fakes; before, theirs. Triton may run a kernel to
         tune it, on tensors of the sizes that it is for.
@@ -330,7 +334,8 @@ def inductor_compile(
     from torch._inductor import standalone_compile
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with config.patch(_deterministic()):
+    threads = {} if cores is None or "TORCHINDUCTOR_COMPILE_THREADS" in os.environ else {"compile_threads": cores}
+    with config.patch({**_deterministic(), **threads}):
         if "fake_mode" not in inspect.signature(standalone_compile).parameters:
             real: list[Any] = [
                 torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in inputs

@@ -97,6 +97,7 @@ def test_the_next_save_waits_for_it_and_memory_is_used_again(tmp_path: Path, hel
     first = checkpoint.save(tmp_path, state, wait=False)
     threading.Timer(0.2, held_back.set).start()
     memory = behind._memory
+    assert memory is not None and memory.untyped_storage().nbytes() == 128  # two tensors of a line each
     assert checkpoint.save(tmp_path, state._replace(step=2)).name == "step-00000002"
     assert first.done
     checkpoint.save(tmp_path, state._replace(step=3), wait=False).wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import operator
 import re
 import subprocess
@@ -264,7 +265,17 @@ def test_inductor_compiles_a_graph_without_guards(fakes, monkeypatch):
         node.meta["val"] = example
     graph.output((w,))
     place = (64, 64), (64, 1), torch.float32
-    run = compat.inductor_compile(fx.GraphModule({}, graph), [place, place], torch.device("cpu"))
+    compiled, threads = torch._inductor.standalone_compile, []
+
+    def seen(*given, **options):
+        threads.append(torch._inductor.config.compile_threads)
+        return compiled(*given, **options)
+
+    seen.__signature__ = inspect.signature(compiled)
+    monkeypatch.setattr(torch._inductor, "standalone_compile", seen)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    run = compat.inductor_compile(fx.GraphModule({}, graph), [place, place], torch.device("cpu"), cores=3)
+    assert threads == [3]  # Inductor's pool of processes is made by it
     a, b = torch.randn(64, 64), torch.randn(64, 64)
     want = (a + b).sin()
     (got,) = run(a, b)

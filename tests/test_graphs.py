@@ -11,7 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from captured import Device, captured
+from captured import Device, Graph, captured
 from models import MODELS, OPTIMIZERS
 from offloads import OFFLOADS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -210,6 +210,21 @@ def test_a_capture_that_fails(on_gpu: Any, monkeypatch: pytest.MonkeyPatch, capl
     with pytest.raises(FzeroValueError, match=r"cannot be captured as a CUDA graph\n  RuntimeError.*\nFix: leave out"):
         train(state, given[graphs.WARM_UP])
     assert same(train.gather(state), before)
+
+
+def test_a_capture_that_fails_where_it_begins_is_ended(on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.graph` does not: the stream would go on capturing, and refuse the ordinary run that follows."""
+    mesh, device = on_gpu
+    begin = Graph.capture_begin
+
+    def fails(self: Graph, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self.refuse("cudaStreamBeginCapture")
+
+    monkeypatch.setattr(Graph, "capture_begin", fails)
+    want = wanted("plain")
+    found, _, _ = run(mesh, *CASES["plain"])
+    assert same(found, want) and device.capturing is None and device.current is device.main and not device.graphs
 
 
 def test_what_touches_the_host_is_refused_by_name(on_gpu: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,9 +348,9 @@ def test_a_state_beside_a_gpu_lies_in_huge_pages(monkeypatch: pytest.MonkeyPatch
     """Which are locked by the piece; on a CPU a page takes no memory before it is written, a small one less of it."""
     asked, allocated = [], host._allocated
 
-    def noted(nbytes: int, mesh: Any, huge: bool = False) -> memoryview:
+    def noted(nbytes: int, device: torch.device, huge: bool, *owner: str) -> memoryview:
         asked.append(huge)
-        return allocated(nbytes, fz.make_mesh(data=1), huge)
+        return allocated(nbytes, torch.device("cpu"), huge, *owner)
 
     monkeypatch.setattr(host, "_allocated", noted)
     for kind in ("cuda", "cpu"):

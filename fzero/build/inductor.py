@@ -195,7 +195,7 @@ def _compile_here(
     Returns them all."""
     made = {}
     for name, (function, graph) in functions.items():
-        artifact = _artifact(function, graph, device)
+        artifact = _artifact(function, graph, device, cores)
         try:
             cache.write(keys[name], CacheEntry("", compat.artifact_bytes(artifact)))
         except (RuntimeError, AssertionError, OSError) as error:
@@ -206,10 +206,12 @@ def _compile_here(
     return made
 
 
-def _artifact(function: Function, graph: Recorded, device: torch.device) -> Callable[..., Any]:
+def _artifact(
+    function: Function, graph: Recorded, device: torch.device, cores: int | None = None
+) -> Callable[..., Any]:
     graph = into_buffers(substituted(graph, random.DECOMPOSITIONS), function.into)
     values = [n.meta["val"] for n in graph.inputs]
-    return compat.inductor_compile(graph.module(), [(v.shape, v.stride(), v.dtype) for v in values], device)
+    return compat.inductor_compile(graph.module(), [(v.shape, v.stride(), v.dtype) for v in values], device, cores)
 
 
 def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.CompileJob:

@@ -22,6 +22,7 @@ import torch
 
 from fzero import compat
 from fzero.checkpoint.places import Place
+from fzero.comm.host import host_bytes
 from fzero.errors import CheckpointError, message
 from fzero.layout import leaf_of, place
 from fzero.ranks.notes import STRANGERS, Notes, timed_out
@@ -203,11 +204,12 @@ def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     global _memory
     distinct = {id(x): x for x in tensors.values()}
     sizes = [-(-x.numel() * x.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for x in distinct.values()]
-    pinned = any(x.is_cuda for x in distinct.values())
+    device = next((x.device for x in distinct.values() if x.is_cuda), torch.device("cpu"))
+    pinned = device.type == "cuda"
     if _memory is None or _memory.numel() < sum(sizes) or _memory.is_pinned() < pinned:
         _memory = None  # gone before there is another
         with torch.inference_mode(False):  # whoever saves next writes to it
-            _memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            _memory = host_bytes(sum(sizes), device, "checkpoint.save")
     copies: dict[int, torch.Tensor] = {}
     for (key, x), begin in zip(distinct.items(), itertools.accumulate(sizes, initial=0), strict=False):
         flat = _memory[begin : begin + x.numel() * x.dtype.itemsize]

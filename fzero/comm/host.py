@@ -47,7 +47,7 @@ def host_tensors(specs: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh)
         (True, 0.0)
     """
     *offsets, end = apart([math.prod(shape) * dtype.itemsize for shape, dtype in specs])
-    memory, out = _allocated(end, mesh, mesh.device.type == "cuda"), []
+    memory, out = _allocated(end, mesh.device, mesh.device.type == "cuda"), []
     for (shape, dtype), offset in zip(specs, offsets, strict=True):
         num = math.prod(shape)
         flat = (
@@ -66,23 +66,29 @@ def host_pool(nbytes: int, mesh: Mesh) -> torch.Tensor:
     In huge pages where the system has them: what a disk writes to them, or reads from them, is up to twice as fast as
     where small pages are scattered.
     """
-    return torch.frombuffer(_allocated(nbytes, mesh, huge=True), dtype=torch.uint8)[:nbytes]
+    return host_bytes(nbytes, mesh.device)
 
 
-def _allocated(nbytes: int, mesh: Mesh, huge: bool = False) -> memoryview:
+def host_bytes(nbytes: int, device: torch.device, owner: str = "offload") -> torch.Tensor:
+    """As `host_pool`, for copies to and from a device. PyTorch rounds page-locked memory of its own up to a power of
+    two, and keeps it. `owner`: who asks, for errors."""
+    return torch.frombuffer(_allocated(nbytes, device, True, owner), dtype=torch.uint8)[:nbytes]
+
+
+def _allocated(nbytes: int, device: torch.device, huge: bool, owner: str = "offload") -> memoryview:
     try:
         mapped = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise _refused(nbytes, "cannot be allocated", str(error)) from error
+        raise _refused(owner, nbytes, "cannot be allocated", str(error)) from error
     if huge and nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(mapped)
-    if mesh.device.type == "cuda":
+    if device.type == "cuda":
         address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-        _prefer(address, len(mapped), _numa_node(mesh.device))
+        _prefer(address, len(mapped), _numa_node(device))
         runtime: Any = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(address, len(mapped), 0)):
-            raise _refused(nbytes, "cannot be page-locked", f"cudaHostRegister: error {status}")
+            raise _refused(owner, nbytes, "cannot be page-locked", f"cudaHostRegister: error {status}")
         # the process ends anyway, perhaps while something is copied
         weakref.finalize(view, _unlock, address, mapped).atexit = False
     return view
@@ -94,12 +100,12 @@ def _unlock(address: int, mapped: mmap.mmap) -> None:
     runtime.cudaHostUnregister(address)
 
 
-def _refused(nbytes: int, what: str, reason: str) -> TierError:
-    fix = (
-        "offload less of the state, or to disk; `ulimit -v` and a container's limit bound what a process may have, "
-        "`ulimit -l` what it may lock"
+def _refused(owner: str, nbytes: int, what: str, reason: str) -> TierError:
+    less = (
+        "offload less of the state, or to disk" if owner == "offload" else "save with wait=True, which copies nothing"
     )
-    return TierError(message("offload", f"{size(nbytes)} of host memory {what}", [reason], fix))
+    fix = f"{less}; `ulimit -v` and a container's limit bound what a process may have, `ulimit -l` what it may lock"
+    return TierError(message(owner, f"{size(nbytes)} of host memory {what}", [reason], fix))
 
 
 def _numa_node(device: torch.device) -> int:

@@ -14,6 +14,7 @@ communicator cannot be destroyed while a graph has kernels of its: graphs are dr
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -67,6 +68,9 @@ class Graphs:
                     reason = error
                     raise
         except BaseException as error:
+            if torch.cuda.is_current_stream_capturing():  # it failed where it began, and nobody has ended it
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
             torch.cuda.set_stream(here)  # which a capture that cannot be ended does not give back
             if reason is not None and error is not reason:  # it only says that the capture is not valid
                 raise reason from None
