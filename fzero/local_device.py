@@ -86,6 +86,16 @@ def crowded(num_threads: int, num_local: int, num_cores: int) -> str | None:
     )
 
 
+def idle(num_threads: int, num_cores: int) -> str | None:
+    """A text if a rank that also computes on the host of its GPU leaves cores idle: torchrun gives each a thread."""
+    if num_threads >= num_cores:
+        return None
+    return (
+        f"updates on the host run on {num_threads} of the {num_cores} cores that each rank has: start the ranks with "
+        f"OMP_NUM_THREADS={num_cores}"
+    )
+
+
 def device_problems(names: Sequence[str]) -> list[str]:
     """Problems of the ranks' devices, given as "cpu" or as "cuda" with a name that no other GPU has: other types, or a
     GPU for several ranks."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import logging
 import os
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from fzero import compat
+from fzero.build import inductor
 from fzero.errors import FzeroValueError
-from fzero.local_device import choose_device, crowded, device_problems, one_visible, unsupported
+from fzero.local_device import choose_device, crowded, device_problems, idle, one_visible, unsupported
 from fzero.mesh import groups_along, make_mesh
 
 
@@ -80,9 +83,27 @@ def test_accelerators_of_other_kinds_are_named() -> None:
 
 
 def test_processes_with_more_threads_than_cores_are_told() -> None:
+    assert idle(4, 4) is idle(8, 4) is None
+    told = idle(1, 4)
+    assert told is not None and "1 of the 4 cores that each rank has: start the ranks with OMP_NUM_THREADS=4" in told
     assert crowded(16, 1, 16) is crowded(8, 2, 16) is crowded(1, 4, 2) is None
     told = crowded(16, 4, 16)
     assert told is not None and "4 processes of this host" in told and told.endswith("OMP_NUM_THREADS=4")
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_updates_on_the_host_of_a_gpu_say_that_cores_are_idle(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Once, by rank 0, where the functions of the host are built."""
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    cpu = torch.device("cpu")
+    mesh: Any = SimpleNamespace(size=1, rank=0, device=torch.device("cuda", 0) if gpu else cpu)
+    with caplog.at_level(logging.WARNING, "fzero"):
+        inductor.compiled({}, mesh, cpu)
+    texts = [r.getMessage() for r in caplog.records]
+    assert texts == [f"fzero.compile: {idle(torch.get_num_threads(), 8)}"] * gpu
 
 
 @pytest.mark.parametrize("device", ["xpu", "mps", "tpu", "cuda:1"])

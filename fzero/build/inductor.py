@@ -20,6 +20,7 @@ from fzero.build.cache import Cache, CacheEntry, guard_inductor, host, key, logg
 from fzero.build.calls import as_called
 from fzero.build.share import Share
 from fzero.errors import FzeroError, message
+from fzero.local_device import idle
 from fzero.mesh import Mesh
 from fzero.program.ir import Function
 from fzero.progress import shown
@@ -40,6 +41,8 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     load = _Loader(functions, keys)
     built = load(cache) if cache is not None else {}
     share = Share(mesh, host(), (cache.identity(), keys) if cache is not None else mesh.rank)
+    if device != mesh.device and mesh.rank == 0 and (text := idle(torch.get_num_threads(), share.cores)):
+        logger.warning("fzero.compile: %s", text)
     mine = share.owned({keys[name]: len(graph.graph.nodes) for name, (_, graph) in functions.items()})
     num_compiled, progress = 0, _Progress(mesh.size > 1)
 
