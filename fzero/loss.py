@@ -125,7 +125,7 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
     flat, paths = tree.leaves(params), tree.paths(params, "params")
     at, tied = {p: i for i, p in enumerate(paths)}, ties(flat)
     problems, found = [], dict[int, torch.Tensor]()
-    for path, x in zip(tree.paths(new, "params"), tree.leaves(new), strict=True):
+    for path, x in tree.with_paths(new, "params"):
         i = at.get(path)
         if i is None:
             problems.append(f"{path}: params has no such leaf")
@@ -191,9 +191,7 @@ def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
     leaves, structure = tree.flatten(result, is_leaf=is_pair)
     flat: list[Any] = [y for x in leaves for y in (x if is_pair(x) else (x,))]
     wrong = [
-        f"{p}: {type(x).__name__}"
-        for p, x in zip(tree.paths(result, "result"), tree.leaves(result), strict=True)
-        if not isinstance(x, torch.Tensor)
+        f"{p}: {type(x).__name__}" for p, x in tree.with_paths(result, "result") if not isinstance(x, torch.Tensor)
     ]
     if wrong:
         raise FzeroTypeError(

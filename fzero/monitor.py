@@ -308,7 +308,7 @@ def _entries(given: Mapping[str, Any]) -> tuple[Record, Record]:
     numbers, rest = {}, {}
     for name, x in given.items():
         if name == "aux":
-            pairs = zip(tree.names(x), tree.leaves(x), strict=True)
+            pairs = tree.with_names(x)
             numbers |= {n: v for n, v in pairs if isinstance(v, torch.Tensor) and v.dim() == 0}
         elif isinstance(x, torch.Tensor):
             if x.dim() == 0:

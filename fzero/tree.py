@@ -161,6 +161,16 @@ def names(tree: Tree) -> list[str]:
     return [".".join(_key(entry) for entry in accessor) for accessor in _accessors(tree)]
 
 
+def with_paths(tree: Tree, root: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a tree, each behind its path."""
+    return list(zip(paths(tree, root), leaves(tree), strict=True))
+
+
+def with_names(tree: Tree) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each behind its dotted name."""
+    return list(zip(names(tree), leaves(tree), strict=True))
+
+
 def dotted(path: str) -> str:
     """The dotted name in a path, without its root.
 

@@ -296,7 +296,7 @@ def _rows_of(arrays: Any) -> Any:
     if problems or not tree.leaves(made):
         fix = "give tensors or arrays with one row a sample, or a data set with __len__ and __getitem__"
         raise FzeroTypeError(message(_WHERE, "samples are rows of arrays", problems or ["there are no arrays"], fix))
-    lengths = {path: len(leaf) for path, leaf in zip(tree.paths(made, "arrays"), tree.leaves(made), strict=True)}
+    lengths = {path: len(leaf) for path, leaf in tree.with_paths(made, "arrays")}
     if len(set(lengths.values())) > 1:
         problems = [f"{path}: {n} rows" for path, n in lengths.items()]
         raise FzeroValueError(message(_WHERE, "arrays have different lengths", problems, "give each one row a sample"))

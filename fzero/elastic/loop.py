@@ -216,7 +216,7 @@ class Run:
         logger.info(
             "fzero.run: the state after %d steps, from %s, on %d ranks", int(state.step), self.source, self.mesh.size
         )
-        self._on_disk = [n for n, x in zip(tree.names(state), tree.leaves(state), strict=True) if extent_of(x)]
+        self._on_disk = [n for n, x in tree.with_names(state) if extent_of(x)]
         if self._vault is not None and not self._on_disk:
             vault, ward = self._vault, self._ward(train)
 

@@ -137,12 +137,12 @@ def _rewind(state: State, index: Index, mesh: Mesh) -> None:
     Communication: three exchanges of a small object.
     """
     kept = lasting(state)
-    named = dict(zip(tree.names(kept), tree.leaves(kept), strict=True))
+    named = dict(tree.with_names(kept))
     wanted = {name: known[0] for name, x in named.items() if (known := leaf_of(x)) is not None}
     checkpoint.read(index, wanted, mesh, into={leaf.path: named[name] for name, leaf in wanted.items()})
-    params = dict(zip(tree.names(state.params), tree.leaves(state.params), strict=True))
+    params = dict(tree.with_names(state.params))
     copies = state.extras.get("compute")
-    for name, copy in zip(tree.names(copies), tree.leaves(copies), strict=True):
+    for name, copy in tree.with_names(copies):
         storage.fill(copy, storage.cast(params[name], copy.dtype))
 
 

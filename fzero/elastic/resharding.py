@@ -130,7 +130,7 @@ def _plan(state: Any, mesh: Mesh) -> SavePlan:
 def _check(state: Any, mesh: Mesh) -> None:
     check_state(state, _FIX, "reshard")
     here, problems = (mesh.rank, mesh.size), []
-    for path, x in zip(tree.paths(state, "state"), tree.leaves(state), strict=True):
+    for path, x in tree.with_paths(state, "state"):
         if not isinstance(x, torch.Tensor) or (known := leaf_of(x)) is None:
             problems.append(f"{path}: {describe(x)} that no compiled step made")
         elif (there := (known[1].rank, known[1].size)) != here:

@@ -187,7 +187,7 @@ def on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _form(state: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
     kept = lasting(state)
-    return [(n, x.shape, x.dtype) for n, x in zip(tree.names(kept), tree.leaves(kept), strict=True)]
+    return [(n, x.shape, x.dtype) for n, x in tree.with_names(kept)]
 
 
 def held(memory: Path) -> dict[tuple[int, int], Index]:

@@ -55,7 +55,7 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
     if not isinstance(model, Pretrained) or tree.names(params) != tree.names(model.params):
         fix = "give the model that fz.hf.from_pretrained returned, and a state of its training step"
         raise FzeroTypeError(message("hf.module", "this is not a state of the model", fix=fix))
-    flat = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    flat = dict(tree.with_names(params))
     mesh = next((at[1] for x in flat.values() if (at := leaf_of(x)) is not None), None)
 
     def gathered(names: Sequence[str]) -> dict[str, torch.Tensor]:

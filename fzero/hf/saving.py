@@ -173,7 +173,7 @@ def _save_adapters(
     values, wanted = adapters.saved_leaves(module, {name: slot.name for name, slot in model.slots(module).items()})
     what = f"cannot save to {out}"
     together(ranks, "hf.save_pretrained", what, prepare)
-    flat = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    flat = dict(tree.with_names(params))
     for name, leaf in wanted.items():
         at = leaf_of(flat[leaf])
         found = whole(flat[leaf], at[1] if at else None).cpu()

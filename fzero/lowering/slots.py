@@ -191,7 +191,7 @@ def _is_leaf(x: Any) -> bool:
 def _alike(transform: Transform, method: str, before: Any, after: Any, what: str) -> Any:
     """The tree that a transform's method returned; raises if it is unlike the one that the method got."""
     after = {**before, **after} if what == "slots" and isinstance(after, Mapping) else after
-    old, new = (dict(zip(tree.paths(x, what), tree.leaves(x), strict=True)) for x in (before, after))
+    old, new = (dict(tree.with_paths(x, what)) for x in (before, after))
     problems = [f"{p}: not given to it" for p in new.keys() - old.keys()]
     problems += [f"{p}: missing" for p in old.keys() - new.keys()]
     problems += [

@@ -22,11 +22,7 @@ def apply_optimizer(
             message("optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)")
         )
     updates, new = result
-    wrong = [
-        f"{p}: {type(x).__name__}"
-        for p, x in zip(tree.paths(result), tree.leaves(result), strict=True)
-        if not isinstance(x, torch.Tensor)
-    ]
+    wrong = [f"{p}: {type(x).__name__}" for p, x in tree.with_paths(result) if not isinstance(x, torch.Tensor)]
     wrong = [f"{'updates' if p.startswith('[0]') else 'opt_state'}{p[3:]}" for p in wrong]
     if wrong:
         raise FzeroTypeError(

@@ -195,9 +195,7 @@ def resolve_mask(where: str, mask: Mask | None, params: Tree) -> Tree:
     """The mask as a tree of bools of the structure of params."""
     chosen = _resolve(where, "mask", True if mask is None else mask, params)
     problems = [
-        f"{path}: {tree.describe(m)}"
-        for path, m in zip(tree.paths(chosen, "params"), tree.leaves(chosen), strict=True)
-        if not isinstance(m, bool)
+        f"{path}: {tree.describe(m)}" for path, m in tree.with_paths(chosen, "params") if not isinstance(m, bool)
     ]
     if problems:
         raise FzeroTypeError(

@@ -26,7 +26,7 @@ def explained(owner: str, batch: Any) -> Iterator[None]:
         said = next(iter(str(error).splitlines()), "").rstrip(" .")
         if not re.search("out of (bounds|range)", said):
             raise
-        named = zip(tree.paths(batch, "batch"), tree.leaves(batch), strict=True)
+        named = tree.with_paths(batch, "batch")
         held = [
             f"{path}: {tree.describe(x)}, from {x.min().item()} to {x.max().item()}"
             for path, x in named

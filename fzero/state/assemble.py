@@ -53,7 +53,7 @@ def placed_inputs(values: Any, role: str = "params", mutable: Callable[[Any], Se
 
 def without_values(values: Any, role: str) -> list[str]:
     """The leaves of a tree that are on the meta device, other than those that rest on disk."""
-    flat = zip(tree.paths(values, role), tree.leaves(values), strict=True)
+    flat = tree.with_paths(values, role)
     return [
         f"{p}: {tree.describe(x)} on the meta device"
         for p, x in flat
@@ -71,11 +71,7 @@ def check_values(owner: str, **parts: Any) -> None:
 
 def check_memory(owner: str, **parts: Any) -> None:
     """Raises naming every leaf whose memory is not its own: a step writes to each in place. `parts`: trees, by role."""
-    named = [
-        (p, x)
-        for role, values in parts.items()
-        for p, x in zip(tree.paths(values, role), tree.leaves(values), strict=True)
-    ]
+    named = [(p, x) for role, values in parts.items() for p, x in tree.with_paths(values, role)]
     spans, wrong = [], []
     for path, x in {id(x): (p, x) for p, x in reversed(named) if not x.is_meta and x.numel()}.values():
         if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -202,7 +198,7 @@ def _same_model(found: Inputs, expected: Inputs) -> bool:
 
 def unplaced(values: Any, role: str = "params") -> dict[str, str]:
     """By path, a description of tensors without a step: their own shape and dtype, and no larger leaf."""
-    flat = zip(tree.paths(values, role), tree.leaves(values), strict=True)
+    flat = tree.with_paths(values, role)
     return {
         p: f"{tree.describe(x)} without a layout, which is then taken to be whole,"
         for p, x in flat

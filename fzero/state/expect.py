@@ -32,7 +32,7 @@ def check_model(
         model.check()
     if params is None:
         return
-    given, own = (dict(zip(tree.paths(x, "params"), tree.leaves(x), strict=True)) for x in (params, model.params))
+    given, own = (dict(tree.with_paths(x, "params")) for x in (params, model.params))
     wrong = [f"{p}: missing, the model has {tree.describe(x)}" for p, x in own.items() if p not in given]
     wrong += [f"{p}: {tree.describe(x)}, not of the model" for p, x in given.items() if p not in own]
     wrong += [

@@ -7,9 +7,9 @@ before any leaf is made.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,25 +23,6 @@ from fzero.program.lines import Inputs
 from fzero.trace.recorder import Recorded
 
 logger = logging.getLogger("fzero")
-
-
-class Model(Protocol):
-    """The `model` of a loss function, as far as `CompiledStep.load` asks for it; all but `params` may be missing."""
-
-    params: Any
-    """A tree of whole leaves; meta tensors will do."""
-    unstored: Collection[str]
-    """Names of leaves that no file has: they are initialised, and not spoken of."""
-    aliases: Mapping[str, Sequence[str]]
-    """The other names of tied leaves, under which a file may have them."""
-
-    def sources(self, weights: Weights) -> Sources:
-        """The runs of stored tensors that make up each leaf, as far as they are stored."""
-        ...
-
-    def initial(self, names: Sequence[str], key: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The whole values of leaves that no file has."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,9 @@ def plan(
     Args:
         params: the tree as it was given.
         names: the stored names of leaves that have others.
-        model: see `Model`; or None.
+        model: of the loss function, or None. It may have `sources(weights)`, the runs of stored tensors that make up
+            each leaf; `initial(names, key)`, values of leaves that no file has; `unstored`, names of those that are not
+            spoken of; and `aliases`, the other names of tied leaves.
         graph: of an init function, if `params` was one.
 
     Raises:

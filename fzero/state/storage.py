@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fzero.comm import disk
+from fzero.comm.disk import BUFFER
 from fzero.comm.host import host_tensors
 from fzero.errors import BudgetError, FzeroValueError, message
 from fzero.layout import Extent, Leaf, extent_of, place, set_extent
@@ -162,7 +163,7 @@ def put(
     leaf: Leaf,
     places: Places,
     mesh: Mesh,
-    buffer: int = disk.BUFFER,
+    buffer: int = BUFFER,
 ) -> torch.Tensor:
     """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the
     device.
@@ -185,7 +186,7 @@ def put(
     return places[leaf.path]
 
 
-def fill(target: torch.Tensor, parts: Iterable[torch.Tensor], buffer: int = disk.BUFFER) -> None:
+def fill(target: torch.Tensor, parts: Iterable[torch.Tensor], buffer: int = BUFFER) -> None:
     """Makes consecutive parts the value of a tensor of a state; on disk through two buffers of so many bytes."""
     if extent_of(target) is None:
         flat, at = target.reshape(-1), 0
@@ -213,7 +214,7 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def cast(resting: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The value of a tensor of a state in another dtype, in parts."""
-    size = disk.BUFFER // resting.dtype.itemsize
+    size = BUFFER // resting.dtype.itemsize
     flat = resting.detach().reshape(-1).split(size) if extent_of(resting) is None else disk.pieces(resting)
     return (part.to(dtype) for part in flat)
 

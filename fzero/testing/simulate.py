@@ -76,7 +76,7 @@ def simulate(
         f"{path}: a meta tensor, which has no values"
         for name, x in (("params", params), ("batch", batch))
         if not callable(x)
-        for path, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True)
+        for path, leaf in tree.with_paths(x, name)
         if isinstance(leaf, torch.Tensor) and leaf.is_meta
     ]
     if problems:
@@ -157,7 +157,7 @@ def _one_step(
     board = _Board(ranks, threading.Barrier(len(ranks)))
 
     def run(mesh: Mesh) -> _Rank:
-        batch = dict(zip(tree.paths(parts[mesh.rank], "batch"), tree.leaves(parts[mesh.rank]), strict=True))
+        batch = dict(tree.with_paths(parts[mesh.rank], "batch"))
         held = {name: shard(leaves[name], leaf, mesh) for name, leaf in program.leaves.items()}
         rank = _Rank(program, mesh, {**held, **batch}, board)
         try:

@@ -262,7 +262,7 @@ def _tensors(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, torch.nn.Module):
         return [(f".{n}", x) for n, x in (*value.named_parameters(), *value.named_buffers())]
     if isinstance(value, (dict, list, tuple)):
-        return list(zip(tree.paths(value), tree.leaves(value), strict=True))
+        return tree.with_paths(value)
     if isinstance(value, type(torch)) or not hasattr(value, "__dict__"):
         return []
     return [(f".{n}", x) for n, x in vars(value).items() if isinstance(x, torch.Tensor)]
