@@ -35,6 +35,7 @@ import torch
 from fzero.boxes import Along, Boxes, Dim, part_shape, uneven
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.mesh import AbstractMesh, Mesh
+from fzero.tree import form
 
 TIERS = ("device", "host", "disk")
 COMPUTE = "extras['compute']"
@@ -148,8 +149,7 @@ class Leaf:
         return replace(self, layout=replace(self.layout, **changes))
 
     def __str__(self) -> str:
-        dims = ", ".join(str(n) for n in self.shape)
-        return f"{self.path} ({str(self.dtype).removeprefix('torch.')}[{dims}])"
+        return f"{self.path} ({form(self.shape, self.dtype)})"
 
 
 BLOCK = 256  # elements, see [Note: blocks]

@@ -202,6 +202,12 @@ def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
     )
 
 
+def means(result: Any) -> Any:
+    """The tree with each `Weighted` averaged."""
+    is_pair = lambda x: isinstance(x, Weighted)  # noqa: E731
+    return tree.map(lambda x: x.total / x.count if is_pair(x) else x, result, is_leaf=is_pair)
+
+
 def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted:
     """A loss that is a mean of `count` things whose sum is `total`, averaged exactly over ranks and micro-batches of
     any size.

@@ -165,19 +165,21 @@ class Mesh(AbstractMesh):
         store: dist.Store | None = None,
         secret: bytes = b"",
     ):
-        object.__setattr__(self, "axes", _checked(axes))
-        object.__setattr__(self, "device_type", device.type)
-        object.__setattr__(self, "rank", rank)
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "device_mesh", device_mesh)
-        object.__setattr__(self, "timeout", timeout)
-        object.__setattr__(self, "shared_memory", shared_memory)
-        object.__setattr__(self, "gather_groups", gather_groups or {})
-        object.__setattr__(self, "unified_memory", device.type == "cpu" if unified_memory is None else unified_memory)
-        object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
-        object.__setattr__(self, "_store", store)
-        object.__setattr__(self, "secret", secret)
-        object.__setattr__(self, "context", Context())
+        vars(self).update(  # it is frozen for everybody else
+            axes=_checked(axes),
+            device_type=device.type,
+            rank=rank,
+            device=device,
+            device_mesh=device_mesh,
+            timeout=timeout,
+            shared_memory=shared_memory,
+            gather_groups=gather_groups or {},
+            unified_memory=device.type == "cpu" if unified_memory is None else unified_memory,
+            joined=dist.group.WORLD if dist.is_initialized() else None,
+            context=Context(),
+            _store=store,
+            secret=secret,
+        )
 
     @property
     def coordinate(self) -> dict[str, int]:

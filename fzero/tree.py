@@ -84,6 +84,11 @@ def leaves(tree: Tree) -> list[Any]:
     return flatten(tree)[0]
 
 
+def tensors(tree: Tree) -> list[torch.Tensor]:
+    """The leaves of a tree that are tensors."""
+    return [x for x in leaves(tree) if isinstance(x, torch.Tensor)]
+
+
 def structure(tree: Tree) -> TreeSpec:
     """The structure of a tree: equal for trees that differ in their leaves alone.
 
@@ -203,8 +208,24 @@ def describe(leaf: Any) -> str:
         ('float32[3, 4]', 'str')
     """
     if isinstance(leaf, torch.Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(str(n) for n in leaf.shape)}]"
+        return form(leaf.shape, leaf.dtype)
     return type(leaf).__name__
+
+
+def form(shape: Iterable[int], dtype: torch.dtype) -> str:
+    """A shape and a dtype, as `describe` writes those of a tensor."""
+    return f"{dtype_name(dtype)}[{', '.join(str(n) for n in shape)}]"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`, which is an attribute of torch.
+
+    Example:
+        >>> import torch
+        >>> dtype_name(torch.float32)
+        'float32'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 def _accessors(tree: Tree) -> list[optree.PyTreeAccessor]:

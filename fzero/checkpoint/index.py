@@ -29,6 +29,7 @@ from fzero.errors import CheckpointError, message
 from fzero.mesh import Mesh
 from fzero.ranks.together import ALONE, Ranks, together, world
 from fzero.read_json import Malformed, parsed
+from fzero.tree import dtype_name, form
 
 FORMAT = "fzero-checkpoint"
 _EXAMPLES = 3
@@ -39,7 +40,7 @@ VERSION = 2
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 _FILE = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
-_DTYPES = {str(d).removeprefix("torch."): d for d in CODES}
+_DTYPES = {dtype_name(d): d for d in CODES}
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,6 @@ class Index:
     def nbytes(self) -> int:
         """Bytes of all leaves, each tied leaf counted once."""
         return sum(math.prod(self.leaves[n][0]) * self.leaves[n][1].itemsize for n in self.parts)
-
-
-def show(shape: Iterable[int], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
 def describe(path: str | os.PathLike[str] | Index, mesh: Mesh | None = None) -> Index:
@@ -252,11 +249,11 @@ def differences(index: Index, expected: Expected, *, cast: bool = False, subset:
     """Every way in which the leaves of a checkpoint are not those expected, a line each."""
     where = "the checkpoint" if index.spread is None else "the state"
     out = [
-        f"{name}: missing in {where}, expected {show(*expected[name])}" for name in expected if name not in index.leaves
+        f"{name}: missing in {where}, expected {form(*expected[name])}" for name in expected if name not in index.leaves
     ]
     if not subset:
         out += [
-            f"{name}: unexpected, {where} has {show(*leaf)}"
+            f"{name}: unexpected, {where} has {form(*leaf)}"
             for name, leaf in index.leaves.items()
             if name not in expected
         ]
@@ -270,7 +267,7 @@ def differences(index: Index, expected: Expected, *, cast: bool = False, subset:
                 if tuple(shape) != stored[0]
                 else "dtype"
             )
-            out.append(f"{name}: another {what}, {where} has {show(*stored)}, expected {show(shape, dtype)}")
+            out.append(f"{name}: another {what}, {where} has {form(*stored)}, expected {form(shape, dtype)}")
     return out
 
 
@@ -374,7 +371,7 @@ def to_json(
     stored = {
         name: {
             "shape": list(leaves[name][0]),
-            "dtype": str(leaves[name][1]).removeprefix("torch."),
+            "dtype": dtype_name(leaves[name][1]),
             "parts": [_part_json(p) for p in pieces],
         }
         for name, pieces in parts.items()

@@ -28,7 +28,7 @@ from fzero.boxes import Boxes, part_shape
 from fzero.checkpoint import behind, format, skeleton
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.directory import complete_steps, step_name
-from fzero.checkpoint.index import File, StoredPart, dump, show, to_json
+from fzero.checkpoint.index import File, StoredPart, dump, to_json
 from fzero.checkpoint.places import INDEX, Place, Url, as_path
 from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
@@ -182,9 +182,7 @@ def save(
         >>> save(root, State(7, {"w": torch.ones(3)})).name
         'step-00000007'
     """
-    mesh = next(
-        (tag[1] for x in tree.leaves(state) if isinstance(x, torch.Tensor) and (tag := leaf_of(x)) is not None), None
-    )
+    mesh = next((tag[1] for x in tree.tensors(state) if (tag := leaf_of(x)) is not None), None)
     alone = contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save")
     with alone, behind.one_at_a_time:
         job = begin(
@@ -441,8 +439,8 @@ def _step(state: Any, problems: list[str]) -> int:
     whole = isinstance(step, torch.Tensor) and step.numel() == 1 and not step.dtype.is_floating_point
     if not (whole or type(step) is int) or int(step) < 0:  # type: ignore[arg-type]
         problems.append(
-            f"state.step: {show(step.shape, step.dtype) if isinstance(step, torch.Tensor) else repr(step)}, not the "
-            f"number of a step"
+            f"state.step: {tree.describe(step) if isinstance(step, torch.Tensor) else repr(step)}, not the number "
+            f"of a step"
         )
         return 0
     return int(step)  # type: ignore[arg-type]
@@ -460,8 +458,8 @@ def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
         return f"it is rank {mesh.rank}'s on a mesh of {mesh.size}, saved by rank {rank} of {size}"
     if tuple(tensor.shape) != leaf.resting_shape(mesh) or tensor.dtype != leaf.dtype:
         return (
-            f"it is {show(tensor.shape, tensor.dtype)} where its layout says "
-            f"{show(leaf.resting_shape(mesh), leaf.dtype)}"
+            f"it is {tree.form(tensor.shape, tensor.dtype)} where its layout says "
+            f"{tree.form(leaf.resting_shape(mesh), leaf.dtype)}"
         )
     return None
 

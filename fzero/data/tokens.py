@@ -12,7 +12,7 @@ import torch
 
 from fzero.data.steps import Steps, digest
 from fzero.errors import FzeroTypeError, FzeroValueError, message
-from fzero.tree import describe
+from fzero.tree import describe, dtype_name
 
 DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
 """Dtypes that tokens can be stored in."""
@@ -157,11 +157,9 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
     _check_dtype("data.write_tokens", stored)
     low, high = _range(tokens)
     if low < torch.iinfo(stored).min or high > torch.iinfo(stored).max:
-        fits = [
-            str(d).removeprefix("torch.") for d in DTYPES if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max
-        ]
+        fits = [dtype_name(d) for d in DTYPES if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max]
         problem = [
-            f"tokens are {low} to {high}, {str(stored).removeprefix('torch.')} holds {torch.iinfo(stored).min} to "
+            f"tokens are {low} to {high}, {dtype_name(stored)} holds {torch.iinfo(stored).min} to "
             f"{torch.iinfo(stored).max}"
         ]
         raise FzeroValueError(
@@ -197,8 +195,7 @@ def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
         problem = [
-            f"{size} bytes are not a positive whole number of {str(dtype).removeprefix('torch.')} tokens of "
-            f"{dtype.itemsize} bytes"
+            f"{size} bytes are not a positive whole number of {dtype_name(dtype)} tokens of {dtype.itemsize} bytes"
         ]
         raise FzeroValueError(
             message(
@@ -244,4 +241,4 @@ def _range(tokens: torch.Tensor) -> tuple[int, int]:
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+    return ", ".join(dtype_name(d) for d in dtypes)

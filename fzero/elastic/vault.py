@@ -31,7 +31,7 @@ import torch
 from fzero import tree
 from fzero.boxes import claimed, whole
 from fzero.checkpoint import format
-from fzero.checkpoint.index import File, Index, parse, show
+from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.saving import make_plan, written_by
 from fzero.comm.replicas import word_sum
 from fzero.elastic.host import made
@@ -141,8 +141,8 @@ class Vault:
             FzeroValueError: it is of another form than the state of `open`.
         """
         if (form := _form(state)) != self._form:
-            odd = [f"{a[0]}: {show(*a[1:])}" for a in form if a not in self._form]
-            odd += [f"{b[0]}: {show(*b[1:])} is not there" for b in self._form if b not in form]
+            odd = [f"{a[0]}: {tree.form(*a[1:])}" for a in form if a not in self._form]
+            odd += [f"{b[0]}: {tree.form(*b[1:])} is not there" for b in self._form if b not in form]
             fix = "keep the state that run.state returned, as its steps return it"
             raise FzeroValueError(message("run.keep", "this is not the run's state", odd[:8], fix))
         flat = tree.leaves(lasting(state))

@@ -23,6 +23,7 @@ from fzero.errors import FzeroValueError, TraceError, message
 from fzero.modules.outside import version_of
 from fzero.trace.reads.code import names_in
 from fzero.trace.reads.value_keys import PLAIN_TYPES, contents
+from fzero.tree import describe
 
 _LARGE = 4096
 """Elements of a tensor above which only `_SAMPLE` of them are compared from step to step."""
@@ -130,7 +131,7 @@ class LossInputs:
     def _named(self, x: torch.Tensor) -> str:
         """A tensor with the way that leads to it from the trainer, if there is one."""
         at = x.untyped_storage()._cdata
-        shape = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        shape = describe(x)
         for name, value in vars(self.trainer).items():
             if isinstance(value, torch.nn.Module):
                 held = {**dict(value.named_parameters(name)), **dict(value.named_buffers(name))}

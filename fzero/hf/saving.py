@@ -116,7 +116,7 @@ def save_pretrained(
             files.extend(map(str, export_tensors(temporary, out, tensors, "params.", max_shard_bytes, dtype)))
             floats = (x.dtype for x in tree.leaves(params) if x.is_floating_point())
             module.config.architectures = [type(module).__name__]
-            module.config.dtype = str(dtype or next(floats, torch.float32)).removeprefix("torch.")
+            module.config.dtype = tree.dtype_name(dtype or next(floats, torch.float32))
             module.config.save_pretrained(out)
             if module.can_generate():
                 module.generation_config.save_pretrained(out)

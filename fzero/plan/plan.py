@@ -34,6 +34,7 @@ from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate
 from fzero.program.ir import Program
 from fzero.program.ops import transfer_bytes
 from fzero.program.show import statements
+from fzero.tree import dtype_name
 from fzero.units import parse_bytes
 
 
@@ -247,7 +248,7 @@ def plan(
     # a pool is there all along
     host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))
     flops, dtype = model_flops(program), compute_dtype(program)
-    stated = found.peak_flops.get(str(dtype).removeprefix("torch."))
+    stated = found.peak_flops.get(dtype_name(dtype))
     return Plan(
         name=program.name,
         mesh=str(program.mesh),

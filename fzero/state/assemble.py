@@ -256,7 +256,7 @@ def _first_leaves(*trees: Any) -> list[torch.Tensor]:
 
 def _rests(leaf: Leaf, other: Leaf) -> str:
     """The layout of a leaf as text; its tier only if that is what sets it apart from the other."""
-    whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+    whole = tree.form(leaf.shape, leaf.dtype)
     over = over_axes(leaf.layout.axes, leaf.layout.dims)
     text = f"{whole} sharded over {over}" if over else f"{whole} whole"
     text += f" (parts of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""

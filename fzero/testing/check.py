@@ -310,7 +310,7 @@ def compare(setting: Comparison) -> Report:
             got, size, tolerance = found.get(path), norm(want) or 1.0, s.plain.tolerances[t][path]
             off = math.inf if got is None or got.shape != want.shape else distance(got.cpu(), want.cpu())
             difference = Difference(
-                path, tuple(want.shape), str(want.dtype).removeprefix("torch."), t, off / size, tolerance / size
+                path, tuple(want.shape), tree.dtype_name(want.dtype), t, off / size, tolerance / size
             )
             ratio = 0.0 if off == 0 else off / tolerance if tolerance else math.inf
             if path not in worst or (worst[path][1].ok and ratio >= worst[path][0]):
