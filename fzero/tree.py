@@ -20,7 +20,7 @@ from typing import Any
 import optree
 import torch
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 
 __all__ = [
     "flatten",
@@ -137,12 +137,10 @@ def _alike(owner: str, spec: TreeSpec, rest: Iterable[Tree]) -> list[list[Any]]:
         return [spec.flatten_up_to(r) for r in rest]
     except (ValueError, TypeError) as error:
         raise FzeroValueError(
-            message(
-                f"tree.{owner}",
-                "the trees differ in structure",
-                [str(error)],
-                "give trees with the same containers and keys",
-            )
+            f"tree.{owner}",
+            "the trees differ in structure",
+            [str(error)],
+            "give trees with the same containers and keys",
         ) from None
 
 

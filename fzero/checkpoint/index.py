@@ -25,7 +25,7 @@ from fzero.checkpoint.format import CHUNK, CODES
 from fzero.checkpoint.places import GIVE, INDEX, LONGEST_INDEX, Place
 from fzero.checkpoint.spread import Spread
 from fzero.checkpoint.storage import storage_of
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
 from fzero.ranks.together import ALONE, Ranks, together, world
 from fzero.read_json import Malformed, parsed
@@ -157,7 +157,7 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
             f"rank {rank}: {text}" for rank, (text, digest) in enumerate(seen) if rank == 0 or digest != seen[0][1]
         ]
         fix = "give every rank the same path, on a filesystem that all ranks share"
-        raise CheckpointError(message("checkpoint", "the ranks would read different checkpoints", problems, fix))
+        raise CheckpointError("checkpoint", "the ranks would read different checkpoints", problems, fix)
     return found[0]
 
 
@@ -240,7 +240,7 @@ def structure(path: str | os.PathLike[str] | Index) -> Any:
     if problems:
         fix = "import the modules that define these classes, with the fields they had, before reading"
         raise CheckpointError(
-            message("checkpoint.structure", f"cannot rebuild the tree saved in {index.directory}", problems, fix)
+            "checkpoint.structure", f"cannot rebuild the tree saved in {index.directory}", problems, fix
         )
     return tree
 
@@ -329,14 +329,7 @@ def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
         problems = [*problems[: _SHOWN // 2], f"... and {more} more, among them", *problems[-_SHOWN // 2 :]]
     if all(": another dtype," in p for p in problems):
         fix = "give the state the stored dtypes, or pass cast=True to convert"
-    return CheckpointError(
-        message(
-            index.owner,
-            f"{index} does not fit: {num} of {total} leaves differ",
-            problems,
-            fix,
-        )
-    )
+    return CheckpointError(index.owner, f"{index} does not fit: {num} of {total} leaves differ", problems, fix)
 
 
 def dump(content: dict[str, Any]) -> bytes:
@@ -354,7 +347,7 @@ def dump(content: dict[str, Any]) -> bytes:
     data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     if len(data) > LONGEST_INDEX:
         what, fix = f"its index has {len(data)} bytes", f"a state of fewer leaves or ranks: {LONGEST_INDEX} are read"
-        raise CheckpointError(message("checkpoint.save", what, fix=fix))
+        raise CheckpointError("checkpoint.save", what, fix=fix)
     return data
 
 
@@ -473,7 +466,7 @@ def _error(
     problems: list[str],
     fix: str = "restore another step, or copy this one again from where it was saved",
 ) -> CheckpointError:
-    return CheckpointError(message("checkpoint", f"cannot use the checkpoint {directory}", problems, fix))
+    return CheckpointError("checkpoint", f"cannot use the checkpoint {directory}", problems, fix)
 
 
 def _count(x: Any) -> int:

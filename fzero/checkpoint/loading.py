@@ -26,7 +26,7 @@ from fzero.checkpoint.storage import Reader, storage_of
 from fzero.checkpoint.weight_files import entries_of
 from fzero.comm import replicas
 from fzero.comm.collectives import gather
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.layout import Leaf
 from fzero.mesh import Mesh
 from fzero.ranks import agreement
@@ -129,7 +129,7 @@ def read_leaves(
             stream.finish()
     if problems:
         fix = "copy or download the files again"
-        raise CheckpointError(message("load", f"cannot read {weights.path}", dict.fromkeys(problems), fix))
+        raise CheckpointError("load", f"cannot read {weights.path}", dict.fromkeys(problems), fix)
 
 
 def held(leaf: Leaf, mesh: Mesh) -> list[tuple[int, int]]:

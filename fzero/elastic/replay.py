@@ -20,7 +20,7 @@ from fzero.checkpoint.index import Index
 from fzero.comm.replicas import word_sum
 from fzero.elastic.health import Finding
 from fzero.elastic.vault import held, on_host, serves
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
 from fzero.program.ir import Line, Program
@@ -98,7 +98,7 @@ def _kept(mesh: Mesh, seen: int, memory: Path | None, on_host: Sequence[int]) ->
     if not all(whole):
         fix = "start the ranks by torchrun or python -m fzero.run, or give fz.run(memory=DIR): else none is kept"
         what = "the state before this step was not kept"
-        raise FzeroValueError(message("run.step", what, [f"after {seen} batches"], fix))
+        raise FzeroValueError("run.step", what, [f"after {seen} batches"], fix)
     assert index is not None
     return index
 

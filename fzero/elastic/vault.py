@@ -36,7 +36,7 @@ from fzero.checkpoint.saving import make_plan, written_by
 from fzero.comm.replicas import word_sum
 from fzero.elastic.host import made
 from fzero.elastic.wards import SEALED, SUMS, Ward, WardFiles, Wards, write_note
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.read_json import read
 from fzero.train_state import lasting
@@ -144,7 +144,7 @@ class Vault:
             odd = [f"{a[0]}: {tree.form(*a[1:])}" for a in form if a not in self._form]
             odd += [f"{b[0]}: {tree.form(*b[1:])} is not there" for b in self._form if b not in form]
             fix = "keep the state that run.state returned, as its steps return it"
-            raise FzeroValueError(message("run.keep", "this is not the run's state", odd[:8], fix))
+            raise FzeroValueError("run.keep", "this is not the run's state", odd[:8], fix)
         flat = tree.leaves(lasting(state))
         slot = self._spare(step)
         self._sealed[slot].fill_(0)

@@ -15,7 +15,7 @@ from fzero import tree
 from fzero.checkpoint import saving
 from fzero.checkpoint.exporting import export_tensors
 from fzero.checkpoint.places import local
-from fzero.errors import CheckpointError, FzeroTypeError, message
+from fzero.errors import CheckpointError, FzeroTypeError
 from fzero.hf import adapters, conversions
 from fzero.hf.models import Pretrained
 from fzero.hf.running import whole
@@ -86,13 +86,11 @@ def save_pretrained(
     module: Any = model._module if isinstance(model, Functional) else None
     if not isinstance(model, Pretrained) and not adapters.is_adapted(module):
         fix = "fz.hf.from_pretrained(...); of other modules fz.checkpoint.export writes the weights"
-        raise FzeroTypeError(
-            message("hf.save_pretrained", f"takes a model of fz.hf, not {type(model).__name__}", fix=fix)
-        )
+        raise FzeroTypeError("hf.save_pretrained", f"takes a model of fz.hf, not {type(model).__name__}", fix=fix)
     params, out, ranks = getattr(state, "params", state), local(path, "hf.save_pretrained", _LOCAL), world()
     if tree.names(params) != tree.names(model.params):
         fix = "give the state of this model's training step"
-        raise FzeroTypeError(message("hf.save_pretrained", "this is not a state of the model", fix=fix))
+        raise FzeroTypeError("hf.save_pretrained", "this is not a state of the model", fix=fix)
     temporary = out / ".tmp-parameters"
 
     def prepare() -> None:
@@ -103,7 +101,7 @@ def save_pretrained(
         shutil.rmtree(temporary, ignore_errors=True)
         if held := sorted(p.name for p in out.glob("*.safetensors*")):
             what, fix = f"{out} holds a model already: {held[0]}", "give another directory, or remove it"
-            raise CheckpointError(message("hf.save_pretrained", what, fix=fix))
+            raise CheckpointError("hf.save_pretrained", what, fix=fix)
 
     what = f"cannot save to {out}"
     if adapters.is_adapted(module):
@@ -196,7 +194,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
     if not any((path / name).is_file() for name in TOKENIZER):
         what = f"{path} has no files of a tokenizer" if path.is_dir() else f"{path} is not a directory"
         fix = f"give a tokenizer, or a directory with one: {', '.join(TOKENIZER[:3])}, ..."
-        raise CheckpointError(message("hf.save_pretrained", what, fix=fix))
+        raise CheckpointError("hf.save_pretrained", what, fix=fix)
 
 
 def _save_tokenizer(tokenizer: Any, directory: Path | None, out: Path) -> None:

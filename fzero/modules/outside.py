@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.trace.reads.user_lines import own_line
 
 # questions about a tensor that are none of its value
@@ -104,7 +104,7 @@ class Outside(OwnTensors):
                 self._refuse(f"writes to a tensor that it has not made, {tree.describe(x)}", WRITTEN)
 
     def _refuse(self, what: str, fix: str) -> None:
-        raise TraceError(message("functionalize", f"a function that calls {self._name} {what}", own_line(), fix))
+        raise TraceError("functionalize", f"a function that calls {self._name} {what}", own_line(), fix)
 
 
 class _Drawing(compat.TorchDispatchMode):

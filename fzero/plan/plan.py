@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.arguments import path_like
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.plan.cost import (
     HOST,
     as_used,
@@ -203,7 +203,7 @@ class Plan:
             FzeroValueError: another ending, a directory that is not there, or no matplotlib.
         """
         if problems := path_like("path", path):
-            raise FzeroTypeError(message("plan", "draws to a file", problems, 'save_picture("step.png")'))
+            raise FzeroTypeError("plan", "draws to a file", problems, 'save_picture("step.png")')
         from fzero.plan.picture import picture
 
         picture(self, Path(path), None if budget is None else parse_bytes(budget), measured)

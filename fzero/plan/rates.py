@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.read_json import parsed
 from fzero.tree import dtype_name
 
@@ -175,4 +175,4 @@ class Device:
                 [f"{type(error).__name__}: {error}"],
                 "write it with Device.to_json, or measure again: fzero calibrate",
             )
-            raise FzeroValueError(message("calibrate", f"{what} is not a calibration file", problems, fix)) from error
+            raise FzeroValueError("calibrate", f"{what} is not a calibration file", problems, fix) from error

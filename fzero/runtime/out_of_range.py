@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 
 
 @contextmanager
@@ -36,4 +36,4 @@ def explained(owner: str, batch: Any) -> Iterator[None]:
             "labels are from 0 to the number of classes - 1, or ignore_index; ids are less than the rows of their "
             "embedding"
         )
-        raise FzeroValueError(message(owner, f"an index is out of range ({said})", held, fix)) from error
+        raise FzeroValueError(owner, f"an index is out of range ({said})", held, fix) from error

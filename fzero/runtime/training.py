@@ -19,7 +19,7 @@ from fzero.build.cache import logger
 from fzero.checkpoint.loading import WINDOW, open_weights
 from fzero.comm import replicas
 from fzero.comm.replicas import Held, replicas_of
-from fzero.errors import CheckpointError, FzeroValueError, message
+from fzero.errors import CheckpointError, FzeroValueError
 from fzero.layout import Leaf, in_slot, leaf_of, shard
 from fzero.lowering.auto import check_auto, resolve
 from fzero.lowering.budget import Budget
@@ -617,9 +617,7 @@ class CompiledStep(Compiled):
             FzeroValueError: a number of steps below 1.
         """
         if problems := count("steps", steps):
-            raise FzeroValueError(
-                message("profile", "invalid arguments", problems, "e.g. train.profile(state, batch, steps=3)")
-            )
+            raise FzeroValueError("profile", "invalid arguments", problems, "e.g. train.profile(state, batch, steps=3)")
         state, _ = self(state, batch)
         run = next(kept.run for kept in self._runs.values() if kept.lowered is self._lowered)
         measured: list[list[Event]] = []

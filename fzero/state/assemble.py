@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import (
     COMPUTE,
     GRADIENTS,
@@ -65,7 +65,7 @@ def check_values(owner: str, **parts: Any) -> None:
     """Raises naming every leaf that has no values. `parts`: trees, by role."""
     if wrong := [text for role, values in parts.items() for text in without_values(values, role)]:
         raise FzeroValueError(
-            message(owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors")
+            owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"
         )
 
 
@@ -82,12 +82,10 @@ def check_memory(owner: str, **parts: Any) -> None:
     wrong += [f"{a[3]} and {b[3]} share memory" for a, b in itertools.pairwise(spans) if a[0] == b[0] and b[1] < a[2]]
     if wrong:
         raise FzeroValueError(
-            message(
-                owner,
-                "a step writes its state in place, and these leaves have no memory of their own",
-                wrong,
-                "give x.clone()",
-            )
+            owner,
+            "a step writes its state in place, and these leaves have no memory of their own",
+            wrong,
+            "give x.clone()",
         )
 
 
@@ -187,7 +185,7 @@ def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inpu
             fix = f"lay it out for this step: state = fz.reshard(state, train); or {anew}"
         else:
             fix = anew
-        raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
+        raise FzeroValueError("step", "the state is laid out for another step", wrong, fix)
 
 
 def _same_model(found: Inputs, expected: Inputs) -> bool:

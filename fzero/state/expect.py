@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fzero import tree
-from fzero.errors import CheckpointError, FzeroValueError, message
+from fzero.errors import CheckpointError, FzeroValueError
 
 
 def model_of(fn: Any) -> Any:
@@ -45,4 +45,4 @@ def check_model(
             f"these are the parameters of another model: {len(wrong)} of {len(given.keys() | own.keys())} leaves differ"
         )
         fix = "give model.params, of the model that the step was made of, or make a step of the other model"
-        raise error(message(owner, what, wrong, fix))
+        raise error(owner, what, wrong, fix)

@@ -16,7 +16,7 @@ import torch
 from fzero import tree
 from fzero.checkpoint.loading import Sources, Weights, read_leaves, unfit
 from fzero.checkpoint.places import Place
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.layout import Leaf, ties
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
@@ -88,7 +88,7 @@ def plan(
             f"{weights.path} is another model's: {len(runs)} of {len(wanted)} leaves are in it, and {len(extra)} others"
         )
         fix = "give this model's directory, or names={leaf: stored name} where only names differ"
-        raise CheckpointError(message("load", what, lines, fix))
+        raise CheckpointError("load", what, lines, fix)
     problems = unfit(weights, runs, wanted)
     if graph is None and not hasattr(model, "initial"):
         problems += [
@@ -99,9 +99,7 @@ def plan(
     if problems:
         fix = "give the model that the files are of; an init function as params, if some leaves are to begin anew"
         raise CheckpointError(
-            message(
-                "load", f"{weights.path} does not fit: {len(problems)} of {len(wanted)} leaves differ", problems, fix
-            )
+            "load", f"{weights.path} does not fit: {len(problems)} of {len(wanted)} leaves differ", problems, fix
         )
     if absent:
         logger.warning(
@@ -157,7 +155,7 @@ def _check_names(names: Mapping[str, str] | None, found: list[str], weights: Wei
     problems += [f"{n}: {key!r} is not in the files" for n, key in (names or {}).items() if key not in weights.entries]
     if problems:
         fix = "names={leaf: stored name}, both with dots: {'layers.0.w': 'model.layers.0.weight'}"
-        raise CheckpointError(message("load", f"`names` does not fit {weights.path}", problems, fix))
+        raise CheckpointError("load", f"`names` does not fit {weights.path}", problems, fix)
 
 
 def _sources_of(
@@ -189,7 +187,7 @@ def _nested(tensors: Mapping[str, torch.Tensor], path: Place) -> Any:
         node[last] = tensor
     if problems:
         fix = "pass as params a dict from each dotted name to a tensor of its shape and dtype"
-        raise CheckpointError(message("load", f"the names in {path} do not make a tree", problems, fix))
+        raise CheckpointError("load", f"the names in {path} do not make a tree", problems, fix)
     return _listed(root)
 
 

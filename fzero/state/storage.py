@@ -17,7 +17,7 @@ import torch
 from fzero.comm import disk
 from fzero.comm.disk import BUFFER
 from fzero.comm.host import host_tensors
-from fzero.errors import BudgetError, FzeroValueError, message
+from fzero.errors import BudgetError, FzeroValueError
 from fzero.layout import Extent, Leaf, extent_of, place, set_extent
 from fzero.lowering.layouts import leaves_made_anew, mirrors, offloads
 from fzero.lowering.slots import slots_of
@@ -83,7 +83,7 @@ def reserve(
             )
     if problems:
         fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
-        raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
+        raise BudgetError("memory_budget", "the state alone does not fit", problems, fix)
     made = allocate(leaves, mesh, paths_of(offloads(step)), owner)
     return {leaf.path: x for leaf, x in zip(leaves, made, strict=True) if x is not None}
 
