@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from fzero.errors import FzeroTypeError, message
+from fzero.tree import describe
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -203,6 +204,6 @@ class _Unread:
 def shown(value: Any) -> str:
     """A value in an error, short."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return describe(value)
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else type(value).__name__

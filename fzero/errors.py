@@ -39,7 +39,7 @@ __all__ = [
 
 
 class FzeroError(Exception):
-    """Base class of every error raised by fzero.
+    """Base class of every error raised by fzero. It is made of a text, or of the arguments of `message`.
 
     Example:
         >>> import fzero as fz
@@ -49,6 +49,9 @@ class FzeroError(Exception):
         ...     print(type(error).__name__)
         FzeroValueError
     """
+
+    def __init__(self, where: str, what: str | None = None, problems: Iterable[str] = (), fix: str | None = None):
+        super().__init__(where if what is None else message(where, what, problems, fix))
 
 
 class FzeroValueError(FzeroError, ValueError):
@@ -277,14 +280,8 @@ def left(where: str, rank: int, size: int) -> RankLost:
     """For a collective of torch.distributed that failed: on one of two ranks because the other has left, on one of more
     because another has."""
     gone = f"rank {1 - rank} has left" if size == 2 else "another rank has left"
-    return RankLost(
-        message(
-            where,
-            "a transfer between ranks failed",
-            [f"rank {rank}: {gone}"],
-            "look at that rank's errors; go on from the last checkpoint",
-        )
-    )
+    fix = "look at that rank's errors; go on from the last checkpoint"
+    return RankLost(where, "a transfer between ranks failed", [f"rank {rank}: {gone}"], fix)
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.arguments import count
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.tree import describe
 
 __all__ = ["combine", "dispatch"]
@@ -112,7 +112,7 @@ def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, num_ex
     if not problems and not (x.is_floating_point() and weights.is_floating_point()):
         problems.append(f"x and weights: of a floating dtype, got {describe(x)} and {describe(weights)}")
     if problems:
-        raise FzeroTypeError(message("experts.dispatch", "invalid arguments", problems, "see its example"))
+        raise FzeroTypeError("experts.dispatch", "invalid arguments", problems, "see its example")
     problems = count("num_experts", num_experts)
     if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 0 < capacity < math.inf:
         problems.append(f"capacity={capacity!r}: a factor above 0, of tokens x k / experts")
@@ -123,4 +123,4 @@ def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, num_ex
         problems.append(f"{experts.shape[1]} choices of {x.shape[0]} tokens among {num_experts} experts")
     if problems:
         fix = "flatten x to [tokens, features], and choose by router.topk(k, -1)"
-        raise FzeroValueError(message("experts.dispatch", "invalid arguments", problems, fix))
+        raise FzeroValueError("experts.dispatch", "invalid arguments", problems, fix)

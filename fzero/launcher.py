@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero.errors import DivergenceError, FzeroError, VerifyError, message
+from fzero.errors import DivergenceError, FzeroError, VerifyError
 
 _NUM_FRAMES = 5  # of the user's code, above an error
 _PATIENCE = 30.0  # seconds that a rank with nothing to tell lets the one that tells leave first
@@ -62,9 +62,7 @@ def die_with_parent() -> None:
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != _parent:  # it died before it was asked for
-        raise DivergenceError(
-            message("make_mesh", "torchrun, which started this process, is gone", fix="start the job again")
-        )
+        raise DivergenceError("make_mesh", "torchrun, which started this process, is gone", fix="start the job again")
 
 
 def tell_through(store: dist.Store) -> None:

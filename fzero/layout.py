@@ -33,8 +33,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fzero.boxes import Along, Boxes, Dim, part_shape, uneven
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.mesh import AbstractMesh, Mesh
+from fzero.tree import form
 
 TIERS = ("device", "host", "disk")
 COMPUTE = "extras['compute']"
@@ -87,7 +88,7 @@ class Extent:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Extent:
         fix = "save a checkpoint and restore it twice, or bring the state to memory first: fz.move(state, 'cpu')"
-        raise FzeroTypeError(message("offload", "a leaf on disk cannot be copied: its bytes lie in one place", fix=fix))
+        raise FzeroTypeError("offload", "a leaf on disk cannot be copied: its bytes lie in one place", fix=fix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +149,7 @@ class Leaf:
         return replace(self, layout=replace(self.layout, **changes))
 
     def __str__(self) -> str:
-        dims = ", ".join(str(n) for n in self.shape)
-        return f"{self.path} ({str(self.dtype).removeprefix('torch.')}[{dims}])"
+        return f"{self.path} ({form(self.shape, self.dtype)})"
 
 
 BLOCK = 256  # elements, see [Note: blocks]
@@ -216,7 +216,7 @@ def check_dims(owner: str, leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
             problems.append(f"{leaf}: {why}")
     if problems:
         fix = "cut these leaves along another dim, or keep them whole; or give the dim a size that divides"
-        raise FzeroValueError(message(owner, "cannot cut leaves along a dim", problems, fix))
+        raise FzeroValueError(owner, "cannot cut leaves along a dim", problems, fix)
 
 
 def grid_of(axes: tuple[str, ...], grid: tuple[str, ...]) -> tuple[str, ...]:
@@ -329,11 +329,9 @@ def leaf_of(tensor: Any) -> tuple[Leaf, Mesh] | None:
     known = getattr(tensor, "_fzero", None)
     if isinstance(known, _Left):
         raise FzeroValueError(
-            message(
-                "move",
-                f"{known.leaf.path} is not here any more, it was moved",
-                fix="go on with the state that fz.move, or fz.reshard, returned",
-            )
+            "move",
+            f"{known.leaf.path} is not here any more, it was moved",
+            fix="go on with the state that fz.move, or fz.reshard, returned",
         )
     return known
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from fzero.errors import DivergenceError, FzeroValueError, message
+from fzero.errors import DivergenceError, FzeroValueError
 from fzero.ranks.notes import Notes, timed_out
 from fzero.ranks.rendezvous import absent, replaced
 
@@ -35,12 +35,10 @@ def choose_device(
     if asked not in (None, "cpu", "cuda"):
         fix = "device='cpu' or 'cuda', or leave it out"
         raise FzeroValueError(
-            message(
-                "make_mesh",
-                f"device {asked!r} is not supported: fzero runs on CPUs and on NVIDIA's CUDA devices",
-                lines,
-                fix,
-            )
+            "make_mesh",
+            f"device {asked!r} is not supported: fzero runs on CPUs and on NVIDIA's CUDA devices",
+            lines,
+            fix,
         )
     if asked != "cpu" and num_cuda == 1 and (one_visible or num_local == 1):
         return torch.device("cuda", 0), None
@@ -52,7 +50,7 @@ def choose_device(
             if num_cuda
             else "device='cpu', or a PyTorch that sees the GPU"
         )
-        raise FzeroValueError(message("make_mesh", "there is no device 'cuda' for every process", lines, fix))
+        raise FzeroValueError("make_mesh", "there is no device 'cuda' for every process", lines, fix)
     if others and asked is None and not num_cuda:
         what = f"fzero.make_mesh: takes the CPU: {', '.join(others)} is here, and fzero does not run on it"
         return torch.device("cpu"), f"{what}; ask for device='cpu' if that is meant"
@@ -119,20 +117,18 @@ def compare(
     if missing := absent(store, notes.keys("made", ranks), timeout):
         again = replaced(store)
         came = [f"rank {r} has left" if again else f"rank {r} {timed_out(timeout)}" for r in (again or missing)]
-        raise DivergenceError(
-            message("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
-        )
+        raise DivergenceError("make_mesh", "not every rank has come", came, "look at these ranks' errors first")
     given, names = zip(*notes.read("made", ranks, tuple[str, str]).values(), strict=True)
     if len({*given}) > 1:
         problems = [f"rank {given.index(text)}: {text}" for text in dict.fromkeys(given)]
         fix = 'give every rank the same axes; of "local", start as many processes on every host'
-        raise FzeroValueError(message("make_mesh", "the ranks have different axes", problems, fix))
+        raise FzeroValueError("make_mesh", "the ranks have different axes", problems, fix)
     if problems := device_problems(names):
         fix = (
             "give each process a GPU of its own (LOCAL_RANK, LOCAL_WORLD_SIZE, CUDA_VISIBLE_DEVICES), or device='cpu' "
             "to all"
         )
-        raise FzeroValueError(message("make_mesh", "the ranks' devices do not make a mesh", problems, fix))
+        raise FzeroValueError("make_mesh", "the ranks' devices do not make a mesh", problems, fix)
 
 
 def _name_of(device: torch.device) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from fzero import tree
 from fzero.arguments import number, shown
-from fzero.errors import FzeroTypeError, TraceError, message
+from fzero.errors import FzeroTypeError, TraceError
 from fzero.layout import ties
 
 
@@ -24,13 +24,11 @@ class Weighted(NamedTuple):
     def __add__(self, other: Any) -> Any:
         """Refused, as the other operators are: a tuple's `+` would concatenate."""
         raise FzeroTypeError(
-            message(
-                "weighted",
-                "a fz.weighted result has no arithmetic",
-                [f"it is a sum and its count, averaged by the step; the other operand is {_operand(other)}"],
-                "compute with the totals, scaled to the same count, before: fz.weighted(total + 0.1 * penalty * count, "
-                "count)",
-            )
+            "weighted",
+            "a fz.weighted result has no arithmetic",
+            [f"it is a sum and its count, averaged by the step; the other operand is {_operand(other)}"],
+            "compute with the totals, scaled to the same count, before: fz.weighted(total + 0.1 * penalty * count, "
+            "count)",
         )
 
     __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
@@ -61,7 +59,7 @@ def split_loss(result: Any, has_aux: bool, mutates: bool = False) -> tuple[Loss,
         )
         if mutates and not has_aux and len(parts) == 3:
             fix += ", or pass has_aux=True to return (loss, aux, new)"
-        raise FzeroTypeError(message("train_step", what, fix=fix))
+        raise FzeroTypeError("train_step", what, fix=fix)
     result, found = parts[0], dict(zip(asked, parts[1:], strict=True))
     loss = Loss(*result) if isinstance(result, Weighted) else Loss(result, None)
     problems = []
@@ -78,32 +76,26 @@ def split_loss(result: Any, has_aux: bool, mutates: bool = False) -> tuple[Loss,
         )
     if problems:
         raise FzeroTypeError(
-            message(
-                "train_step",
-                "the loss is not a scalar tensor",
-                problems,
-                "reduce it with .mean(), or return fz.weighted(total, count)",
-            )
+            "train_step",
+            "the loss is not a scalar tensor",
+            problems,
+            "reduce it with .mean(), or return fz.weighted(total, count)",
         )
     if loss.count is not None and loss.count.requires_grad:
         raise TraceError(
-            message(
-                "train_step",
-                "the count of a weighted loss depends on trainable parameters",
-                [
-                    "count: ranks and micro-batches add up totals and counts apart, so there is no gradient of their "
-                    "quotient through it"
-                ],
-                "detach it: fz.weighted(total, count.detach()); or return total / count, a mean of the parts' means",
-            )
+            "train_step",
+            "the count of a weighted loss depends on trainable parameters",
+            [
+                "count: ranks and micro-batches add up totals and counts apart, so there is no gradient of their "
+                "quotient through it"
+            ],
+            "detach it: fz.weighted(total, count.detach()); or return total / count, a mean of the parts' means",
         )
     if not loss.total.requires_grad:
         raise TraceError(
-            message(
-                "train_step",
-                "the loss does not depend on any trainable parameter",
-                fix="use the params argument (not a closure), and check `trainable` and .detach()",
-            )
+            "train_step",
+            "the loss does not depend on any trainable parameter",
+            fix="use the params argument (not a closure), and check `trainable` and .detach()",
         )
     return loss, found.get("aux"), found.get("new")
 
@@ -125,7 +117,7 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
     flat, paths = tree.leaves(params), tree.paths(params, "params")
     at, tied = {p: i for i, p in enumerate(paths)}, ties(flat)
     problems, found = [], dict[int, torch.Tensor]()
-    for path, x in zip(tree.paths(new, "params"), tree.leaves(new), strict=True):
+    for path, x in tree.with_paths(new, "params"):
         i = at.get(path)
         if i is None:
             problems.append(f"{path}: params has no such leaf")
@@ -146,9 +138,7 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
             "return a tree like params that has a value for each leaf that `mutable` accepts, e.g. {'mean': "
             "mean.to(params['mean'].dtype)}"
         )
-        raise FzeroTypeError(
-            message("train_step", "these new values of mutable leaves cannot be assigned", problems, fix)
-        )
+        raise FzeroTypeError("train_step", "these new values of mutable leaves cannot be assigned", problems, fix)
     return found
 
 
@@ -191,17 +181,21 @@ def flatten_means(result: Any) -> tuple[list[torch.Tensor], Means]:
     leaves, structure = tree.flatten(result, is_leaf=is_pair)
     flat: list[Any] = [y for x in leaves for y in (x if is_pair(x) else (x,))]
     wrong = [
-        f"{p}: {type(x).__name__}"
-        for p, x in zip(tree.paths(result, "result"), tree.leaves(result), strict=True)
-        if not isinstance(x, torch.Tensor)
+        f"{p}: {type(x).__name__}" for p, x in tree.with_paths(result, "result") if not isinstance(x, torch.Tensor)
     ]
     if wrong:
         raise FzeroTypeError(
-            message("step", "the function returned something other than tensors", wrong, "return a pytree of tensors")
+            "step", "the function returned something other than tensors", wrong, "return a pytree of tensors"
         )
     return flat, Means(
         structure, tuple(map(is_pair, leaves)), tuple(is_pair(x) for x in leaves for _ in (x if is_pair(x) else (x,)))
     )
+
+
+def means(result: Any) -> Any:
+    """The tree with each `Weighted` averaged."""
+    is_pair = lambda x: isinstance(x, Weighted)  # noqa: E731
+    return tree.map(lambda x: x.total / x.count if is_pair(x) else x, result, is_leaf=is_pair)
 
 
 def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted:
@@ -228,12 +222,7 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
         problems += number("count", count, at_least=0, below=math.inf)
     if problems:
         raise FzeroTypeError(
-            message(
-                "weighted",
-                "takes a sum and what it is a sum over",
-                problems,
-                "fz.weighted(losses.sum(), losses.numel())",
-            )
+            "weighted", "takes a sum and what it is a sum over", problems, "fz.weighted(losses.sum(), losses.numel())"
         )
     if not isinstance(count, torch.Tensor):
         count = torch.full((), float(count), dtype=torch.float32, device=total.device)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fzero import compat, launcher
 from fzero.allocator import keep_freed_memory
 from fzero.arguments import flag, number
-from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left, message
+from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left
 from fzero.exclusive import Exclusive, Holding
 from fzero.local_device import choose_device, compare, crowded, one_visible, unsupported
 from fzero.processes import LOCAL, Processes
@@ -165,19 +165,21 @@ class Mesh(AbstractMesh):
         store: dist.Store | None = None,
         secret: bytes = b"",
     ):
-        object.__setattr__(self, "axes", _checked(axes))
-        object.__setattr__(self, "device_type", device.type)
-        object.__setattr__(self, "rank", rank)
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "device_mesh", device_mesh)
-        object.__setattr__(self, "timeout", timeout)
-        object.__setattr__(self, "shared_memory", shared_memory)
-        object.__setattr__(self, "gather_groups", gather_groups or {})
-        object.__setattr__(self, "unified_memory", device.type == "cpu" if unified_memory is None else unified_memory)
-        object.__setattr__(self, "joined", dist.group.WORLD if dist.is_initialized() else None)
-        object.__setattr__(self, "_store", store)
-        object.__setattr__(self, "secret", secret)
-        object.__setattr__(self, "context", Context())
+        vars(self).update(  # it is frozen for everybody else
+            axes=_checked(axes),
+            device_type=device.type,
+            rank=rank,
+            device=device,
+            device_mesh=device_mesh,
+            timeout=timeout,
+            shared_memory=shared_memory,
+            gather_groups=gather_groups or {},
+            unified_memory=device.type == "cpu" if unified_memory is None else unified_memory,
+            joined=dist.group.WORLD if dist.is_initialized() else None,
+            context=Context(),
+            _store=store,
+            secret=secret,
+        )
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -198,7 +200,7 @@ class Mesh(AbstractMesh):
         """The process group of the ranks along `axis` that share this rank's place on every other axis; on CUDA another
         one for gathers."""
         if self.device_mesh is None:
-            raise FzeroValueError(message("mesh", f"a mesh of one device has no process group for axis {axis!r}"))
+            raise FzeroValueError("mesh", f"a mesh of one device has no process group for axis {axis!r}")
         self.check_open()
         return self.gather_groups[axis] if gathers and self.gather_groups else self.device_mesh[axis].get_group()
 
@@ -220,7 +222,7 @@ class Mesh(AbstractMesh):
         """Raises FzeroValueError if the process group that this mesh was made in is gone."""
         if self.device_mesh is not None and (not dist.is_initialized() or dist.group.WORLD is not self.joined):
             fix = "close_mesh() comes last; after it, make_mesh() again, and compile and restore on the new mesh"
-            raise FzeroValueError(message("mesh", f"the mesh {self} is closed", fix=fix))
+            raise FzeroValueError("mesh", f"the mesh {self} is closed", fix=fix)
 
     def alone(self, owner: str) -> Holding:
         """A context: what runs in it has the mesh to itself: what steps share is not for two threads, and a step writes
@@ -243,7 +245,7 @@ class Mesh(AbstractMesh):
                 "call these one after the other, from one thread; what another thread is to have, copy first: "
                 "train.gather(state)"
             )
-            return BusyError(message(owner, what, fix=fix))
+            return BusyError(owner, what, fix=fix)
 
         return Holding(self.context.exclusive, busy)
 
@@ -268,9 +270,7 @@ class Mesh(AbstractMesh):
             "torch.save takes"
         )
         raise FzeroTypeError(
-            message(
-                "mesh", "a mesh is of this process: it is not pickled, nor are the tensors of a state on it", fix=fix
-            )
+            "mesh", "a mesh is of this process: it is not pickled, nor are the tensors of a state on it", fix=fix
         )
 
 
@@ -315,7 +315,7 @@ def make_mesh(
         problems.append(f"device={device!r}: must be 'cpu' or 'cuda'")
     if problems:
         fix = "e.g. make_mesh(data=8, timeout=600)"
-        raise FzeroValueError(message("make_mesh", "invalid arguments", problems, fix))
+        raise FzeroValueError("make_mesh", "invalid arguments", problems, fix)
     if launcher.under_torchrun():
         launcher.die_with_parent()
     if launcher.under_torchrun() or Processes.of().world > 1:
@@ -441,15 +441,11 @@ def _checked(axes: dict[str, int]) -> dict[str, int]:
         if type(size) is not int or size < 1
     ]
     if problems:
-        raise FzeroValueError(
-            message("mesh", "cannot make this mesh", problems, "give axes with their sizes, e.g. data=8")
-        )
+        raise FzeroValueError("mesh", "cannot make this mesh", problems, "give axes with their sizes, e.g. data=8")
     if math.prod(axes.values()) > _MOST_DEVICES:
         raise FzeroValueError(
-            message(
-                "mesh",
-                f"{math.prod(axes.values()):,} devices are more than {_MOST_DEVICES:,}",
-                fix="give axes of smaller sizes",
-            )
+            "mesh",
+            f"{math.prod(axes.values()):,} devices are more than {_MOST_DEVICES:,}",
+            fix="give axes of smaller sizes",
         )
     return dict(axes)

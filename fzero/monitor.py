@@ -21,7 +21,7 @@ import torch
 
 from fzero import tree
 from fzero.arguments import count, function, number, path_like, shown
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.read_json import parsed
 from fzero.runtime.compiled import Compiled
 from fzero.runtime.watch import fetched
@@ -99,7 +99,7 @@ class Log:
             return
         if not isinstance(step, (State, int)):
             what = f"{shown(step)} is neither a state nor the number of a step"
-            raise FzeroTypeError(message("log", what, fix="report(state, metrics), as the step returned them"))
+            raise FzeroTypeError("log", what, fix="report(state, metrics), as the step returned them")
         at = step.step if isinstance(step, State) else step
         self._named |= dict.fromkeys(more)
         given, rest = _entries({"step": at, **metrics, **more})
@@ -246,7 +246,7 @@ def log(
     ]
     if problems:
         fix = "fz.log(train, 'runs/log.jsonl', steps=1000, to='tensorboard')"
-        raise FzeroValueError(message("log", "invalid arguments", problems, fix))
+        raise FzeroValueError("log", "invalid arguments", problems, fix)
     file = None if path is None else Path(path)
     writes = train is None or train.mesh.rank == 0
     found = tuple(t if callable(t) else TRACKERS[t](file) for t in named) if writes else ()
@@ -308,7 +308,7 @@ def _entries(given: Mapping[str, Any]) -> tuple[Record, Record]:
     numbers, rest = {}, {}
     for name, x in given.items():
         if name == "aux":
-            pairs = zip(tree.names(x), tree.leaves(x), strict=True)
+            pairs = tree.with_names(x)
             numbers |= {n: v for n, v in pairs if isinstance(v, torch.Tensor) and v.dim() == 0}
         elif isinstance(x, torch.Tensor):
             if x.dim() == 0:
@@ -411,5 +411,5 @@ def _installed(name: str, package: str) -> Any:
         yield
     except ImportError as error:
         raise FzeroValueError(
-            message("log", f"to: {name!r} is not installed ({error})", fix=f"pip install {package}")
+            "log", f"to: {name!r} is not installed ({error})", fix=f"pip install {package}"
         ) from error

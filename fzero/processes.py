@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 
 LOCAL = "local"
 """The size of an axis: as many processes as a host has, for each place on the axes behind it."""
@@ -27,7 +27,7 @@ class Processes(NamedTuple):
         given = {n: environment[n] for n in names if n in environment and (environment[n] or n != names[-1])}
         if odd := [f"{n}={text!r}" for n, text in given.items() if not text.strip().lstrip("-").isdecimal()]:
             fix = "start the ranks by torchrun or python -m fzero.run, which set them"
-            raise FzeroValueError(message("make_mesh", "the environment has no whole numbers in", odd, fix))
+            raise FzeroValueError("make_mesh", "the environment has no whole numbers in", odd, fix)
         world, rank, local = (
             int(environment.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
         )
@@ -107,4 +107,4 @@ class Processes(NamedTuple):
         said = [f"axes: {', '.join(f'{k}={v}' for k, v in axes.items())}", f"WORLD_SIZE: {self.world}"]
         if LOCAL in axes.values():
             said.append(f"LOCAL_WORLD_SIZE: {self.local_world}, RANK: {self.rank}, LOCAL_RANK: {self.local}")
-        raise FzeroValueError(message("make_mesh", what, said, fix))
+        raise FzeroValueError("make_mesh", what, said, fix)

@@ -29,7 +29,7 @@ import torch
 
 from fzero import compat
 from fzero.arguments import count
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.operators.base import define
 from fzero.tree import describe
 
@@ -71,11 +71,11 @@ def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
     """
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise FzeroTypeError(
-            message("random.key", f"a seed is a whole number, not {describe(seed)}", fix="pass an int, e.g. key(0)")
+            "random.key", f"a seed is a whole number, not {describe(seed)}", fix="pass an int, e.g. key(0)"
         )
     if not 0 <= seed < 1 << 64:
         raise FzeroValueError(
-            message("random.key", f"seed {seed} does not fit 64 bits", fix="choose a seed from 0 to 2**64 - 1")
+            "random.key", f"seed {seed} does not fit 64 bits", fix="choose a seed from 0 to 2**64 - 1"
         )
     return torch.tensor([seed & _MASK, seed >> 32, 0], dtype=torch.int64, device=device)
 
@@ -92,7 +92,7 @@ def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
     """
     check_key("random.split", key)
     if count("n", n):
-        raise FzeroValueError(message("random.split", f"cannot split a key into {n!r}", fix="ask for at least 1 key"))
+        raise FzeroValueError("random.split", f"cannot split a key into {n!r}", fix="ask for at least 1 key")
     return DERIVE(key, torch.arange(n, device=key.device), _SPLIT)
 
 
@@ -113,23 +113,15 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         if data.dim() or data.is_floating_point() or data.is_complex():
             raise FzeroTypeError(
-                message(
-                    "random.fold_in",
-                    f"data is {describe(data)}",
-                    fix="fold in a whole number or a 0-dim integer tensor",
-                )
+                "random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"
             )
         data = data.to(device=key.device, dtype=torch.int64)
     elif not isinstance(data, int) or isinstance(data, bool):
         raise FzeroTypeError(
-            message(
-                "random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"
-            )
+            "random.fold_in", f"data is {describe(data)}", fix="fold in a whole number or a 0-dim integer tensor"
         )
     elif not 0 <= data < 1 << 62:
-        raise FzeroValueError(
-            message("random.fold_in", f"cannot fold in {data}", fix="fold in a number from 0 to 2**62 - 1")
-        )
+        raise FzeroValueError("random.fold_in", f"cannot fold in {data}", fix="fold in a number from 0 to 2**62 - 1")
     else:
         data = torch.full((), data, dtype=torch.int64, device=key.device)
     return DERIVE(key, data, _FOLD)
@@ -157,11 +149,7 @@ def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
         return torch.cat([key[:2], part.to(device=key.device, dtype=torch.int64).reshape(1)])
     if not isinstance(part, int) or part < 0:
         raise FzeroValueError(
-            message(
-                "random.with_part",
-                f"a part is a whole number of at least 0, not {part!r}",
-                fix="number the parts from 0",
-            )
+            "random.with_part", f"a part is a whole number of at least 0, not {part!r}", fix="number the parts from 0"
         )
     return torch.cat([key[:2], torch.full((1,), part, dtype=torch.int64, device=key.device)])
 
@@ -215,11 +203,9 @@ def uniform(
     _check_number("random.uniform", minval=minval, maxval=maxval)
     if not (math.isfinite(minval) and math.isfinite(maxval) and minval < maxval):
         raise FzeroValueError(
-            message(
-                "random.uniform",
-                f"[{minval}, {maxval}) is not an interval",
-                fix="choose finite bounds with minval < maxval",
-            )
+            "random.uniform",
+            f"[{minval}, {maxval}) is not an interval",
+            fix="choose finite bounds with minval < maxval",
         )
     out = _draw("random.uniform", key, shape, "uniform")
     levels = min(2 / torch.finfo(dtype).eps, 2.0**24)  # of the dtype between 0 and 1, evenly spaced
@@ -263,7 +249,7 @@ def bernoulli(key: torch.Tensor, shape: Sequence[int], p: float = 0.5) -> torch.
     _check_shape("random.bernoulli", shape)
     _check_number("random.bernoulli", p=p)
     if not 0 <= p <= 1:
-        raise FzeroValueError(message("random.bernoulli", f"p={p} is not a probability", fix="choose p from 0 to 1"))
+        raise FzeroValueError("random.bernoulli", f"p={p} is not a probability", fix="choose p from 0 to 1")
     return _draw("random.bernoulli", key, shape, "uniform") < p
 
 
@@ -292,13 +278,11 @@ def dropout(key: torch.Tensor, x: torch.Tensor, rate: float) -> torch.Tensor:
     _check_number("random.dropout", rate=rate)
     if not isinstance(x, torch.Tensor):
         raise FzeroTypeError(
-            message("random.dropout", f"drops elements of a tensor, not of {describe(x)}", fix="dropout(key, x, rate)")
+            "random.dropout", f"drops elements of a tensor, not of {describe(x)}", fix="dropout(key, x, rate)"
         )
     if not 0 <= rate < 1:
         raise FzeroValueError(
-            message(
-                "random.dropout", f"rate={rate} is outside [0, 1)", fix="choose the share of elements to drop, e.g. 0.1"
-            )
+            "random.dropout", f"rate={rate} is outside [0, 1)", fix="choose the share of elements to drop, e.g. 0.1"
         )
     check_key("random.dropout", key)
     if rate == 0:
@@ -333,9 +317,7 @@ def _draw(where: str, key: torch.Tensor, shape: Sequence[int], kind: str) -> tor
 def check_key(where: str, key: Any) -> None:
     """Raises if a value is not a key."""
     if not isinstance(key, torch.Tensor):
-        raise FzeroTypeError(
-            message(where, f"a key is a tensor, not {describe(key)}", fix="make one with fz.random.key(seed)")
-        )
+        raise FzeroTypeError(where, f"a key is a tensor, not {describe(key)}", fix="make one with fz.random.key(seed)")
     if key.dtype != torch.int64 or key.shape != (3,):
         problems = [f"a key is int64[3], this is {describe(key)}"]
         fix = (
@@ -343,7 +325,7 @@ def check_key(where: str, key: Any) -> None:
             if key.dtype == torch.int64 and key.dim() > 1
             else "make one with fz.random.key(seed)"
         )
-        raise FzeroTypeError(message(where, "not a key", problems, fix))
+        raise FzeroTypeError(where, "not a key", problems, fix)
 
 
 def _check_shape(where: str, shape: Any) -> None:
@@ -354,9 +336,7 @@ def _check_shape(where: str, shape: Any) -> None:
     ):
         given = describe(shape) if isinstance(shape, torch.Tensor) else repr(shape)
         raise FzeroTypeError(
-            message(
-                where, f"{given} is not a shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key"
-            )
+            where, f"{given} is not a shape", fix="give a sequence of whole numbers, e.g. (3, 4), behind the key"
         )
 
 
@@ -367,21 +347,16 @@ def _check_number(where: str, **numbers: Any) -> None:
         if not isinstance(x, (int, float))
     ]:
         raise FzeroTypeError(
-            message(
-                where,
-                "these are numbers",
-                wrong,
-                "give a Python number; the order of the arguments is in the docstring",
-            )
+            where, "these are numbers", wrong, "give a Python number; the order of the arguments is in the docstring"
         )
 
 
 def _check_dtype(where: str, dtype: torch.dtype) -> None:
     if not isinstance(dtype, torch.dtype):
-        raise FzeroTypeError(message(where, f"{dtype!r} is not a dtype", fix="e.g. torch.float32"))
+        raise FzeroTypeError(where, f"{dtype!r} is not a dtype", fix="e.g. torch.float32")
     if not dtype.is_floating_point:
         raise FzeroTypeError(
-            message(where, f"cannot draw {dtype}", fix="ask for a floating dtype; fz.random.bits draws integers")
+            where, f"cannot draw {dtype}", fix="ask for a floating dtype; fz.random.bits draws integers"
         )
 
 

@@ -59,7 +59,7 @@ def check_whole(values: Any, owner: str) -> None:
     """Raises if a step has left the state that these leaves are of in the middle."""
     if not len(_broken):
         return
-    why = {_broken[x]: None for x in tree.leaves(values) if isinstance(x, torch.Tensor) and x in _broken}
+    why = {_broken[x]: None for x in tree.tensors(values) if x in _broken}
     if why:
         what = "a step of this state ended in the middle: some of its leaves are updated, others are not"
         fix = "go on from the last checkpoint, train.restore(path), or begin anew, train.init(params)"

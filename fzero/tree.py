@@ -20,7 +20,7 @@ from typing import Any
 import optree
 import torch
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 
 __all__ = [
     "flatten",
@@ -84,6 +84,11 @@ def leaves(tree: Tree) -> list[Any]:
     return flatten(tree)[0]
 
 
+def tensors(tree: Tree) -> list[torch.Tensor]:
+    """The leaves of a tree that are tensors."""
+    return [x for x in leaves(tree) if isinstance(x, torch.Tensor)]
+
+
 def structure(tree: Tree) -> TreeSpec:
     """The structure of a tree: equal for trees that differ in their leaves alone.
 
@@ -132,12 +137,10 @@ def _alike(owner: str, spec: TreeSpec, rest: Iterable[Tree]) -> list[list[Any]]:
         return [spec.flatten_up_to(r) for r in rest]
     except (ValueError, TypeError) as error:
         raise FzeroValueError(
-            message(
-                f"tree.{owner}",
-                "the trees differ in structure",
-                [str(error)],
-                "give trees with the same containers and keys",
-            )
+            f"tree.{owner}",
+            "the trees differ in structure",
+            [str(error)],
+            "give trees with the same containers and keys",
         ) from None
 
 
@@ -159,6 +162,16 @@ def names(tree: Tree) -> list[str]:
         ['layers.0', 'layers.1', 'out']
     """
     return [".".join(_key(entry) for entry in accessor) for accessor in _accessors(tree)]
+
+
+def with_paths(tree: Tree, root: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a tree, each behind its path."""
+    return list(zip(paths(tree, root), leaves(tree), strict=True))
+
+
+def with_names(tree: Tree) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each behind its dotted name."""
+    return list(zip(names(tree), leaves(tree), strict=True))
 
 
 def dotted(path: str) -> str:
@@ -193,8 +206,24 @@ def describe(leaf: Any) -> str:
         ('float32[3, 4]', 'str')
     """
     if isinstance(leaf, torch.Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(str(n) for n in leaf.shape)}]"
+        return form(leaf.shape, leaf.dtype)
     return type(leaf).__name__
+
+
+def form(shape: Iterable[int], dtype: torch.dtype) -> str:
+    """A shape and a dtype, as `describe` writes those of a tensor."""
+    return f"{dtype_name(dtype)}[{', '.join(str(n) for n in shape)}]"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`, which is an attribute of torch.
+
+    Example:
+        >>> import torch
+        >>> dtype_name(torch.float32)
+        'float32'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 def _accessors(tree: Tree) -> list[optree.PyTreeAccessor]:

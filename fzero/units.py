@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 
 _UNITS = {
     "": 1,
@@ -32,11 +32,9 @@ def parse_bytes(size: Any) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", size.upper()) if isinstance(size, str) else None
     if found is None or found[2] not in _UNITS:
         raise FzeroValueError(
-            message(
-                "plan",
-                f"{size!r} is not an amount of memory",
-                fix='give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30)',
-            )
+            "plan",
+            f"{size!r} is not an amount of memory",
+            fix='give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30)',
         )
     return int(float(found[1]) * _UNITS[found[2]])
 
@@ -62,12 +60,10 @@ def parse_budgets(memory: Any, host: Any, disk: Any) -> tuple[int | None, int | 
             problems.append(f"{name}={budget!r}: nothing runs in no memory")
     if problems:
         raise FzeroValueError(
-            message(
-                "plan",
-                "invalid budgets",
-                problems,
-                'give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30), or leave it out',
-            )
+            "plan",
+            "invalid budgets",
+            problems,
+            'give bytes as a number, or text like "80GB" (10^9) or "24GiB" (2^30), or leave it out',
         )
     return found[0], found[1], found[2]
 

@@ -13,7 +13,7 @@ import torch
 from fzero import compat, random
 from fzero.build import inductor
 from fzero.build.calls import as_called
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.operators import quant_blocks
 from fzero.program.ir import Function
@@ -29,16 +29,12 @@ def check_backend(backend: str, device: torch.device) -> None:
     """Raises if a backend cannot run here."""
     check_deterministic(device)
     if backend not in BACKENDS:
-        raise FzeroValueError(
-            message("compile", f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}")
-        )
+        raise FzeroValueError("compile", f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}")
     if backend == "inductor" and device.type == "cpu" and not has_compiler():
         raise FzeroValueError(
-            message(
-                "compile",
-                "the inductor backend needs a C++ compiler on the CPU, and there is none",
-                fix="install g++ or clang, or use backend='eager'",
-            )
+            "compile",
+            "the inductor backend needs a C++ compiler on the CPU, and there is none",
+            fix="install g++ or clang, or use backend='eager'",
         )
 
 
@@ -51,7 +47,7 @@ def check_deterministic(device: torch.device) -> None:
             f"torch.use_deterministic_algorithms(True, warn_only=True), which lets products be"
         )
         what = "torch.use_deterministic_algorithms is on, with which cuBLAS refuses to multiply"
-        raise FzeroValueError(message("compile", what, [why], fix))
+        raise FzeroValueError("compile", what, [why], fix)
 
 
 def has_compiler() -> bool:

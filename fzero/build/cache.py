@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fzero import compat
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.private import exposed
 from fzero.program.ir import Function
 from fzero.trace.reads import deterministic
@@ -181,7 +181,7 @@ def guard_inductor() -> None:
     if second is not None:
         problems, fix = [why, second], "set TORCHINDUCTOR_CACHE_DIR to a folder in a directory of your own"
         what = "Inductor has no place for its files, which are run"
-        raise FzeroValueError(message("compile", what, problems, fix))
+        raise FzeroValueError("compile", what, problems, fix)
     logger.warning("Inductor's files go to %s: %s, and what lies there is run", folder, why)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
@@ -192,11 +192,9 @@ def _limit() -> int:
         return parse_bytes(int(text) if text.isdigit() else text) if text else LIMIT
     except FzeroValueError as error:
         raise FzeroValueError(
-            message(
-                "cache",
-                f"FZERO_CACHE_LIMIT={text!r} is not a size",
-                fix="give a number of bytes, or a unit too, e.g. 10GiB",
-            )
+            "cache",
+            f"FZERO_CACHE_LIMIT={text!r} is not a size",
+            fix="give a number of bytes, or a unit too, e.g. 10GiB",
         ) from error
 
 

@@ -19,7 +19,7 @@ from fzero.build import cpp_kernels, graph_pickle, worker
 from fzero.build.cache import Cache, CacheEntry, guard_inductor, host, key, logger, open_cache
 from fzero.build.calls import as_called
 from fzero.build.share import Share
-from fzero.errors import FzeroError, message
+from fzero.errors import FzeroError
 from fzero.local_device import idle
 from fzero.mesh import Mesh
 from fzero.program.ir import Function
@@ -181,7 +181,7 @@ def _compile_apart(
         except Exception as error:
             said = [*words, *str(error).strip().splitlines()[-20:]]
             fix = "look at the compiler's words above; backend='eager' needs no compiler"
-            raise FzeroError(message("compile", "functions cannot be compiled", said, fix)) from error
+            raise FzeroError("compile", "functions cannot be compiled", said, fix) from error
         done(name)
     return made
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fzero.errors import DivergenceError, message
+from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
 from fzero.ranks.notes import Notes, timed_out
 
@@ -77,5 +77,5 @@ class Share:
         problems += [f"rank {r} {timed_out(self._mesh.timeout)}" for r in sorted(missing)]
         if problems:
             fix = "look at the first of these ranks; FZERO_CACHE=off lets every rank compile for itself"
-            raise DivergenceError(message("compile", "not every rank has compiled its part", problems, fix))
+            raise DivergenceError("compile", "not every rank has compiled its part", problems, fix)
         return notes

@@ -23,7 +23,7 @@ import torch
 from fzero import compat
 from fzero.checkpoint.places import Place
 from fzero.comm.host import host_bytes
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.layout import leaf_of, place
 from fzero.ranks.notes import STRANGERS, Notes, timed_out
 from fzero.ranks.together import Ranks, together
@@ -123,7 +123,7 @@ class Saving:
         if self._process != os.getpid():
             what = f"process {self._process} saves step {self.step}, and this one was forked from it"
             fix = "wait in the process that called save; fz.checkpoint.find(path) finds it when it is complete"
-            raise CheckpointError(message("checkpoint.Saving", what, fix=fix))
+            raise CheckpointError("checkpoint.Saving", what, fix=fix)
 
 
 def start(
@@ -265,7 +265,7 @@ class _Apart:
     def _refused(self, lines: list[str]) -> CheckpointError:
         """The error of notes that are not of this save's ranks."""
         self._notes.write("refused", None)  # the others may have read it before
-        return CheckpointError(message("checkpoint.save", "notes in the store are not this save's", lines, STRANGERS))
+        return CheckpointError("checkpoint.save", "notes in the store are not this save's", lines, STRANGERS)
 
     @contextlib.contextmanager
     def _store_is_there(self) -> Iterator[None]:
@@ -278,7 +278,7 @@ class _Apart:
             self._failed = True
             what = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
             fix = "look at that process's errors; if none is newer, the checkpoint before this one is the latest"
-            raise CheckpointError(message("checkpoint.save", what, fix=fix)) from error
+            raise CheckpointError("checkpoint.save", what, fix=fix) from error
 
     def _await(self, what: int | str) -> None:
         """Returns when all ranks have written it.
@@ -299,6 +299,6 @@ class _Apart:
                 lost = lost or [f"rank {r} {timed_out(timeout)}" for r in absent if now - began > timeout]
                 if lost:
                     fix = "look at that rank's errors first; the checkpoint before this one is still the latest"
-                    raise CheckpointError(message("checkpoint.save", "not every rank has written its part", lost, fix))
+                    raise CheckpointError("checkpoint.save", "not every rank has written its part", lost, fix)
             time.sleep(nap)
             nap = min(2 * nap, 0.1)

@@ -18,7 +18,7 @@ import re
 from fzero.checkpoint.behind import settle
 from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, Place, as_path
 from fzero.checkpoint.storage import storage_of
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.ranks.together import together, world
 from fzero.read_json import Malformed
 
@@ -76,21 +76,14 @@ def latest(path: str | os.PathLike[str]) -> Place:
             break
         seen = now
     if name is None and not storage.is_directory(root):
-        raise CheckpointError(message("checkpoint", f"{root} is not there", fix=GIVE))
+        raise CheckpointError("checkpoint", f"{root} is not there", fix=GIVE)
     if name is None:
         fix = f"{GIVE}; a .tmp- directory is a save that did not finish"
-        raise CheckpointError(
-            message("checkpoint", f"{root} holds no complete checkpoint", [f"it has {_contents(root)}"], fix)
-        )
+        raise CheckpointError("checkpoint", f"{root} holds no complete checkpoint", [f"it has {_contents(root)}"], fix)
     here = ", ".join(p.name for _, p in sorted(complete.items())) or "none"
     what = f"{root / LATEST} names {name[:80]!r}, which is not a complete checkpoint there"
     raise CheckpointError(
-        message(
-            "checkpoint",
-            what,
-            [f"complete: {here}"],
-            "write the name of one of these to that file, or give that directory",
-        )
+        "checkpoint", what, [f"complete: {here}"], "write the name of one of these to that file, or give that directory"
     )
 
 
@@ -177,7 +170,7 @@ def _pointer(root: Place) -> str | None:
         return None
     except (OSError, UnicodeDecodeError, Malformed) as error:
         raise CheckpointError(
-            message("checkpoint", f"{root / LATEST} cannot be read", [str(error)], "give one step's directory instead")
+            "checkpoint", f"{root / LATEST} cannot be read", [str(error)], "give one step's directory instead"
         ) from None
 
 

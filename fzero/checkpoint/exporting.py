@@ -18,7 +18,7 @@ from fzero.checkpoint.index import Index, describe
 from fzero.checkpoint.places import local
 from fzero.checkpoint.reading import damaged, leaf_bytes, missing
 from fzero.checkpoint.storage import storage_of
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -123,7 +123,7 @@ def _write(
         sync(out)
     except (OSError, format.FormatError) as error:
         what, fix = f"cannot export {index.directory} to {out}", "make the directory writable with enough free space"
-        raise CheckpointError(message(owner, what, [f"{type(error).__name__}: {error}"], fix)) from error
+        raise CheckpointError(owner, what, [f"{type(error).__name__}: {error}"], fix) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [out / file for file in files]
@@ -207,9 +207,7 @@ def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int,
         problems.append(f"{out} is a file")
         fixes.append("give a directory")
     if problems:
-        raise CheckpointError(
-            message("checkpoint.export", f"cannot export {index.directory}", problems, "; ".join(fixes))
-        )
+        raise CheckpointError("checkpoint.export", f"cannot export {index.directory}", problems, "; ".join(fixes))
 
 
 def _short(name: str, prefix: str) -> str:

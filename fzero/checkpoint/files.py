@@ -15,7 +15,7 @@ from fzero.checkpoint import writers
 from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, TEMPORARY, Place
 from fzero.checkpoint.storage import Draft, Reader, Storage
 from fzero.checkpoint.writers import WRITER
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.read_json import open_regular
 
 _PRIVATE = 0o700  # permissions of a directory
@@ -62,7 +62,7 @@ class Files(Storage):
         except FileNotFoundError:
             return []
         except NotADirectoryError:
-            raise CheckpointError(message("checkpoint", f"{directory} is not a directory", fix=GIVE)) from None
+            raise CheckpointError("checkpoint", f"{directory} is not a directory", fix=GIVE) from None
 
     def size(self, file: Path) -> int:
         return os.stat(file).st_size
@@ -105,7 +105,7 @@ class Files(Storage):
     def begin(self, root: Path, name: str, private: bool = False) -> Draft:
         if root.exists() and not root.is_dir():
             fix = "give the directory in which checkpoints are to be made"
-            raise CheckpointError(message("checkpoint.save", f"{root} is not a directory", fix=fix))
+            raise CheckpointError("checkpoint.save", f"{root} is not a directory", fix=fix)
         if not root.is_dir():
             root.mkdir(_PRIVATE if private else 0o777, parents=True)
             sync(root.parent)

@@ -25,10 +25,11 @@ from fzero.checkpoint.format import CHUNK, CODES
 from fzero.checkpoint.places import GIVE, INDEX, LONGEST_INDEX, Place
 from fzero.checkpoint.spread import Spread
 from fzero.checkpoint.storage import storage_of
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
 from fzero.ranks.together import ALONE, Ranks, together, world
 from fzero.read_json import Malformed, parsed
+from fzero.tree import dtype_name, form
 
 FORMAT = "fzero-checkpoint"
 _EXAMPLES = 3
@@ -39,7 +40,7 @@ VERSION = 2
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 _FILE = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
-_DTYPES = {str(d).removeprefix("torch."): d for d in CODES}
+_DTYPES = {dtype_name(d): d for d in CODES}
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,6 @@ class Index:
         return sum(math.prod(self.leaves[n][0]) * self.leaves[n][1].itemsize for n in self.parts)
 
 
-def show(shape: Iterable[int], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
-
-
 def describe(path: str | os.PathLike[str] | Index, mesh: Mesh | None = None) -> Index:
     """The contents of a checkpoint, from its index alone: no data is read.
 
@@ -160,7 +157,7 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
             f"rank {rank}: {text}" for rank, (text, digest) in enumerate(seen) if rank == 0 or digest != seen[0][1]
         ]
         fix = "give every rank the same path, on a filesystem that all ranks share"
-        raise CheckpointError(message("checkpoint", "the ranks would read different checkpoints", problems, fix))
+        raise CheckpointError("checkpoint", "the ranks would read different checkpoints", problems, fix)
     return found[0]
 
 
@@ -243,7 +240,7 @@ def structure(path: str | os.PathLike[str] | Index) -> Any:
     if problems:
         fix = "import the modules that define these classes, with the fields they had, before reading"
         raise CheckpointError(
-            message("checkpoint.structure", f"cannot rebuild the tree saved in {index.directory}", problems, fix)
+            "checkpoint.structure", f"cannot rebuild the tree saved in {index.directory}", problems, fix
         )
     return tree
 
@@ -252,11 +249,11 @@ def differences(index: Index, expected: Expected, *, cast: bool = False, subset:
     """Every way in which the leaves of a checkpoint are not those expected, a line each."""
     where = "the checkpoint" if index.spread is None else "the state"
     out = [
-        f"{name}: missing in {where}, expected {show(*expected[name])}" for name in expected if name not in index.leaves
+        f"{name}: missing in {where}, expected {form(*expected[name])}" for name in expected if name not in index.leaves
     ]
     if not subset:
         out += [
-            f"{name}: unexpected, {where} has {show(*leaf)}"
+            f"{name}: unexpected, {where} has {form(*leaf)}"
             for name, leaf in index.leaves.items()
             if name not in expected
         ]
@@ -270,7 +267,7 @@ def differences(index: Index, expected: Expected, *, cast: bool = False, subset:
                 if tuple(shape) != stored[0]
                 else "dtype"
             )
-            out.append(f"{name}: another {what}, {where} has {show(*stored)}, expected {show(shape, dtype)}")
+            out.append(f"{name}: another {what}, {where} has {form(*stored)}, expected {form(shape, dtype)}")
     return out
 
 
@@ -332,14 +329,7 @@ def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
         problems = [*problems[: _SHOWN // 2], f"... and {more} more, among them", *problems[-_SHOWN // 2 :]]
     if all(": another dtype," in p for p in problems):
         fix = "give the state the stored dtypes, or pass cast=True to convert"
-    return CheckpointError(
-        message(
-            index.owner,
-            f"{index} does not fit: {num} of {total} leaves differ",
-            problems,
-            fix,
-        )
-    )
+    return CheckpointError(index.owner, f"{index} does not fit: {num} of {total} leaves differ", problems, fix)
 
 
 def dump(content: dict[str, Any]) -> bytes:
@@ -357,7 +347,7 @@ def dump(content: dict[str, Any]) -> bytes:
     data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     if len(data) > LONGEST_INDEX:
         what, fix = f"its index has {len(data)} bytes", f"a state of fewer leaves or ranks: {LONGEST_INDEX} are read"
-        raise CheckpointError(message("checkpoint.save", what, fix=fix))
+        raise CheckpointError("checkpoint.save", what, fix=fix)
     return data
 
 
@@ -374,7 +364,7 @@ def to_json(
     stored = {
         name: {
             "shape": list(leaves[name][0]),
-            "dtype": str(leaves[name][1]).removeprefix("torch."),
+            "dtype": dtype_name(leaves[name][1]),
             "parts": [_part_json(p) for p in pieces],
         }
         for name, pieces in parts.items()
@@ -476,7 +466,7 @@ def _error(
     problems: list[str],
     fix: str = "restore another step, or copy this one again from where it was saved",
 ) -> CheckpointError:
-    return CheckpointError(message("checkpoint", f"cannot use the checkpoint {directory}", problems, fix))
+    return CheckpointError("checkpoint", f"cannot use the checkpoint {directory}", problems, fix)
 
 
 def _count(x: Any) -> int:

@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.checkpoint.format import ElementRun, Entry
-from fzero.checkpoint.index import show
 from fzero.checkpoint.places import Place, as_path
 from fzero.checkpoint.storage import Reader, storage_of
 from fzero.checkpoint.weight_files import entries_of
 from fzero.comm import replicas
 from fzero.comm.collectives import gather
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.layout import Leaf
 from fzero.mesh import Mesh
 from fzero.ranks import agreement
+from fzero.tree import form
 
 WINDOW = 4 << 20  # bytes, of all ranks that hold the same
 _PART = 1 << 20  # bytes that are converted at a time
@@ -86,12 +86,12 @@ def unfit(weights: Weights, sources: Sources, wanted: Mapping[str, Leaf]) -> lis
             other = stored[0].shape != leaf.shape
         else:
             other = sum(run.stop - run.start for run in runs) != leaf.numel
-        said = ", ".join(show(e.shape, e.dtype) for e in stored[:2]) + (", ..." if len(stored) > 2 else "")
-        expected = show(leaf.shape, leaf.dtype)
+        said = ", ".join(form(e.shape, e.dtype) for e in stored[:2]) + (", ..." if len(stored) > 2 else "")
+        expected = form(leaf.shape, leaf.dtype)
         if other and not (leaf.numel == 0 and not runs):
             out.append(f"{name}: the files have {said}, expected {expected}")
         elif odd := [e for e in stored if e.dtype != leaf.dtype and not (_converts(e.dtype) and _converts(leaf.dtype))]:
-            out.append(f"{name}: {show(odd[0].shape, odd[0].dtype)} in the files is not converted to {expected}")
+            out.append(f"{name}: {form(odd[0].shape, odd[0].dtype)} in the files is not converted to {expected}")
     return out
 
 
@@ -129,7 +129,7 @@ def read_leaves(
             stream.finish()
     if problems:
         fix = "copy or download the files again"
-        raise CheckpointError(message("load", f"cannot read {weights.path}", dict.fromkeys(problems), fix))
+        raise CheckpointError("load", f"cannot read {weights.path}", dict.fromkeys(problems), fix)
 
 
 def held(leaf: Leaf, mesh: Mesh) -> list[tuple[int, int]]:

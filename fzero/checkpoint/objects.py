@@ -18,7 +18,7 @@ from fzero.checkpoint import writers
 from fzero.checkpoint.places import INDEX, LATEST, LONGEST_INDEX, STEP, Place, Url
 from fzero.checkpoint.storage import Draft, Reader, Storage
 from fzero.checkpoint.writers import WRITER
-from fzero.errors import CheckpointError, StorageError, message
+from fzero.errors import CheckpointError, StorageError
 
 _PART = 16 << 20  # bytes of an object that are sent at a time
 _PARTS = 9000  # stores take 10000 of one object
@@ -142,7 +142,7 @@ class Objects(Storage):
     def begin(self, root: Url, name: str, private: bool = False) -> Draft:
         if self.has(root):
             fix = "give the place under which checkpoints are to be made"
-            raise CheckpointError(message("checkpoint.save", f"{root} is an object", fix=fix))
+            raise CheckpointError("checkpoint.save", f"{root} is an object", fix=fix)
         here = [root / n for n in self.names(root) if n.startswith(STEP)]
         with ThreadPool(_THREADS) as pool:
             complete = pool.map(self.is_published, here)
@@ -244,7 +244,7 @@ class Objects(Storage):
                 fix += "this store looks for them (of s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
             else:
                 fix = "see whether the store can be reached from here; its options are read from fsspec's configuration"
-            raise StorageError(message("checkpoint", f"cannot {to} {url}", [said], fix)) from error
+            raise StorageError("checkpoint", f"cannot {to} {url}", [said], fix) from error
 
 
 def _said(error: Exception) -> str:
@@ -271,15 +271,15 @@ def _objects(process: int, root: str) -> Objects:
         import fsspec
     except ImportError:
         fix = f"pip install fsspec{f' {package}' if package else ''}"
-        raise CheckpointError(message("checkpoint", what, ["fsspec"], fix)) from None
+        raise CheckpointError("checkpoint", what, ["fsspec"], fix) from None
     problem = f"chains of protocols ({root!r})" if "::" in root else None
     if problem is None:
         try:
             return Objects(fsspec.core.url_to_fs(root)[0])
         except ImportError as error:
             fix = f"pip install {package}" if package else "install what it names"
-            raise CheckpointError(message("checkpoint", what, [str(error)], fix)) from error
+            raise CheckpointError("checkpoint", what, [str(error)], fix) from error
         except Exception as error:
             problem = _said(error)
     fix = "give a path, or the URL of an object store whose protocol fsspec has: s3://, gs://, az://, …"
-    raise CheckpointError(message("checkpoint", f"cannot open {root}", [problem], fix))
+    raise CheckpointError("checkpoint", f"cannot open {root}", [problem], fix)

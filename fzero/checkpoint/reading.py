@@ -18,7 +18,7 @@ from fzero.checkpoint.index import Index, agreed, describe, differences, is_gone
 from fzero.checkpoint.spread import Piece
 from fzero.checkpoint.storage import storage_of
 from fzero.comm import disk
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.layout import Leaf, place
 from fzero.mesh import Mesh
 from fzero.progress import moved
@@ -184,7 +184,7 @@ def _read(
         if stored[name] != stored[tied[name]]
     ]:
         what = f"{index} ties other leaves than this state"
-        raise CheckpointError(message(_reader(index), what, problems, "build the state without that tie"))
+        raise CheckpointError(_reader(index), what, problems, "build the state without that tie")
     todo = [name for name in wanted if tied[name] == name]
     held = {name: wanted[name].boxes(mesh) for name in todo}
     touched = {p.file for name in todo for p in index.parts[stored[name]] if held[name].meets(p.boxes)}
@@ -197,12 +197,10 @@ def _read(
         if wanted[name].path not in into
     ]:
         raise CheckpointError(
-            message(
-                "checkpoint.read",
-                f"cannot read {index.directory}",
-                problems,
-                "call restore of the step, which makes places",
-            )
+            "checkpoint.read",
+            f"cannot read {index.directory}",
+            problems,
+            "call restore of the step, which makes places",
         )
     out: dict[str, torch.Tensor] = {}
     # whoever fails between transfers leaves the others in one
@@ -310,7 +308,7 @@ def _cut(index: Index, name: str, wanted: Boxes, out: torch.Tensor, jobs: dict[s
     if lacking := sum(stop - start for start, stop in left):
         what = f"{index.directory} lacks elements that this rank needs"
         problems = [f"{name}: {lacking} of {wanted.numel}"]
-        raise CheckpointError(message("checkpoint", what, problems, "start from the last checkpoint on disk"))
+        raise CheckpointError("checkpoint", what, problems, "start from the last checkpoint on disk")
 
 
 def _batches(pieces: list[Piece], nbytes: int) -> Iterable[list[Piece]]:
@@ -400,5 +398,5 @@ def damaged(index: Index, problems: list[str]) -> CheckpointError:
     if is_gone(index):
         what = f"the checkpoint {index.directory} was deleted or replaced while it was read"
         fix = "read again, from the root; let keep= of the run that saves keep more than what others read"
-        return CheckpointError(message("checkpoint", what, fix=fix))
-    return CheckpointError(message(index.owner, f"{index} is damaged", problems, _REPAIR))
+        return CheckpointError("checkpoint", what, fix=fix)
+    return CheckpointError(index.owner, f"{index} is damaged", problems, _REPAIR)

@@ -28,12 +28,12 @@ from fzero.boxes import Boxes, part_shape
 from fzero.checkpoint import behind, format, skeleton
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.directory import complete_steps, step_name
-from fzero.checkpoint.index import File, StoredPart, dump, show, to_json
+from fzero.checkpoint.index import File, StoredPart, dump, to_json
 from fzero.checkpoint.places import INDEX, Place, Url, as_path
 from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.layout import Cut, extent_of, leaf_of
 from fzero.mesh import Mesh
 from fzero.ranks.together import Ranks, together, world
@@ -182,9 +182,7 @@ def save(
         >>> save(root, State(7, {"w": torch.ones(3)})).name
         'step-00000007'
     """
-    mesh = next(
-        (tag[1] for x in tree.leaves(state) if isinstance(x, torch.Tensor) and (tag := leaf_of(x)) is not None), None
-    )
+    mesh = next((tag[1] for x in tree.tensors(state) if (tag := leaf_of(x)) is not None), None)
     alone = contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save")
     with alone, behind.one_at_a_time:
         job = begin(
@@ -229,9 +227,7 @@ def begin(
         if ranks.rank == 0:
             if storage.has(root / INDEX):
                 fix = f"give the directory that it is in: {root.parent}"
-                raise CheckpointError(
-                    message("checkpoint.save", f"{root} is a checkpoint, not a place for some", fix=fix)
-                )
+                raise CheckpointError("checkpoint.save", f"{root} is a checkpoint, not a place for some", fix=fix)
             draft = storage.begin(root, step_name(plan.step), private)
         return plan.digest(), None if draft is None else (str(draft.directory), draft.mark)
 
@@ -246,9 +242,7 @@ def begin(
         problems = [
             f"the state of rank {r} differs from that of rank 0 in step, tree, shapes, dtypes or layouts" for r in odd
         ]
-        raise CheckpointError(
-            message("checkpoint.save", what, problems, "save the same state, at the same step, on every rank")
-        )
+        raise CheckpointError("checkpoint.save", what, problems, "save the same state, at the same step, on every rank")
     return Job(ranks, root, draft, plan, keep, meta, check_replicas)
 
 
@@ -262,7 +256,7 @@ def carry_out(job: Job) -> Place:
             job.undo()
             fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
             what = f"{job.what}: the ranks hold different values of the same leaves"
-            raise CheckpointError(message("checkpoint.save", what, problems, fix))
+            raise CheckpointError("checkpoint.save", what, problems, fix)
     with_draft = lambda: _with_draft(job.root, job.draft, lambda: write_rank_file(job.draft, plan, ranks.rank))  # noqa: E731
     together(ranks, "checkpoint.save", job.what, with_draft, job.undo)
     done = together(
@@ -341,9 +335,7 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
                 loads[ranks[0]] += nbytes
     if problems:
         fix = "save the State that train_step or compile returned"
-        raise CheckpointError(
-            message("checkpoint.save", f"this state cannot be saved: {len(problems)} reasons", problems, fix)
-        )
+        raise CheckpointError("checkpoint.save", f"this state cannot be saved: {len(problems)} reasons", problems, fix)
     for nbytes, name, boxes, ranks in sorted(shared, key=lambda x: -x[0]):
         writer = min(ranks, key=lambda r: loads[r])
         loads[writer] += nbytes
@@ -441,8 +433,8 @@ def _step(state: Any, problems: list[str]) -> int:
     whole = isinstance(step, torch.Tensor) and step.numel() == 1 and not step.dtype.is_floating_point
     if not (whole or type(step) is int) or int(step) < 0:  # type: ignore[arg-type]
         problems.append(
-            f"state.step: {show(step.shape, step.dtype) if isinstance(step, torch.Tensor) else repr(step)}, not the "
-            f"number of a step"
+            f"state.step: {tree.describe(step) if isinstance(step, torch.Tensor) else repr(step)}, not the number "
+            f"of a step"
         )
         return 0
     return int(step)  # type: ignore[arg-type]
@@ -460,8 +452,8 @@ def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
         return f"it is rank {mesh.rank}'s on a mesh of {mesh.size}, saved by rank {rank} of {size}"
     if tuple(tensor.shape) != leaf.resting_shape(mesh) or tensor.dtype != leaf.dtype:
         return (
-            f"it is {show(tensor.shape, tensor.dtype)} where its layout says "
-            f"{show(leaf.resting_shape(mesh), leaf.dtype)}"
+            f"it is {tree.form(tensor.shape, tensor.dtype)} where its layout says "
+            f"{tree.form(leaf.resting_shape(mesh), leaf.dtype)}"
         )
     return None
 
@@ -498,7 +490,7 @@ def _check_arguments(keep: Any, meta: Any, wait: Any, plan: SavePlan, problems: 
     except (TypeError, ValueError, RecursionError) as error:
         problems.append(f"meta: JSON cannot hold it: {error}")
     if problems:
-        raise CheckpointError(message("checkpoint.save", "invalid arguments", problems, "change them as said above"))
+        raise CheckpointError("checkpoint.save", "invalid arguments", problems, "change them as said above")
 
 
 def _note(rank: int) -> str:
@@ -512,9 +504,7 @@ def _read_note(draft: Draft, rank: int, size: int) -> dict[str, Any]:
         found = storage.size(file)
     except FileNotFoundError:
         what, fix = f"what rank {rank} wrote is not to be seen from rank 0", "save to a filesystem that all ranks share"
-        raise CheckpointError(message("checkpoint.save", what, [str(file)], fix)) from None
+        raise CheckpointError("checkpoint.save", what, [str(file)], fix) from None
     if found != note["bytes"]:
-        raise CheckpointError(
-            message("checkpoint.save", f"{file} has {found} bytes, rank {rank} wrote {note['bytes']}")
-        )
+        raise CheckpointError("checkpoint.save", f"{file} has {found} bytes, rank {rank} wrote {note['bytes']}")
     return note

@@ -14,7 +14,7 @@ from fzero.checkpoint.exporting import WEIGHTS, WEIGHTS_INDEX
 from fzero.checkpoint.format import DTYPES, Entry
 from fzero.checkpoint.places import Place, as_path
 from fzero.checkpoint.storage import storage_of
-from fzero.errors import CheckpointError, FzeroTypeError, message
+from fzero.errors import CheckpointError, FzeroTypeError
 from fzero.read_json import Malformed, formed, parsed
 
 _COPY = "copy or download the files again"
@@ -29,7 +29,7 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
         FzeroTypeError: what is no path.
     """
     if problems := path_like("path", path):
-        raise FzeroTypeError(message("load", "reads files", problems, "give the path of a directory, or of one file"))
+        raise FzeroTypeError("load", "reads files", problems, "give the path of a directory, or of one file")
     path = as_path(path)
     storage, weight_map = storage_of(path), None
     if storage.has(path / WEIGHTS_INDEX):
@@ -46,7 +46,7 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
         if pickled := [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]:
             what += f", only {', '.join(pickled[:3])}, which can run any code where it is read"
             fix = "load it where you trust it, and write it again: from_pretrained(dir).save_pretrained(out)"
-        raise CheckpointError(message("load", what, fix=fix))
+        raise CheckpointError("load", what, fix=fix)
     found: dict[str, tuple[Place, Entry]] = {}
     problems, tied = [], {}
     for file in files:
@@ -72,7 +72,7 @@ def entries_of(path: str | os.PathLike[str]) -> tuple[dict[str, tuple[Place, Ent
             if f == file.name and n not in header
         ]
     if problems:
-        raise CheckpointError(message("load", f"cannot read {path}", problems, _COPY))
+        raise CheckpointError("load", f"cannot read {path}", problems, _COPY)
     return found, {n: k for n, k in tied.items() if n not in found and k in found}
 
 
@@ -82,14 +82,14 @@ def _weight_map(file: Place) -> dict[str, str]:
         weight_map = formed(content["weight_map"], dict[str, str], "weight_map")
     except (OSError, Malformed, KeyError) as error:
         raise CheckpointError(
-            message("load", f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY)
+            "load", f"{file} cannot be understood", [f"{type(error).__name__}: {error}"], _COPY
         ) from None
     if odd := [
         f"{n!r} is not a plain file name"
         for n in dict.fromkeys(weight_map.values())
         if not re.fullmatch(r"(?!\.)[^/\\\0]+", n)
     ]:
-        raise CheckpointError(message("load", f"{file} names files outside its directory", odd, _COPY))
+        raise CheckpointError("load", f"{file} names files outside its directory", odd, _COPY)
     return weight_map
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.checkpoint.places import Place
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.read_json import Malformed, parsed
 
 WRITER = "writer.json"
@@ -43,7 +43,7 @@ def another(root: Place, data: bytes | None) -> CheckpointError:
     if isinstance(since := said.get("since"), int):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
         problems.append(f"process {said.get('pid')} on host {said.get('host')}, which saves since {when}")
-    return CheckpointError(message("checkpoint.save", f"another job saves to {root}", problems, _FIX))
+    return CheckpointError("checkpoint.save", f"another job saves to {root}", problems, _FIX)
 
 
 def _parsed(data: bytes) -> dict[str, Any]:

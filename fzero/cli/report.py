@@ -18,6 +18,7 @@ from fzero.plan.render import TextTable, draw, plain, tables
 from fzero.program.ir import Program
 from fzero.program.show import statements
 from fzero.testing import Report
+from fzero.tree import dtype_name
 from fzero.units import as_argument, duration, rate, size
 
 
@@ -107,7 +108,7 @@ def program_data(program: Program) -> dict[str, Any]:
             "times": times,
             "text": text,
             "out": [
-                {"name": v.name, "shape": v.shape, "dtype": _dtype(v.dtype), "placement": str(v.placement)}
+                {"name": v.name, "shape": v.shape, "dtype": dtype_name(v.dtype), "placement": str(v.placement)}
                 for v in line.out
             ],
             "by": line.by or None,
@@ -120,7 +121,7 @@ def program_data(program: Program) -> dict[str, Any]:
             "path": x.path,
             "role": x.role,
             "shape": x.shape,
-            "dtype": _dtype(x.dtype),
+            "dtype": dtype_name(x.dtype),
             "axes": x.layout.axes,
         }
         for name, x in program.leaves.items()
@@ -143,7 +144,3 @@ def _print(shown: Sequence[TextTable], last: str = "") -> None:
         sys.stdout.write(plain(shown))
     if last:
         console.print(last, highlight=False, soft_wrap=True)
-
-
-def _dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -24,7 +24,7 @@ import torch
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.errors import FzeroError, FzeroValueError, message
+from fzero.errors import FzeroError, FzeroValueError
 from fzero.step import EvalStep, Step
 
 _RETURNS = (
@@ -57,11 +57,9 @@ def load(target: str) -> tuple[Step | EvalStep, Any, Any]:
     name, colon, function = target.rpartition(":")
     if not (name and colon and function):
         raise UsageError(
-            message(
-                "target",
-                f"{target!r} is not MODULE:FUNCTION",
-                fix="e.g. examples/plan_gpt.py:trillion, or package.module:function",
-            )
+            "target",
+            f"{target!r} is not MODULE:FUNCTION",
+            fix="e.g. examples/plan_gpt.py:trillion, or package.module:function",
         )
     with users_code(target):
         fn = _function(_module(name), name, function)
@@ -129,16 +127,14 @@ def _from_file(path: Path) -> ModuleType:
         near = _near(path.name, (p.name for p in folder.glob("*.py"))) if folder.is_dir() else []
         problems = [f"near: {folder / n}" for n in near] if folder.is_dir() else [f"there is no folder {folder}"]
         raise UsageError(
-            message(
-                "target", f"there is no file {path}", problems, "give the path of a .py file, from the current folder"
-            )
+            "target", f"there is no file {path}", problems, "give the path of a .py file, from the current folder"
         )
     _first_on_path(path.resolve().parent)
     # never in place of a module that others use
     name = path.stem if path.stem not in sys.modules else f"target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise UsageError(message("target", f"{path} is not a Python file", fix="give the path of a .py file"))
+        raise UsageError("target", f"{path} is not a Python file", fix="give the path of a .py file")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -160,12 +156,10 @@ def _by_name(name: str) -> ModuleType:
         near = _near(last, (found.name for found in pkgutil.iter_modules(where)))
         problems = [f"near: {f'{parent}.{n}' if parent else n}" for n in near]
         raise UsageError(
-            message(
-                "target",
-                f"there is no module {error.name!r}",
-                problems,
-                "give a module's dotted name, or the path of a .py file",
-            )
+            "target",
+            f"there is no module {error.name!r}",
+            problems,
+            "give a module's dotted name, or the path of a .py file",
         ) from None
 
 
@@ -174,29 +168,23 @@ def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
     if not hasattr(module, name):
         near = _near(name, own) or [n for n in own if not _needed(getattr(module, n))]
         raise UsageError(
-            message(
-                "target",
-                f"{where} has no function {name!r}",
-                [f"near: {where}:{n}" for n in near[:5]],
-                "name a function of the module",
-            )
+            "target",
+            f"{where} has no function {name!r}",
+            [f"near: {where}:{n}" for n in near[:5]],
+            "name a function of the module",
         )
     fn = getattr(module, name)
     if not callable(fn):
         raise UsageError(
-            message(
-                "target",
-                f"{where}:{name} is not a function but {_kind(fn)}",
-                fix=f"name a function that needs no argument; {_RETURNS}",
-            )
+            "target",
+            f"{where}:{name} is not a function but {_kind(fn)}",
+            fix=f"name a function that needs no argument; {_RETURNS}",
         )
     if needed := _needed(fn):
         raise UsageError(
-            message(
-                "target",
-                f"{where}:{name} needs arguments: {', '.join(needed)}",
-                fix="give them defaults, or name a function that calls it",
-            )
+            "target",
+            f"{where}:{name} needs arguments: {', '.join(needed)}",
+            fix="give them defaults, or name a function that calls it",
         )
     return fn
 
@@ -210,7 +198,7 @@ def _checked(returned: Any, target: str) -> tuple[Step | EvalStep, Any, Any]:
         else _kind(returned)
     )
     problems = ["expected: (step, params, batch), the step made by train_step or eval_step", f"returned: {kinds}"]
-    raise UsageError(message("target", f"{target} does not return what there is to plan", problems, _RETURNS))
+    raise UsageError("target", f"{target} does not return what there is to plan", problems, _RETURNS)
 
 
 def _needed(fn: Callable[..., Any]) -> list[str]:

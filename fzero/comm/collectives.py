@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fzero import compat
 from fzero.comm.host import host_pool
-from fzero.errors import DivergenceError, message
+from fzero.errors import DivergenceError
 from fzero.mesh import Mesh, group_along
 
 _LOOK = 0.5  # seconds between two looks whether what was abandoned is done
@@ -122,7 +122,7 @@ class ProcessGroups:
         except (dist.DistError, RuntimeError) as error:
             what = f"the ranks cannot make the process groups for what is sent over {axis!r}"
             fix = "look at the other ranks' errors first"
-            raise DivergenceError(message("run", what, [str(error).strip().splitlines()[0]], fix)) from error
+            raise DivergenceError("run", what, [str(error).strip().splitlines()[0]], fix) from error
 
     def send_start(
         self,

@@ -16,7 +16,7 @@ import torch
 
 from fzero.comm.files import ScratchFiles, Transfer
 from fzero.comm.scratch import ALIGNMENT, PIECE, aligned, check, padded
-from fzero.errors import FzeroValueError, TierError, message
+from fzero.errors import FzeroValueError, TierError
 from fzero.layout import Extent, Leaf, extent_of, leaf_of, place
 from fzero.mesh import Mesh
 
@@ -98,7 +98,7 @@ def store(value: torch.Tensor, tensor: torch.Tensor) -> None:
             f"{value.dtype}{list(value.shape)} for {_name(tensor)}, which rests as {tensor.dtype}{list(tensor.shape)}"
         )
         raise FzeroValueError(
-            message("offload", "this value is not the leaf's", [problem], "give one of the leaf's shape and dtype")
+            "offload", "this value is not the leaf's", [problem], "give one of the leaf's shape and dtype"
         )
     with write_pieces(tensor) as write:
         write(value)
@@ -209,16 +209,14 @@ class _Writer:
     def _refuse(self, given: str) -> None:
         problem = f"{given} for {_name(self._tensor)}, which is {self._extent.nbytes} bytes of {self._tensor.dtype}"
         raise FzeroValueError(
-            message(
-                "offload", "these parts are not the leaf's", [problem], "give every element once, in the leaf's dtype"
-            )
+            "offload", "these parts are not the leaf's", [problem], "give every element once, in the leaf's dtype"
         )
 
 
 def _extent(tensor: torch.Tensor) -> Any:
     if (extent := extent_of(tensor)) is None:
         raise FzeroValueError(
-            message("offload", f"{_name(tensor)} does not rest on disk", fix="use it as it is: it is in memory")
+            "offload", f"{_name(tensor)} does not rest on disk", fix="use it as it is: it is in memory"
         )
     return extent
 

@@ -21,7 +21,7 @@ import torch
 
 from fzero.comm import scratch
 from fzero.comm.scratch import ALIGNMENT, PIECE, ScratchFile
-from fzero.errors import FzeroValueError, TierError, message
+from fzero.errors import FzeroValueError, TierError
 
 Runs = Iterable[tuple[int, torch.Tensor]]
 _FIX = "the state is lost; go on from the last checkpoint; free space or use another path"
@@ -69,11 +69,7 @@ class ScratchFiles:
     ):
         if nbytes < 0 or num_threads < 1:
             raise FzeroValueError(
-                message(
-                    "offload",
-                    f"{nbytes} bytes, moved by {num_threads} threads",
-                    fix="give at least 0 bytes and 1 thread",
-                )
+                "offload", f"{nbytes} bytes, moved by {num_threads} threads", fix="give at least 0 bytes and 1 thread"
             )
         self.directories, self.nbytes, self._num_threads = (
             scratch.paths(directories),
@@ -136,11 +132,9 @@ class ScratchFiles:
         _check_runs(runs, self.nbytes)
         if self._open.pid != os.getpid():
             raise FzeroValueError(
-                message(
-                    "offload",
-                    f"these files are process {self._open.pid}'s",
-                    fix="make files of its own in a process that was forked",
-                )
+                "offload",
+                f"these files are process {self._open.pid}'s",
+                fix="make files of its own in a process that was forked",
             )
         transfer = Transfer(self, operation)
         transfer.start(
@@ -214,7 +208,7 @@ class Transfer:
                 f"a {self.operation} of scratch files failed: "
                 f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
             )
-            raise TierError(message("offload", what, [where], _FIX)) from error
+            raise TierError("offload", what, [where], _FIX) from error
 
     def ended(self, failure: tuple[BaseException, str] | None) -> None:
         """A piece is done. Called by the threads."""
@@ -369,10 +363,5 @@ def _check_runs(runs: Sequence[tuple[int, torch.Tensor]], nbytes: int) -> None:
             problems.append(f"offset {offset}: {flat.numel()} bytes are not within the {nbytes} of these files")
     if problems:
         raise FzeroValueError(
-            message(
-                "offload",
-                f"{len(problems)} runs cannot be read or written",
-                problems,
-                "cut them from disk.aligned memory",
-            )
+            "offload", f"{len(problems)} runs cannot be read or written", problems, "cut them from disk.aligned memory"
         )

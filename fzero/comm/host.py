@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import TierError, message
+from fzero.errors import TierError
 from fzero.layout import apart
 from fzero.mesh import Mesh
 from fzero.units import size
@@ -105,7 +105,7 @@ def _refused(owner: str, nbytes: int, what: str, reason: str) -> TierError:
         "offload less of the state, or to disk" if owner == "offload" else "save with wait=True, which copies nothing"
     )
     fix = f"{less}; `ulimit -v` and a container's limit bound what a process may have, `ulimit -l` what it may lock"
-    return TierError(message(owner, f"{size(nbytes)} of host memory {what}", [reason], fix))
+    return TierError(owner, f"{size(nbytes)} of host memory {what}", [reason], fix)
 
 
 def _numa_node(device: torch.device) -> int:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import torch
 
 from fzero.comm.copies import PendingCopy, Tensors, meet, moves
-from fzero.errors import TierError, message
+from fzero.errors import TierError
 
 
 class LateCopies:
@@ -80,7 +80,7 @@ class LateCopies:
         except Exception as error:
             what = f"it was not done in {self._timeout:g} s" if not done.done() else f"{type(error).__name__}: {error}"
             fix = "go on from the last checkpoint: the state is lost"
-            raise TierError(message("step", "a copy between host and device failed", [what], fix)) from error
+            raise TierError("step", "a copy between host and device failed", [what], fix) from error
 
 
 def _hide(x: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import DivergenceError, message
+from fzero.errors import DivergenceError
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
 from fzero.ranks.agreement import Talk
@@ -121,7 +121,7 @@ def same(mesh: Mesh, owner: str, held: Callable[[], Held], fix: str) -> None:
 
     if problems := differing(talk.reporting(lambda: digested(held())), mesh.axes, mesh.size, exchange):
         raise DivergenceError(
-            message(owner, "the ranks hold different values of what must be the same on all of them", problems, fix)
+            owner, "the ranks hold different values of what must be the same on all of them", problems, fix
         )
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import SECTOR as ALIGNMENT
 from fzero.layout import padded
 from fzero.units import size
@@ -196,7 +196,7 @@ def extend(parts: Sequence[ScratchFile], before: int, nbytes: int) -> None:
 
 
 def _impossible(nbytes: int, problems: Sequence[str]) -> FzeroValueError:
-    return FzeroValueError(message("offload", f"cannot keep {size(nbytes)} a rank on disk", problems, _SPACE))
+    return FzeroValueError("offload", f"cannot keep {size(nbytes)} a rank on disk", problems, _SPACE)
 
 
 def _unusable(path: Path) -> str | None:

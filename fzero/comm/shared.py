@@ -31,7 +31,7 @@ import torch
 
 from fzero import units
 from fzero.comm.collectives import merged, settle
-from fzero.errors import DivergenceError, RankLost, message
+from fzero.errors import DivergenceError, RankLost
 from fzero.mesh import Mesh
 from fzero.ranks.notes import Notes, timed_out
 from fzero.ranks.rendezvous import absent, replaced
@@ -119,7 +119,7 @@ class SharedMemory:
                 "make_mesh(shared_memory=False) does without"
             )
             what = f"the ranks cannot give each other the memory of a program, {units.size(nbytes)}"
-            raise DivergenceError(message("compile", what, [f"rank {self._mesh.rank}: {error}"], fix)) from error
+            raise DivergenceError("compile", what, [f"rank {self._mesh.rank}: {error}"], fix) from error
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -147,7 +147,7 @@ class SharedMemory:
         if len({*runs.values()}) > 1:
             which = [f"rank {rank}: {self._names[number]}, program {number}" for rank, number in sorted(runs.items())]
             fix = "call the same compiled steps in the same order on every rank: an evaluation too"
-            raise DivergenceError(message("step", "ranks run different programs", which, fix))
+            raise DivergenceError("step", "ranks run different programs", which, fix)
 
     def all_gather_start(
         self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
@@ -287,9 +287,7 @@ class SharedMemory:
             if not num:
                 what = f"rank {rank}'s memory ends before what rank {self._mesh.rank} reads there"
                 fix = "run the same code on every rank; the state is lost, go on from the last checkpoint"
-                raise DivergenceError(
-                    message("step", "a transfer failed: another rank runs another program", [what], fix)
-                )
+                raise DivergenceError("step", "a transfer failed: another rank runs another program", [what], fix)
             done += num
 
     def _offset(self, tensor: torch.Tensor) -> int:
@@ -337,12 +335,10 @@ class SharedMemory:
         what = f"rank {peer.rank} {timed_out(self._mesh.timeout)}" if not ready else f"rank {peer.rank} has left"
         fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
         raise (RankLost if ready else DivergenceError)(
-            message(
-                "step",
-                "a transfer failed: another rank has left, or runs another program",
-                [f"rank {self._mesh.rank}: {what}"],
-                fix,
-            )
+            "step",
+            "a transfer failed: another rank has left, or runs another program",
+            [f"rank {self._mesh.rank}: {what}"],
+            fix,
         )
 
 

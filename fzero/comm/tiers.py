@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fzero.comm.copies import copies
 from fzero.comm.disk import aligned
-from fzero.errors import TierError, message
+from fzero.errors import TierError
 from fzero.layout import SECTOR, Extent, extent_of, padded, set_extent
 from fzero.mesh import Mesh
 from fzero.ranks.notes import exchanged
@@ -150,7 +150,7 @@ class TierTransport:
         if not failures:
             return None
         fix = "go on from the last checkpoint, with more room or on another path: the state is lost"
-        error = TierError(message("step", "a disk failed while the step ran", failures, fix))
+        error = TierError("step", "a disk failed while the step ran", failures, fix)
         error.__cause__ = failed
         return error
 

@@ -13,7 +13,7 @@ import torch
 from fzero import compat, random, tree
 from fzero.arguments import count, function
 from fzero.data.steps import Steps, digest
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.trace.reads.refused_operations import draws
 from fzero.trace.reads.user_lines import line, user_place
 from fzero.tree import describe
@@ -65,14 +65,14 @@ class ArrayDataset(Steps):
         problems += [] if collate is None else function("collate", collate, "samples")
         if problems:
             fix = "e.g. transform=lambda batch, key: batch"
-            raise FzeroTypeError(message(_WHERE, "takes functions of other arguments", problems, fix))
+            raise FzeroTypeError(_WHERE, "takes functions of other arguments", problems, fix)
         self.shuffle, self.transform = shuffle, transform
         given = arrays[0] if len(arrays) == 1 else arrays
         self.arrays = None if _is_dataset(given) else _rows_of(given)
         self.dataset: Any = given if self.arrays is None else None
         if collate is not None and self.dataset is None:
             fix = "leave collate out, or change batches by transform=fn(batch, key)"
-            raise FzeroTypeError(message(_WHERE, "collate is for data sets of samples; these are arrays", fix=fix))
+            raise FzeroTypeError(_WHERE, "collate is for data sets of samples; these are arrays", fix=fix)
         if (
             self.dataset is not None
             and hasattr(given, "with_format")
@@ -82,7 +82,7 @@ class ArrayDataset(Steps):
         self._collate = collate or torch.utils.data.default_collate
         self.num_samples = len(given) if self.arrays is None else len(tree.leaves(self.arrays)[0])
         if not self.num_samples:
-            raise FzeroValueError(message(_WHERE, "there are no samples", fix="give arrays of at least one row"))
+            raise FzeroValueError(_WHERE, "there are no samples", fix="give arrays of at least one row")
 
     @classmethod
     def from_loader(cls, loader: torch.utils.data.DataLoader[Any], *, seed: int = 0, ranks: int = 1) -> ArrayDataset:
@@ -106,7 +106,7 @@ class ArrayDataset(Steps):
             problems += _not_by_step(loader)
         if problems:
             fix = "give ArrayDataset(dataset, batch=...) the data set itself, or what has batch_at(step, rank, size)"
-            raise FzeroTypeError(message("data.from_loader", "the batch of a step is not known", problems, fix))
+            raise FzeroTypeError("data.from_loader", "the batch of a step is not known", problems, fix)
         batches: Any = loader.batch_sampler  # also of a loader that was given none; one that was has no batch_size
         return cls(
             loader.dataset,
@@ -130,7 +130,7 @@ class ArrayDataset(Steps):
             if found.calls:
                 what = "a batch is made with draws from torch's global generator: it does not follow from its step"
                 fix = "draw in transform=fn(batch, key), with fz.random (normal, uniform, bernoulli, dropout)"
-                raise FzeroValueError(message("data.batch_at", what, list(dict.fromkeys(found.calls))[:8], fix))
+                raise FzeroValueError("data.batch_at", what, list(dict.fromkeys(found.calls))[:8], fix)
         if _generators() != others:
             self._check_drawn(made, samples, step, rank)
         return made
@@ -150,7 +150,7 @@ class ArrayDataset(Steps):
         what = "a batch is made with draws from a global generator: it does not follow from its step"
         fix = "give each sample a generator of its own, numpy.random.default_rng((seed, index)) or random.Random(index)"
         fix += "; or draw in transform=fn(batch, key), with fz.random"
-        raise FzeroValueError(message("data.batch_at", what, [f"{name}: drawn from in {where}" for name in drawn], fix))
+        raise FzeroValueError("data.batch_at", what, [f"{name}: drawn from in {where}" for name in drawn], fix)
 
     def _made(self, samples: list[int], step: int, rank: int) -> Any:
         if self.arrays is not None:
@@ -178,7 +178,7 @@ class ArrayDataset(Steps):
             problems = [f"sample {number}: {kind}" for kind, number in list(kinds.items())[:8]]
             kind = FzeroTypeError if isinstance(error, TypeError) else FzeroValueError
             fix = "make them alike, or give collate=fn(samples), which makes a batch of a list of them (padding)"
-            raise kind(message("data.batch_at", "samples make no batch of tensors", problems, fix)) from error
+            raise kind("data.batch_at", "samples make no batch of tensors", problems, fix) from error
 
     def _identity(self) -> dict[str, Any]:
         leaves = tree.leaves(self.arrays) if self.arrays is not None else []
@@ -295,15 +295,15 @@ def _rows_of(arrays: Any) -> Any:
     made = tree.map_with_path(tensor, arrays, root="arrays")
     if problems or not tree.leaves(made):
         fix = "give tensors or arrays with one row a sample, or a data set with __len__ and __getitem__"
-        raise FzeroTypeError(message(_WHERE, "samples are rows of arrays", problems or ["there are no arrays"], fix))
-    lengths = {path: len(leaf) for path, leaf in zip(tree.paths(made, "arrays"), tree.leaves(made), strict=True)}
+        raise FzeroTypeError(_WHERE, "samples are rows of arrays", problems or ["there are no arrays"], fix)
+    lengths = {path: len(leaf) for path, leaf in tree.with_paths(made, "arrays")}
     if len(set(lengths.values())) > 1:
         problems = [f"{path}: {n} rows" for path, n in lengths.items()]
-        raise FzeroValueError(message(_WHERE, "arrays have different lengths", problems, "give each one row a sample"))
+        raise FzeroValueError(_WHERE, "arrays have different lengths", problems, "give each one row a sample")
     return made
 
 
 def _check_tensor(path: str, leaf: Any) -> None:
     if not isinstance(leaf, torch.Tensor):
         fix = "leave it out of the samples, or make a tensor of it by collate="
-        raise FzeroTypeError(message("data.batch_at", "batches are of tensors", [f"{path}: {describe(leaf)}"], fix))
+        raise FzeroTypeError("data.batch_at", "batches are of tensors", [f"{path}: {describe(leaf)}"], fix)

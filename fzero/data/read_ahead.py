@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 
 
 class Dataset(Protocol):
@@ -54,7 +54,7 @@ def read_ahead(
     """
     if not isinstance(depth, int) or depth < 1:
         raise FzeroValueError(
-            message("data.read_ahead", f"depth={depth!r} keeps no batch ready", fix="choose a depth of at least 1")
+            "data.read_ahead", f"depth={depth!r} keeps no batch ready", fix="choose a depth of at least 1"
         )
     where = None if device is None else torch.device(device)
     if where is not None and where.type == "cuda" and where.index is None:

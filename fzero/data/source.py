@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 
@@ -32,7 +32,7 @@ def python_source(limit_bytes: int | None = None) -> torch.Tensor:
     """
     if limit_bytes is not None and limit_bytes < 1:
         raise FzeroValueError(
-            message("data.python_source", f"limit_bytes={limit_bytes} leaves nothing", fix="ask for at least 1 byte")
+            "data.python_source", f"limit_bytes={limit_bytes} leaves nothing", fix="ask for at least 1 byte"
         )
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
@@ -45,10 +45,6 @@ def python_source(limit_bytes: int | None = None) -> torch.Tensor:
             break
     if not text:
         raise FzeroValueError(
-            message(
-                "data.python_source",
-                f"no .py files under {root}",
-                fix="use a Python installed with its library's source",
-            )
+            "data.python_source", f"no .py files under {root}", fix="use a Python installed with its library's source"
         )
     return torch.frombuffer(text, dtype=torch.uint8)[:limit_bytes]

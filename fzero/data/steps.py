@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fzero import random
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.tree import describe
 
 _DIGESTED = (1 << 16, 256)  # elements a piece, pieces: what of a tensor its digest is made of
@@ -58,7 +58,7 @@ class Steps:
         ]
         if problems:
             fix = "give sizes of at least 1 and disjoint ranges (first, last + 1)"
-            raise FzeroValueError(message(where, "cannot make batches", problems, fix))
+            raise FzeroValueError(where, "cannot make batches", problems, fix)
         self.batch, self.seed = batch, seed
 
     @property
@@ -85,14 +85,14 @@ class Steps:
             problems.append(f"rank={rank!r} is not one of 0 to {size - 1}")
         if problems:
             fix = "count steps and ranks from 0"
-            raise FzeroValueError(message("data.batch_at", "there is no such batch", problems, fix))
+            raise FzeroValueError("data.batch_at", "there is no such batch", problems, fix)
         if self.batch % size:
             fix = (
                 f"make batch a multiple of {size}, e.g. {-(-self.batch // size) * size}, or use a number of ranks that "
                 f"divides {self.batch}"
             )
             what = f"a batch of {self.batch} rows cannot be shared by {size} ranks alike"
-            raise FzeroValueError(message("data.batch_at", what, fix=fix))
+            raise FzeroValueError("data.batch_at", what, fix=fix)
         rows = self.batch // size
         return self._rows(self.order(self.data_step(step) * self.batch + rank * rows, rows), step, rank)
 
@@ -146,16 +146,12 @@ class Steps:
         mine = self._identity()
         if not isinstance(cursor, Mapping) or not mine.keys() | {"next"} <= cursor.keys():
             fix = "save one with the state: fz.checkpoint.save(..., meta={'data': dataset.cursor(step)})"
-            raise FzeroValueError(
-                message("data.resume", f"{describe(cursor)} does not say which batch is next", fix=fix)
-            )
+            raise FzeroValueError("data.resume", f"{describe(cursor)} does not say which batch is next", fix=fix)
         if type(cursor["next"]) is not int or cursor["next"] < 0:
             raise FzeroValueError(
-                message(
-                    "data.resume",
-                    f"next is {cursor['next']!r}, not the number of a batch",
-                    fix="give a cursor as data.cursor(step) made it",
-                )
+                "data.resume",
+                f"next is {cursor['next']!r}, not the number of a batch",
+                fix="give a cursor as data.cursor(step) made it",
             )
         others = {
             n: (cursor[n], now) for n, now in mine.items() if type(cursor[n]) is not type(now) or cursor[n] != now
@@ -167,9 +163,7 @@ class Steps:
                 "version of Python)"
             )
             raise FzeroValueError(
-                message(
-                    "data.resume", "the run was saved with other data than this, or in another order", problems, fix
-                )
+                "data.resume", "the run was saved with other data than this, or in another order", problems, fix
             )
         step = position = cursor["next"]
         for first, stop in self.skip:

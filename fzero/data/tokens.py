@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fzero.data.steps import Steps, digest
-from fzero.errors import FzeroTypeError, FzeroValueError, message
-from fzero.tree import describe
+from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.tree import describe, dtype_name
 
 DTYPES = (torch.uint8, torch.uint16, torch.int16, torch.int32, torch.int64)
 """Dtypes that tokens can be stored in."""
@@ -68,12 +68,10 @@ class TokenDataset(Steps):
                 else f"use at least {seq + 1} tokens"
             )
             raise FzeroValueError(
-                message(
-                    "data.TokenDataset",
-                    "the corpus is shorter than one window",
-                    [f"{len(self.tokens)} tokens, a window is seq + 1 = {seq + 1}"],
-                    fix,
-                )
+                "data.TokenDataset",
+                "the corpus is shorter than one window",
+                [f"{len(self.tokens)} tokens, a window is seq + 1 = {seq + 1}"],
+                fix,
             )
 
     @property
@@ -114,12 +112,10 @@ class TokenDataset(Steps):
         if not (0 < fraction < 1 and kept >= 1 and len(self.tokens) - cut > self.seq):
             problems = [f"{self.num_windows} windows of {self.seq} + 1 tokens"]
             raise FzeroValueError(
-                message(
-                    "data.split",
-                    f"fraction={fraction} leaves a side without data",
-                    problems,
-                    "choose another fraction or a smaller seq",
-                )
+                "data.split",
+                f"fraction={fraction} leaves a side without data",
+                problems,
+                "choose another fraction or a smaller seq",
             )
         options: dict[str, Any] = {"seq": self.seq, "batch": self.batch, "seed": self.seed}
         return TokenDataset(self.tokens[:cut], **options, skip=self.skip), TokenDataset(self.tokens[cut:], **options)
@@ -157,15 +153,13 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
     _check_dtype("data.write_tokens", stored)
     low, high = _range(tokens)
     if low < torch.iinfo(stored).min or high > torch.iinfo(stored).max:
-        fits = [
-            str(d).removeprefix("torch.") for d in DTYPES if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max
-        ]
+        fits = [dtype_name(d) for d in DTYPES if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max]
         problem = [
-            f"tokens are {low} to {high}, {str(stored).removeprefix('torch.')} holds {torch.iinfo(stored).min} to "
+            f"tokens are {low} to {high}, {dtype_name(stored)} holds {torch.iinfo(stored).min} to "
             f"{torch.iinfo(stored).max}"
         ]
         raise FzeroValueError(
-            message("data.write_tokens", "tokens do not fit the dtype", problem, f"store them as {' or '.join(fits)}")
+            "data.write_tokens", "tokens do not fit the dtype", problem, f"store them as {' or '.join(fits)}"
         )
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -181,41 +175,32 @@ def write_tokens(path: str | os.PathLike[str], tokens: Any, dtype: torch.dtype |
 def _map_file(path: Path, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is None:
         raise FzeroTypeError(
-            message(
-                "data.TokenDataset",
-                f"{path} does not say what it holds",
-                fix="pass the dtype of its tokens, e.g. dtype=torch.uint16",
-            )
+            "data.TokenDataset",
+            f"{path} does not say what it holds",
+            fix="pass the dtype of its tokens, e.g. dtype=torch.uint16",
         )
     _check_dtype("data.TokenDataset", dtype)
     if not path.is_file():
         raise FzeroValueError(
-            message(
-                "data.TokenDataset", f"{path} is not a file", fix="write one with fz.data.write_tokens(path, tokens)"
-            )
+            "data.TokenDataset", f"{path} is not a file", fix="write one with fz.data.write_tokens(path, tokens)"
         )
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
         problem = [
-            f"{size} bytes are not a positive whole number of {str(dtype).removeprefix('torch.')} tokens of "
-            f"{dtype.itemsize} bytes"
+            f"{size} bytes are not a positive whole number of {dtype_name(dtype)} tokens of {dtype.itemsize} bytes"
         ]
         raise FzeroValueError(
-            message(
-                "data.TokenDataset",
-                f"{path} is not a file of such tokens",
-                problem,
-                "pass the dtype it was written with, or write it again",
-            )
+            "data.TokenDataset",
+            f"{path} is not a file of such tokens",
+            problem,
+            "pass the dtype it was written with, or write it again",
         )
     return torch.from_file(str(path), shared=False, size=size // dtype.itemsize, dtype=dtype)
 
 
 def _as_tensor(tokens: Any, dtype: torch.dtype | None) -> torch.Tensor:
     if dtype is not None:
-        raise FzeroTypeError(
-            message("data.TokenDataset", "dtype is for files; these tokens have one", fix="leave dtype out")
-        )
+        raise FzeroTypeError("data.TokenDataset", "dtype is for files; these tokens have one", fix="leave dtype out")
     try:
         with warnings.catch_warnings():
             # a read-only array, such as a memory map: it is never written to
@@ -223,18 +208,16 @@ def _as_tensor(tokens: Any, dtype: torch.dtype | None) -> torch.Tensor:
             out = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FzeroTypeError(
-            message("data", f"tokens cannot be {describe(tokens)}", [str(error)], "pass a 1-D integer tensor or array")
+            "data", f"tokens cannot be {describe(tokens)}", [str(error)], "pass a 1-D integer tensor or array"
         ) from error
     if out.dim() != 1 or out.dtype not in DTYPES:
-        raise FzeroTypeError(
-            message("data", f"tokens cannot be {describe(out)}", fix=f"pass a 1-D tensor of {_names(DTYPES)}")
-        )
+        raise FzeroTypeError("data", f"tokens cannot be {describe(out)}", fix=f"pass a 1-D tensor of {_names(DTYPES)}")
     return out.detach().cpu()
 
 
 def _check_dtype(where: str, dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
-        raise FzeroTypeError(message(where, f"tokens cannot be stored as {dtype}", fix=f"use one of {_names(DTYPES)}"))
+        raise FzeroTypeError(where, f"tokens cannot be stored as {dtype}", fix=f"use one of {_names(DTYPES)}")
 
 
 def _range(tokens: torch.Tensor) -> tuple[int, int]:
@@ -244,4 +227,4 @@ def _range(tokens: torch.Tensor) -> tuple[int, int]:
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+    return ", ".join(dtype_name(d) for d in dtypes)

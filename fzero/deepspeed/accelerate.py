@@ -12,7 +12,7 @@ from fzero.deepspeed.config import Config, load_config
 from fzero.deepspeed.optimizer import Given
 from fzero.deepspeed.reading import ConfigSettings, read_file, settings
 from fzero.deepspeed.table import KeyTable, rows
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.transforms.offload import offload
 from fzero.transforms.remat import remat
 
@@ -143,9 +143,7 @@ def load_accelerate(
     ]
     if found.problems:
         what = f"{source} has {len(found.problems)} problem{'s' * (len(found.problems) > 1)}"
-        raise FzeroValueError(
-            message("deepspeed", what, found.problems, "correct these keys; every other is understood")
-        )
+        raise FzeroValueError("deepspeed", what, found.problems, "correct these keys; every other is understood")
     if (named := found.get("deepspeed_config.deepspeed_config_file")) is not None:
         filled = {key: base[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
         filled |= {"bf16.enabled": precision == "bf16", "fp16.enabled": precision == "fp16"}
@@ -162,9 +160,9 @@ def _read(config: Any) -> tuple[dict[str, Any], str]:
         try:
             import yaml
         except ImportError:
-            raise FzeroValueError(message("deepspeed", f"{config} needs PyYAML", fix="pip install pyyaml")) from None
+            raise FzeroValueError("deepspeed", f"{config} needs PyYAML", fix="pip install pyyaml") from None
         if not Path(config).is_file():
-            raise FzeroValueError(message("deepspeed", f"{config} is not there", fix="give the path of a file"))
+            raise FzeroValueError("deepspeed", f"{config} is not there", fix="give the path of a file")
         return read_file(yaml.safe_load(Path(config).read_text()))[0], os.fspath(config)
     return read_file(config)
 

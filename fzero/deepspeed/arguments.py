@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 
 _NEEDED = (
     "world_size per_device_train_batch_size gradient_accumulation_steps max_grad_norm learning_rate adam_beta1 "
@@ -36,7 +36,7 @@ def from_arguments(args: Any, num_steps: int | None = None) -> dict[str, Any]:
     """
     if missing := [name for name in _NEEDED.split() if not hasattr(args, name)]:
         fix = "give the TrainingArguments, or write load_config(auto={path: value})"
-        raise FzeroTypeError(message("deepspeed.from_arguments", f"{type(args).__name__} lacks", missing, fix))
+        raise FzeroTypeError("deepspeed.from_arguments", f"{type(args).__name__} lacks", missing, fix)
     rows, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
     filled = {
         "train_batch_size": args.world_size * rows * parts,

@@ -15,7 +15,7 @@ from fzero.arguments import count
 from fzero.deepspeed import optimizer as optimizers
 from fzero.deepspeed.reading import ConfigSettings, Decision, read_file, settings
 from fzero.deepspeed.table import MEANING
-from fzero.errors import FzeroError, FzeroValueError, message
+from fzero.errors import FzeroError, FzeroValueError
 from fzero.optim import GradientTransformation, Schedule
 from fzero.optim.loss_scale import LossScale
 from fzero.program.ir import Program
@@ -87,7 +87,7 @@ class BatchSize(Transform):
             rows = self.rows / parts
             fix = f"give each rank {rows:g} rows, those of all its micro-batches; or say another train_batch_size"
             what = f"a step is of {self.rows} rows (train_batch_size), this batch is of others"
-            raise FzeroValueError(message("deepspeed", what, problems, fix))
+            raise FzeroValueError("deepspeed", what, problems, fix)
         return program
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fzero.deepspeed.config import Config, load_config
 from fzero.deepspeed.optimizer import Given
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.mesh import Mesh, make_mesh
 from fzero.modules.functionalize import functionalize
 from fzero.runtime.compile import compile
@@ -63,10 +63,10 @@ def initialize(
     where = "deepspeed.initialize"
     if model is None and not callable(loss):
         fix = "give model=module, or a loss function of parameters and batch"
-        raise FzeroTypeError(message(where, "there is neither a model nor a loss", fix=fix))
+        raise FzeroTypeError(where, "there is neither a model nor a loss", fix=fix)
     if not (model is None or isinstance(model, nn.Module) or hasattr(model, "train_step")):
         what = f"a model is a module, or fz.functionalize(module), not {type(model).__name__}"
-        raise FzeroTypeError(message(where, what, fix="without a module: initialize(loss=loss_fn, config=...)"))
+        raise FzeroTypeError(where, what, fix="without a module: initialize(loss=loss_fn, config=...)")
     mesh = make_mesh() if mesh is None else mesh
     found = config if isinstance(config, Config) else None
     if found is None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fzero.arguments import shown
 from fzero.deepspeed.table import DEEPSPEED, NOTE, REFUSED, KeyTable, Row
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.read_json import Malformed, contents, parsed
 from fzero.transforms.precision import DTYPE_NAMES
 
@@ -79,7 +79,7 @@ class ConfigSettings:
         if self.problems:
             problems = list(dict.fromkeys(self.problems))
             what = f"{source} has {len(problems)} problem{'s' * (len(problems) > 1)}"
-            raise FzeroValueError(message("deepspeed", what, problems, "correct these keys; every other is understood"))
+            raise FzeroValueError("deepspeed", what, problems, "correct these keys; every other is understood")
 
 
 def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -94,21 +94,21 @@ def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[
         return _plain(config, "a dict"), "a dict"
     if not isinstance(config, (str, os.PathLike)):
         what = f"a configuration is a path or a dict, not {type(config).__name__}"
-        raise FzeroTypeError(message("deepspeed", what, fix='e.g. fz.deepspeed.load_config("ds_config.json")'))
+        raise FzeroTypeError("deepspeed", what, fix='e.g. fz.deepspeed.load_config("ds_config.json")')
     path, name = Path(config), os.fspath(config)
     if os.path.isfile(name):  # Path.is_file raises of a text that is too long for a name
         try:
             return read_text(contents(path, _MOST), name), name
         except (OSError, Malformed) as error:
             fix = "give the path of a ds_config.json"
-            raise FzeroValueError(message("deepspeed", f"{name} cannot be read", [str(error)], fix)) from None
+            raise FzeroValueError("deepspeed", f"{name} cannot be read", [str(error)], fix) from None
     try:
         text = base64.b64decode(name, altchars=b"-_", validate=True)  # the name of a file, too, may be base64
         if not text.lstrip().startswith(b"{"):
             raise ValueError
     except (binascii.Error, ValueError):
         fix = "give the path of a file that is there, or the dict itself"
-        raise FzeroValueError(message("deepspeed", f"{shown(name)} is not there", fix=fix)) from None
+        raise FzeroValueError("deepspeed", f"{shown(name)} is not there", fix=fix) from None
     return read_text(text, "base64"), "base64"
 
 
@@ -117,7 +117,7 @@ def _plain(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     try:
         return parsed(json.dumps(dict(config)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise FzeroTypeError(message("deepspeed", f"{name} has values that JSON has not", [str(error)])) from None
+        raise FzeroTypeError("deepspeed", f"{name} has values that JSON has not", [str(error)]) from None
 
 
 def read_text(text: str | bytes, name: str) -> dict[str, Any]:
@@ -140,17 +140,17 @@ def read_text(text: str | bytes, name: str) -> dict[str, Any]:
             import hjson  # pyright: ignore[reportMissingImports]  # comes with DeepSpeed
         except ImportError:
             fix = "write JSON; of HJSON (comments, no quotes) one needs the package hjson"
-            raise FzeroValueError(message("deepspeed", f"{name} is not JSON", [str(error)], fix)) from None
+            raise FzeroValueError("deepspeed", f"{name} is not JSON", [str(error)], fix) from None
         try:
             found = hjson.loads(text, object_pairs_hook=unique)
         except (ValueError, RecursionError) as second:
-            raise FzeroValueError(message("deepspeed", f"{name} is neither JSON nor HJSON", [str(second)])) from None
+            raise FzeroValueError("deepspeed", f"{name} is neither JSON nor HJSON", [str(second)]) from None
     if twice:
         problems = [f"{key!r} twice in one section" for key in twice]
-        raise FzeroValueError(message("deepspeed", f"{name} has keys twice", problems, "keep one of each"))
+        raise FzeroValueError("deepspeed", f"{name} has keys twice", problems, "keep one of each")
     if not isinstance(found, dict):
         what = f"{name} is {type(found).__name__}, not a section"
-        raise FzeroValueError(message("deepspeed", what, fix='a configuration is {"train_batch_size": 32, ...}'))
+        raise FzeroValueError("deepspeed", what, fix='a configuration is {"train_batch_size": 32, ...}')
     return found
 
 

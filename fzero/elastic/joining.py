@@ -20,7 +20,7 @@ import torch
 
 from fzero import launcher
 from fzero.elastic import host
-from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError, message
+from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError
 from fzero.mesh import Mesh, close_mesh, make_mesh
 from fzero.processes import Processes
 from fzero.ranks import agreement, turns
@@ -106,7 +106,7 @@ def apart(mesh: Mesh, ended: int) -> FzeroValueError | None:
         return None
     problems = [f"rank {rank}: in run {number + 1} of its script" for rank, number in enumerate(everyones)]
     fix = "start the script again; with a script for each fz.run, a rank that was lost comes back to it"
-    return FzeroValueError(message("run", "a rank that was lost cannot come back to this run", problems, fix))
+    return FzeroValueError("run", "a rank that was lost cannot come back to this run", problems, fix)
 
 
 def lost(mesh: Mesh, error: Exception) -> bool:

@@ -27,7 +27,7 @@ from fzero.elastic.joining import STOPPED, Signals
 from fzero.elastic.sent import Sent
 from fzero.elastic.vault import Damage, Vault
 from fzero.elastic.wards import Ward
-from fzero.errors import CheckpointError, FzeroValueError, StorageError, message
+from fzero.errors import CheckpointError, FzeroValueError, StorageError
 from fzero.layout import extent_of
 from fzero.lowering.layouts import zero_of
 from fzero.mesh import Mesh
@@ -135,14 +135,14 @@ class Run:
         """
         fix = "e.g. fz.accumulate(run.micro_batches(data.batch, rows=4))"
         if problems := count("batch", batch) + count("rows", rows):
-            raise FzeroValueError(message("run.micro_batches", "invalid arguments", problems, fix))
+            raise FzeroValueError("run.micro_batches", "invalid arguments", problems, fix)
         size = self.place["size"]
         if batch % size:
             able = [n for n in range(1, batch + 1) if batch % n == 0]
             near = [n for n in able if n < size][-4:] + [n for n in able if n > size][:2]
             what = f"a batch of {batch} rows cannot be shared by {size} ranks alike"
             fix = f"start the run on a number of ranks that divides it ({', '.join(map(str, near))})"
-            raise FzeroValueError(message("run.micro_batches", what, fix=fix))
+            raise FzeroValueError("run.micro_batches", what, fix=fix)
         share = batch // size
         return next(n for n in range(-(-share // rows), share + 1) if share % n == 0)
 
@@ -180,10 +180,10 @@ class Run:
         problems += flag("private", private) if path is None else not_private(path, private)
         if problems:
             fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
-            raise FzeroValueError(message("run.state", "invalid arguments", problems, fix))
+            raise FzeroValueError("run.state", "invalid arguments", problems, fix)
         if self._newest is not None:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
-            raise FzeroValueError(message("run.state", "a run has one state, and this one has it already", fix=fix))
+            raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
         self._path, self._train, self._data, self._private = path, train, data, private
         self._cursor = None if data is None else data.cursor(0)
         kept, lost, reached = self._in_memory()
@@ -216,7 +216,7 @@ class Run:
         logger.info(
             "fzero.run: the state after %d steps, from %s, on %d ranks", int(state.step), self.source, self.mesh.size
         )
-        self._on_disk = [n for n, x in zip(tree.names(state), tree.leaves(state), strict=True) if extent_of(x)]
+        self._on_disk = [n for n, x in tree.with_names(state) if extent_of(x)]
         if self._vault is not None and not self._on_disk:
             vault, ward = self._vault, self._ward(train)
 
@@ -257,7 +257,7 @@ class Run:
         if isinstance(stop, bool) or not hasattr(stop, "__index__"):
             problems.append(f"stop={shown(stop)}: must be a whole number")
         if problems:
-            raise FzeroValueError(message("run.steps", "invalid arguments", problems, "run.steps(state, 10_000)"))
+            raise FzeroValueError("run.steps", "invalid arguments", problems, "run.steps(state, 10_000)")
         # of a state that is not the run's: as many as its steps
         self._seen, self._calls = self._batches() if state is self._newest else int(state.step), None
         if state is not self._newest:
@@ -282,7 +282,7 @@ class Run:
                 asked = f"batches {batch + 1 - idle} to {batch} were asked for, and no step was taken"
                 fix = "take a step for each number before the next is asked for: for index in run.steps(state, stop), "
                 fix += "no list and no sampler made of it; to leave batches out, fz.data's skip=[(first, last + 1)]"
-                raise FzeroValueError(message("run.steps", "it is read ahead", [asked], fix))
+                raise FzeroValueError("run.steps", "it is read ahead", [asked], fix)
             self._seen, self._calls, self._signals.free = batch + 1, None, False
         if not self.stopping and state is self._newest:
             self._known = self._seen, int(state.step)
@@ -300,9 +300,7 @@ class Run:
         """
         if not isinstance(state, State):
             what = f"{type(state).__name__} is not a state"
-            raise FzeroValueError(
-                message("run.keep", what, fix="state, metrics = train(state, batch); run.keep(state)")
-            )
+            raise FzeroValueError("run.keep", what, fix="state, metrics = train(state, batch); run.keep(state)")
         check_whole(state, "run.keep")
         if self._unasked:
             asked = " and ".join(f"{name}=" for name in self._unasked)
@@ -316,7 +314,7 @@ class Run:
         if self._vault is not None and self._on_disk:
             what = f"{len(self._on_disk)} leaves rest on disk, and are not kept in memory"
             fix = "leave run.keep out and call run.save(state), or let them rest elsewhere"
-            raise FzeroValueError(message("run.keep", what, self._on_disk[:5], fix))
+            raise FzeroValueError("run.keep", what, self._on_disk[:5], fix)
         seen = self._batches()
         if self._vault is not None and self._vault.wards is not None and self._vault.has(seen - 1):
             self._vault.wards.seal(seen)
@@ -357,7 +355,7 @@ class Run:
         if not isinstance(train, CompiledStep) or not isinstance(state, State):
             what = f"run.step({shown(train)}, {shown(state)}, batch)"
             fix = "state, metrics = run.step(train, state, batch), with train of fz.compile and a state of its own"
-            raise FzeroValueError(message("run.step", what, fix=fix))
+            raise FzeroValueError("run.step", what, fix=fix)
         self._unasked = []
         seen, care = self._batches(), self._care
         if care.replay is None or (seen + 1) % care.replay:
@@ -401,16 +399,14 @@ class Run:
     ) -> Path | Url | Saving:
         if self._path is None:
             fix = "run.state(train, params, key, path='runs/gpt')"
-            raise FzeroValueError(message("run.save", "the run has no directory for checkpoints", fix=fix))
+            raise FzeroValueError("run.save", "the run has no directory for checkpoints", fix=fix)
         problems = [] if isinstance(state, State) else [f"state={shown(state)}: must be the run's"]
         if meta is not None and not isinstance(meta, Mapping):
             problems.append(f"meta={shown(meta)}: must be a dict")
         elif meta is not None and _NOTE in meta:
             problems.append(f"meta[{_NOTE!r}]: the name is the run's own")
         if problems:
-            raise FzeroValueError(
-                message("run.save", "invalid arguments", problems, "run.save(state, meta={'lr': 1e-3})")
-            )
+            raise FzeroValueError("run.save", "invalid arguments", problems, "run.save(state, meta={'lr': 1e-3})")
         self._count(state, "save")
         self._saved = {"keep": keep, "meta": meta}
         note: dict[str, Any] = {"seen": self._batches()}
@@ -467,7 +463,7 @@ class Run:
             text, _, fix = str(error).partition("\nFix: ")
             what = f"the run is told to stop, and its state after {self._known[0]} batches is not saved"
             problems = [line.strip() for line in text.splitlines()] + [self._next_start()]
-            raise type(error)(message("run", what, problems, fix or None)) from error
+            raise type(error)("run", what, problems, fix or None) from error
         if self.mesh.rank == 0:
             logger.warning("fzero.run: the state after %d batches is saved: %s", self._known[0], saved)
 
@@ -510,7 +506,7 @@ class Run:
             what = f"the state has taken {step} steps, and had taken {self._known[1]}, after the same {seen} batches"
             fix = "loop over run.steps(state, stop), with one step and one run.keep a turn; several: train on batches "
             fix += "index * 2 and index * 2 + 1, and keep after the second"
-            raise FzeroValueError(message(f"run.{owner}", what, fix=fix))
+            raise FzeroValueError(f"run.{owner}", what, fix=fix)
         self._known = seen, step
 
     def _note(self, finding: Finding) -> None:
@@ -541,7 +537,7 @@ class Run:
         if spec.every % self._every:
             what = f"{spec} sends states that fz.run(every={self._every}) does not keep"
             fix = f"send every {self._every} steps, or a multiple: fz.redundant(every={self._every})"
-            raise FzeroValueError(message("run", what, fix=fix))
+            raise FzeroValueError("run", what, fix=fix)
         return Ward(spec, spec.shift(self.mesh))
 
     def _told_to_stop(self, step: int) -> bool:
@@ -566,7 +562,7 @@ class Run:
         if self._on_resize == "refuse":
             what = f"the state of step {found.step} was trained by {before} ranks, and here are {now}"
             fix = f"start the run on {before} ranks, or allow another number: fz.run(main, on_resize='keep_batch')"
-            raise FzeroValueError(message("run", what, fix=fix))
+            raise FzeroValueError("run", what, fix=fix)
         logger.info("fzero.run: from %d ranks to %d", before, now)
 
     def _lost(self, what: str, reached: int, on_disk: Index | None, seen: int) -> None:
@@ -586,7 +582,7 @@ class Run:
                 "start the run again, from its first state; run.state(..., path=...) and run.save(state) outlive what "
             )
             fix += "fz.redundant does not"
-            raise FzeroValueError(message("run.state", "the state of this run is lost", [what], fix))
+            raise FzeroValueError("run.state", "the state of this run is lost", [what], fix)
         if self.mesh.rank == 0:
             anew = f"there is no checkpoint under {self._path}, and the run begins anew"
             where = anew if on_disk is None else f"the run goes back to {on_disk.directory}"
@@ -624,4 +620,4 @@ def _no_room(memory: Path, error: OSError) -> FzeroValueError:
     space = os.statvfs(memory)
     free = f"{memory}: {space.f_bavail * space.f_frsize / 1e6:.0f} MB are free; {error.strerror}"
     fix = f"a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or {host.elsewhere()}"
-    return FzeroValueError(message("run", "the host's memory does not take the copies of the state", [free], fix))
+    return FzeroValueError("run", "the host's memory does not take the copies of the state", [free], fix)

@@ -24,7 +24,7 @@ from fzero.checkpoint.spread import Spread
 from fzero.checkpoint.storage import storage_of
 from fzero.elastic import vault
 from fzero.elastic.vault import held, is_whole
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
 from fzero.ranks import turns
 from fzero.ranks.together import Ranks, together
@@ -135,7 +135,7 @@ def found(memory: Path, ranks: Ranks) -> list[Held]:
     try:
         return [heard(those) for those in readers]
     except _WRONG as error:  # on every rank: all have the same notes
-        raise CheckpointError(message("run", what, [f"its note is damaged: {type(error).__name__}: {error}"])) from None
+        raise CheckpointError("run", what, [f"its note is damaged: {type(error).__name__}: {error}"]) from None
 
 
 def _told(index: Index) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fzero.elastic import host, spares
 from fzero.elastic.health import Health
 from fzero.elastic.joining import Signals
 from fzero.elastic.loop import Run
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import abstract, opt_state_inputs, params_inputs
 from fzero.lowering.slots import slots_of
@@ -53,7 +53,7 @@ def stand_by(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]
     if dist.is_initialized():
         what = "a spare process has joined a process group before fz.run"
         fix = "leave dist.init_process_group and make_mesh to fz.run; or start without --spares"
-        raise FzeroValueError(message("run", what, fix=fix))
+        raise FzeroValueError("run", what, fix=fix)
     memory = Path(os.environ[host.MEMORY])
     rehearse(main, timeout, axes)
     spares.stand_by(memory)

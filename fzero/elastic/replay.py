@@ -20,7 +20,7 @@ from fzero.checkpoint.index import Index
 from fzero.comm.replicas import word_sum
 from fzero.elastic.health import Finding
 from fzero.elastic.vault import held, on_host, serves
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
 from fzero.program.ir import Line, Program
@@ -98,7 +98,7 @@ def _kept(mesh: Mesh, seen: int, memory: Path | None, on_host: Sequence[int]) ->
     if not all(whole):
         fix = "start the ranks by torchrun or python -m fzero.run, or give fz.run(memory=DIR): else none is kept"
         what = "the state before this step was not kept"
-        raise FzeroValueError(message("run.step", what, [f"after {seen} batches"], fix))
+        raise FzeroValueError("run.step", what, [f"after {seen} batches"], fix)
     assert index is not None
     return index
 
@@ -137,12 +137,12 @@ def _rewind(state: State, index: Index, mesh: Mesh) -> None:
     Communication: three exchanges of a small object.
     """
     kept = lasting(state)
-    named = dict(zip(tree.names(kept), tree.leaves(kept), strict=True))
+    named = dict(tree.with_names(kept))
     wanted = {name: known[0] for name, x in named.items() if (known := leaf_of(x)) is not None}
     checkpoint.read(index, wanted, mesh, into={leaf.path: named[name] for name, leaf in wanted.items()})
-    params = dict(zip(tree.names(state.params), tree.leaves(state.params), strict=True))
+    params = dict(tree.with_names(state.params))
     copies = state.extras.get("compute")
-    for name, copy in zip(tree.names(copies), tree.leaves(copies), strict=True):
+    for name, copy in tree.with_names(copies):
         storage.fill(copy, storage.cast(params[name], copy.dtype))
 
 

@@ -16,7 +16,7 @@ from fzero.checkpoint.index import Index, StoredPart
 from fzero.checkpoint.saving import SavePlan, make_plan
 from fzero.checkpoint.spread import Spread
 from fzero.comm import replicas
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import extent_of, leaf_of, leave
 from fzero.mesh import Mesh
 from fzero.ranks import agreement
@@ -58,9 +58,7 @@ def reshard(state: State, train: CompiledStep) -> State:
     """
     if not isinstance(train, CompiledStep):
         fix = "fz.reshard(state, fz.compile(step, mesh))"
-        raise FzeroTypeError(
-            message("reshard", f"the second argument is a compiled step, not {describe(train)}", fix=fix)
-        )
+        raise FzeroTypeError("reshard", f"the second argument is a compiled step, not {describe(train)}", fix=fix)
     mesh = train.mesh
     plan = _plan(state, mesh)
     left = {id(x): x for x in tree.leaves(state)}
@@ -130,7 +128,7 @@ def _plan(state: Any, mesh: Mesh) -> SavePlan:
 def _check(state: Any, mesh: Mesh) -> None:
     check_state(state, _FIX, "reshard")
     here, problems = (mesh.rank, mesh.size), []
-    for path, x in zip(tree.paths(state, "state"), tree.leaves(state), strict=True):
+    for path, x in tree.with_paths(state, "state"):
         if not isinstance(x, torch.Tensor) or (known := leaf_of(x)) is None:
             problems.append(f"{path}: {describe(x)} that no compiled step made")
         elif (there := (known[1].rank, known[1].size)) != here:
@@ -139,4 +137,4 @@ def _check(state: Any, mesh: Mesh) -> None:
             problems.append(f"{path}: rests on disk")
     if problems:
         fix = f"{_FIX} on these processes, in memory (fz.move(state, 'cpu')); or save and restore it"
-        raise FzeroValueError(message("reshard", "cannot reshard this state", problems, fix))
+        raise FzeroValueError("reshard", "cannot reshard this state", problems, fix)

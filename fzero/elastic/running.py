@@ -34,7 +34,7 @@ from fzero.elastic.joining import (
     say_why,
 )
 from fzero.elastic.loop import Run
-from fzero.errors import DivergenceError, FzeroValueError, RankLost, message
+from fzero.errors import DivergenceError, FzeroValueError, RankLost
 from fzero.mesh import close_mesh
 from fzero.processes import Processes
 from fzero.ranks import agreement, turns
@@ -98,7 +98,7 @@ def run(
         main_is_wrong = any(p.startswith("main=") for p in problems)
         fix = "define main(run), a function that trains and returns" if main_is_wrong else "follow each line"
         left_out = "; an argument that is left out has a valid default"
-        raise FzeroValueError(message("run", "invalid arguments", problems, fix + left_out))
+        raise FzeroValueError("run", "invalid arguments", problems, fix + left_out)
     here, keeper, torchrun = Processes.of(), host.KEEPER in os.environ, launcher.under_torchrun()
     if host.SPARE in os.environ:
         from fzero.elastic.rehearsal import stand_by
@@ -114,9 +114,7 @@ def run(
                 turns.watcher.say(host.COMING, 0)
     except OSError as error:
         what = "the host's memory cannot be used"
-        raise FzeroValueError(
-            message("run", what, [str(error)], f"{host.elsewhere()} takes another directory")
-        ) from error
+        raise FzeroValueError("run", what, [str(error)], f"{host.elsewhere()} takes another directory") from error
     try:
         with Signals(stop_on) as signals:
             if keeper:
@@ -132,7 +130,7 @@ def run(
             "the store is gone: the process that kept it, of the launcher or of rank 0, has left or cannot be reached"
         )
         fix = "start the run again, unless torchrun does (--max-restarts); keep --rdzv-endpoint on a host that stays"
-        raise DivergenceError(message("run", what, [brief(error)], fix)) from error
+        raise DivergenceError("run", what, [brief(error)], fix) from error
     finally:
         turns.watcher = None
     close_mesh()

@@ -31,12 +31,12 @@ import torch
 from fzero import tree
 from fzero.boxes import claimed, whole
 from fzero.checkpoint import format
-from fzero.checkpoint.index import File, Index, parse, show
+from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.saving import make_plan, written_by
 from fzero.comm.replicas import word_sum
 from fzero.elastic.host import made
 from fzero.elastic.wards import SEALED, SUMS, Ward, WardFiles, Wards, write_note
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.read_json import read
 from fzero.train_state import lasting
@@ -141,10 +141,10 @@ class Vault:
             FzeroValueError: it is of another form than the state of `open`.
         """
         if (form := _form(state)) != self._form:
-            odd = [f"{a[0]}: {show(*a[1:])}" for a in form if a not in self._form]
-            odd += [f"{b[0]}: {show(*b[1:])} is not there" for b in self._form if b not in form]
+            odd = [f"{a[0]}: {tree.form(*a[1:])}" for a in form if a not in self._form]
+            odd += [f"{b[0]}: {tree.form(*b[1:])} is not there" for b in self._form if b not in form]
             fix = "keep the state that run.state returned, as its steps return it"
-            raise FzeroValueError(message("run.keep", "this is not the run's state", odd[:8], fix))
+            raise FzeroValueError("run.keep", "this is not the run's state", odd[:8], fix)
         flat = tree.leaves(lasting(state))
         slot = self._spare(step)
         self._sealed[slot].fill_(0)
@@ -187,7 +187,7 @@ def on_host(sums: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _form(state: Any) -> list[tuple[str, torch.Size, torch.dtype]]:
     kept = lasting(state)
-    return [(n, x.shape, x.dtype) for n, x in zip(tree.names(kept), tree.leaves(kept), strict=True)]
+    return [(n, x.shape, x.dtype) for n, x in tree.with_names(kept)]
 
 
 def held(memory: Path) -> dict[tuple[int, int], Index]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError, message
+from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError
 
 _PREFIX = "base_model.model."
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -39,21 +39,19 @@ def put_on(module: Any, config: Any) -> Any:
     owner = "hf.from_pretrained"
     if not type(config).__module__.startswith("peft."):
         fix = "adapter=peft.LoraConfig(r=8, task_type='CAUSAL_LM')"
-        raise FzeroTypeError(
-            message(owner, f"adapter is a configuration of peft, not {type(config).__name__}", fix=fix)
-        )
+        raise FzeroTypeError(owner, f"adapter is a configuration of peft, not {type(config).__name__}", fix=fix)
     begins = getattr(config, "init_lora_weights", None)
     if begins not in (True, "gaussian") or getattr(config, "use_dora", False):
         what = f"{type(config).__name__}'s adapters may begin with what is computed from the weights, which come later"
         problems = [f"init_lora_weights={begins!r}, use_dora={getattr(config, 'use_dora', None)!r}"]
         fix = "put them on a model with weights: fz.functionalize(peft.get_peft_model(model, config))"
-        raise FzeroValueError(message(owner, what, problems, fix))
+        raise FzeroValueError(owner, what, problems, fix)
     from peft import get_peft_model  # pyright: ignore[reportMissingImports] - of no extra but `test`
 
     try:
         return get_peft_model(copy.deepcopy(module), copy.deepcopy(config))
     except ValueError as error:  # no module of the names that it targets
-        raise FzeroTypeError(message(owner, "the adapter does not fit the model", [str(error)])) from error
+        raise FzeroTypeError(owner, "the adapter does not fit the model", [str(error)]) from error
 
 
 def stored_names(module: Any, base: Collection[str]) -> dict[str, str]:
@@ -104,7 +102,7 @@ def saved_leaves(module: Any, leaf_of: Mapping[str, str]) -> tuple[dict[str, tor
     if problems:
         what = "the library saves what it computes of the adapter's tensors"
         fix = "model.write_back(train.gather(state).params), then peft_model.save_pretrained(path)"
-        raise CheckpointError(message("hf.save_pretrained", what, problems, fix))
+        raise CheckpointError("hf.save_pretrained", what, problems, fix)
     return state, wanted
 
 

@@ -18,7 +18,7 @@ import torch
 
 from fzero.checkpoint.format import ElementRun, Entry
 from fzero.checkpoint.loading import Sources, Weights
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 
 
 def sources(module: Any, weights: Weights) -> Sources:
@@ -60,7 +60,7 @@ def sources(module: Any, weights: Weights) -> Sources:
     if problems:
         fix = "write it in the form of the model: from_pretrained(dir).save_pretrained(out, save_original_format=False)"
         what = f"{weights.path} stores leaves in a form that is not read in ranges"
-        raise CheckpointError(message("load", what, problems, fix))
+        raise CheckpointError("load", what, problems, fix)
     return (
         out
         | {n: out[first] for n, first in _tied(module).items() if first in out and n not in out}
@@ -94,7 +94,7 @@ def stored(module: Any) -> dict[str, tuple[tuple[int, ...], Sequence[ElementRun]
     if problems:
         fix = "fz.checkpoint.save and fz.checkpoint.export, which write the names and forms in memory"
         what = f"{type(module).__name__} is stored in a form that is not written in ranges"
-        raise CheckpointError(message("hf.save_pretrained", what, problems, fix))
+        raise CheckpointError("hf.save_pretrained", what, problems, fix)
     return out
 
 

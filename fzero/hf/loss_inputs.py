@@ -19,10 +19,11 @@ from accelerate.utils.operations import convert_to_fp32  # pyright: ignore[repor
 
 from fzero import compat
 from fzero.comm.replicas import digest
-from fzero.errors import FzeroValueError, TraceError, message
+from fzero.errors import FzeroValueError, TraceError
 from fzero.modules.outside import version_of
 from fzero.trace.reads.code import names_in
 from fzero.trace.reads.value_keys import PLAIN_TYPES, contents
+from fzero.tree import describe
 
 _LARGE = 4096
 """Elements of a tensor above which only `_SAMPLE` of them are compared from step to step."""
@@ -82,10 +83,10 @@ class LossInputs:
             changed = [self._named(x) for x, known in self._captured.values() if _fingerprint(x) != known]
             what = "a tensor that the loss reads is not what it was when the step was traced"
             fix = "pass what changes in the batch, or put it into the model, as a buffer that its forward overwrites"
-            raise FzeroValueError(message("hf.Trainer", what, changed, fix))
+            raise FzeroValueError("hf.Trainer", what, changed, fix)
         if changed := [n for n, x in self._of_library().items() if x != self._fixed[n]]:
             fix = "set them before train()"
-            raise FzeroValueError(message("hf.Trainer", "what a step is made of was changed in training", changed, fix))
+            raise FzeroValueError("hf.Trainer", "what a step is made of was changed in training", changed, fix)
 
     def _of_library(self) -> dict[str, Any]:
         """The values that the library itself reads in each step."""
@@ -119,18 +120,18 @@ class LossInputs:
             vars(trainer).update(real, _tracing=False)
         if kept := [path for x, path in self._fakes().items() if id(x) not in before]:
             what = "compute_loss keeps tensors: traced once, they have no values, and those of later steps are not kept"
-            raise TraceError(message("hf.Trainer", what, kept, _KEPT))
+            raise TraceError("hf.Trainer", what, kept, _KEPT)
         now = self._values()
         if wrote := [f"self.{n}" for n in {**values, **now} if values.get(n) != now.get(n)]:
             what = "compute_loss changes attributes: traced once, it would not in each step"
-            raise TraceError(message("hf.Trainer", what, wrote, _KEPT))
+            raise TraceError("hf.Trainer", what, wrote, _KEPT)
         self._captured.update({id(x): (x, _fingerprint(x)) for x in forward.outside.read.values()})
         self._fingerprint = _fingerprint_of_all(self._captured)
 
     def _named(self, x: torch.Tensor) -> str:
         """A tensor with the way that leads to it from the trainer, if there is one."""
         at = x.untyped_storage()._cdata
-        shape = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        shape = describe(x)
         for name, value in vars(self.trainer).items():
             if isinstance(value, torch.nn.Module):
                 held = {**dict(value.named_parameters(name)), **dict(value.named_buffers(name))}

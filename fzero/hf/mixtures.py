@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.experts import combine, dispatch
 
 NAME = "fzero_rows"
@@ -42,7 +42,7 @@ def expert_rows(capacity: float | None = None) -> str:
         isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 0 < capacity < math.inf
     ):
         what = f"capacity={capacity!r}"
-        raise FzeroValueError(message("hf.expert_rows", what, fix="a factor above 0, e.g. 1.25; None drops nothing"))
+        raise FzeroValueError("hf.expert_rows", what, fix="a factor above 0, e.g. 1.25; None drops nothing")
     name = NAME if capacity is None else f"{NAME}_{capacity:g}"
 
     def forward(

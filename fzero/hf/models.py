@@ -14,7 +14,7 @@ from fzero import random, tree
 from fzero.checkpoint.loading import Sources, Weights
 from fzero.checkpoint.places import Place, local
 from fzero.checkpoint.storage import storage_of
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.hf import adapters, conversions
 from fzero.modules.functionalize import Functional
 from fzero.read_json import parsed
@@ -55,7 +55,7 @@ class Pretrained(Functional):
         theirs, ours = config.get("model_type"), self._base.config.model_type
         if theirs not in (None, ours):
             what = f"{weights.path} is a directory of {theirs!r}, this model is of {ours!r}"
-            raise CheckpointError(message("load", what, fix="give the directory that the model was made from"))
+            raise CheckpointError("load", what, fix="give the directory that the model was made from")
         _check_unquantized(weights.path, config)
         found = conversions.sources(self._base, weights)
         if self._base_names is None:
@@ -79,7 +79,7 @@ class Pretrained(Functional):
                 problems.append(f"{name} ({tree.describe(first)})")
         if problems:
             what = f"{type(self.module).__name__} gives no first values to leaves that no file has"
-            raise CheckpointError(message("load", what, problems, "give values: train.load(path, params)"))
+            raise CheckpointError("load", what, problems, "give values: train.load(path, params)")
         return out
 
     def _begun(self, name: str, seed: int, fill: int) -> torch.Tensor:
@@ -147,15 +147,13 @@ def from_pretrained(
         fix = "give a local directory that save_pretrained wrote"
         if not path.exists() and not path.is_absolute():
             fix += f"; of a name on the hub: huggingface_hub.snapshot_download({path.as_posix()!r}) returns one"
-        raise CheckpointError(message("hf.from_pretrained", what, fix=fix))
+        raise CheckpointError("hf.from_pretrained", what, fix=fix)
     _check_unquantized(path, found)
     own = {name: settings.pop(name) for name in ("blocks", "mutable") if name in settings}
     wanted = getattr(getattr(cls, "config_class", None), "model_type", None)
     if wanted and wanted != found.get("model_type"):
         what = f"{path} is a directory of {found.get('model_type')!r}, {cls.__name__} is of {wanted!r}"
-        raise CheckpointError(
-            message("hf.from_pretrained", what, fix="give the class, or AutoModelFor..., of the directory")
-        )
+        raise CheckpointError("hf.from_pretrained", what, fix="give the class, or AutoModelFor..., of the directory")
     implementation = {k: settings.pop(k) for k in ("attn_implementation", "experts_implementation") if k in settings}
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, **settings)
@@ -165,7 +163,7 @@ def from_pretrained(
         text = str(error).splitlines()[0]
         fix = f"give a class that takes {found.get('model_type')!r}: {', '.join(found.get('architectures') or ['?'])}"
         what = f"{getattr(cls, '__name__', cls)} cannot be made of {path}"
-        raise CheckpointError(message("hf.from_pretrained", what, [text], fix)) from error
+        raise CheckpointError("hf.from_pretrained", what, [text], fix) from error
     if module.can_generate() and (path / "generation_config.json").exists():
         from transformers import GenerationConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
@@ -212,10 +210,10 @@ def _json(path: Place, name: str) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            message("hf", f"{path / name} cannot be read", [str(error)], "copy or download it again")
+            "hf", f"{path / name} cannot be read", [str(error)], "copy or download it again"
         ) from None
     if not isinstance(found, dict):
-        raise CheckpointError(message("hf", f"{path / name} is not a JSON object", fix="copy or download it again"))
+        raise CheckpointError("hf", f"{path / name} is not a JSON object", fix="copy or download it again")
     return found
 
 
@@ -223,4 +221,4 @@ def _check_unquantized(path: Place, config: Mapping[str, Any]) -> None:
     if quantized := config.get("quantization_config"):
         how = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
         fix = "write it dequantised by the library first"
-        raise CheckpointError(message("load", f"{path} is quantised ({how}): its numbers have scales", fix=fix))
+        raise CheckpointError("load", f"{path} is quantised ({how}): its numbers have scales", fix=fix)

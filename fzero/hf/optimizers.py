@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import optim, tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.optim import GradientTransformation
 
 
@@ -94,7 +94,7 @@ def translated(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.nn.Pa
             "a new one, TrainingArguments(optim='adamw_torch'); freeze with requires_grad_(False) what is not "
             "trained; make what a loss learns part of the model"
         )
-        raise FzeroValueError(message("hf.Trainer", "this optimizer is not translated", wrong, fix))
+        raise FzeroValueError("hf.Trainer", "this optimizer is not translated", wrong, fix)
     trained = sorted({*labels.values()})  # of the others nothing is
     kinds = {k: optim.chain(make(optimizer.param_groups[i]), by_rate()) for k, i in enumerate(trained)}
     number = {i: k for k, i in enumerate(trained)}
@@ -138,7 +138,7 @@ class Elsewhere(_Dict):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         what = "an optimizer's moments are not in torch's optimizer: they are sharded, in trainer.train_state.opt_state"
         fix = "leave them to the checkpoints; trainer.optimizer = None before train() begins with new ones"
-        raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+        raise FzeroValueError("hf.Trainer", what, fix=fix)
 
     __getitem__ = __setitem__ = __delitem__ = __iter__ = __contains__ = __reduce__ = _refuse
     get = items = keys = values = clear = pop = popitem = update = setdefault = copy = _refuse
@@ -166,7 +166,7 @@ def check(made_with: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer)
             "set them before train(), OneCycleLR and CyclicLR: cycle_momentum=False; or train() once more, which makes "
             "its step anew"
         )
-        raise FzeroValueError(message("hf.Trainer", what, wrong, fix))
+        raise FzeroValueError("hf.Trainer", what, wrong, fix)
 
 
 def by_rate() -> GradientTransformation:

@@ -12,7 +12,7 @@ from transformers.trainer_utils import HubStrategy  # pyright: ignore[reportMiss
 from fzero import optim
 from fzero.arguments import shown
 from fzero.deepspeed.reading import read_file, read_text
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.hf import optimizers
 from fzero.hf.data_parts import OtherArguments
 from fzero.hf.models import Pretrained
@@ -193,7 +193,7 @@ def check(
             found.append(f"transforms: {given}: TrainingArguments(gradient_accumulation_steps=) says it")
     if found:
         fix = "leave these out, or use transformers.Trainer; everything else is as there"
-        raise FzeroValueError(message("hf.Trainer", "cannot keep what was asked for", found, fix))
+        raise FzeroValueError("hf.Trainer", "cannot keep what was asked for", found, fix)
 
 
 def _set(args: Any) -> list[str]:

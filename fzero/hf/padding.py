@@ -20,7 +20,7 @@ import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero import tree
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.hf.exchange import Exchange
 from fzero.hf.traced import Losses
 from fzero.trace.reads.value_keys import exact
@@ -161,7 +161,7 @@ class Padding:
         if problems:
             fix = "have the collator pad them to one shape, or leave them out; token ids, masks and labels are padded"
             what = "these leaves of a batch cannot be padded"
-            raise FzeroValueError(message("hf.Trainer", what, list(dict.fromkeys(problems)), fix))
+            raise FzeroValueError("hf.Trainer", what, list(dict.fromkeys(problems)), fix)
 
     def _padded(self, part: Tensors, shape: Shape) -> Tensors:
         return {n: self._lengthened(n, x, shape) for n, x in part.items()}
@@ -211,9 +211,7 @@ class Padding:
         if up := [n for n in sorted(self.lengths) if n >= length]:
             return up[0]
         fix = "give longer ones, or truncate the data"
-        raise FzeroValueError(
-            message("hf.Trainer", f"a batch of {length} is longer than lengths={self.lengths}", fix=fix)
-        )
+        raise FzeroValueError("hf.Trainer", f"a batch of {length} is longer than lengths={self.lengths}", fix=fix)
 
     def _refusal(self, what: str, told: Mapping[str, str]) -> FzeroValueError:
         """The error about leaves that cannot be padded, each with what is said of it."""
@@ -226,7 +224,7 @@ class Padding:
             "TrainingArguments(dataloader_drop_last=True) where it is the last batch's rows",
             *([self.hint] if self.hint else []),
         ]
-        return FzeroValueError(message("hf.Trainer", what, problems, "; ".join(ways)))
+        return FzeroValueError("hf.Trainer", what, problems, "; ".join(ways))
 
 
 def _rows(part: Mapping[str, torch.Tensor]) -> int:
@@ -288,7 +286,7 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
     if not isinstance(inputs, Mapping):
         parts = [tree.describe(x) if isinstance(x, torch.Tensor) else type(x).__name__ for x in _items(inputs)]
         what, fix = f"a batch is a {type(inputs).__name__}, not a dict", "have the collator return a dict by names"
-        raise FzeroTypeError(message("hf.Trainer", what, parts, f"{fix}: forward's arguments"))
+        raise FzeroTypeError("hf.Trainer", what, parts, f"{fix}: forward's arguments")
     tensors = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor)}
     rest = {n: x for n, x in inputs.items() if n not in tensors}
     problems = [
@@ -296,7 +294,7 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
     ]
     if problems:
         fix = "have the collator return tensors, or leave them out"
-        raise FzeroTypeError(message("hf.Trainer", "a batch has more than tensors and constants", problems, fix))
+        raise FzeroTypeError("hf.Trainer", "a batch has more than tensors and constants", problems, fix)
     return tensors, rest
 
 
@@ -317,7 +315,7 @@ def check_constants(known: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
     if problems:
         fix = "have the collator return what varies as a tensor, a number for each row"
         what = "a batch has other constants than the first of this training"
-        raise FzeroTypeError(message("hf.Trainer", what, list(dict.fromkeys(problems)), fix))
+        raise FzeroTypeError("hf.Trainer", what, list(dict.fromkeys(problems)), fix)
 
 
 def _items(inputs: Any) -> list[Any]:
@@ -335,4 +333,4 @@ def check_rows(trainer: Any, found: Padding) -> None:
     if beside and (why := found.kept("")):
         what = f"the last micro-batch of an epoch has {last} rows, and those of its step {rows}"
         fix = "TrainingArguments(dataloader_drop_last=True), or another batch size"
-        raise FzeroValueError(message("hf.Trainer", what, [f"none can be added: {why}"], fix))
+        raise FzeroValueError("hf.Trainer", what, [f"none can be added: {why}"], fix)

@@ -10,7 +10,7 @@ import torch
 
 from fzero import tree
 from fzero.allocator import return_freed_memory
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.hf.models import Pretrained
 from fzero.layout import leaf_of
 from fzero.mesh import Mesh
@@ -54,8 +54,8 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
     params = getattr(state, "params", state)
     if not isinstance(model, Pretrained) or tree.names(params) != tree.names(model.params):
         fix = "give the model that fz.hf.from_pretrained returned, and a state of its training step"
-        raise FzeroTypeError(message("hf.module", "this is not a state of the model", fix=fix))
-    flat = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+        raise FzeroTypeError("hf.module", "this is not a state of the model", fix=fix)
+    flat = dict(tree.with_names(params))
     mesh = next((at[1] for x in flat.values() if (at := leaf_of(x)) is not None), None)
 
     def gathered(names: Sequence[str]) -> dict[str, torch.Tensor]:

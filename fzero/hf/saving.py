@@ -15,7 +15,7 @@ from fzero import tree
 from fzero.checkpoint import saving
 from fzero.checkpoint.exporting import export_tensors
 from fzero.checkpoint.places import local
-from fzero.errors import CheckpointError, FzeroTypeError, message
+from fzero.errors import CheckpointError, FzeroTypeError
 from fzero.hf import adapters, conversions
 from fzero.hf.models import Pretrained
 from fzero.hf.running import whole
@@ -86,13 +86,11 @@ def save_pretrained(
     module: Any = model._module if isinstance(model, Functional) else None
     if not isinstance(model, Pretrained) and not adapters.is_adapted(module):
         fix = "fz.hf.from_pretrained(...); of other modules fz.checkpoint.export writes the weights"
-        raise FzeroTypeError(
-            message("hf.save_pretrained", f"takes a model of fz.hf, not {type(model).__name__}", fix=fix)
-        )
+        raise FzeroTypeError("hf.save_pretrained", f"takes a model of fz.hf, not {type(model).__name__}", fix=fix)
     params, out, ranks = getattr(state, "params", state), local(path, "hf.save_pretrained", _LOCAL), world()
     if tree.names(params) != tree.names(model.params):
         fix = "give the state of this model's training step"
-        raise FzeroTypeError(message("hf.save_pretrained", "this is not a state of the model", fix=fix))
+        raise FzeroTypeError("hf.save_pretrained", "this is not a state of the model", fix=fix)
     temporary = out / ".tmp-parameters"
 
     def prepare() -> None:
@@ -103,7 +101,7 @@ def save_pretrained(
         shutil.rmtree(temporary, ignore_errors=True)
         if held := sorted(p.name for p in out.glob("*.safetensors*")):
             what, fix = f"{out} holds a model already: {held[0]}", "give another directory, or remove it"
-            raise CheckpointError(message("hf.save_pretrained", what, fix=fix))
+            raise CheckpointError("hf.save_pretrained", what, fix=fix)
 
     what = f"cannot save to {out}"
     if adapters.is_adapted(module):
@@ -116,7 +114,7 @@ def save_pretrained(
             files.extend(map(str, export_tensors(temporary, out, tensors, "params.", max_shard_bytes, dtype)))
             floats = (x.dtype for x in tree.leaves(params) if x.is_floating_point())
             module.config.architectures = [type(module).__name__]
-            module.config.dtype = str(dtype or next(floats, torch.float32)).removeprefix("torch.")
+            module.config.dtype = tree.dtype_name(dtype or next(floats, torch.float32))
             module.config.save_pretrained(out)
             if module.can_generate():
                 module.generation_config.save_pretrained(out)
@@ -173,7 +171,7 @@ def _save_adapters(
     values, wanted = adapters.saved_leaves(module, {name: slot.name for name, slot in model.slots(module).items()})
     what = f"cannot save to {out}"
     together(ranks, "hf.save_pretrained", what, prepare)
-    flat = dict(zip(tree.names(params), tree.leaves(params), strict=True))
+    flat = dict(tree.with_names(params))
     for name, leaf in wanted.items():
         at = leaf_of(flat[leaf])
         found = whole(flat[leaf], at[1] if at else None).cpu()
@@ -196,7 +194,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
     if not any((path / name).is_file() for name in TOKENIZER):
         what = f"{path} has no files of a tokenizer" if path.is_dir() else f"{path} is not a directory"
         fix = f"give a tokenizer, or a directory with one: {', '.join(TOKENIZER[:3])}, ..."
-        raise CheckpointError(message("hf.save_pretrained", what, fix=fix))
+        raise CheckpointError("hf.save_pretrained", what, fix=fix)
 
 
 def _save_tokenizer(tokenizer: Any, directory: Path | None, out: Path) -> None:

@@ -24,7 +24,7 @@ import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 from fzero.arguments import shown
 from fzero.comm import replicas
 from fzero.comm.replicas import digest
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.hf.exchange import Exchange
 from fzero.modules.outside import OwnTensors
 from fzero.ranks import agreement
@@ -134,7 +134,7 @@ class Sync:
         if frozen:
             what = "parameters were frozen or unfrozen since training began"
             fix = "say before train() what is trained; trainer.optimizer = None and train() begin anew with others"
-            raise FzeroValueError(message("hf.Trainer", what, frozen, fix))
+            raise FzeroValueError("hf.Trainer", what, frozen, fix)
 
     def refresh(self) -> None:
         """Brings the module's tensors up to date. Every rank calls it.
@@ -241,7 +241,7 @@ class Sync:
             return
         if not self._agreed.get(event) and trainer.args.world_size > 1:
             fix = "add it before train(), on every rank"
-            raise FzeroValueError(message("hf.Trainer", f"{names[0]} is in sync=, and came later", fix=fix))
+            raise FzeroValueError("hf.Trainer", f"{names[0]} is in sync=, and came later", fix=fix)
         if not self._said and trainer.is_world_process_zero() and not self._fresh:
             self._said = True
             text = "fzero.hf.Trainer: %s is in sync=: in %s all weights are gathered for it, each time"
@@ -303,7 +303,7 @@ class Sync:
                     fix = f"Trainer(..., {way}): it has the weights whenever it runs, and its changes go into the state"
             found = ", ".join(dict.fromkeys(names))
             lines = [f"{found}: {place}" for place in own_line()] or [found]
-            refused.append(FzeroValueError(message("hf.Trainer", f"{who} {what}", lines, fix)))
+            refused.append(FzeroValueError("hf.Trainer", f"{who} {what}", lines, fix))
             raise refused[0]
 
         was, self._guard.rule = self._guard.rule, rule
@@ -342,10 +342,10 @@ class Sync:
         who = f"{' or '.join(names)}, in {event},"
         if odd := trainer.functional.changes():
             fix = "set it before train(): the step is made of the module as it is then"
-            raise FzeroValueError(message("hf.Trainer", f"{who} changes attributes or hooks of the model", odd, fix))
+            raise FzeroValueError("hf.Trainer", f"{who} changes attributes or hooks of the model", odd, fix)
         if made := self._replaced():
             fix = "write to those that there are, in place: p.copy_(...)"
-            raise FzeroValueError(message("hf.Trainer", f"{who} puts other parameters into the model", made, fix))
+            raise FzeroValueError("hf.Trainer", f"{who} puts other parameters into the model", made, fix)
         now = digests(module)
         changed = _differing(self._digests, now)
         self._versions = [p._version for _, p in self._parameters]
@@ -358,7 +358,7 @@ class Sync:
         if event == "on_substep_end":
             what = f"{who} changes weights"
             fix = "change them in on_step_end: a step is all of its micro-batches at once"
-            raise FzeroValueError(message("hf.Trainer", what, changed, fix))
+            raise FzeroValueError("hf.Trainer", what, changed, fix)
         slots = trainer.functional.slots(module)
         moved = {slots[n].name: slots[n].get().detach() for n in changed}
         overwrite(trainer.train_state, moved, trainer._mesh())
@@ -367,7 +367,7 @@ class Sync:
     def _refuse_unseen(self, changed: list[str]) -> None:
         what = "weights of the module were changed in training, where its state was ahead of it"
         fix = "change them in a callback, in place: Trainer(..., sync=[MyCallback])"
-        raise FzeroValueError(message("hf.Trainer", what, changed, fix))
+        raise FzeroValueError("hf.Trainer", what, changed, fix)
 
 
 class _WeightGuard(OwnTensors):

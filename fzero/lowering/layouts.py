@@ -144,7 +144,7 @@ def _frozen(step: Step | EvalStep, params: Any, known: Sequence[Leaf]) -> Sequen
 def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
     """Raises naming the tied leaves of which a transform is about some paths alone, or the leaves of which it is about
     none. fp8 asks all paths (transforms/fp8.py)."""
-    metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+    metas = [leaf.meta for leaf in leaves]
     for transform in step.transforms:
         if not isinstance(transform, (MixedPrecision, Offload, shard.Parallel)) or transform.where is None:
             continue
@@ -174,9 +174,7 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     has its shape, or one number for each of its blocks. Such a leaf is sharded as the parameter's state; any other is
     whole. Its leaves are never tied: each is written in place."""
     mode = compat.FakeTensorMode()
-    whole = params.rebuild(
-        {i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct}
-    )
+    whole = faked(params, mode)
     with mode, Remembering():
         state = step.optimizer.init(step.optimized(whole))
     flat, structure = tree.flatten(state)
@@ -330,9 +328,13 @@ def batch_inputs(batch: Any) -> Inputs:
 
 def abstract_params(params: Inputs) -> Any:
     """The tree of whole shapes, as meta tensors."""
-    return params.rebuild(
-        {i: torch.empty(params.leaves[i].shape, dtype=params.leaves[i].dtype, device="meta") for i in params.distinct}
-    )
+    return params.rebuild({i: params.leaves[i].meta for i in params.distinct})
+
+
+def faked(params: Inputs, mode: compat.FakeTensorMode) -> Any:
+    """The tree of whole leaves, as fake tensors."""
+    leaves = params.leaves
+    return params.rebuild({i: compat.new_fake(mode, leaves[i].shape, leaves[i].dtype, "cpu") for i in params.distinct})
 
 
 def abstract(init_fn: Any) -> Any:

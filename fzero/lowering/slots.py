@@ -18,7 +18,7 @@ from fzero import compat, tree
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, TransformError, message
 from fzero.layout import ROLES_OF_NO_SLOT, Layout, Leaf, in_slot
-from fzero.lowering.layouts import as_opt_state, zero_of
+from fzero.lowering.layouts import as_opt_state, faked, zero_of
 from fzero.mesh import AbstractMesh
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
@@ -124,9 +124,7 @@ def slots_of(step: Step, mesh: AbstractMesh, params: Inputs) -> Slots:
     declaring = [t for t in step.transforms if _has(t, "slots")]
     if not declaring:
         return Slots(Inputs(tree.structure({}), (), ()))
-    whole = params.rebuild(
-        {i: compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, "cpu") for i in params.distinct}
-    )
+    whole = faked(params, mode)
     made, problems = dict[str, Any](), list[str]()
     with mode, Remembering():
         for transform in declaring:
@@ -191,7 +189,7 @@ def _is_leaf(x: Any) -> bool:
 def _alike(transform: Transform, method: str, before: Any, after: Any, what: str) -> Any:
     """The tree that a transform's method returned; raises if it is unlike the one that the method got."""
     after = {**before, **after} if what == "slots" and isinstance(after, Mapping) else after
-    old, new = (dict(zip(tree.paths(x, what), tree.leaves(x), strict=True)) for x in (before, after))
+    old, new = (dict(tree.with_paths(x, what)) for x in (before, after))
     problems = [f"{p}: not given to it" for p in new.keys() - old.keys()]
     problems += [f"{p}: missing" for p in old.keys() - new.keys()]
     problems += [

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fzero.arguments import number
 from fzero.comm.disk import check
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.measure.probes import SCRATCH, rates
 from fzero.mesh import Mesh, close_mesh, make_mesh
 from fzero.plan.calibration import calibration_path, cores, cpu_model, machine, save_calibration
@@ -67,7 +67,7 @@ def calibrate(
             cannot hold scratch files.
     """
     if problems := number("seconds", seconds, above=0, below=math.inf):
-        raise FzeroValueError(message("calibrate", "this is not enough time to measure", problems, "e.g. seconds=5"))
+        raise FzeroValueError("calibrate", "this is not enough time to measure", problems, "e.g. seconds=5")
     if directory is not None:
         check(directory, SCRATCH)
     progress = progress or (lambda what: None)
@@ -163,12 +163,10 @@ def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | 
     ]
     if failed:
         raise FzeroValueError(
-            message(
-                "calibrate",
-                "the processes that measure together failed",
-                failed,
-                "see what they say; or start them with torchrun",
-            )
+            "calibrate",
+            "the processes that measure together failed",
+            failed,
+            "see what they say; or start them with torchrun",
         )
     return _measurements(said[0][0].splitlines()[-1])
 

@@ -27,6 +27,7 @@ from fzero.program.ir import Function
 from fzero.trace.device import on_device
 from fzero.trace.flops import transcendentals
 from fzero.trace.record import record
+from fzero.tree import dtype_name
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ def rates(
     device, each = mesh.device, seconds / 9
     out: dict[str, Any] = {"flops": {}, "attention": {}, "links": {}}
     for dtype in _dtypes(device):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         progress(f"products in {name}")
         out["flops"][name] = product_rate(dtype, device, each)
         if dtype in _FUSED[device.type].dtypes:

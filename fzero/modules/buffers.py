@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fzero import compat
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.modules.skeleton import TensorSlot
 from fzero.trace.reads.code import stores
 
@@ -38,7 +38,7 @@ def overwritten(module: nn.Module, slots: Sequence[TensorSlot], mutable: Sequenc
         fix = f"there are {', '.join(s.name for s in (*buffers, *frozen)[:8]) or 'none'}"
         fix += "; module.requires_grad_(False) freezes a parameter" if trained else ""
         what = "no buffer or frozen parameter is one of `mutable`"
-        raise FzeroValueError(message("functionalize", what, missed, fix))
+        raise FzeroValueError("functionalize", what, missed, fix)
     return frozenset(found.union(*hits.values()))
 
 

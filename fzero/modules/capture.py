@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 
 LIBRARY = "transformers.utils.output_capturing"
 
@@ -55,7 +55,7 @@ def aside(names: tuple[str, ...] | None) -> Iterator[dict[str, list[Any]]]:
         active.reset(token)
     if collected.get("hidden_states"):
         fix = "name the modules whose outputs they are in fz.functionalize(module, blocks=[...]), or turn them off"
-        raise TraceError(message("functionalize", "hidden states are collected inside of a block", fix=fix))
+        raise TraceError("functionalize", "hidden states are collected inside of a block", fix=fix)
 
 
 def put(collected: dict[str, list[Any]]) -> None:

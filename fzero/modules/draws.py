@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fzero import compat, random
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.modules.rows import ROWS, Places, arguments, at_hand, has_rows
 from fzero.trace.reads import conditions
 from fzero.trace.reads.refused_operations import draws
@@ -138,7 +138,7 @@ class Rehearsal(_Seeded):
             where = [line(place)] if place else []
             what = f"nothing says which of what is drawn, {shape[at] // ROWS} times the rows, belongs to which row"
             fix = "draw with a dim for the rows, torch.rand(len(x), 2, 8), and reshape it; or torch.rand_like(y)"
-            raise TraceError(message("functionalize", what, where, fix))
+            raise TraceError("functionalize", what, where, fix)
         inner = shape[at] // (ROWS * outer)
         split = at_hand(outer, self._rows), self._rows, at_hand(inner, self._rows)
         return Drawn(tuple(at_hand(n, self._rows) for n in shape), at, split)
@@ -168,11 +168,11 @@ class Draws(_Seeded):
         if torch.default_generator.initial_seed() != _NOBODYS:
             fix = "draw what is to be the same in every step once, and register it as a buffer"
             what = f"{func} draws from a seed of its own (torch.manual_seed, fork_rng), which no key is"
-            raise TraceError(message("functionalize", what, fix=fix))
+            raise TraceError("functionalize", what, fix=fix)
         if rule is None or given.get("generator") is not None:
             place = user_place(None)
             where, fix = [line(place)] if place else [], _fix(func, given)
-            raise TraceError(message("functionalize", f"draws where no key reaches ({func})", where, fix))
+            raise TraceError("functionalize", f"draws where no key reaches ({func})", where, fix)
         return rule(self, given)
 
     def draw(self, kind: Any, shape: Sequence[int], *args: Any) -> torch.Tensor:
@@ -198,7 +198,7 @@ class Draws(_Seeded):
                 where.insert(1, f"on other rows {list(drawn.shape)}, if its sizes were the batch's or a multiple of it")
             what = "what is drawn depends on the number of rows otherwise than as a dim of it"
             fix = "draw for the rows, torch.rand(len(x), 8), whatever their number, and cut or repeat what is drawn"
-            raise TraceError(message("functionalize", what, where, fix))
+            raise TraceError("functionalize", what, where, fix)
         return drawn
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero import tree
-from fzero.errors import FzeroTypeError, TraceError, message
+from fzero.errors import FzeroTypeError, TraceError
 
 
 class Arguments(NamedTuple):
@@ -56,7 +56,7 @@ def arguments(forward: Callable[..., Any], name: str, batch: Any, settings: dict
         problems += [f"the batch has {k!r}: {tree.describe(x)}" for k, x in list(entries)[:16]]
         fix = "name the entries of a batch as forward's arguments, or give model.train_step(..., name=value)"
         what = f"a batch does not fit {name}.forward{signature}"
-        raise FzeroTypeError(message("functionalize", what, problems, fix)) from None
+        raise FzeroTypeError("functionalize", what, problems, fix) from None
     return Arguments(args, kwargs, others)
 
 
@@ -111,7 +111,7 @@ class Reading(TorchFunctionMode):
             "model.calling(lambda forward, batch: loss(forward(*batch[:2]), batch[2]), train=True) for fz.train_step; "
             "or leave them out"
         )
-        raise TraceError(message("functionalize", what, found, fix))
+        raise TraceError("functionalize", what, found, fix)
 
 
 def check_spelling(error: KeyError, batch: Any) -> None:
@@ -122,7 +122,7 @@ def check_spelling(error: KeyError, batch: Any) -> None:
     if near := get_close_matches(asked, [k for k in batch if isinstance(k, str)], 1):
         problems = [f"the batch has {k!r}: {tree.describe(x)}" for k, x in batch.items()]
         what = f"the loss function asks for {asked!r}, which the batch does not have"
-        raise TraceError(message("functionalize", what, problems, f"did you mean {near[0]!r}?")) from error
+        raise TraceError("functionalize", what, problems, f"did you mean {near[0]!r}?") from error
 
 
 def _takes_more(signature: inspect.Signature, by_name: bool) -> bool:

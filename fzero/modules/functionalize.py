@@ -566,7 +566,7 @@ def _has_experts(module: nn.Module) -> bool:
 
 def _rows(values: Any) -> int | None:
     """The rows of a batch: the length that most of its tensors have."""
-    lengths = Counter(x.shape[0] for x in tree.leaves(values) if isinstance(x, torch.Tensor) and x.dim())
+    lengths = Counter(x.shape[0] for x in tree.tensors(values) if x.dim())
     return lengths.most_common(1)[0][0] if lengths else None
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.modules.draws import Draws
 from fzero.modules.skeleton import holding, slots_of
 
@@ -43,7 +43,7 @@ def initialized(skeleton: nn.Module, own: Mapping[str, torch.Tensor], key: torch
     if wrong:
         what = f"nothing in {type(skeleton).__name__} initialises these tensors"
         fix = "give their modules a reset_parameters(self) that fills them; or begin with values: model.params"
-        raise TraceError(message("functionalize", what, wrong, fix))
+        raise TraceError("functionalize", what, wrong, fix)
     return made | {n: torch.tensor(own[n].tolist(), dtype=own[n].dtype, device=key.device) for n in left}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 
 
 def check_kinds(module: nn.Module) -> None:
@@ -24,8 +24,8 @@ def check_kinds(module: nn.Module) -> None:
             scripted.append(f"{name or 'the module'} ({kind})")
     if lazy:
         fix = "run one forward before: module(inputs) gives them their shapes"
-        raise FzeroTypeError(message("functionalize", "lazy modules have no shapes yet", lazy, fix))
+        raise FzeroTypeError("functionalize", "lazy modules have no shapes yet", lazy, fix)
     if scripted:
         fix = "give the module as it was before torch.jit.script or torch.jit.trace; a step is compiled by fz.compile"
         what = "TorchScript runs these modules, and keeps its own tensors"
-        raise FzeroTypeError(message("functionalize", what, scripted, fix))
+        raise FzeroTypeError("functionalize", what, scripted, fix)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fzero import tree
-from fzero.errors import FzeroValueError, TraceError, message
+from fzero.errors import FzeroValueError, TraceError
 from fzero.modules import capture
 from fzero.modules.draws import Dims, Draws, Rehearsal
 from fzero.modules.skeleton import TensorSlot, holding, named, settled
@@ -79,7 +79,7 @@ def chosen(module: nn.Module, blocks: Blocks) -> list[str]:
         found |= dict.fromkeys(hits)
     if missed:
         fix = f"name submodules ({', '.join(map(repr, names[:4]))}, ...; 'layers.*' for all of a list) or their classes"
-        raise FzeroValueError(message("functionalize", "no submodule is one of `blocks`", missed, fix))
+        raise FzeroValueError("functionalize", "no submodule is one of `blocks`", missed, fix)
     return [name for name in names if name in found and not any(name.startswith(f"{o}.") for o in found)]
 
 
@@ -240,7 +240,7 @@ def check_bound(
     if bound:
         fix = "overwrite buffers by name: fz.functionalize(module, mutable=['*.ema']); parameters are the optimizer's"
         found = [f"{type(s.owner).__name__}.{s.attribute} ({s.name})" for s in bound]
-        raise TraceError(message("functionalize", f"the forward of {owner} binds tensors anew", found, fix))
+        raise TraceError("functionalize", f"the forward of {owner} binds tensors anew", found, fix)
 
 
 # --- results of blocks ---
@@ -266,7 +266,7 @@ class Returned:
         ]
         if wrong:
             fix = "return tensors, containers of them, and plain values; turn caches off (use_cache=False)"
-            raise TraceError(message("functionalize", f"the forward of {owner} returns other objects", wrong, fix))
+            raise TraceError("functionalize", f"the forward of {owner} returns other objects", wrong, fix)
         constants = tuple(None if isinstance(x, torch.Tensor) else (x,) for x in flat)
         return cls([x for x in flat if isinstance(x, torch.Tensor)], dict(new), (spec, constants))
 

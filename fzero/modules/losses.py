@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fzero import tree
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.loss import weighted
 from fzero.modules.layers import in_block
 
@@ -69,11 +69,11 @@ def own_loss(out: Any, counting: Counting | None, owner: str) -> Any:
         kind = tree.describe(out) if isinstance(out, torch.Tensor) else type(out).__name__
         what = f"{owner} returns {kind}, which has no loss"
         fix = "give its labels in the batch, or a function of what it returns: model.loss(lambda out, batch: ...)"
-        raise FzeroTypeError(message("functionalize", what, fix=fix))
+        raise FzeroTypeError("functionalize", what, fix=fix)
     counts = counting.counts if counting is not None else []
     if len(counts) > 1 or (counting is not None and counting.in_blocks):
         several = f"{len(counts)} cross entropies, each with a count of its own"
         what = f"the loss of {owner} is made of {several if len(counts) > 1 else 'a cross entropy inside of a block'}"
         fix = "give the loss: model.loss(lambda out, batch: out.loss), a mean of the parts' means, or fz.weighted(...)"
-        raise FzeroTypeError(message("functionalize", what, fix=fix))
+        raise FzeroTypeError("functionalize", what, fix=fix)
     return weighted(loss * counts[0], counts[0]) if counts else loss

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.modules import capture
 from fzero.trace.reads.code import WHOLE, instructions, names_in, nested
 from fzero.trace.reads.settings_walk import KNOWN, Walk, installed, package
@@ -120,7 +120,7 @@ class Original:
                 "change and train.init of the new model.params. What changes from step to step is an entry of the "
                 "batch, or a buffer that the forward overwrites"
             )
-            raise FzeroValueError(message("functionalize", what, changed, fix))
+            raise FzeroValueError("functionalize", what, changed, fix)
 
     # --- whether anything at all differs ---
 

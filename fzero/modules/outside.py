@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.trace.reads.user_lines import own_line
 
 # questions about a tensor that are none of its value
@@ -41,7 +41,7 @@ class OwnTensors(TorchFunctionMode):
         """The names of the module's tensors whose values an operation reads or writes."""
         if _asks(func, args, kwargs):
             return []
-        tensors = (x for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        tensors = tree.tensors((args, kwargs))
         return [self._own[at] for x in tensors if (at := _memory(x)) in self._own]
 
 
@@ -101,11 +101,10 @@ class Outside(OwnTensors):
         """Raises if one of the tensors was written to: it would be once, while the function is traced."""
         for x in (*self.read.values(), *self._literals.values()):
             if version_of(x) != self._versions[id(x)]:
-                shape = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-                self._refuse(f"writes to a tensor that it has not made, {shape}", WRITTEN)
+                self._refuse(f"writes to a tensor that it has not made, {tree.describe(x)}", WRITTEN)
 
     def _refuse(self, what: str, fix: str) -> None:
-        raise TraceError(message("functionalize", f"a function that calls {self._name} {what}", own_line(), fix))
+        raise TraceError("functionalize", f"a function that calls {self._name} {what}", own_line(), fix)
 
 
 class _Drawing(compat.TorchDispatchMode):

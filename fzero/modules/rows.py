@@ -8,11 +8,13 @@ which the middle one is the batch: `x.flatten(0, 1)` of (rows, time) is (1, rows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from fzero import tree
 
 aten = torch.ops.aten
 ROWS = 10007
@@ -55,8 +57,8 @@ class Places:
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Notes the rows in what an operation returns."""
-        made = [x for x in _flat(out) if any(map(has_rows, x.shape))]
-        reads = [x for x in _flat((args, tuple(kwargs.values()))) if any(map(has_rows, x.shape))]
+        made = [x for x in tree.tensors(out) if any(map(has_rows, x.shape))]
+        reads = [x for x in tree.tensors((args, tuple(kwargs.values()))) if any(map(has_rows, x.shape))]
         several = any(n > ROWS and has_rows(n) for x in (*made, *reads) for n in x.shape)
         if not made or not (several or any(x in self._outer for x in reads)):
             return
@@ -82,14 +84,6 @@ class Places:
 
     def _noted(self, x: torch.Tensor) -> Outer:
         return self._outer.get(x, None) or {}
-
-
-def _flat(x: Any) -> Iterator[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, (tuple, list)):
-        for y in x:
-            yield from _flat(y)
 
 
 # --- rules of operations that change the size of such a dim: the outer sizes in each result ---

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fzero.errors import FzeroTypeError, TraceError, message
+from fzero.errors import FzeroTypeError, TraceError
 from fzero.modules import capture
 from fzero.trace.reads.settings import Settings, settings
 
@@ -61,7 +61,7 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     except Exception as error:
         problems = [f"{type(module).__name__}: {type(error).__name__}: {error}"]
         fix = "keep locks, files and generators out of the module, or give it a __deepcopy__"
-        raise FzeroTypeError(message("functionalize", "the module cannot be copied", problems, fix)) from error
+        raise FzeroTypeError("functionalize", "the module cannot be copied", problems, fix) from error
     for m in found.modules():
         for name in plain_tensors(m):
             x = vars(m).pop(name)
@@ -88,7 +88,7 @@ def check_hooks(module: nn.Module) -> None:
         fix = (
             "torch.nn.utils.parametrizations has weight_norm and spectral_norm that compute it, and parametrize others"
         )
-        raise FzeroTypeError(message("functionalize", "hooks set parameters anew in each forward", found, fix))
+        raise FzeroTypeError("functionalize", "hooks set parameters anew in each forward", found, fix)
 
 
 def _set_by(hook: Any) -> str:
@@ -128,7 +128,7 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
             "transform gradients in the optimizer (fz.optim.masked, clip_by_global_norm); tie parameters by binding "
             "one to both names (b.weight = a.weight), and take views of them in the forward"
         )
-        raise FzeroTypeError(message("functionalize", "tensors of the module are more than values", problems, fix))
+        raise FzeroTypeError("functionalize", "tensors of the module are more than values", problems, fix)
 
 
 def renumber_hooks(module: nn.Module) -> None:
@@ -223,7 +223,7 @@ def settled(module: nn.Module, prefix: str, run: Callable[[], Any]) -> Any:
             _refuse(changes)
         if kept := [place for place, facts in hooks.items() if settings(facts[0], strict=False) != facts[1]]:
             fix = "return it from the forward, or have transformers collect it: output_hidden_states=True"
-            raise TraceError(message("functionalize", "hooks keep what passes through modules", kept, fix))
+            raise TraceError("functionalize", "hooks keep what passes through modules", kept, fix)
         if not changes:
             break
     return out
@@ -290,7 +290,7 @@ def _refuse(changes: Sequence[Change]) -> None:
             "self.register_buffer(name, torch.zeros(()))"
         )
         found = list(map(str, changes))
-        raise TraceError(message("functionalize", "the forward changes attributes of modules", found, fix))
+        raise TraceError("functionalize", "the forward changes attributes of modules", found, fix)
 
 
 _PLAIN = (bool, int, float, str)

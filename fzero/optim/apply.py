@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.optim import apply_updates
 
 
@@ -19,29 +19,23 @@ def apply_optimizer(
     result = optimizer.update(grads, opt_state, params)
     if not isinstance(result, tuple) or len(result) != 2:
         raise FzeroTypeError(
-            message("optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)")
+            "optimizer", f"update returned {tree.describe(result)}", fix="return a pair (updates, opt_state)"
         )
     updates, new = result
-    wrong = [
-        f"{p}: {type(x).__name__}"
-        for p, x in zip(tree.paths(result), tree.leaves(result), strict=True)
-        if not isinstance(x, torch.Tensor)
-    ]
+    wrong = [f"{p}: {type(x).__name__}" for p, x in tree.with_paths(result) if not isinstance(x, torch.Tensor)]
     wrong = [f"{'updates' if p.startswith('[0]') else 'opt_state'}{p[3:]}" for p in wrong]
     if wrong:
         raise FzeroTypeError(
-            message(
-                "optimizer",
-                "update returned leaves that are not tensors",
-                wrong,
-                "keep numbers in the closure, tensors in the state",
-            )
+            "optimizer",
+            "update returned leaves that are not tensors",
+            wrong,
+            "keep numbers in the closure, tensors in the state",
         )
     before, after = tree.structure(opt_state), tree.structure(new)
     if before != after:
         problems = [f"before: {before}", f"after: {after}"]
         raise FzeroTypeError(
-            message("optimizer", "update changes the structure of opt_state", problems, "return the same structure")
+            "optimizer", "update changes the structure of opt_state", problems, "return the same structure"
         )
     problems = [
         f"{path}: {tree.describe(old)} before, {tree.describe(now)} after"
@@ -52,6 +46,6 @@ def apply_optimizer(
     ]
     if problems:
         raise FzeroTypeError(
-            message("optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed")
+            "optimizer", "update changes shape or dtype of its state", problems, "keep shapes and dtypes fixed"
         )
     return apply_updates(params, updates, key), new

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.optim.leaves import add_up, check_floating, leafwise, sum_of_squares
 from fzero.optim.rounding import stochastic_round
 from fzero.tree import Tree
@@ -90,7 +90,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     wrong = [f"argument {i}: {type(t).__name__}" for i, t in enumerate(transformations) if not is_transformation(t)]
     if wrong:
         fix = "e.g. optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))"
-        raise FzeroTypeError(message("optim.chain", "takes optimizers, and parts of such", wrong, fix))
+        raise FzeroTypeError("optim.chain", "takes optimizers, and parts of such", wrong, fix)
 
     def init(params: Tree) -> tuple[Any, ...]:
         return tuple(t.init(params) for t in transformations)
@@ -102,9 +102,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
                 f"a chain of {len(transformations)} transformations was given a state that is not a tuple of "
                 f"{len(transformations)}"
             )
-            raise FzeroValueError(
-                message("optim.chain", what, [f"opt_state: {got}"], "make the state with this chain's init")
-            )
+            raise FzeroValueError("optim.chain", what, [f"opt_state: {got}"], "make the state with this chain's init")
         states = []
         for t, s in zip(transformations, state, strict=True):
             grads, s = t.update(grads, s, params)

@@ -13,7 +13,7 @@ import torch
 
 from fzero import tree
 from fzero.arguments import function, shown
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.optim.base import GradientTransformation, is_transformation
 from fzero.optim.leaves import reject, structure_message
 from fzero.tree import Tree
@@ -155,9 +155,7 @@ def partition(transformations: dict[Any, GradientTransformation], labels: Labels
         ]
         if problems:
             fix = f"give each a label among {', '.join(map(repr, transformations))}, or add a transformation"
-            raise FzeroValueError(
-                message(where, f"{len(problems)} leaves have a label without a transformation", problems, fix)
-            )
+            raise FzeroValueError(where, f"{len(problems)} leaves have a label without a transformation", problems, fix)
         return chosen, set(flat)
 
     def init(params: Tree) -> PartitionState:
@@ -195,14 +193,10 @@ def resolve_mask(where: str, mask: Mask | None, params: Tree) -> Tree:
     """The mask as a tree of bools of the structure of params."""
     chosen = _resolve(where, "mask", True if mask is None else mask, params)
     problems = [
-        f"{path}: {tree.describe(m)}"
-        for path, m in zip(tree.paths(chosen, "params"), tree.leaves(chosen), strict=True)
-        if not isinstance(m, bool)
+        f"{path}: {tree.describe(m)}" for path, m in tree.with_paths(chosen, "params") if not isinstance(m, bool)
     ]
     if problems:
-        raise FzeroTypeError(
-            message(where, f"{len(problems)} leaves of the mask are not bools", problems, "use True and False")
-        )
+        raise FzeroTypeError(where, f"{len(problems)} leaves of the mask are not bools", problems, "use True and False")
     return chosen
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.optim.base import GradientTransformation, global_norm, is_transformation
 from fzero.tree import Tree
 
@@ -37,7 +37,7 @@ def skip_nonfinite(optimizer: GradientTransformation) -> GradientTransformation:
     """
     if not is_transformation(optimizer):
         what = f"takes an optimizer, not {type(optimizer).__name__}"
-        raise FzeroTypeError(message("optim.skip_nonfinite", what, fix="e.g. optim.skip_nonfinite(optim.adamw(3e-4))"))
+        raise FzeroTypeError("optim.skip_nonfinite", what, fix="e.g. optim.skip_nonfinite(optim.adamw(3e-4))")
 
     def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         finite = torch.isfinite(global_norm(grads))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.random import DRAW, check_key
 from fzero.tree import describe
 
@@ -48,7 +48,7 @@ def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, nume
     check_key("optim.stochastic_round", key)
     if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
         raise FzeroTypeError(
-            message("optim.stochastic_round", f"rounds float32, not {describe(x)}", fix="cast it first: x.float()")
+            "optim.stochastic_round", f"rounds float32, not {describe(x)}", fix="cast it first: x.float()"
         )
     noise = (DRAW(key, list(x.shape), x.numel() if numel is None else numel, start, "bits") >> 16).to(torch.int32)
     bits = x.view(torch.int32)

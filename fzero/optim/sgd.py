@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.arguments import keywords
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.optim.base import GradientTransformation, chain
 from fzero.optim.leaves import check, leafwise, new_moment
 from fzero.optim.schedules import Schedule
@@ -95,9 +95,7 @@ def sgd(
     )
     if nesterov and not momentum:
         raise FzeroValueError(
-            message(
-                "optim.sgd", "nesterov=True without momentum is plain gradient descent", fix="give a momentum, e.g. 0.9"
-            )
+            "optim.sgd", "nesterov=True without momentum is plain gradient descent", fix="give a momentum, e.g. 0.9"
         )
     links = [add_decayed_weights(weight_decay)] if weight_decay else []
     links += [trace(momentum, nesterov)] if momentum else []

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.plan.devices import FORMAT, Device
 from fzero.plan.rates import MOST
 from fzero.read_json import contents, parsed
@@ -48,13 +48,13 @@ def load_calibration(path: str | Path) -> Device:
         found = {"format": data["format"], "torch": data["torch"], **data["machine"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FzeroValueError(
-            message("calibrate", f"{path} is not a calibration file", [f"{type(error).__name__}: {error}"], _REDO)
+            "calibrate", f"{path} is not a calibration file", [f"{type(error).__name__}: {error}"], _REDO
         ) from error
     here = {"format": FORMAT, "torch": torch.__version__}
     wrong = [f"{k}: {found.get(k)!r} in the file, {v!r} here" for k, v in here.items() if found.get(k) != v]
     if wrong := [*wrong, *elsewhere(data["machine"])]:
         raise FzeroValueError(
-            message("calibrate", f"{path} was measured on another machine or by another version", wrong, _REDO)
+            "calibrate", f"{path} was measured on another machine or by another version", wrong, _REDO
         )
     return Device.from_json(text)
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.plan.rates import FORMAT, MOST, Device, Host, Link
 from fzero.read_json import Malformed, contents
 from fzero.units import parse_bytes
@@ -260,11 +260,9 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
             return replace(generic, source=f"{generic.source}; this machine's calibration is passed over: {why}")
     if not isinstance(name, (str, Path)):
         raise FzeroValueError(
-            message(
-                "plan",
-                f"{name!r} is not a device",
-                fix=f"give a name ({', '.join(KNOWN)}), or the path of a calibration file",
-            )
+            "plan",
+            f"{name!r} is not a device",
+            fix=f"give a name ({', '.join(KNOWN)}), or the path of a calibration file",
         )
     if str(name).lower() in KNOWN:
         return KNOWN[str(name).lower()]
@@ -275,12 +273,10 @@ def get_device(name: str | Path | None = None, device_type: str = "cpu") -> Devi
         return _changed(get_device(base, device_type), changes)
     problems = [f"{known}: {device.source}" for known, device in KNOWN.items()]
     raise FzeroValueError(
-        message(
-            "device",
-            f"{str(name)!r} is neither a known device nor a calibration file",
-            problems,
-            "give one of these, or a path",
-        )
+        "device",
+        f"{str(name)!r} is neither a known device nor a calibration file",
+        problems,
+        "give one of these, or a path",
     )
 
 
@@ -289,9 +285,7 @@ def _text(path: Path) -> bytes:
         return contents(path, MOST)
     except (OSError, Malformed) as error:
         fix = f"give the path of a file that fzero calibrate wrote, or one of {', '.join(KNOWN)}"
-        raise FzeroValueError(
-            message("device", f"{str(path)!r} is not a calibration file", [str(error)], fix)
-        ) from error
+        raise FzeroValueError("device", f"{str(path)!r} is not a calibration file", [str(error)], fix) from error
 
 
 _CARD = re.compile(r"(?P<name>[a-z0-9]+)-(?P<size>\d+)gb(?P<rest>,.*)?")
@@ -315,7 +309,7 @@ def get_devices(text: str, device_type: str = "cpu") -> tuple[int, Device]:
     number, x, name = text.partition("x") if text[:1].isdecimal() else ("", "", text)
     if not (x and number.isdecimal() and int(number) and name):
         problems = [f"perhaps you meant: {meant}"] if (meant := _meant(text)) else []
-        raise FzeroValueError(message("devices", f"{text!r} is not NUMBERxNAME", problems, _ACCEPTED))
+        raise FzeroValueError("devices", f"{text!r} is not NUMBERxNAME", problems, _ACCEPTED)
     plain = name.lower().replace("_", "-")
     if not Path(name).exists() and (card := _CARD.fullmatch(plain)) and card["name"] in KNOWN:
         name = f"{card['name']},memory_bytes={card['size']}GB{card['rest'] or ''}"
@@ -327,12 +321,10 @@ def get_devices(text: str, device_type: str = "cpu") -> tuple[int, Device]:
             raise
         near = difflib.get_close_matches(base, KNOWN, n=3)
         raise FzeroValueError(
-            message(
-                "devices",
-                f"{text!r}: {name!r} is neither a known device nor a calibration file",
-                [f"perhaps you meant: {', '.join(f'{number}x{n}' for n in near)}"] if near else [],
-                _ACCEPTED,
-            )
+            "devices",
+            f"{text!r}: {name!r} is neither a known device nor a calibration file",
+            [f"perhaps you meant: {', '.join(f'{number}x{n}' for n in near)}"] if near else [],
+            _ACCEPTED,
         ) from error
 
 
@@ -379,12 +371,10 @@ def _changed(device: Device, changes: Sequence[str]) -> Device:
             device = replace(device, **{what: rate})
     if problems:
         raise FzeroValueError(
-            message(
-                "device",
-                f"{device.name} cannot be changed so",
-                problems,
-                "e.g. a100,memory_bytes=40GB,disk_read=3GB (a second)",
-            )
+            "device",
+            f"{device.name} cannot be changed so",
+            problems,
+            "e.g. a100,memory_bytes=40GB,disk_read=3GB (a second)",
         )
     return replace(device, source=f"{device.source}; with {', '.join(c.strip() for c in changes)}")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.plan.memory import ROLES, Sample
 from fzero.plan.render import brief
 from fzero.plan.timeline import COMPUTE, Event
@@ -24,16 +24,14 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event] | None) -> None:
     """Timelines and memory over one axis of seconds; see `Plan.save_picture`."""
     if path.suffix not in (".png", ".svg"):
-        raise FzeroValueError(message("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so"))
+        raise FzeroValueError("plan", f"a picture is a .png or .svg, not {path.name!r}", fix="name it so")
     if not path.parent.is_dir():
         fix = f"make it first: mkdir -p {path.parent}"
-        raise FzeroValueError(message("plan", f"the directory of {path} is not there", fix=fix))
+        raise FzeroValueError("plan", f"the directory of {path} is not there", fix=fix)
     try:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
     except ImportError as error:
-        raise FzeroValueError(
-            message("plan", "a picture needs matplotlib", [str(error)], "pip install matplotlib")
-        ) from error
+        raise FzeroValueError("plan", "a picture needs matplotlib", [str(error)], "pip install matplotlib") from error
     shown: dict[str, Sequence[Event]] = {f"predicted: {duration(plan.step_seconds)} a step": plan.events}
     if measured:
         shown[f"measured: {duration(max(e.start + e.seconds for e in measured))} a step"] = measured

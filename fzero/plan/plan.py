@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.arguments import path_like
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.plan.cost import (
     HOST,
     as_used,
@@ -34,6 +34,7 @@ from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate
 from fzero.program.ir import Program
 from fzero.program.ops import transfer_bytes
 from fzero.program.show import statements
+from fzero.tree import dtype_name
 from fzero.units import parse_bytes
 
 
@@ -202,7 +203,7 @@ class Plan:
             FzeroValueError: another ending, a directory that is not there, or no matplotlib.
         """
         if problems := path_like("path", path):
-            raise FzeroTypeError(message("plan", "draws to a file", problems, 'save_picture("step.png")'))
+            raise FzeroTypeError("plan", "draws to a file", problems, 'save_picture("step.png")')
         from fzero.plan.picture import picture
 
         picture(self, Path(path), None if budget is None else parse_bytes(budget), measured)
@@ -247,7 +248,7 @@ def plan(
     # a pool is there all along
     host_peak = max(memory, key=lambda sample: (sample.host, -sample.host_by_role[ROLES.index("idle_pool")]))
     flops, dtype = model_flops(program), compute_dtype(program)
-    stated = found.peak_flops.get(str(dtype).removeprefix("torch."))
+    stated = found.peak_flops.get(dtype_name(dtype))
     return Plan(
         name=program.name,
         mesh=str(program.mesh),

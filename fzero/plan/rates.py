@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.read_json import parsed
+from fzero.tree import dtype_name
 
 FORMAT = 4
 """Format of a calibration file; one of another is refused, and measured again."""
@@ -119,7 +120,7 @@ class Device:
     def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
         """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of
         fused attention, "forward" or "backward"."""
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         fused = self.attention.get(f"{name} backward" if attention == "backward" else name) if attention else None
         return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
 
@@ -174,4 +175,4 @@ class Device:
                 [f"{type(error).__name__}: {error}"],
                 "write it with Device.to_json, or measure again: fzero calibrate",
             )
-            raise FzeroValueError(message("calibrate", f"{what} is not a calibration file", problems, fix)) from error
+            raise FzeroValueError("calibrate", f"{what} is not a calibration file", problems, fix) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.plan.cost import DISK, HOST
@@ -176,27 +177,12 @@ def brief(text: str, width: int = 84) -> str:
 def as_json(plan: Plan) -> str:
     """Every field but the timeline. `memory` has a row a sample: line, turn, then bytes in the order of
     `memory_columns`."""
-    data = {
-        "name": plan.name,
-        "mesh": plan.mesh,
+    data = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in ("events", "lines")}
+    data |= {
         "device": plan.device.name,
-        "backend": plan.backend,
-        "step_seconds": plan.step_seconds,
-        "compute_seconds": plan.compute_seconds,
-        "exposed_seconds": plan.exposed_seconds,
-        "peak_bytes": plan.peak_bytes,
         "peak_line": plan.peak_line._asdict(),
         "breakdown": dict(plan.breakdown),
-        "resting_bytes": plan.resting_bytes,
-        "host_peak_bytes": plan.host_peak_bytes,
         "host_breakdown": dict(plan.host_breakdown),
-        "host_resting_bytes": plan.host_resting_bytes,
-        "disk_bytes": plan.disk_bytes,
-        "ward_bytes": plan.ward_bytes,
-        "pool_bytes": plan.pool_bytes,
-        "model_flops": plan.model_flops,
-        "mfu": plan.mfu,
-        "speed_of_light": plan.speed_of_light,
         "bound_by": plan.bound_by,
         "busy": plan.busy,
         "channels": {name: {**c._asdict(), "bandwidth": c.bandwidth} for name, c in plan.channels.items()},

@@ -23,7 +23,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
-from fzero.errors import TransformError, message
+from fzero.errors import TransformError
 from fzero.layout import Leaf
 from fzero.operators.scaled_matmul import E4M3, E5M2, MULTIPLE, quantized, scaled_mm
 from fzero.precision.products import dims, factors, fits, only_multiplied, origin, summands, unviewed
@@ -128,7 +128,7 @@ def rewrite(
                 uses[origin(inputs[i])].add(block.uses[i])
     if not any(u.done for u in uses.values()):
         problems = [f"{paths[n]}: {_why(uses[n])}" for n in weights] or ["no leaf is selected"]
-        raise TransformError(message("fp8", "no product of this step can be done in 8 bits", problems, _FIX))
+        raise TransformError("fp8", "no product of this step can be done in 8 bits", problems, _FIX)
     graph.graph.eliminate_dead_code()
     return replace(graph), scales
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from fzero.errors import DivergenceError, FzeroError, FzeroValueError, RankLost, message
+from fzero.errors import DivergenceError, FzeroError, FzeroValueError, RankLost
 from fzero.ranks.notes import Notes, timed_out
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _done(mesh: Mesh, owner: str, act: Callable[[], T], tell: bool = False, abou
     if error is not None and set(texts.values()) == {mine}:
         raise error
     problems, fix = reasons(texts), "look at the first rank that failed"
-    raise FzeroValueError(message(owner, "not every rank could do its part", problems, fix)) from error
+    raise FzeroValueError(owner, "not every rank could do its part", problems, fix) from error
 
 
 def reasons(texts: Mapping[int, str]) -> list[str]:
@@ -101,9 +101,7 @@ def unbroken(mesh: Mesh) -> Iterator[None]:
             mesh.turns.look("step")  # which may know why
             fix = "look at the other ranks' errors first; the state is lost, go on from the last checkpoint"
             problems = [f"rank {mesh.rank}: {str(error).strip().splitlines()[0]}"]
-            raise RankLost(
-                message("step", "a transfer failed: another rank has left, or runs another program", problems, fix)
-            )
+            raise RankLost("step", "a transfer failed: another rank has left, or runs another program", problems, fix)
         except DivergenceError as known:
             _end(mesh, known)
             raise known from error
@@ -175,7 +173,7 @@ class Talk:
                 )
                 fix = fix if self._owner == "compile" else f"call {self._owner} on every rank: all of them take part"
             came = [f"rank {rank} {timed_out(self._mesh.timeout)}" for rank in missing]
-            error = DivergenceError(message(self._owner, "not every rank is ready to run", [*failed, *came], fix))
+            error = DivergenceError(self._owner, "not every rank is ready to run", [*failed, *came], fix)
             if missing:  # who comes later finds the notes of this talk, and goes on alone
                 self._mesh.turns.end(error)
             raise error
@@ -190,12 +188,10 @@ class Talk:
                 "builds a program of its own (compile)"
             )
             raise DivergenceError(
-                message(
-                    self._owner,
-                    "the ranks do different things",
-                    [f"rank {rank}: {place}" for rank, place in places.items()],
-                    fix,
-                )
+                self._owner,
+                "the ranks do different things",
+                [f"rank {rank}: {place}" for rank, place in places.items()],
+                fix,
             )
         # all have come here, and so read what was said before: a long run's notes would fill the store
         if self._turn == 0:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero.errors import DivergenceError, message
+from fzero.errors import DivergenceError
 from fzero.read_json import MOST, Malformed, dumped, parsed
 
 STRANGERS = "let nobody but this run's hosts reach the port of its store (docs/restarts.md, Who may join)"
@@ -39,7 +39,7 @@ def exchanged(mine: Any, form: Any, owner: str) -> list[Any]:
         except Malformed as error:
             problems.append(f"rank {rank}: {error}")
     if problems:
-        raise DivergenceError(message(owner, "what a rank sent is not what is expected", problems, _FIX))
+        raise DivergenceError(owner, "what a rank sent is not what is expected", problems, _FIX)
     return found
 
 
@@ -98,7 +98,7 @@ class Notes:
         rank: int,
         secret: bytes = b"",
         refused: Callable[[list[str]], Exception] = lambda lines: DivergenceError(
-            message("mesh", "notes in the store are not this run's", lines, STRANGERS)
+            "mesh", "notes in the store are not this run's", lines, STRANGERS
         ),
     ):
         self.store, self._name, self._rank = store, name, rank

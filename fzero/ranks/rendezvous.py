@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from fzero import launcher
-from fzero.errors import DivergenceError, message
+from fzero.errors import DivergenceError
 from fzero.ranks import turns
 from fzero.ranks.notes import timed_out
 
@@ -44,12 +44,7 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
         store, *_ = next(iter(dist.rendezvous("env://", rank, world, timeout=datetime.timedelta(seconds=timeout))))
     except (dist.DistError, RuntimeError) as error:
         raise DivergenceError(
-            message(
-                "make_mesh",
-                f"the store of rank 0 cannot be reached in {timeout:g} s",
-                [str(error).splitlines()[0]],
-                fix,
-            )
+            "make_mesh", f"the store of rank 0 cannot be reached in {timeout:g} s", [str(error).splitlines()[0]], fix
         ) from error
     if store.check(["fzero/generation"]):
         turns.tell_of_death(dist.PrefixStore(_name(store.get("fzero/generation").decode()), store), rank)
@@ -58,18 +53,13 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
         launcher.tell_through(dist.PrefixStore(_life(store, world), store))
         lines = [f"rank {r} has ended with code 0, before it called fz.run" for r in absent]
         raise DivergenceError(
-            message("make_mesh", "not every rank comes", lines, "have every rank call fz.run, or none of them")
+            "make_mesh", "not every rank comes", lines, "have every rank call fz.run, or none of them"
         )
     missing = _missing(store, world, generation) if store.check([_go(generation)]) is False else []
     if missing:
         launcher.tell_through(dist.PrefixStore(_life(store, world), store))
         raise DivergenceError(
-            message(
-                "make_mesh",
-                "not every rank has come",
-                [f"rank {r} {timed_out(timeout)}" for r in missing],
-                fix,
-            )
+            "make_mesh", "not every rank has come", [f"rank {r} {timed_out(timeout)}" for r in missing], fix
         )
     found = dist.PrefixStore(_name(generation), store)
     found.set(_HERE, generation)

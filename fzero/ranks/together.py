@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch.distributed as dist
 
-from fzero.errors import CheckpointError, DivergenceError, RankLost, StorageError, left, message
+from fzero.errors import CheckpointError, DivergenceError, RankLost, StorageError, left
 from fzero.ranks.agreement import reasons
 from fzero.ranks.notes import exchanged
 from fzero.ranks.turns import latest
@@ -85,7 +85,7 @@ def together(
     lines = reasons({rank: text for rank, (text, *_) in failures})
     fixes = dict.fromkeys(fix for _, (_, fix, _) in failures if fix)
     kind = StorageError if all(is_storage for _, (*_, is_storage) in failures) else CheckpointError
-    raise kind(message(where, what, lines, "; ".join(fixes) or None)) from error
+    raise kind(where, what, lines, "; ".join(fixes) or None) from error
 
 
 def _exchange(mine: Any, form: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from fzero.errors import DivergenceError, RankLost, message
+from fzero.errors import DivergenceError, RankLost
 from fzero.ranks.notes import Notes, timed_out
 
 _ENDED = "fzero/turns/ended"
@@ -96,7 +96,7 @@ class Turns:
                 "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if "
                 "rank == 0`: all of them take part"
             )
-            error = DivergenceError(message(owner, f"not every rank has come: {self._about}", came, fix))
+            error = DivergenceError(owner, f"not every rank has come: {self._about}", came, fix)
             self.end(error)
             raise error
 
@@ -124,7 +124,7 @@ class Turns:
                 raise
             text = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
             raise DivergenceError(
-                message(owner, text, fix="look at that process's errors; go on from the last checkpoint")
+                owner, text, fix="look at that process's errors; go on from the last checkpoint"
             ) from error
         return []
 
@@ -165,7 +165,7 @@ class Turns:
         )
         what = "another rank has left" if gone else "the ranks do different things"
         raise (RankLost if gone else DivergenceError)(
-            message(owner, what, lines, "look at that rank's errors first; if it had none, " + fix if gone else fix)
+            owner, what, lines, "look at that rank's errors first; if it had none, " + fix if gone else fix
         )
 
     def gone(self) -> set[int]:
@@ -196,7 +196,7 @@ class Turns:
         if self._ended:
             what = "a call on this mesh ended in the middle: its ranks are out of step, and what it wrote is lost"
             fix = "start again; or on every rank close_mesh(), make_mesh(), compile, and restore the last checkpoint"
-            raise DivergenceError(message(owner, what, [self._ended], fix))
+            raise DivergenceError(owner, what, [self._ended], fix)
 
     @property
     def is_open(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fzero.arguments import flag, keywords
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.lowering.layouts import zero_of
 from fzero.mesh import Mesh
 from fzero.runtime.evaluation import CompiledEval
@@ -93,7 +93,7 @@ def compile(
         raise no_step("compile", "compiles", step)
     if not isinstance(mesh, Mesh):
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
-        raise FzeroTypeError(message("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix))
+        raise FzeroTypeError("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix)
     zero_of(step, mesh)
     step = begun(step, mesh.device)
     for record in (find(step.transforms, MixedPrecision), find(step.transforms, Fp8)):
@@ -115,7 +115,7 @@ def _captured(step: Step | EvalStep, mesh: Mesh, asked: bool | None) -> bool | N
         problems = [f"cuda_graphs=True: the mesh is of {mesh.device_type} devices"]
     if problems:
         fix = "leave it out: a step is captured where it can be; False never captures"
-        raise FzeroValueError(message("compile", "invalid arguments", problems, fix))
+        raise FzeroValueError("compile", "invalid arguments", problems, fix)
     if graphs_of(mesh) is None:
         return False
     return (None if isinstance(step, Step) and mesh.size == 1 else False) if asked is None else asked

@@ -396,10 +396,7 @@ def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:
 
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
     params, structure, kinds, same, default_dtype, cast, others = key
-    leaves = [
-        kind.__name__ if isinstance(kind, type) else tree.describe(torch.empty(kind[0], dtype=kind[1], device="meta"))
-        for kind in kinds
-    ]
+    leaves = [kind.__name__ if isinstance(kind, type) else tree.form(*kind) for kind in kinds]
     facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | told(others)
     facts |= {
         "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],

@@ -9,7 +9,7 @@ import torch
 
 from fzero import tree
 from fzero.build.cache import logger
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.lowering.layouts import abstract_params, params_inputs
 from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
@@ -111,7 +111,5 @@ class CompiledEval(Compiled):
                     "give the trees of the state as they are: what is computed from their leaves, such as an average, "
                     "compute in the evaluation's function"
                 )
-            raise FzeroValueError(
-                message("eval_step", "the parameters rest otherwise than this evaluation expects", wrong, fix)
-            )
+            raise FzeroValueError("eval_step", "the parameters rest otherwise than this evaluation expects", wrong, fix)
         return self._known(found)

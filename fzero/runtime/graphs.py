@@ -23,7 +23,7 @@ import torch
 
 from fzero import compat, tree
 from fzero.build.cache import logger
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.program.ir import Program
 from fzero.program.ops import COPIES, from_to
@@ -109,7 +109,7 @@ def check(program: Program, owner: str) -> None:
     if problems := obstacles(program):
         fix = "leave out cuda_graphs=True, or the offload"
         what = f"{program.name} touches more than the device, and cannot be captured as a CUDA graph"
-        raise FzeroValueError(message(owner, what, problems, fix))
+        raise FzeroValueError(owner, what, problems, fix)
 
 
 class Replayed:
@@ -162,7 +162,7 @@ class Replayed:
         self.refused = "; ".join(said)
         if self._required:
             fix = "leave out cuda_graphs=True; the state is as it was"
-            raise NotCaptured(message("step", "the step cannot be captured as a CUDA graph", said, fix))
+            raise NotCaptured("step", "the step cannot be captured as a CUDA graph", said, fix)
         if self._mesh.rank == 0:
             logger.warning("fzero.step: runs without CUDA graphs, for its capture failed: %s", self.refused)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fzero.errors import FzeroError, OutOfMemory, message
+from fzero.errors import FzeroError, OutOfMemory
 
 _TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory")
 """Parts of the texts of RuntimeErrors that PyTorch's allocators raise, on CPUs too."""
@@ -25,4 +25,4 @@ def raise_out_of_memory(error: Exception, owner: str, advice: Callable[[], list[
         lines = []
     fix = "apply what lowers it most, or " if any(text.startswith("with fz.") for text in lines) else ""
     fix += "use a smaller batch; fz.compile(..., memory_budget='70GB') plans for as much"
-    raise OutOfMemory(message(owner, "out of memory", [said, *lines], fix)) from error
+    raise OutOfMemory(owner, "out of memory", [said, *lines], fix) from error

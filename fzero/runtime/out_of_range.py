@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def explained(owner: str, batch: Any) -> Iterator[None]:
         said = next(iter(str(error).splitlines()), "").rstrip(" .")
         if not re.search("out of (bounds|range)", said):
             raise
-        named = zip(tree.paths(batch, "batch"), tree.leaves(batch), strict=True)
+        named = tree.with_paths(batch, "batch")
         held = [
             f"{path}: {tree.describe(x)}, from {x.min().item()} to {x.max().item()}"
             for path, x in named
@@ -36,4 +36,4 @@ def explained(owner: str, batch: Any) -> Iterator[None]:
             "labels are from 0 to the number of classes - 1, or ignore_index; ids are less than the rows of their "
             "embedding"
         )
-        raise FzeroValueError(message(owner, f"an index is out of range ({said})", held, fix)) from error
+        raise FzeroValueError(owner, f"an index is out of range ({said})", held, fix) from error

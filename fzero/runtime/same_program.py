@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from fzero.errors import DivergenceError, message
+from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
 from fzero.program.ir import Program
 from fzero.program.show import show
@@ -45,7 +45,7 @@ def made_together(
             f"rank {rank} would run another program than rank 0",
             "run the same code, flags and batch shapes on every rank",
         )
-        raise DivergenceError(message("compile", what, difference(first, theirs, "rank 0", f"rank {rank}"), fix))
+        raise DivergenceError("compile", what, difference(first, theirs, "rank 0", f"rank {rank}"), fix)
     connect = talk.reporting(build)
     talk.everyone({"built": True})
     with unbroken(mesh):

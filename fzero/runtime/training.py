@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from fzero.build.cache import logger
 from fzero.checkpoint.loading import WINDOW, open_weights
 from fzero.comm import replicas
 from fzero.comm.replicas import Held, replicas_of
-from fzero.errors import CheckpointError, FzeroValueError, message
+from fzero.errors import CheckpointError, FzeroValueError
 from fzero.layout import Leaf, in_slot, leaf_of, shard
 from fzero.lowering.auto import check_auto, resolve
 from fzero.lowering.budget import Budget
@@ -71,6 +72,9 @@ from fzero.units import size
 
 if TYPE_CHECKING:
     from fzero.checkpoint import Index
+
+_Leaves = Callable[[initialize.Put], dict[int, torch.Tensor]]
+"""Puts leaves of parameters where they rest; by position."""
 
 
 class CompiledStep(Compiled):
@@ -179,7 +183,7 @@ class CompiledStep(Compiled):
             check_model("init", self._model, params)
             return {
                 "key": (key, ()),
-                **{p: (x, ()) for p, x in zip(tree.paths(params, "params"), tree.leaves(params), strict=True)},
+                **{p: (x, ()) for p, x in tree.with_paths(params, "params")},
             }
 
         replicas.same(
@@ -191,30 +195,14 @@ class CompiledStep(Compiled):
         )
         self._resolve(params)
         inputs = self._known(params_inputs(self.resolved, self.mesh, params))
-        opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
-        places = self._places(inputs, opt_inputs, "init")
 
-        def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
-            return storage.put(value, leaf, places, self.mesh)
-
-        def bear() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        def make(put: initialize.Put) -> dict[int, torch.Tensor]:
             if graph is not None:
-                made = initialize.from_function(graph, key, inputs, self.mesh, put)
-            else:
-                flat = tree.leaves(params)
-                made = {i: put(shard(flat[i], inputs.leaves[i], self.mesh), inputs.leaves[i]) for i in inputs.distinct}
-            return made, initialize.opt_state(
-                self.resolved, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put
-            )
+                return initialize.from_function(graph, key, inputs, self.mesh, put)
+            flat = tree.leaves(params)
+            return {i: put(shard(flat[i], inputs.leaves[i], self.mesh), inputs.leaves[i]) for i in inputs.distinct}
 
-        # a disk that fails on one rank is every rank's error
-        made, opt = agreement.everywhere(self.mesh, "init", bear) if places else bear()
-        rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
-        state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, "init")
-        self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
-        if places:  # leaves were made that rest elsewhere now
-            return_freed_memory()
-        return state
+        return self._first("init", key, inputs, make)
 
     @alone("load", "read and made")
     def load(
@@ -286,35 +274,47 @@ class CompiledStep(Compiled):
         else:
             held = {**held, **{inputs.leaves[i].path: (flat[i], ()) for i in plan.missing if not flat[i].is_meta}}
         replicas.same(self.mesh, "load", lambda: held, "give all ranks the same parameters and key")
-        opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
-        places = self._places(inputs, opt_inputs, "load")
 
-        def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
-            return storage.put(value, leaf, places, self.mesh, WINDOW)
-
-        def read() -> dict[int, torch.Tensor]:
+        def read(put: initialize.Put) -> dict[int, torch.Tensor]:
             return load.leaves(plan, inputs, self.mesh, put)
 
-        def bear() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-            made = dict(stored)
+        def make(put: initialize.Put) -> dict[int, torch.Tensor]:
             if graph is not None:
-                made |= initialize.from_function(graph, key, inputs, self.mesh, put, plan.missing)
-            else:
-                bare = [i for i in plan.missing if flat[i].is_meta]
-                first = model.initial([plan.names[i] for i in bare], key) if bare and model is not None else {}
-                values = {i: first[plan.names[i]] if i in bare else flat[i] for i in plan.missing}
-                made |= {i: put(shard(x, inputs.leaves[i], self.mesh), inputs.leaves[i]) for i, x in values.items()}
+                return initialize.from_function(graph, key, inputs, self.mesh, put, plan.missing)
+            bare = [i for i in plan.missing if flat[i].is_meta]
+            first = model.initial([plan.names[i] for i in bare], key) if bare and model is not None else {}
+            values = {i: first[plan.names[i]] if i in bare else flat[i] for i in plan.missing}
+            return {i: put(shard(x, inputs.leaves[i], self.mesh), inputs.leaves[i]) for i, x in values.items()}
+
+        return self._first("load", key, inputs, make, read)
+
+    def _first(
+        self, owner: str, key: torch.Tensor, inputs: Inputs, make: _Leaves, read: _Leaves | None = None
+    ) -> State:
+        """The first state, of parameters that all ranks `read` together, and of the others, which each can `make`."""
+        opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
+        places = self._places(inputs, opt_inputs, owner)
+        buffer = storage.BUFFER if read is None else WINDOW
+
+        def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
+            return storage.put(value, leaf, places, self.mesh, buffer)
+
+        def bear() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+            made = stored | make(put)
             return made, initialize.opt_state(
                 self.resolved, inputs, opt_inputs, lambda i: storage.load(made[i], self.mesh.device), self.mesh, put
             )
 
-        with agreement.unbroken(self.mesh):
-            stored = agreement.everywhere(self.mesh, "load", read)
-            made, opt = agreement.everywhere(self.mesh, "load", bear)
+        stored = dict[int, torch.Tensor]()
+        with nullcontext() if read is None else agreement.unbroken(self.mesh):
+            if read is not None:
+                stored = agreement.everywhere(self.mesh, owner, lambda: read(put))
+            # a disk or file that fails on one rank is every rank's error
+            made, opt = agreement.everywhere(self.mesh, owner, bear) if places or read else bear()
         rest = {"step": torch.zeros((), dtype=torch.int64), "key": fzrandom.fold_in(key, INIT_STREAM)}
-        state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, "load")
+        state = assembled(self.resolved, self.mesh, inputs, opt_inputs, made, opt, rest, places, owner)
         self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
-        if places:
+        if places:  # leaves were made that rest elsewhere now
             return_freed_memory()
         return state
 
@@ -551,13 +551,7 @@ class CompiledStep(Compiled):
                 "step": state.step,
                 "key": state.key,
             }
-            return replicas_of(
-                {
-                    p: x
-                    for role, part in parts.items()
-                    for p, x in zip(tree.paths(part, role), tree.leaves(part), strict=True)
-                }
-            )
+            return replicas_of({p: x for role, part in parts.items() for p, x in tree.with_paths(part, role)})
 
         replicas.same(
             self.mesh,
@@ -573,7 +567,7 @@ class CompiledStep(Compiled):
         others = [axis for axis, size in self.mesh.axes.items() if size > 1 and axis not in axes]
         if not others:
             return
-        leaves = zip(tree.paths(batch, "batch"), tree.leaves(batch), strict=True)
+        leaves = tree.with_paths(batch, "batch")
         held = {path: (x, axes) for path, x in leaves if isinstance(x, torch.Tensor)}
         fix = f"give all ranks along {', '.join(map(repr, others))} the same batch: "
         fix += (
@@ -623,9 +617,7 @@ class CompiledStep(Compiled):
             FzeroValueError: a number of steps below 1.
         """
         if problems := count("steps", steps):
-            raise FzeroValueError(
-                message("profile", "invalid arguments", problems, "e.g. train.profile(state, batch, steps=3)")
-            )
+            raise FzeroValueError("profile", "invalid arguments", problems, "e.g. train.profile(state, batch, steps=3)")
         state, _ = self(state, batch)
         run = next(kept.run for kept in self._runs.values() if kept.lowered is self._lowered)
         measured: list[list[Event]] = []

@@ -35,7 +35,7 @@ def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -
     wrong = [f"{inputs.leaves[i]}: inf or nan" for i, finite in _finite(params, inputs, trained, mesh) if not finite]
     if wrong:
         fix = "check the init function, or restore another checkpoint"
-        raise FzeroValueError(message("step", "training cannot start from parameters that are not finite", wrong, fix))
+        raise FzeroValueError("step", "training cannot start from parameters that are not finite", wrong, fix)
 
 
 def _finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> list[tuple[int, bool]]:
@@ -102,12 +102,7 @@ class Agreement:
                     "floating-point leaf, which is averaged"
                 )
                 raise FzeroValueError(
-                    message(
-                        "step",
-                        "new values of mutable leaves differ, and only floating-point ones are averaged",
-                        wrong,
-                        fix,
-                    )
+                    "step", "new values of mutable leaves differ, and only floating-point ones are averaged", wrong, fix
                 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import (
     COMPUTE,
     GRADIENTS,
@@ -53,7 +53,7 @@ def placed_inputs(values: Any, role: str = "params", mutable: Callable[[Any], Se
 
 def without_values(values: Any, role: str) -> list[str]:
     """The leaves of a tree that are on the meta device, other than those that rest on disk."""
-    flat = zip(tree.paths(values, role), tree.leaves(values), strict=True)
+    flat = tree.with_paths(values, role)
     return [
         f"{p}: {tree.describe(x)} on the meta device"
         for p, x in flat
@@ -65,17 +65,13 @@ def check_values(owner: str, **parts: Any) -> None:
     """Raises naming every leaf that has no values. `parts`: trees, by role."""
     if wrong := [text for role, values in parts.items() for text in without_values(values, role)]:
         raise FzeroValueError(
-            message(owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors")
+            owner, "these leaves have no values", wrong, "give tensors in memory; fz.lower takes meta tensors"
         )
 
 
 def check_memory(owner: str, **parts: Any) -> None:
     """Raises naming every leaf whose memory is not its own: a step writes to each in place. `parts`: trees, by role."""
-    named = [
-        (p, x)
-        for role, values in parts.items()
-        for p, x in zip(tree.paths(values, role), tree.leaves(values), strict=True)
-    ]
+    named = [(p, x) for role, values in parts.items() for p, x in tree.with_paths(values, role)]
     spans, wrong = [], []
     for path, x in {id(x): (p, x) for p, x in reversed(named) if not x.is_meta and x.numel()}.values():
         if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -86,12 +82,10 @@ def check_memory(owner: str, **parts: Any) -> None:
     wrong += [f"{a[3]} and {b[3]} share memory" for a, b in itertools.pairwise(spans) if a[0] == b[0] and b[1] < a[2]]
     if wrong:
         raise FzeroValueError(
-            message(
-                owner,
-                "a step writes its state in place, and these leaves have no memory of their own",
-                wrong,
-                "give x.clone()",
-            )
+            owner,
+            "a step writes its state in place, and these leaves have no memory of their own",
+            wrong,
+            "give x.clone()",
         )
 
 
@@ -191,7 +185,7 @@ def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inpu
             fix = f"lay it out for this step: state = fz.reshard(state, train); or {anew}"
         else:
             fix = anew
-        raise FzeroValueError(message("step", "the state is laid out for another step", wrong, fix))
+        raise FzeroValueError("step", "the state is laid out for another step", wrong, fix)
 
 
 def _same_model(found: Inputs, expected: Inputs) -> bool:
@@ -202,7 +196,7 @@ def _same_model(found: Inputs, expected: Inputs) -> bool:
 
 def unplaced(values: Any, role: str = "params") -> dict[str, str]:
     """By path, a description of tensors without a step: their own shape and dtype, and no larger leaf."""
-    flat = zip(tree.paths(values, role), tree.leaves(values), strict=True)
+    flat = tree.with_paths(values, role)
     return {
         p: f"{tree.describe(x)} without a layout, which is then taken to be whole,"
         for p, x in flat
@@ -260,7 +254,7 @@ def _first_leaves(*trees: Any) -> list[torch.Tensor]:
 
 def _rests(leaf: Leaf, other: Leaf) -> str:
     """The layout of a leaf as text; its tier only if that is what sets it apart from the other."""
-    whole = tree.describe(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+    whole = tree.form(leaf.shape, leaf.dtype)
     over = over_axes(leaf.layout.axes, leaf.layout.dims)
     text = f"{whole} sharded over {over}" if over else f"{whole} whole"
     text += f" (parts of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""

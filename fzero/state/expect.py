@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fzero import tree
-from fzero.errors import CheckpointError, FzeroValueError, message
+from fzero.errors import CheckpointError, FzeroValueError
 
 
 def model_of(fn: Any) -> Any:
@@ -32,7 +32,7 @@ def check_model(
         model.check()
     if params is None:
         return
-    given, own = (dict(zip(tree.paths(x, "params"), tree.leaves(x), strict=True)) for x in (params, model.params))
+    given, own = (dict(tree.with_paths(x, "params")) for x in (params, model.params))
     wrong = [f"{p}: missing, the model has {tree.describe(x)}" for p, x in own.items() if p not in given]
     wrong += [f"{p}: {tree.describe(x)}, not of the model" for p, x in given.items() if p not in own]
     wrong += [
@@ -45,4 +45,4 @@ def check_model(
             f"these are the parameters of another model: {len(wrong)} of {len(given.keys() | own.keys())} leaves differ"
         )
         fix = "give model.params, of the model that the step was made of, or make a step of the other model"
-        raise error(message(owner, what, wrong, fix))
+        raise error(owner, what, wrong, fix)

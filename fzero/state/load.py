@@ -7,41 +7,22 @@ before any leaf is made.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fzero import tree
 from fzero.checkpoint.loading import Sources, Weights, read_leaves, unfit
 from fzero.checkpoint.places import Place
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.layout import Leaf, ties
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.trace.recorder import Recorded
 
 logger = logging.getLogger("fzero")
-
-
-class Model(Protocol):
-    """The `model` of a loss function, as far as `CompiledStep.load` asks for it; all but `params` may be missing."""
-
-    params: Any
-    """A tree of whole leaves; meta tensors will do."""
-    unstored: Collection[str]
-    """Names of leaves that no file has: they are initialised, and not spoken of."""
-    aliases: Mapping[str, Sequence[str]]
-    """The other names of tied leaves, under which a file may have them."""
-
-    def sources(self, weights: Weights) -> Sources:
-        """The runs of stored tensors that make up each leaf, as far as they are stored."""
-        ...
-
-    def initial(self, names: Sequence[str], key: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The whole values of leaves that no file has."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,9 @@ def plan(
     Args:
         params: the tree as it was given.
         names: the stored names of leaves that have others.
-        model: see `Model`; or None.
+        model: of the loss function, or None. It may have `sources(weights)`, the runs of stored tensors that make up
+            each leaf; `initial(names, key)`, values of leaves that no file has; `unstored`, names of those that are not
+            spoken of; and `aliases`, the other names of tied leaves.
         graph: of an init function, if `params` was one.
 
     Raises:
@@ -105,7 +88,7 @@ def plan(
             f"{weights.path} is another model's: {len(runs)} of {len(wanted)} leaves are in it, and {len(extra)} others"
         )
         fix = "give this model's directory, or names={leaf: stored name} where only names differ"
-        raise CheckpointError(message("load", what, lines, fix))
+        raise CheckpointError("load", what, lines, fix)
     problems = unfit(weights, runs, wanted)
     if graph is None and not hasattr(model, "initial"):
         problems += [
@@ -116,9 +99,7 @@ def plan(
     if problems:
         fix = "give the model that the files are of; an init function as params, if some leaves are to begin anew"
         raise CheckpointError(
-            message(
-                "load", f"{weights.path} does not fit: {len(problems)} of {len(wanted)} leaves differ", problems, fix
-            )
+            "load", f"{weights.path} does not fit: {len(problems)} of {len(wanted)} leaves differ", problems, fix
         )
     if absent:
         logger.warning(
@@ -174,7 +155,7 @@ def _check_names(names: Mapping[str, str] | None, found: list[str], weights: Wei
     problems += [f"{n}: {key!r} is not in the files" for n, key in (names or {}).items() if key not in weights.entries]
     if problems:
         fix = "names={leaf: stored name}, both with dots: {'layers.0.w': 'model.layers.0.weight'}"
-        raise CheckpointError(message("load", f"`names` does not fit {weights.path}", problems, fix))
+        raise CheckpointError("load", f"`names` does not fit {weights.path}", problems, fix)
 
 
 def _sources_of(
@@ -206,7 +187,7 @@ def _nested(tensors: Mapping[str, torch.Tensor], path: Place) -> Any:
         node[last] = tensor
     if problems:
         fix = "pass as params a dict from each dotted name to a tensor of its shape and dtype"
-        raise CheckpointError(message("load", f"the names in {path} do not make a tree", problems, fix))
+        raise CheckpointError("load", f"the names in {path} do not make a tree", problems, fix)
     return _listed(root)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fzero.checkpoint import Index, read
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 from fzero.layout import Layout, Leaf
 from fzero.lowering.slots import Slots
 from fzero.mesh import Mesh
@@ -29,7 +29,7 @@ def of_other_ranks(index: Index, wanted: Mapping[str, Leaf], slots: Slots) -> di
     ]:
         what = "each rank has its own of these leaves, and they do not add up"
         fix = "restore on as many ranks; or declare them as summands, Local(..., adds=True)"
-        raise CheckpointError(message(index.owner, what, wrong, fix))
+        raise CheckpointError(index.owner, what, wrong, fix)
     return {n: replace(wanted[n], shape=shape) for n, shape in stored.items()}
 
 

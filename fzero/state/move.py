@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import Home, Leaf, extent_of, home_of, in_slot, leaf_of, leave, place, ties
 from fzero.mesh import Mesh
 from fzero.ranks import agreement
@@ -58,9 +58,7 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
     _check(state, flat, tier, path)
     moves = [_Move.of(flat[i], tier) for i in distinct]
     if tier == "nvme" and path is None and any(m.new for m in moves):
-        raise FzeroValueError(
-            message("move", "'nvme' needs a directory", fix="e.g. fz.move(state, 'nvme', path='/scratch')")
-        )
+        raise FzeroValueError("move", "'nvme' needs a directory", fix="e.g. fz.move(state, 'nvme', path='/scratch')")
     if not moves:
         return state
     mesh = moves[0].mesh
@@ -141,7 +139,5 @@ def _check(state: Any, flat: list[Any], tier: str, path: Any) -> None:
             problems.append(f"{name}: {tree.describe(x)} that no compiled step made")
     if problems:
         raise FzeroValueError(
-            message(
-                "move", "cannot move this state", problems, "move what train.init, train.restore or a step returned"
-            )
+            "move", "cannot move this state", problems, "move what train.init, train.restore or a step returned"
         )

@@ -41,4 +41,4 @@ def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> N
 
 
 def _named(values: object) -> dict[str, torch.Tensor]:
-    return dict(zip(tree.names(values), tree.leaves(values), strict=True))
+    return dict(tree.with_names(values))

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from fzero.comm import disk
+from fzero.comm.disk import BUFFER
 from fzero.comm.host import host_tensors
-from fzero.errors import BudgetError, FzeroValueError, message
+from fzero.errors import BudgetError, FzeroValueError
 from fzero.layout import Extent, Leaf, extent_of, place, set_extent
 from fzero.lowering.layouts import leaves_made_anew, mirrors, offloads
 from fzero.lowering.slots import slots_of
@@ -82,7 +83,7 @@ def reserve(
             )
     if problems:
         fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
-        raise BudgetError(message("memory_budget", "the state alone does not fit", problems, fix))
+        raise BudgetError("memory_budget", "the state alone does not fit", problems, fix)
     made = allocate(leaves, mesh, paths_of(offloads(step)), owner)
     return {leaf.path: x for leaf, x in zip(leaves, made, strict=True) if x is not None}
 
@@ -162,7 +163,7 @@ def put(
     leaf: Leaf,
     places: Places,
     mesh: Mesh,
-    buffer: int = disk.BUFFER,
+    buffer: int = BUFFER,
 ) -> torch.Tensor:
     """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the
     device.
@@ -185,7 +186,7 @@ def put(
     return places[leaf.path]
 
 
-def fill(target: torch.Tensor, parts: Iterable[torch.Tensor], buffer: int = disk.BUFFER) -> None:
+def fill(target: torch.Tensor, parts: Iterable[torch.Tensor], buffer: int = BUFFER) -> None:
     """Makes consecutive parts the value of a tensor of a state; on disk through two buffers of so many bytes."""
     if extent_of(target) is None:
         flat, at = target.reshape(-1), 0
@@ -213,7 +214,7 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def cast(resting: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """The value of a tensor of a state in another dtype, in parts."""
-    size = disk.BUFFER // resting.dtype.itemsize
+    size = BUFFER // resting.dtype.itemsize
     flat = resting.detach().reshape(-1).split(size) if extent_of(resting) is None else disk.pieces(resting)
     return (part.to(dtype) for part in flat)
 

@@ -103,7 +103,7 @@ def check_tree(loss_fn: Any, params: Any) -> None:
 
 def no_trainable(params: Any) -> FzeroValueError:
     """The error of a step that has nothing to train."""
-    named = zip(tree.paths(params, "params"), tree.leaves(params), strict=True)
+    named = tree.with_paths(params, "params")
     floats = [f"{path}: {tree.describe(x)}" for path, x in named if x.is_floating_point()]
     problems = ["no leaf is floating point"] if not floats else ["`trainable` accepts none of these:", *floats[:5]]
     problems += [f"... {len(floats) - 5} more"] if len(floats) > 5 else []
@@ -114,7 +114,7 @@ def no_trainable(params: Any) -> FzeroValueError:
 
 def _not_dense(value: Any, root: str) -> list[str]:
     """Problems of a tree whose leaves should be dense tensors."""
-    named = zip(tree.paths(value, root), tree.leaves(value), strict=True)
+    named = tree.with_paths(value, root)
     kinds = [(p, _kind(x)) for p, x in named]
     odd = [f"{p}: a key that is neither a text nor a number" for p in tree.unnamed(value, root)]
     return [f"{p}: {kind}" for p, kind in kinds if kind] + odd

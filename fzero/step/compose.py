@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.step.evaluate import EvalStep
 from fzero.step.train import Step
 
@@ -28,7 +28,7 @@ def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
     ]
     fix = "fz.compose(fz.shard_params(axis='data'), ...)(step)"
     if wrong:
-        raise FzeroTypeError(message("compose", "takes transforms", wrong, fix))
+        raise FzeroTypeError("compose", "takes transforms", wrong, fix)
 
     def apply(step: Any) -> Any:
         for i, transform in enumerate(transforms):
@@ -36,9 +36,7 @@ def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
             step = transform.add(step) if hasattr(transform, "add") else transform(step)
             if not hasattr(step, "transforms"):
                 raise FzeroTypeError(
-                    message(
-                        "compose", "takes transforms", [f"argument {i} returns {type(step).__name__}, not a step"], fix
-                    )
+                    "compose", "takes transforms", [f"argument {i} returns {type(step).__name__}, not a step"], fix
                 )
         return step
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from fzero import tree
 from fzero.arguments import function
 from fzero.errors import FzeroTypeError, message
-from fzero.loss import Weighted
+from fzero.loss import means
 from fzero.step.checks import check_arguments, check_params, wants_key
 from fzero.trace.reads.refusals import plainly
 from fzero.trace.reads.untouched import Untouched
@@ -46,11 +45,7 @@ class EvalStep:
         check_params(params, "eval_step")
         with torch.no_grad(), plainly("eval_step"), Untouched("eval_step", params=params, batch=batch):
             result = self.fn(params, *batch)
-        return tree.map(
-            lambda x: x.total / x.count if isinstance(x, Weighted) else x,
-            result,
-            is_leaf=lambda x: isinstance(x, Weighted),
-        )
+        return means(result)
 
 
 def eval_step(fn: Callable[..., Any]) -> EvalStep:

@@ -19,7 +19,7 @@ from fzero import random as fzrandom
 from fzero.arguments import Predicate, accepts, accepts_none, flag, function, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.layout import ties, torn_ties
-from fzero.loss import Weighted, flatten_means, new_values, split_loss
+from fzero.loss import flatten_means, means, new_values, split_loss
 from fzero.optim import GradientTransformation, global_norm
 from fzero.optim.apply import apply_optimizer
 from fzero.optim.base import is_transformation
@@ -235,11 +235,7 @@ class Step:
         }
         no_backward(value)
         if tree.leaves(aux):
-            metrics["aux"] = tree.map(
-                lambda x: x.total / x.count if isinstance(x, Weighted) else x,
-                aux,
-                is_leaf=lambda x: isinstance(x, Weighted),
-            )
+            metrics["aux"] = means(aux)
         return State(state.step + 1, params, opt_state, state.key, state.extras), metrics
 
 

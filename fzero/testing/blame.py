@@ -184,7 +184,7 @@ def _leaves(state: State, s: Comparison) -> dict[str, torch.Tensor]:
     roots = (("params", state.params), ("opt_state", state.opt_state), ("extras", state.extras), ("batch", s.batch))
     found = {"step": state.step, "key": state.key}
     for root, values in roots:
-        found |= dict(zip(tree.paths(values, root), tree.leaves(values), strict=True))
+        found |= dict(tree.with_paths(values, root))
     return {name: load(x, s.mesh.device).clone() for name, x in found.items()}
 
 
@@ -213,7 +213,7 @@ def _reference(
     # what is not in a plain state, such as a loss scale, is whole on every rank
     state = {**leaves, **leaves_of(whole, {})}
     wholes = {v.name: state[v.name].to(v.dtype) for v in base.inputs if v.name in state}
-    named = [dict(zip(tree.paths(x, "batch"), tree.leaves(x), strict=True)) for x in batches]
+    named = [dict(tree.with_paths(x, "batch")) for x in batches]
     parts = [{**x, **y} for x, y in zip(part_values(base, alone, [wholes | x for x in named]), named, strict=True)]
     plain = trajectory(replace(s.step, transforms=()), whole, s.whole_batch, 1, s.size)
     after = {f"after {p}": x for p, x in plain.leaves[1].items() if not p.startswith("metrics")}

@@ -223,11 +223,7 @@ def setting_of(
         check_init(params)
         params = params(key)
     check_params(params)
-    absent = [
-        f"{p}: {tree.describe(x)}"
-        for p, x in zip(tree.paths((params, batch), ""), tree.leaves((params, batch)), strict=True)
-        if x.is_meta
-    ]
+    absent = [f"{p}: {tree.describe(x)}" for p, x in tree.with_paths((params, batch), "") if x.is_meta]
     if absent:
         raise FzeroValueError(
             message(
@@ -314,7 +310,7 @@ def compare(setting: Comparison) -> Report:
             got, size, tolerance = found.get(path), norm(want) or 1.0, s.plain.tolerances[t][path]
             off = math.inf if got is None or got.shape != want.shape else distance(got.cpu(), want.cpu())
             difference = Difference(
-                path, tuple(want.shape), str(want.dtype).removeprefix("torch."), t, off / size, tolerance / size
+                path, tuple(want.shape), tree.dtype_name(want.dtype), t, off / size, tolerance / size
             )
             ratio = 0.0 if off == 0 else off / tolerance if tolerance else math.inf
             if path not in worst or (worst[path][1].ok and ratio >= worst[path][0]):
@@ -375,11 +371,7 @@ def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:
     """The leaves of a whole state and of the metrics, by path."""
     out: dict[str, torch.Tensor] = {"step": state.step, "key": state.key}
     for root, values in (("params", state.params), ("opt_state", state.opt_state), ("metrics", metrics)):
-        out |= {
-            p: x.detach()
-            for p, x in zip(tree.paths(values, root), tree.leaves(values), strict=True)
-            if isinstance(x, torch.Tensor)
-        }
+        out |= {p: x.detach() for p, x in tree.with_paths(values, root) if isinstance(x, torch.Tensor)}
     return out
 
 

@@ -16,7 +16,7 @@ import torch
 
 from fzero import tree
 from fzero.arguments import count
-from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError, message
+from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf, shard
 from fzero.lowering.layouts import zero_of
 from fzero.lowering.lower import lower
@@ -76,12 +76,12 @@ def simulate(
         f"{path}: a meta tensor, which has no values"
         for name, x in (("params", params), ("batch", batch))
         if not callable(x)
-        for path, leaf in zip(tree.paths(x, name), tree.leaves(x), strict=True)
+        for path, leaf in tree.with_paths(x, name)
         if isinstance(leaf, torch.Tensor) and leaf.is_meta
     ]
     if problems:
         fix = "fz.testing.simulate(fz.train_step(...), fz.AbstractMesh(data=2), params, batch)"
-        raise FzeroTypeError(message("simulate", "invalid arguments", problems, fix))
+        raise FzeroTypeError("simulate", "invalid arguments", problems, fix)
     check_batch(batch)
     *_, last = simulated(step, mesh, params, batch, steps, key)
     return last
@@ -98,7 +98,7 @@ def simulated(
     lowered = lower(step, mesh, whole.params, parts[0])
     if kept := sorted(name for name in lowered.program.leaves if name.startswith("extras")):
         fix = "leave out the transform that keeps them: what it means can be checked with fz.testing.check_equivalent"
-        raise FzeroValueError(message("simulate", "the state has more than parameters and optimizer state", kept, fix))
+        raise FzeroValueError("simulate", "the state has more than parameters and optimizer state", kept, fix)
     yield whole, {}
     for _ in range(steps):
         whole, metrics = _one_step(lowered, ranks, whole, parts)
@@ -157,7 +157,7 @@ def _one_step(
     board = _Board(ranks, threading.Barrier(len(ranks)))
 
     def run(mesh: Mesh) -> _Rank:
-        batch = dict(zip(tree.paths(parts[mesh.rank], "batch"), tree.leaves(parts[mesh.rank]), strict=True))
+        batch = dict(tree.with_paths(parts[mesh.rank], "batch"))
         held = {name: shard(leaves[name], leaf, mesh) for name, leaf in program.leaves.items()}
         rank = _Rank(program, mesh, {**held, **batch}, board)
         try:
@@ -179,7 +179,7 @@ def _one_step(
     problems += _unequal(metrics)
     if problems:
         fix = "a reduction is missing, or over too few axes: look for the gradient or metric in print(fz.lower(...))"
-        raise DivergenceError(message("simulate", f"ranks of mesh {program.mesh} hold different values", problems, fix))
+        raise DivergenceError("simulate", f"ranks of mesh {program.mesh} hold different values", problems, fix)
     after = {name: leaf for name, (leaf, _) in put_together.items()}
     params, opt_state = (
         inputs and inputs.rebuild({i: after[inputs.leaves[i].path] for i in inputs.distinct})
@@ -224,7 +224,7 @@ def parts_of(step: Step, mesh: AbstractMesh, batch: Any) -> list[Any]:
     paths = tree.paths(batch, "batch")
     if wrong := [f"{p} {list(x.shape)}" for p, x, c in zip(paths, flat, cut, strict=True) if c and x.shape[0] % num]:
         fix = f"give a global batch of a multiple of {num} rows"
-        raise FzeroValueError(message("simulate", f"the batch does not divide among {num} ranks", wrong, fix))
+        raise FzeroValueError("simulate", f"the batch does not divide among {num} ranks", wrong, fix)
     check_rows("simulate", batch, cut, record)
     return [
         tree.unflatten(structure, [x.chunk(num)[m.index(axes)] if c else x for x, c in zip(flat, cut, strict=True)])

@@ -105,7 +105,7 @@ class Roundoff:
             "computed": self.compute,
             **({"multiplied": self.operands} if self.operands != self.compute else {}),
         }
-        names = {what: str(d).removeprefix("torch.") for what, d in dtypes.items()}
+        names = {what: tree.dtype_name(d) for what, d in dtypes.items()}
         return f"{self.value:.1e} = a chain of {self.chain:,} roundings, {self.parts} parts; " + ", ".join(
             f"{what} in {n}" for what, n in names.items()
         )

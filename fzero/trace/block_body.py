@@ -120,9 +120,7 @@ def applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
 
     def contents() -> list[tuple[str, dict[str, Any], tree.TreeSpec]]:
         trees = arguments(fn, params, args, kwargs)
-        return [
-            (name, dict(zip(tree.paths(x, name), tree.leaves(x), strict=True)), tree.structure(x)) for name, x in trees
-        ]
+        return [(name, dict(tree.with_paths(x, name)), tree.structure(x)) for name, x in trees]
 
     before = contents()
     result = fn(params, *args, **kwargs)
@@ -151,10 +149,7 @@ def check_bare(owner: str, does: str, fn: Any, trees: Sequence[tuple[str, Any]])
 def tensors_in(trees: Sequence[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
     """The tensors in trees, by path."""
     return [
-        (path, x)
-        for root, values in trees
-        for path, x in zip(tree.paths(values, root), tree.leaves(values), strict=True)
-        if isinstance(x, torch.Tensor)
+        (path, x) for root, values in trees for path, x in tree.with_paths(values, root) if isinstance(x, torch.Tensor)
     ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fzero.arguments import accepts, count, flag, keywords, predicate
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf
 from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
@@ -63,12 +63,10 @@ class Accumulate(Transform):
                 f"{odd[0].split(' ')[0]!r})"
             )
             raise FzeroValueError(
-                message(
-                    self.name,
-                    "the leaves of a batch have different numbers of rows: which of them are rows of the batch?",
-                    odd,
-                    fix,
-                )
+                self.name,
+                "the leaves of a batch have different numbers of rows: which of them are rows of the batch?",
+                odd,
+                fix,
             )
         if wrong := [
             f"{leaf.path} {list(leaf.shape)}: dim 0 of {leaf.shape[0]} is not a multiple of {num}"
@@ -77,7 +75,7 @@ class Accumulate(Transform):
         ]:
             fix = "choose a batch that is a multiple of ranks x micro-batches"
             raise FzeroValueError(
-                message(self.name, f"the batch of a rank does not divide into {num} micro-batches", wrong, fix)
+                self.name, f"the batch of a rank does not divide into {num} micro-batches", wrong, fix
             )
         return [(leaf.shape[0] // num, *leaf.shape[1:]) if leaf in cut else leaf.shape for leaf in leaves]
 
@@ -131,14 +129,10 @@ def accumulate(
             if num_micro_batches is None
             else "give a whole number of at least 1"
         )
-        raise FzeroValueError(
-            message("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix=fix)
-        )
+        raise FzeroValueError("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix=fix)
     if problems := flag("vertical", vertical):
-        raise FzeroValueError(
-            message("accumulate", "invalid arguments", problems, "e.g. fz.accumulate(4, vertical=True)")
-        )
+        raise FzeroValueError("accumulate", "invalid arguments", problems, "e.g. fz.accumulate(4, vertical=True)")
     if problems := predicate("whole", whole):
         fix = "e.g. whole=lambda path, leaf: 'class_weights' in path"
-        raise FzeroTypeError(message("accumulate", "invalid arguments", problems, fix))
+        raise FzeroTypeError("accumulate", "invalid arguments", problems, fix)
     return applied(Accumulate(num_micro_batches, vertical, whole), step)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fzero.boxes import Dim
-from fzero.errors import TransformError, message
+from fzero.errors import TransformError
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.program.ir import Line, Program
@@ -56,7 +56,7 @@ class Transform:
                 "leave it out; an evaluation takes over what concerns it of a training step: "
                 "fz.compose(*train.resolved.transforms)(fz.eval_step(fn))"
             )
-            raise TransformError(message(self.name, "does nothing to an evaluation", [f"{self}: {reason}"], fix))
+            raise TransformError(self.name, "does nothing to an evaluation", [f"{self}: {reason}"], fix)
         return self.add(step)
 
     def add(self, step: Any) -> Any:
@@ -69,9 +69,7 @@ class Transform:
             reason = self.conflict(other) or other.conflict(self)
             if reason:
                 raise TransformError(
-                    message(
-                        self.name, f"conflicts with {other}", [f"{self}", f"{other}", reason], "apply one of the two"
-                    )
+                    self.name, f"conflicts with {other}", [f"{self}", f"{other}", reason], "apply one of the two"
                 )
         return replace(step, transforms=tuple(sorted((*step.transforms, self), key=lambda t: (t.order, str(t)))))
 

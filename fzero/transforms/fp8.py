@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from fzero.arguments import accepts, keywords, predicate
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
 from fzero.operators.scaled_matmul import MULTIPLE
 from fzero.transforms.base import Transform, applied
@@ -48,9 +48,7 @@ class Fp8(Transform):
                 f"accept floating-point matrices with dims that are multiples of {MULTIPLE}: where=lambda path, leaf: "
                 f"leaf.ndim == 2 and ..."
             )
-            raise TransformError(
-                message(self.name, "`where` accepts leaves that cannot be multiplied in 8 bits", wrong, fix)
-            )
+            raise TransformError(self.name, "`where` accepts leaves that cannot be multiplied in 8 bits", wrong, fix)
 
     def check_device(self, device: torch.device) -> None:
         """Raises if a device neither has products in 8 bits nor is a CPU, which emulates them."""
@@ -67,7 +65,7 @@ class Fp8(Transform):
             f"a CUDA device of capability {'.'.join(map(str, CAPABILITY))} (Ada, Hopper) or later has them, and a CPU "
             f"emulates them; leave fp8 out here"
         )
-        raise FzeroValueError(message(self.name, f"{kind} has no products in float8_e4m3fn and float8_e5m2", fix=fix))
+        raise FzeroValueError(self.name, f"{kind} has no products in float8_e4m3fn and float8_e5m2", fix=fix)
 
     def _accepts(self, leaf: Leaf) -> bool:
         return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
@@ -121,13 +119,9 @@ def fp8(
         fp8(scales='row')
     """
     if scales not in list(SCALES):
-        raise FzeroValueError(
-            message("fp8", f"unknown scales={scales!r}", fix=f"one of {', '.join(map(repr, SCALES))}")
-        )
+        raise FzeroValueError("fp8", f"unknown scales={scales!r}", fix=f"one of {', '.join(map(repr, SCALES))}")
     if problems := predicate("where", where):
-        raise FzeroTypeError(
-            message("fp8", "invalid arguments", problems, "e.g. where=lambda path, leaf: 'head' not in path")
-        )
+        raise FzeroTypeError("fp8", "invalid arguments", problems, "e.g. where=lambda path, leaf: 'head' not in path")
     return applied(Fp8(scales, where), step)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 from fzero.arguments import accepts, keywords, predicate
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import Leaf
 from fzero.program.ir import Line
 from fzero.step import EvalStep
@@ -199,7 +199,7 @@ def offload(
         )
     if problems:
         fix = "e.g. fz.offload('cpu', 'opt_state'), or fz.offload('nvme', ('opt_state', 'params'), path='/scratch')"
-        raise FzeroValueError(message("offload", "invalid arguments", problems, fix))
+        raise FzeroValueError("offload", "invalid arguments", problems, fix)
     ordered = tuple(role for role in ROLES if role in roles)
     return applied(
         Offload(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fzero.arguments import flag, keywords, number
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
 
@@ -83,16 +83,12 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: the name of one axis"]
     problems += flag("reductions", reductions)
     if problems:
-        raise FzeroTypeError(message("once_a_step", "invalid arguments", problems, "e.g. fz.once_a_step(axis='node')"))
+        raise FzeroTypeError("once_a_step", "invalid arguments", problems, "e.g. fz.once_a_step(axis='node')")
     if gathers != "auto" and (isinstance(gathers, str) or number("gathers", gathers, at_least=0) or gathers > 1):
         fix = 'gathers="auto", or a share of the blocks between 0 and 1'
-        raise FzeroValueError(message("once_a_step", f"gathers={gathers!r} is not a share of the blocks", fix=fix))
+        raise FzeroValueError("once_a_step", f"gathers={gathers!r} is not a share of the blocks", fix=fix)
     if gathers == 0 and not reductions:
         raise FzeroValueError(
-            message(
-                "once_a_step",
-                "gathers=0 and reductions=False leave nothing to do",
-                fix="leave it out, or one of the two",
-            )
+            "once_a_step", "gathers=0 and reductions=False leave nothing to do", fix="leave it out, or one of the two"
         )
     return applied(OnceAStep(axis, gathers, reductions), step)

@@ -16,7 +16,7 @@ import torch
 
 from fzero import tree
 from fzero.arguments import accepts, flag, keywords, predicate
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf
 from fzero.optim.loss_scale import LossScale, fixed_scale
 from fzero.precision.counters import PrecisionState, counted
@@ -137,9 +137,7 @@ class MixedPrecision(Transform):
         if wrong:
             supported = ", ".join(repr(name) for name, dtype in DTYPES.items() if computes_in(device, dtype))
             kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-            raise FzeroValueError(
-                message(self.name, f"{kind} does not compute in these dtypes", wrong, f"it has {supported}")
-            )
+            raise FzeroValueError(self.name, f"{kind} does not compute in these dtypes", wrong, f"it has {supported}")
 
     def __str__(self) -> str:
         shown = [f"compute={self.compute!r}", f"params={self.params!r}", f"reduce={self.reduce!r}"]
@@ -273,16 +271,14 @@ def mixed_precision(
     ]
     if unknown:
         raise FzeroValueError(
-            message(
-                "mixed_precision",
-                "unknown dtype",
-                unknown,
-                f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'; for 8 bits there is fz.fp8",
-            )
+            "mixed_precision",
+            "unknown dtype",
+            unknown,
+            f"one of {', '.join(map(repr, DTYPES))}; compute may be 'auto'; for 8 bits there is fz.fp8",
         )
     if wrong := predicate("where", where):
         raise FzeroTypeError(
-            message("mixed_precision", "invalid arguments", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2")
+            "mixed_precision", "invalid arguments", wrong, "e.g. where=lambda path, leaf: leaf.ndim >= 2"
         )
     scaled = "fp16" in (compute, reduce) or compute == "auto"
     problems = (
@@ -307,7 +303,7 @@ def mixed_precision(
             [*fixes, 'watch=True, or fz.mixed_precision("auto", start="bf16") or "fp16"'],
         )
     if problems:
-        raise FzeroValueError(message("mixed_precision", "invalid arguments", problems, "; ".join(fixes)))
+        raise FzeroValueError("mixed_precision", "invalid arguments", problems, "; ".join(fixes))
     if params == "bf16":
         rounding = rounding or "stochastic"
     found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fzero.arguments import count, keywords
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf, in_slot
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.processes import Processes
@@ -47,29 +47,24 @@ class Redundant(Transform):
             what = "one rank" if self.axis in mesh.axes else "unknown"
             fix = "name an axis with several ranks, over which leaves are sharded; or leave it out"
             raise FzeroValueError(
-                message(
-                    "redundant",
-                    f"axis {self.axis!r} has no other rank to send to",
-                    [f"{what}: the mesh has {mesh}"],
-                    fix,
-                )
+                "redundant", f"axis {self.axis!r} has no other rank to send to", [f"{what}: the mesh has {mesh}"], fix
             )
         if not self.shift(mesh):
             num = Processes.of().num_local
             what = f"axis {self.axis!r} does not leave a host"
             said = [f"the mesh has {mesh}, {num} ranks on each host, one behind the other"]
             fix = "shard leaves over an axis that crosses hosts too, and name that: fz.redundant(axis='node')"
-            raise FzeroValueError(message("redundant", what, said, fix))
+            raise FzeroValueError("redundant", what, said, fix)
         sent = [leaf for leaf in leaves if self.sends(leaf)]
         if on_disk := [str(leaf) for leaf in sent if leaf.layout.tier == "disk"]:
             fix = "let them rest on the device or in host memory, or leave it out: fz.checkpoint.save has those on disk"
             raise FzeroValueError(
-                message("redundant", f"{len(on_disk)} leaves rest on disk, and are not sent", on_disk[:5], fix)
+                "redundant", f"{len(on_disk)} leaves rest on disk, and are not sent", on_disk[:5], fix
             )
         if not sent:
             what = f"does nothing: no leaf is sharded over axis {self.axis!r}, every rank along it has all of the state"
             fix = "leave it out, or shard: fz.shard_params, fz.shard_opt_state"
-            raise FzeroValueError(message("redundant", what, [f"the mesh has {mesh}"], fix))
+            raise FzeroValueError("redundant", what, [f"the mesh has {mesh}"], fix)
 
 
 @keywords
@@ -119,9 +114,9 @@ def redundant(
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: the name of one axis"]
     if problems:
-        raise FzeroTypeError(message("redundant", "invalid arguments", problems, "e.g. fz.redundant(axis='data')"))
+        raise FzeroTypeError("redundant", "invalid arguments", problems, "e.g. fz.redundant(axis='data')")
     if problems := count("every", every):
-        raise FzeroValueError(message("redundant", "invalid arguments", problems, "e.g. fz.redundant(every=10)"))
+        raise FzeroValueError("redundant", "invalid arguments", problems, "e.g. fz.redundant(every=10)")
     return applied(Redundant(axis, every), step)
 
 

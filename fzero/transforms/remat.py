@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fzero.arguments import keywords
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.transforms.base import Transform, applied
 
 POLICIES = ("full", "min_cut", "none", "auto")
@@ -65,17 +65,13 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
     if isinstance(policy, (int, float)) and not isinstance(policy, bool):
         if not 0.0 <= policy <= 1.0:
             raise FzeroValueError(
-                message(
-                    "remat", f"keeps a share of activation memory, from 0.0 to 1.0, not {policy}", fix="e.g. remat(0.5)"
-                )
+                "remat", f"keeps a share of activation memory, from 0.0 to 1.0, not {policy}", fix="e.g. remat(0.5)"
             )
         policy = float(policy)
     elif policy not in POLICIES:
         raise FzeroValueError(
-            message(
-                "remat",
-                f"unknown policy {policy!r}",
-                fix=f"one of {', '.join(map(repr, POLICIES))}, or a fraction: remat(0.5)",
-            )
+            "remat",
+            f"unknown policy {policy!r}",
+            fix=f"one of {', '.join(map(repr, POLICIES))}, or a fraction: remat(0.5)",
         )
     return applied(Remat(policy), step)

@@ -324,10 +324,6 @@ def into(line: Line, program: Program) -> Iterator[str]:
         yield f"into=pool[{program.pool_index[id(line)]}]"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def micro_text(line: Line[PartAttrs]) -> list[str]:
     """The micro-batch that a line is for, and their number, as its arguments: in a loop by the loop's variable."""
     if line.attrs.micro is not None:

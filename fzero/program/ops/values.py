@@ -34,13 +34,13 @@ from fzero.program.ops.base import (
     Text,
     Told,
     called,
-    dtype_name,
     into,
     micro_of,
     micro_text,
     over,
 )
 from fzero.trace.subgraph import ancestors
+from fzero.tree import dtype_name
 
 
 class Call(Op[CallAttrs]):

@@ -68,7 +68,7 @@ class Answers:
 
     def _constant_like(self, value: torch.Tensor, args: Any) -> torch.Tensor:
         """A literal of a value that was computed, as a fake tensor where the arguments are."""
-        like = next(x for x in tree.leaves(args) if isinstance(x, torch.Tensor))
+        like = tree.tensors(args)[0]
         mode = like.fake_mode  # type: ignore[attr-defined]
         out = compat.new_fake(mode, value.shape, value.dtype, like.device, value.stride())
         self._recorder.literal(value, out)

@@ -64,7 +64,7 @@ class TracedFunction(Protocol):
 
 def described(tensor: torch.Tensor, name: str | None = None) -> str:
     """As `params['w']: float32[3, 4]`."""
-    return (f"{name}: " if name else "") + f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return (f"{name}: " if name else "") + tree.describe(tensor)
 
 
 def note(traced: TracedFunction, error: Exception, func: Any, args: Any) -> None:
@@ -73,7 +73,7 @@ def note(traced: TracedFunction, error: Exception, func: Any, args: Any) -> None
     known = traced.failure
     if known is not None and known.in_backward and str(known.error) == str(error):
         return
-    operands = [described(x, traced.named(x)) for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
+    operands = [described(x, traced.named(x)) for x in tree.tensors(args)]
     name = torch.overrides.resolve_name(func) or f"{func.__module__}.{func.__qualname__}"
     traced.failure = Failure(error, name, traced.where(), operands, compat.backward_of() is not None)
 
@@ -262,7 +262,7 @@ def _tensors(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, torch.nn.Module):
         return [(f".{n}", x) for n, x in (*value.named_parameters(), *value.named_buffers())]
     if isinstance(value, (dict, list, tuple)):
-        return list(zip(tree.paths(value), tree.leaves(value), strict=True))
+        return tree.with_paths(value)
     if isinstance(value, type(torch)) or not hasattr(value, "__dict__"):
         return []
     return [(f".{n}", x) for n, x in vars(value).items() if isinstance(x, torch.Tensor)]

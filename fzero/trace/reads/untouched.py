@@ -23,11 +23,7 @@ class Untouched(compat.TorchDispatchMode):
     def __init__(self, owner: str, **arguments: Any):
         super().__init__()
         self._owner, self._outside = owner, sys._getframe(1)
-        named = [
-            pair
-            for root, values in arguments.items()
-            for pair in zip(tree.paths(values, root), tree.leaves(values), strict=True)
-        ]
+        named = [pair for root, values in arguments.items() for pair in tree.with_paths(values, root)]
         self._paths = {_storage(x): path for path, x in reversed(named) if isinstance(x, torch.Tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
