@@ -39,6 +39,7 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
         Fix: did you mean at_least? It takes name, value, above, at_least, below
     """
     takes = inspect.signature(fn).parameters
+    by_place = [name for name, x in takes.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
     by_name = [f"{name}=" for name, x in takes.items() if x.kind is x.KEYWORD_ONLY]
     most = len(takes) - len(by_name) if not any(x.kind is x.VAR_POSITIONAL for x in takes.values()) else sys.maxsize
     required = [(name, x.kind) for name, x in takes.items() if x.default is x.empty]
@@ -51,6 +52,11 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
             given = ", ".join(type(x).__name__ for x in args)
             what = f"takes {most} argument{'s' * (most != 1)} without a name, not {len(args)} ({given})"
             raise FzeroTypeError(message(fn.__name__, what, fix=f"name the others: {', '.join(by_name)}"))
+        if twice := [name for name in by_place[: len(args)] if name in kwargs]:
+            values = dict(zip(by_place, args, strict=False))
+            given = [f"{x}: {shown(values[x])} without a name, and {shown(kwargs[x])}" for x in twice]
+            fix = f"it takes {', '.join(takes)}"
+            raise FzeroTypeError(message(fn.__name__, f"{', '.join(twice)} given twice", given, fix))
         unknown = [name for name in kwargs if name not in takes]
         lacking = [name for name in (*needed[len(args) :], *named) if name not in kwargs]
         if not unknown and not lacking:

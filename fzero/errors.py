@@ -261,19 +261,43 @@ _HERE = {
     "clip_by_global_norm": "clip clip_grad_norm clip_grad_norm_",
     "warmup_cosine": "cosineannealinglr get_cosine_schedule_with_warmup",
 }
-_ELSEWHERE = {theirs: ours for ours, names in _HERE.items() for theirs in names.split()}
-"""Names that other libraries have, in small letters, for what is a transform of fzero or a function of fzero.optim."""
+_CALLS = {
+    "fz.checkpoint.save(path, state)": "save save_checkpoint save_state",
+    "train.restore(path)": "load restore load_checkpoint load_state load_state_dict",
+    "state.params? It is a tree, model.params before training; optimizers take none": "parameters named_parameters",
+    "model.write_back(train.gather(state).params), which fills the module": "state_dict named_buffers module",
+    "model.train_step(optimizer, fn), which trains in training mode": "train fit",
+    "model.eval_step(fn)": "eval evaluate predict",
+    "state, metrics = train(state, batch)": "backward zero_grad training_step",
+    "fz.make_mesh(device=...), which says where a state is": "to cuda cpu",
+    "fz.mixed_precision('bf16')": "half bfloat16",
+    "fz.train_step(loss_fn, optimizer)": "grad value_and_grad",
+    "fz.compile(step, mesh)": "jit pjit pmap",
+}
+_ELSEWHERE = {theirs: ours for given in (_HERE, _CALLS) for ours, names in given.items() for theirs in names.split()}
+"""Names that other libraries have, in small letters, for a transform of fzero, a function of fzero.optim or a call."""
 
 
-def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error of a module without this name: its name here, similar names, or all names."""
-    known = sorted(known)
+def no_attribute(owner: Any, name: str, known: Iterable[str] | None = None) -> AttributeError:
+    """The error of a module (by its name) or an object without this attribute: its name here or the call that does the
+    same, similar names, or all names."""
+    of = f"module {owner!r}" if isinstance(owner, str) else f"{type(owner).__name__!r} object"
+    if name.startswith("_"):  # asked by Python and its tools
+        return AttributeError(f"{of} has no attribute {name!r}")
+    known = sorted(x for x in (dir(owner) if known is None else known) if not x.startswith("_"))
     small = {x.lower(): x for x in reversed(known)}
     meant = _ELSEWHERE.get(name.lower())
-    meant = meant or small.get(name.lower())
-    names = [meant] if meant in known else [small[x] for x in difflib.get_close_matches(name.lower(), small)] or known
+    meant = small.get(name.lower(), meant if meant in known or meant in _CALLS else None)
+    names = [meant] if meant else [small[x] for x in difflib.get_close_matches(name.lower(), small)] or known
     fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"
-    return AttributeError(f"module {module!r} has no attribute {name!r}\nFix: {fix}")
+    return AttributeError(f"{of} has no attribute {name!r}\nFix: {fix}")
+
+
+def attribute_of(owner: Any, name: str) -> Any:
+    """The `__getattr__` of a class whose missing attributes are named; a property that failed fails again."""
+    if hasattr(type(owner), name):
+        return object.__getattribute__(owner, name)
+    raise no_attribute(owner, name)
 
 
 def left(where: str, rank: int, size: int) -> RankLost:

@@ -3,13 +3,13 @@ some are updated, others are not, and nobody can tell which."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError, attribute_of, message
 
 INIT_STREAM = 0x1717
 """Folded into the key given to `init` to make the state's key, so that no step draws what the init function drew."""
@@ -36,6 +36,9 @@ class State(NamedTuple):
     opt_state: Any
     key: torch.Tensor  # int64[3]: step t draws from fold_in(key, t)
     extras: dict[str, Any]  # what transforms carry
+
+    if not TYPE_CHECKING:
+        __getattr__ = attribute_of
 
 
 def lasting(state: Any) -> Any:

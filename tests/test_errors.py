@@ -124,6 +124,11 @@ CONFLICTS = {
         fz.shard_params(axis=("data", "node")),
         "shard_params (ZeRO-3) does all that shard_grads (ZeRO-2) does",
     ),
+    "a stage beside plain data parallelism": (
+        fz.data_parallel(axis="node"),
+        fz.shard_params(axis=("data", "node")),
+        "shard_params (ZeRO-3) does all that data_parallel (ZeRO-0) does",
+    ),
     "where": (
         fz.shard_params(where=lambda path, leaf: True),
         fz.shard_params(where=lambda path, leaf: False),
@@ -135,6 +140,7 @@ CONFLICTS = {
 def test_a_lower_stage_may_go_further_than_a_higher_one() -> None:
     some = lambda path, leaf: leaf.numel() > 8  # noqa: E731
     of_some = [(fz.shard_params(where=some), fz.shard_grads()), (fz.shard_grads(where=some), fz.shard_opt_state())]
+    of_some.append((fz.shard_params(where=some), fz.data_parallel()))
     for one, two in [*of_some, (fz.shard_params(), fz.shard_grads(axis=("data", "node")))]:
         assert {*fz.compose(one, two)(make()).transforms} == {one, two}
     with pytest.raises(TransformError, match="does all"):

@@ -173,7 +173,7 @@ def saves(root: Path, umask: int) -> dict[str, dict[str, int]]:
     before = os.umask(umask)
     try:
         mesh = fz.make_mesh(data=2)
-        step = fz.shard_params(fz.data_parallel()(fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.adam(0.1))))
+        step = fz.shard_params(fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.adam(0.1)))
         train = fz.compile(step, mesh, backend="eager")
         state = train.init({"w": torch.ones(8)})
         for name, more in {"open": {}, "mine": {"private": True}, "behind": {"private": True, "wait": False}}.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -355,8 +356,43 @@ def test_batch_norms_that_average_evaluate_as_in_pytorch() -> None:
         (optim, "AdamW", "adamw"),
         (optim, "clip_grad_norm_", "clip_by_global_norm"),
         (optim, "adamm", "adam, adamw"),
+        (fz, "save", "fz.checkpoint.save(path, state)"),
+        (fz.checkpoint, "load", "train.restore(path)"),
+        (fz, "jit", "fz.compile(step, mesh)"),
     ],
 )
 def test_names_of_other_libraries_name_what_is_here(module: Any, name: str, here: str) -> None:
-    with pytest.raises(AttributeError, match=f"no attribute '{name}'\nFix: did you mean {here}$"):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'\nFix: did you mean {re.escape(here)}$"):
         getattr(module, name)
+
+
+def test_methods_of_other_libraries_name_the_call_that_is_here() -> None:
+    model = fz.functionalize(Net())
+    train = fz.compile(model.train_step(optim.sgd(0.1), _of_labels), fz.make_mesh(), backend="eager")
+    state = train.init(model.params)
+    here = {"parameters": "state.params", "save": "fz.checkpoint.save", "eval": "eval_step"}
+    for owner in (model, train, state):
+        for name, call in here.items():
+            with pytest.raises(AttributeError, match=f"'{type(owner).__name__}' object has .*'{name}'\nFix: .*{call}"):
+                getattr(owner, name)
+        assert not hasattr(owner, "nothing_like_it") and not hasattr(owner, "__array__")
+        assert type(copy.copy(owner)) is type(owner)
+    with pytest.raises(FzeroError, match=r"a model is not a function.*\nFix: model\.apply"):
+        model(X)
+    for given in (train.init, lambda m: fz.train_step(m, optim.sgd(0.1)), fz.eval_step):
+        with pytest.raises(FzeroError, match=r"Functional.*\nFix: .*model\.(params|train_step|eval_step)"):
+            given(model)
+    model.__dict__.pop("_eval", None)
+    model._still.__deepcopy__ = lambda memo: memo.lost  # a property that fails says why, and not that it is missing
+    with pytest.raises(AttributeError, match="'lost'"):
+        model._eval  # noqa: B018
+
+
+def test_arguments_given_twice_and_swapped() -> None:
+    with pytest.raises(FzeroError, match=r"adamw: lr given twice\n  lr: <generator .*> without a name, and 0.1\n"):
+        optim.adamw(Net().parameters(), lr=0.1)  # type: ignore[misc,arg-type]
+    with pytest.raises(FzeroError, match="parameters come with train"):
+        optim.adamw(Net().parameters())  # type: ignore[arg-type]
+    state = fz.train_step(_of_labels, optim.sgd(0.1)).init({"w": torch.ones(40, 40)})
+    with pytest.raises(FzeroError, match=r"^fzero.checkpoint: State is not a path\nFix: .* first argument$"):
+        fz.checkpoint.save(state, "run")  # type: ignore[arg-type]

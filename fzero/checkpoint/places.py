@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
+from fzero.arguments import shown
 from fzero.errors import CheckpointError, message
 
 INDEX = "index.json"
@@ -99,7 +100,8 @@ def as_path(path: Any) -> Place:
             return path if isinstance(path, Url) else Url(text)
         found = Path(text)
     except TypeError:
-        raise CheckpointError(message("checkpoint", f"{path!r} is not a path", fix=GIVE)) from None
+        fix = f"{GIVE}, as the first argument"
+        raise CheckpointError(message("checkpoint", f"{shown(path)} is not a path", fix=fix)) from None
     if re.match(r"[A-Za-z][A-Za-z0-9+.:-]+:/", str(found)) and not found.exists():
         fix = "give the URL as a str: a Path has one slash where a URL has two"
         raise CheckpointError(message("checkpoint", f"{str(found)!r} is not a path, and not a URL any more", fix=fix))

@@ -10,14 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from fzero import compat, tree
 from fzero.arguments import Predicate, function, keywords
-from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, attribute_of, message
 from fzero.loss import Weighted
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten, written_names
@@ -106,6 +106,9 @@ class Functional(SelfChecked):
             if there are none.
     """
 
+    if not TYPE_CHECKING:
+        __getattr__ = attribute_of
+
     def __init__(self, module: nn.Module, blocks: Blocks | None, mutable: Sequence[str]):
         check_hooks(module)
         check_kinds(module)
@@ -133,6 +136,10 @@ class Functional(SelfChecked):
         buffers, kept = {path_of[name] for name in self._dtypes}, _kept_in_fp32(self._still)
         fp32 = {dtype: {path_of[n] for n in self._names if has.search(n)} for dtype, has in kept.items()}
         self._exact = lambda path, compute: path in buffers or path in fp32.get(compute, ())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        fix = "model.apply(params, *inputs) has the outputs, with params = model.params or state.params"
+        raise FzeroTypeError(message("functionalize", "a model is not a function: it needs parameters", fix=fix))
 
     def __repr__(self) -> str:
         return f"functionalize({self._name}, {len(self._names)} tensors, {len(self.blocks)} blocks)"

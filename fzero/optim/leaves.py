@@ -169,13 +169,9 @@ def check(
 ) -> None:
     """Every bad hyperparameter at once. NaN is bad everywhere."""
     if not callable(lr) and not isinstance(lr, (int, float)):
-        raise FzeroTypeError(
-            message(
-                where,
-                f"lr is a {type(lr).__name__}",
-                fix="give a Python number, or a schedule: a function of the step, e.g. optim.constant(1e-3)",
-            )
-        )
+        fix = "give a Python number, or a schedule: a function of the step, e.g. optim.constant(1e-3)"
+        fix += "; parameters come with train.init(params)" if isinstance(lr, Iterable) else ""
+        raise FzeroTypeError(message(where, f"lr is a {type(lr).__name__}", fix=fix))
     problems = function("lr", lr, "step") if callable(lr) else number("lr", lr, at_least=0, below=math.inf)
     problems += [p for name, x in (positive or {}).items() for p in number(name, x, above=0)]
     problems += [p for name, x in (not_negative or {}).items() for p in number(name, x, at_least=0, below=math.inf)]

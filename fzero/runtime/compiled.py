@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from fzero import tree
 from fzero.build.build import build, check_backend
 from fzero.build.cache import logger
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError, attribute_of, message
 from fzero.layout import storage_of, ties
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import batch_inputs
@@ -93,6 +93,8 @@ class Compiled:
     are."""
 
     owner: str
+    if not TYPE_CHECKING:
+        __getattr__ = attribute_of
 
     def __init__(
         self,

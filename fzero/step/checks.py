@@ -72,10 +72,12 @@ def no_step(component: str, verb: str, given: Any, fix: str = "") -> FzeroTypeEr
 
 
 def check_init(init_fn: Any) -> None:
-    """Raises if what should be an init function is a module, or takes no key."""
-    if isinstance(init_fn, torch.nn.Module):
-        fix = "model = fz.functionalize(module); model.params are its tensors, model.train_step(optimizer) is its step"
-        raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a module", fix=fix))
+    """Raises if what should be an init function is a module, a model of `functionalize`, or takes no key."""
+    is_model = hasattr(init_fn, "train_step")
+    if is_model or isinstance(init_fn, torch.nn.Module):
+        fix = "model.params are its tensors, model.train_step(optimizer) is its step"
+        fix, what = (fix, "model") if is_model else (f"model = fz.functionalize(module); {fix}", "module")
+        raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a {what}", fix=fix))
     if callable(init_fn) and (problems := function("params", init_fn, "key")):
         fix = "write init(key), e.g. lambda key: params"
         raise FzeroTypeError(

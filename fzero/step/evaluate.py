@@ -67,10 +67,13 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep:
         >>> eval_step(lambda p, x: x @ p)(torch.ones(2), torch.ones(3, 2))
         tensor([2., 2., 2.])
     """
+    is_model = hasattr(fn, "train_step")
     problems = (
-        [f"fn is {type(fn).__name__}, a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
+        [f"fn is {type(fn).__name__}, a {'model' if is_model else 'step'}"]
+        if is_model or hasattr(fn, "transforms")
+        else function("fn", fn, "params", more=True)
     )
-    fix = "write fn(params, *batch), e.g. the loss function"
+    fix = "model.eval_step(fn)" if is_model else "write fn(params, *batch), e.g. the loss function"
     if not problems and wants_key(fn) and inspect.signature(fn).parameters["key"].default is inspect.Parameter.empty:
         problems = [
             f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn)}: an evaluation has no key of its own"

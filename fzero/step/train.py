@@ -284,14 +284,16 @@ def train_step(
         >>> metrics["loss"], state.params["w"]
         (tensor(4.), tensor([0.6000, 0.6000]))
     """
-    problems = [] if callable(loss_fn) else [f"loss_fn is {type(loss_fn).__name__}, not a function"]
+    is_model = hasattr(loss_fn, "train_step")
+    is_function = callable(loss_fn) and not is_model
+    problems = [] if is_function else [f"loss_fn is {type(loss_fn).__name__}, not a function"]
     fix = (
         "write loss_fn(params, batch) or loss_fn(params, batch, *, key), trainable=lambda path, leaf: 'frozen' not in "
         "path"
     )
-    if not callable(loss_fn) and hasattr(loss_fn, "train_step"):
+    if is_model:
         fix = "a model has a step of its own: model.train_step(optimizer)"
-    if callable(loss_fn) and not takes(loss_fn):
+    if is_function and not takes(loss_fn):
         if isinstance(loss_fn, torch.nn.Module):
             problems.append(
                 f"loss_fn is the module {type(loss_fn).__name__}{inspect.signature(loss_fn.forward)}, which does not "

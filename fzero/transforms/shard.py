@@ -29,11 +29,12 @@ class Parallel(Transform):
         return (self.axis,) if isinstance(self.axis, str) else self.axis
 
     def conflict(self, other: Transform) -> str | None:
-        if isinstance(other, Parallel) and self.stage and other.stage and type(self) is not type(other):
+        if isinstance(other, Parallel) and type(self) is not type(other):
             fewer, more = sorted((self.axes, other.axes), key=len)
-            if len(more) == 1 and fewer != more:
+            zero = self.stage and other.stage
+            if zero and len(more) == 1 and fewer != more:
                 return f"ZeRO shards over one axis, or several in one order: {_named(fewer)} and {_named(more)} are two"
-            if more[: len(fewer)] != fewer:
+            if zero and more[: len(fewer)] != fewer:
                 return f"ZeRO cuts leaves one axis after the other: {_named(fewer)} is not how {_named(more)} begins"
             for one, two in ((self, other), (other, self)):
                 if one.covers(two):
@@ -42,8 +43,8 @@ class Parallel(Transform):
 
     def covers(self, other: Parallel) -> bool:
         """Whether `other` is a lower stage that adds nothing to this one: over no further axis and leaf."""
-        within = other.axes == self.axes[: len(other.axes)] and self.where in (None, other.where)
-        return 0 < other.stage < self.stage and within
+        within = {*other.axes} <= {*self.axes} and self.where in (None, other.where)
+        return other.stage < self.stage and within
 
     def shards(self, leaf: Leaf) -> bool:
         return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
@@ -83,6 +84,7 @@ def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
     Memory: parameters, gradients and optimizer state, whole, on every rank.
 
     Raises:
+        TransformError: a ZeRO stage of all parameters over `axis`, which has the batch cut along it too.
         FzeroTypeError: an `axis` that is not a name.
         FzeroValueError: when the program is built, an axis the mesh does not have.
 
