@@ -133,6 +133,11 @@ def default_device() -> str:
     return "cpu"
 
 
+def default_tensor_device() -> str:
+    """The type of device that `torch.set_default_tensor_type` has chosen."""
+    return torch._C._get_default_device()  # type: ignore[attr-defined]
+
+
 def einsum_paths() -> tuple[Any, Any]:
     """`torch.backends.opt_einsum.enabled` and `.strategy`, read without the exception that torch's lazy module raises
     on each access."""
@@ -157,12 +162,11 @@ def quiet_fake_tensors() -> Iterator[None]:
     """Without the log entry, a traceback of torch's own, that a fake tensor makes when an operation fails: the
     exception says it."""
     log = logging.getLogger(FakeTensorMode.__module__)
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    before, log.disabled = log.disabled, True  # a new level would empty the caches of all loggers
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.disabled = before
 
 
 def fake_metadata(x: torch.Tensor) -> tuple[Any, ...] | None:

@@ -2,8 +2,8 @@
 
 A model has a few hundred leaves of a handful of shapes, and an optimizer does the same dozen operations with each. The
 shape, strides, dtype and device of a result depend on the operator, on those of its arguments and on its other
-arguments, so the first of its kind is asked of PyTorch and the others are made after it: 15 us instead of 90. It must
-not know who records, or why.
+arguments, so the first of its kind in a process is asked of PyTorch and the others are made after it, in this trace and
+in later ones: 15 us instead of 90, or 1000 where PyTorch has not met it. It must not know who records, or why.
 """
 
 from __future__ import annotations
@@ -18,25 +18,32 @@ from fzero import compat
 aten = torch.ops.aten
 
 
+MOST_KNOWN = 1 << 14
+"""Results whose metadata a process remembers; then it begins anew."""
+_known: dict[Any, tuple[Any, ...]] = {}
+
+
 class FakeResults:
     """Runs operations on the fake tensors of one mode. A result is a new tensor every time, whether it was remembered
     or not."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Any, ...]] = {}
+        self._mode: compat.FakeTensorMode | None = None  # of the first result
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not _depends_on_metadata(func):
             return func(*args, **kwargs)
-        key = (func, torch.get_default_dtype(), _facts(args), _facts(kwargs))
-        known = self._known.get(key)
-        if known is not None:
-            return compat.new_fake(*known)
+        key = (func, torch.get_default_dtype(), compat.default_tensor_device(), _facts(args), _facts(kwargs))
+        if self._mode is not None and (known := _known.get(key)) is not None:
+            return compat.new_fake(self._mode, *known)
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             metadata = compat.fake_metadata(out)
             if metadata is not None:
-                self._known[key] = (out.fake_mode, *metadata)  # type: ignore[attr-defined]
+                self._mode = out.fake_mode  # type: ignore[attr-defined]
+                if len(_known) >= MOST_KNOWN:
+                    _known.clear()
+                _known[key] = metadata
         elif isinstance(out, (tuple, list)):
             # a fake kernel may return one tensor twice; what PyTorch remembers of it are two
             return type(out)(
