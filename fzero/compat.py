@@ -201,6 +201,16 @@ def new_fake(
     return FakeTensor(mode, meta, torch.device(device))
 
 
+def new_view(
+    mode: FakeTensorMode, base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> FakeTensor:
+    """A fake view of a fake tensor that begins `offset` elements behind it, made past every mode."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        meta = torch.empty(0, dtype=base.dtype, device="meta")
+        meta.set_(base.untyped_storage(), base.storage_offset() + offset, shape, stride)  # type: ignore[call-overload]
+    return FakeTensor(mode, meta, base.device)
+
+
 def attributes(x: torch.Tensor) -> list[str]:
     """The attributes that someone has set on a tensor."""
     return [name for name in x.__dict__ if name not in _of_fakes()] if x.__dict__ else []
@@ -764,6 +774,20 @@ def zero_all(tensors: Sequence[torch.Tensor]) -> None:
 _COPY = getattr(torch, "_foreach_copy_", None)
 _ADD = getattr(torch, "_foreach_add_", None)
 _ZERO = getattr(torch, "_foreach_zero_", None)
+
+
+class Graph(fx.Graph):
+    """A graph whose calls are made in half the time: PyTorch looks for symbolic numbers among the arguments that a node
+    is made with, and a program has none."""
+
+    def create_node(
+        self, op: str, target: Any, args: Any = None, kwargs: Any = None, name: Any = None, type_expr: Any = None
+    ) -> fx.Node:
+        if op != "call_function":
+            return super().create_node(op, target, args, kwargs, name, type_expr)
+        node = super().create_node(op, target, None, None, name, type_expr)
+        node.args, node.kwargs = args or (), kwargs or {}
+        return node
 
 
 def is_view(op: Any) -> bool:
