@@ -133,6 +133,11 @@ def default_device() -> str:
     return "cpu"
 
 
+def default_tensor_device() -> str:
+    """The type of device that `torch.set_default_tensor_type` has chosen."""
+    return torch._C._get_default_device()  # type: ignore[attr-defined]
+
+
 def einsum_paths() -> tuple[Any, Any]:
     """`torch.backends.opt_einsum.enabled` and `.strategy`, read without the exception that torch's lazy module raises
     on each access."""
@@ -157,12 +162,11 @@ def quiet_fake_tensors() -> Iterator[None]:
     """Without the log entry, a traceback of torch's own, that a fake tensor makes when an operation fails: the
     exception says it."""
     log = logging.getLogger(FakeTensorMode.__module__)
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    before, log.disabled = log.disabled, True  # a new level would empty the caches of all loggers
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.disabled = before
 
 
 def fake_metadata(x: torch.Tensor) -> tuple[Any, ...] | None:
@@ -195,6 +199,16 @@ def new_fake(
             else torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         )
     return FakeTensor(mode, meta, torch.device(device))
+
+
+def new_view(
+    mode: FakeTensorMode, base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> FakeTensor:
+    """A fake view of a fake tensor that begins `offset` elements behind it, made past every mode."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        meta = torch.empty(0, dtype=base.dtype, device="meta")
+        meta.set_(base.untyped_storage(), base.storage_offset() + offset, shape, stride)  # type: ignore[call-overload]
+    return FakeTensor(mode, meta, base.device)
 
 
 def attributes(x: torch.Tensor) -> list[str]:
@@ -765,6 +779,20 @@ def zero_all(tensors: Sequence[torch.Tensor]) -> None:
 _COPY = getattr(torch, "_foreach_copy_", None)
 _ADD = getattr(torch, "_foreach_add_", None)
 _ZERO = getattr(torch, "_foreach_zero_", None)
+
+
+class Graph(fx.Graph):
+    """A graph whose calls are made in half the time: PyTorch looks for symbolic numbers among the arguments that a node
+    is made with, and a program has none."""
+
+    def create_node(
+        self, op: str, target: Any, args: Any = None, kwargs: Any = None, name: Any = None, type_expr: Any = None
+    ) -> fx.Node:
+        if op != "call_function":
+            return super().create_node(op, target, args, kwargs, name, type_expr)
+        node = super().create_node(op, target, None, None, name, type_expr)
+        node.args, node.kwargs = args or (), kwargs or {}
+        return node
 
 
 def is_view(op: Any) -> bool:

@@ -59,7 +59,7 @@ EARLY += ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_
 _LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR")
 _ONE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
 """Variables with which seeds begin. A fork has one thread as well if they are not set for it."""
-_NUM_HASHES = 4  # seeds of the test process differ in their hash seed: ranks must not agree by luck
+_NUM_HASHES = 2  # seeds of the test process differ in their hash seed: ranks must not agree by luck
 _BUILD = "from fzero.build.worker import main; main()"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _ROOM = 2048, 16_384  # bytes for the arguments of a fork, and for its environment, that other processes see

@@ -2,9 +2,9 @@
 
 Importing torch takes seconds and a test takes milliseconds, so the processes are started once, when a test first needs
 them, and stay: a *job* is one function run on the first n of them. Each is a fork of a *seed*, a process that has
-imported what every step needs and waits, so that a new one costs no import. Every rank has a seed of its own, with
-another hash seed: nothing that ranks agree on, such as the order of a set, comes from a common parent. Each job sees
-what torchrun would have set (RANK, WORLD_SIZE, MASTER_ADDR, …), joins its own process group if it calls
+imported what every step needs and waits, so that a new one costs no import. Ranks of even and of odd numbers have
+seeds with other hash seeds: nothing that all ranks agree on, such as the order of a set, comes from a common parent.
+Each job sees what torchrun would have set (RANK, WORLD_SIZE, MASTER_ADDR, …), joins its own process group if it calls
 `fzero.make_mesh`, and leaves it afterwards. The rendezvous store lives in the parent, as torchrun's does, and is a new
 one for every job: the kernel picks its port, so no two sessions meet on one, and no key of an earlier job is left over.
 

@@ -4,7 +4,7 @@ A page is one program. Its ```python blocks run one after the other in one names
 directory. A ```text block that follows one directly is what that block prints; a block that prints must be followed by
 one. After a change that is meant to change what is printed, `python tests/test_docs.py` writes the new output into the
 pages. So are ```sh blocks of `fzero` commands that a ```text block follows, in the repository's root, with what they
-say on stderr.
+say on stderr; one under `<!-- exhaustive -->` runs with --exhaustive.
 """
 
 from __future__ import annotations
@@ -51,18 +51,22 @@ class Block:
     start: int
     stop: int
     directly: bool  # whether only blank lines lie between it and the block before
+    is_long: bool
 
 
 def blocks(page: str) -> list[Block]:
     found, before = [], 0
     for match in _FENCE.finditer(page):
-        found.append(Block(match[1], match[2], match.start(2), match.end(2), not page[before : match.start()].strip()))
+        between = page[before : match.start()].strip()
+        is_long = between.endswith("<!-- exhaustive -->")
+        found.append(Block(match[1], match[2], match.start(2), match.end(2), not between, is_long))
         before = match.end()
     return found
 
 
-def run(path: Path) -> list[tuple[Block, str, Block | None]]:
-    """Every Python block of a page, and every command, with what it printed and the block that says what it should."""
+def run(path: Path, long: bool = True) -> list[tuple[Block, str, Block | None]]:
+    """Every Python block of a page, and every command, with what it printed and the block that says what it should.
+    `long`: those as well that take long."""
     page = path.read_text()
     all_blocks = blocks(page)
     namespace = {"__name__": "docs"}
@@ -71,7 +75,7 @@ def run(path: Path) -> list[tuple[Block, str, Block | None]]:
         after = all_blocks[number + 1] if number + 1 < len(all_blocks) else None
         answered = after is not None and after.directly and after.language == "text"
         command = block.language == "sh" and answered and block.text.startswith("fzero ")
-        if block.language != "python" and not command:
+        if (block.language != "python" and not command) or (block.is_long and not long):
             continue
         printed = io.StringIO()
         with (
@@ -91,10 +95,10 @@ def run(path: Path) -> list[tuple[Block, str, Block | None]]:
 
 @pytest.mark.usefixtures("ops")
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
-def test_examples(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
     monkeypatch.chdir(tmp_path)
     same = doctest.OutputChecker().check_output
-    for block, printed, expected in run(path):
+    for block, printed, expected in run(path, pytestconfig.getoption("--exhaustive")):
         where = f"{path.relative_to(ROOT)}:{path.read_text().count(chr(10), 0, block.start)}"
         assert expected is not None or not printed, f"{where} prints, and the page does not say what:\n{printed}"
         if expected is not None and not same(expected.text, printed, doctest.ELLIPSIS):

@@ -12,6 +12,7 @@ import torch
 from fzero import compat
 from fzero import random as fzrandom
 from fzero.errors import TraceError
+from fzero.trace import meta_cache
 from fzero.trace.meta_cache import FakeResults, Remembering
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
@@ -58,7 +59,8 @@ def test_a_remembered_result_is_as_pytorchs(name):
     assert type(second) is compat.FakeTensor and second.fake_mode is mode and second is not first
 
 
-def test_results_are_asked_once_and_are_apart():
+def test_results_are_asked_once_and_are_apart(monkeypatch):
+    monkeypatch.setattr(meta_cache, "_known", {})
     asked = []
 
     class Asked(compat.TorchDispatchMode):

@@ -192,14 +192,11 @@ def test_what_cannot_be_meant():
         fz.lower(step, AbstractMesh(model=2), {"a": w, "b": w}, torch.zeros(2, 4))
 
 
-ON_RANKS = {
+ON_RANKS = {  # besides: in a loop with shard_params below, by position
     "plain": [fz.data_parallel()],
-    "loop": [fz.shard_params(), fz.accumulate(2)],
     "vertical": [fz.shard_grads(), fz.accumulate(2, vertical=True)],
-    "state on the host": [fz.shard_opt_state(), fz.offload("cpu", of=("opt_state",))],
     "all on the host": [fz.shard_params(), fz.offload("cpu")],
-    "bf16": [fz.shard_params(), fz.mixed_precision("bf16")],
-    "by position": [fz.shard_grads()],
+    "bf16": [fz.shard_opt_state(), fz.mixed_precision("bf16")],
 }
 
 

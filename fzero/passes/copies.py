@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
+from fzero import compat
 from fzero.layout import Leaf
 from fzero.program.attrs import UpdateAttrs
 from fzero.program.ir import Line, Program, Value
@@ -51,7 +52,7 @@ def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
 def _written(update: Line, copies: Mapping[str, Leaf]) -> Line:
     """The update with the copies among what it writes."""
     source = update.says(UpdateAttrs).graph
-    graph = fx.Graph()
+    graph = compat.Graph()
     env: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(source.graph, env)
     num, inputs, outputs = len(update.writes), [env[n] for n in source.inputs], [env[n] for n in source.outputs]

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
+from fzero import compat
 from fzero.program.attrs import CallAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.lines import Functions
@@ -47,7 +48,7 @@ def rewrite(program: Program) -> Program:
 def compose(lines: Sequence[Line], program: Program, outputs: Sequence[str]) -> tuple[Recorded, tuple[str, ...]]:
     """The function that a run of calls is, from the values it reads to `outputs`, and the names of what it reads. Equal
     operations are one."""
-    graph, constants = fx.Graph(), dict[str, torch.Tensor]()
+    graph, constants = compat.Graph(), dict[str, torch.Tensor]()
     made = {v.name for line in lines for v in line.out}
     args = tuple(dict.fromkeys(a for line in lines for a in line.args if a not in made))
     values: dict[str, fx.Node] = {}

@@ -176,7 +176,8 @@ class Value:
         """Shape of what a rank holds of it."""
         at = self.placement
         if not at.is_cut:
-            return part_shape(self.shape, [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts])
+            along = [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
+            return part_shape(self.shape, along) if along else self.shape
         parts = mesh.axis_size(at.axes[-1:]) if at.kind == "parts" else 1
         return (parts * cut_over(mesh, at.axes, at.grid, at.dims).numel(self.shape),)
 

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fzero.boxes import Along, uneven
 from fzero.errors import VerifyError, message
 from fzero.layout import cut_over
 from fzero.program.attrs import AssignAttrs
-from fzero.program.ir import WHOLE, Line, Program, Value
+from fzero.program.ir import WHOLE, Line, Placement, Program, Value
 from fzero.program.ops import COLLECTIVES, OPS, OWNERS, STARTS, Copy, Op, Start, compared, misformed
 
 BUG = "this is a bug in fzero: please report it with the program"
@@ -70,6 +71,7 @@ class _Checker:
         batch = (v for v in program.inputs if v.name not in program.leaves)
         self.batch_axes = frozenset(axis for v in batch for axis in v.placement.own)  # along which the batch is cut
         self.aliases: dict[str, str] = {}  # a shard that may be a view of its leaf, or a copy of it on another tier
+        self.possible: set[tuple[Any, Placement]] = set()  # shapes and placements that can be on the mesh
 
     def lines(self, lines: Sequence[Line], known: dict[str, Value]) -> None:
         self.known = dict(known)
@@ -245,14 +247,18 @@ class _Checker:
     def _impossible(self, value: Value) -> str | None:
         """Why a value cannot be placed so on the mesh, if it cannot."""
         at, mesh = value.placement, self.program.mesh
+        if (value.shape, at) in self.possible:
+            return None
         if unknown := sorted({*at.own} - {*mesh.axes}):
             return f"the mesh has no axis {', '.join(map(repr, unknown))}"
         cuts = [axis for axis, _ in at.cuts]
         if cuts and (at.is_cut or len({*cuts}) < len(cuts) or {*cuts} & {*at.axes, *at.partial}):
             return f"{value.name} is {at}: an axis cuts a value once"
         along = [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
-        why = uneven(value.shape, along or cut_over(mesh, at.axes, dims=at.dims).along)
-        return f"{value.name} is {at}: {why}" if why else None
+        if why := uneven(value.shape, along or cut_over(mesh, at.axes, dims=at.dims).along):
+            return f"{value.name} is {at}: {why}"
+        self.possible.add((value.shape, at))
+        return None
 
     def micro(self, line: Line) -> tuple[int, int]:
         """The micro-batch that a line is for, -1 for that of each turn of the loop around it, and how many there

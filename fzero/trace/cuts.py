@@ -204,7 +204,7 @@ class _Propagation:
         self.n, self.places, self.stream = n, places, stream
         self.by_position: Attention | None = by_position
         self.wanted: list[Wanted | Dim | None] = [Wanted(w) if isinstance(w, str) else w for w in wanted]
-        self.graph = fx.Graph()
+        self.graph = compat.Graph()
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
         results = FakeResults()
         self.write = GraphWriter(self.graph, mode, results, n)

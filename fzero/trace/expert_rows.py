@@ -91,7 +91,7 @@ class _RowPropagation:
         names = [x.name for x in source.inputs]
         self.source = constants_for_shapes(extract(source, source.inputs, source.outputs, names))
         self.n, self.places, self.wanted = n, places, wanted
-        self.graph = fx.Graph()
+        self.graph = compat.Graph()
         mode = next(x.meta["val"].fake_mode for x in self.source.graph.nodes if x.op != "output")
         self.write = GraphWriter(self.graph, mode, FakeResults(), n)
         self.form: dict[fx.Node, Form] = {}  # of each value, by nature

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
+from fzero import compat
 from fzero.boxes import Dim, part_shape
 from fzero.boxes import whole as all_of
 from fzero.errors import FzeroTypeError, message
@@ -173,7 +174,7 @@ def propagate(
             "leaf: ..."
         )
         raise FzeroTypeError(message(owner, "cannot run on shards", problems, fix))
-    graph = fx.Graph()
+    graph = compat.Graph()
     env: Env = {}
     for node in nodes:
         if node.op == "placeholder":

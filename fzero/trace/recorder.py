@@ -81,7 +81,7 @@ class Recorder(compat.TorchDispatchMode):
 
     def __init__(self, owner: str, constants_from: Callable[..., Any] | None = None):
         super().__init__()
-        self.graph = fx.Graph()
+        self.graph = compat.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.mutates = False
         self.memory = ArgumentMemory()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fzero import compat
 from fzero.trace.reads.value_keys import exact
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import storage_of
@@ -36,7 +37,7 @@ class Subgraph:
         return _signature(self.inputs, self.between, self.outputs, self.source.constants)
 
     def extract(self, names: Sequence[str] | None = None) -> Recorded:
-        graph, env = fx.Graph(), {}
+        graph, env = compat.Graph(), {}
         for i, node in enumerate(self.inputs):
             env[node] = graph.placeholder(names[i] if names else f"x_{i}")
             env[node].meta["val"] = node.meta["val"]

@@ -7,6 +7,7 @@ PyTorch's batch norms overwrite the running statistics that they are given while
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -93,12 +94,18 @@ def given(func: Any, args: Any, kwargs: Any, names: Iterable[str]) -> list[torch
 
 def overwritten(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an operator writes to, whatever its schema says."""
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    names += REFUSED.get(func, ())
+    names = _written_names(func)
     if func in REWRITTEN:
         names += (
             ("running_mean", "running_var")
             if dict(zip([a.name for a in func._schema.arguments], args, strict=False)).get("training")
             else ()
         )
-    return given(func, args, kwargs, names)
+    return given(func, args, kwargs, names) if names else []
+
+
+@functools.cache
+def _written_names(func: Any) -> tuple[str, ...]:
+    """The arguments that an operator always writes to."""
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return (*names, *REFUSED.get(func, ()))
