@@ -44,7 +44,7 @@ class FakeResults:
         out = func(*args, **kwargs)
         metadata = _metadata(func, args, out)
         if metadata is not None:
-            first = out if isinstance(out, torch.Tensor) else next(x for x in out if x is not None)
+            first: Any = out if isinstance(out, torch.Tensor) else next(x for x in out if x is not None)
             self._mode = first.fake_mode
             if len(_known) >= MOST_KNOWN:
                 _known.clear()
