@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib.util
 import os
 import random
 import shutil
@@ -55,8 +56,15 @@ CONTESTANTS = {
     "dtensor_compile": Contestant("DTensor + compile per layer", compiled=True),
     "fzero_sequence": Contestant("fzero, cut by position", sequence=True),
     "dtensor_sequence": Contestant("DTensor, SequenceParallel", sequence=True),
+    "autotp": Contestant("DeepSpeed, AutoTP, ZeRO-1"),
 }
-PAIRS = (("fzero", "dtensor"), ("fzero", "dtensor_compile"), ("fzero_sequence", "dtensor_sequence"))
+THERE = [name for name in CONTESTANTS if name != "autotp" or importlib.util.find_spec("deepspeed")]
+PAIRS = (
+    ("fzero", "dtensor"),
+    ("fzero", "dtensor_compile"),
+    ("fzero_sequence", "dtensor_sequence"),
+    ("fzero", "autotp"),
+)
 
 
 # --- the model ---
@@ -160,7 +168,7 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     live: dict[str, Any] = {"done": 0}
 
     def build() -> None:
-        make = _fzero if args.contestant.startswith("fzero") else _dtensor
+        make = _fzero if args.contestant.startswith("fzero") else _autotp if args.contestant == "autotp" else _dtensor
         live["step"] = make(args, contestant, config, data)
 
     def planned() -> dict[str, float]:
@@ -300,6 +308,44 @@ def _dtensor(args: argparse.Namespace, contestant: Contestant, config: Config, d
     return run
 
 
+def _autotp(args: argparse.Namespace, contestant: Contestant, config: Config, data: int) -> Step:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed  # pyright: ignore[reportMissingImports]
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(dist_backend="gloo")
+    model: Any = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    specs = [
+        {"patterns": [r".*layers\.\d+\.(o|down)\.weight$"], "partition_type": "row"},
+        {"patterns": [r".*layers\.\d+\.(q|k|v|up)\.weight$"], "partition_type": "column"},
+    ]
+    settings = {
+        "train_micro_batch_size_per_gpu": config.batch // data,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 30,
+    }
+    engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    assert model.layers[0].q.weight.shape[0] == config.width // 2, "AutoTP has cut nothing"
+
+    def run(batch: Any) -> Any:
+        tokens, targets = batch
+        loss = F.cross_entropy(engine(tokens).flatten(0, 1), targets.flatten())
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    return run
+
+
 def _whole_norm() -> Any:
     """A norm on whole values, whose weight is a DTensor as all others are, for one global norm."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -431,7 +477,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a tiny model, two rounds")
-    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=THERE)
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="fzero's")
     parser.add_argument("--contestant", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
     script_flags(parser, "tensor_peers")
