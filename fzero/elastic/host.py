@@ -2,7 +2,7 @@
 the process that watches a rank stays small.
 
 The memory belongs to the process that owns the run: torchrun or, without it, the keeper. It lasts as long as that
-    process, over restarts of all the others. The next run that finds its owner gone removes it.
+process, over restarts of all the others. The next run that finds its owner gone removes it.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@
     of-00002/ward-00001.*                what rank 1, of another host, has sent (fzero/elastic/wards.py)
 
 A slot is made once, header and pages, and overwritten in place: keeping a state costs a copy of it. Its tensor `sealed`
-    is 0 during a write, else the number of consumed batches plus one (a skipped step consumes one). So a killed process
-    leaves the other slot valid. The ranks of a host keep each element once
-that any of them holds: whoever is started again on that host finds there all that it had, and on another number of
-ranks whatever they had together.
+is 0 during a write, else the number of consumed batches plus one (a skipped step consumes one). So a killed process
+leaves the other slot valid. The ranks of a host keep each element once that any of them holds. A rank that is started
+again on that host finds there all it had, and another number of ranks all of what the ranks had together.
 
 [Note: slots] Ranks are at most a step apart: one may have kept state S + 1 while another, still in step S, has state
 S - 1 of a third sealed as its ward. So where states are sent three slots hold the newest three; where they are sent

@@ -43,17 +43,14 @@ def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     kinds: dict[type, list[nn.Module]] = {}
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         for _, m in members:
-            if any(True for _ in m.parameters()) and (any(True for _ in m.children()) or not _of_torch(m)):
+            own = not type(m).__module__.startswith("torch.nn.")
+            if any(True for _ in m.parameters()) and (own or any(True for _ in m.children())):
                 kinds.setdefault(type(m), []).append(m)
     for name, m in members:
         path, alike = f"{prefix}.{name}" if prefix else name, kinds.get(type(m), [])
         inner = list(_layers(m, path))
         repeated = len(alike) > 1 and (not inner or len({_shapes(x) for x in alike}) < len(alike))
         yield from [(path, m)] if repeated else inner
-
-
-def _of_torch(m: nn.Module) -> bool:
-    return type(m).__module__.startswith("torch.nn.")
 
 
 def _shapes(m: nn.Module) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.arguments import count
 from fzero.optim.leaves import reject
 
 
@@ -72,7 +73,7 @@ class LossScale:
             for name in ("initial", "minimum")
             if not _positive(given[name])
         ]
-        counts = [name for name in ("growth_interval", "hysteresis") if not _count(given[name])]
+        counts = [name for name in ("growth_interval", "hysteresis") if count(name, given[name])]
         problems += [f"{name}={given[name]!r}: must be a whole number of at least 1" for name in counts]
         if not _positive(self.growth_factor) or self.growth_factor < 1:
             problems.append(f"growth_factor={self.growth_factor!r}: must be at least 1")
@@ -134,7 +135,3 @@ def fixed_scale(scale: float) -> LossScale:
 
 def _positive(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
-
-
-def _count(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 1

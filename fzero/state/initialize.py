@@ -54,9 +54,7 @@ def from_function(
     # one split makes the keys of many leaves: it is done once
     keys = list(graph.graph.find_nodes(op="call_function", target=DERIVE))
     derived = _Run(Subgraph(graph, [place], keys).extract()).run(key)
-    values: dict[fx.Node, Load] = {
-        n: functools.partial(_same, x) for n, x in zip((place, *keys), (key, *derived), strict=True)
-    }
+    values: dict[fx.Node, Load] = {n: (lambda x=x: x) for n, x in zip((place, *keys), (key, *derived), strict=True)}
     wanted = [i for i in inputs.distinct if only is None or i in only]
     return _leaves(graph, values, {}, inputs, wanted, mesh, put)
 
@@ -219,10 +217,6 @@ def _is_zeros(graph: Recorded) -> bool:
     return made.target is aten.zeros.default or (
         made.target is aten.full.default and str(made.args[1]) in ("0", "0.0", "False")
     )
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 class _Run(fx.Interpreter):

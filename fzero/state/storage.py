@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fzero.checkpoint.format import as_bytes
 from fzero.comm import disk
 from fzero.comm.disk import BUFFER
 from fzero.comm.host import host_tensors
@@ -179,7 +180,7 @@ def put(
             fill(value, parts or ())
         return place(value, leaf, mesh)
     if isinstance(value, torch.Tensor):
-        if _bits(value).any():
+        if as_bytes(value).any():  # zeros below zero have a bit
             copy(value, places[leaf.path])
     elif value is not None:
         fill(places[leaf.path], value, buffer)
@@ -227,8 +228,3 @@ def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:
 def resting_bytes(leaf: Leaf, mesh: Mesh) -> int:
     """Bytes of a leaf on each rank."""
     return leaf.shard_bytes(mesh)
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as integers: zeros below zero have a bit."""
-    return value.detach().reshape(-1).view(torch.uint8)
