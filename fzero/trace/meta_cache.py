@@ -45,7 +45,7 @@ class FakeResults:
         metadata = _metadata(func, args, out)
         if metadata is not None:
             first = out if isinstance(out, torch.Tensor) else next(x for x in out if x is not None)
-            self._mode = first.fake_mode
+            self._mode = first.fake_mode  # type: ignore[union-attr]
             if len(_known) >= MOST_KNOWN:
                 _known.clear()
             _known[key] = metadata
