@@ -277,6 +277,13 @@ def min_cut(joint: fx.GraphModule, num_outputs: int, recompute: set[fx.Node]) ->
     return {node.name for node in returned[num_outputs:] if isinstance(node, fx.Node)}
 
 
+def min_cut_settings() -> bytes:
+    """A digest of the settings that `min_cut` goes by."""
+    from torch._functorch import config
+
+    return config.get_hash()  # type: ignore[attr-defined]
+
+
 def forward_ad_active() -> bool:
     """Whether forward-mode differentiation by dual numbers is running around the caller."""
     return torch.autograd.forward_ad._current_level >= 0

@@ -26,9 +26,14 @@ from fzero.trace.flops import operations
 from fzero.trace.joint import Joint
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import storage_of
-from fzero.trace.subgraph import ancestors, extract, reached, views_of
+from fzero.trace.subgraph import Subgraph, ancestors, extract, reached, views_of
 
 aten = torch.ops.aten
+
+
+MOST_CUTS = 256
+"""Blocks whose minimum cut a process remembers; then it begins anew."""
+_known_cuts: dict[Any, frozenset[int]] = {}
 
 
 @dataclass(frozen=True)
@@ -105,13 +110,22 @@ class Choices:
 
     @functools.cached_property
     def min_cut(self) -> Kept:
-        """The choice of PyTorch's min-cut partitioner."""
-        copy = extract(self.joint.graph, self.places, [*self.outputs, *self.grads], names=[n.name for n in self.places])
+        """The choice of PyTorch's min-cut partitioner; in a process it is asked once for equal blocks."""
+        graph = Subgraph(self.joint.graph, self.places, [*self.outputs, *self.grads])
         recompute = {n.name for n in self._of_params}
-        names = compat.min_cut(
-            copy.module(), self.joint.num_outputs, {n for n in copy.graph.nodes if n.name in recompute}
-        )
-        return self.keep(self._roots[n] for n in self.early if n.name in names)
+        number = {n.name: i for i, n in enumerate(graph.between)}
+        never = frozenset(number[name] for name in recompute & number.keys())
+        key = graph.signature, never, self.joint.num_outputs, compat.min_cut_settings()
+        if key not in _known_cuts:
+            copy = graph.extract([n.name for n in self.places])
+            names = compat.min_cut(
+                copy.module(), self.joint.num_outputs, {n for n in copy.graph.nodes if n.name in recompute}
+            )
+            if len(_known_cuts) >= MOST_CUTS:
+                _known_cuts.clear()
+            _known_cuts[key] = frozenset(number[name] for name in names & number.keys())
+        found = _known_cuts[key]
+        return self.keep(self._roots[n] for n in self.early if number.get(n.name) in found)
 
     @functools.cached_property
     def frontier(self) -> list[Kept]:
