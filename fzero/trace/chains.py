@@ -58,7 +58,8 @@ def pieces(graph: Recorded, size: int) -> list[int]:
                 continue
             if node.target in _SPLITS:
                 dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-                found += [size // math.gcd(*(s[dim] for s in after))] if before[dim] == size else []  # type: ignore[index]
+                if before[dim] == size:  # type: ignore[index]
+                    found.append(size // math.gcd(*(s[dim] for s in after)))  # type: ignore[index]
             elif node.target is aten.slice.Tensor and len(after[0]) == len(before):
                 found += [size // math.gcd(a, b) for a, b in zip(before, after[0], strict=True) if a == size and b]
             elif is_view(node) and size not in after[0] and len(after[0]) > len(before):

@@ -111,6 +111,24 @@ class GraphWriter:
             self.number.meta["val"] = compat.new_fake(self._mode, [1], torch.int64, self.device)
         return self.number
 
+    def finish(self, outputs: Sequence[fx.Node], places: Sequence[Any]) -> tuple[bool, frozenset[fx.Node]]:
+        """Ends the graph, whose first inputs have these places and whose further inputs are a rank's own.
+
+        Returns: whether it reads the rank's number; its nodes that differ between ranks.
+        """
+        self.graph.output(tuple(outputs))
+        self.graph.eliminate_dead_code()
+        numbered = self.number is not None and bool(self.number.users)
+        if self.number is not None and not numbered:
+            self.graph.erase_node(self.number)
+        inputs = [x for x in self.graph.nodes if x.op == "placeholder"]
+        own = {x for x, place in zip(inputs, places, strict=False) if place is not None} | set(inputs[len(places) :])
+        for x in self.graph.nodes:
+            same = x.target is all_reduce or x.target is all_gather
+            if x.op == "call_function" and not same and not own.isdisjoint(x.all_input_nodes):
+                own.add(x)
+        return numbered, frozenset(own)
+
     # --- between places ---
 
     def cut(self, x: fx.Node, place: Dim) -> fx.Node:

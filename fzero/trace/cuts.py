@@ -288,19 +288,14 @@ class _Propagation:
         exchanged = [self._exchanged(x, want) for x, want in zip(outputs, self.wanted, strict=True)]
         more = [(e, made[e]) for wanted, made in zip(handed_on, exchanged, strict=False) for e in wanted]
         places += [e.place for e, _ in more]
-        self.graph.output((*new, *(node for _, node in more)))
-        self.graph.eliminate_dead_code()
-        number = self.write.number
-        if number is not None and not number.users:
-            self.graph.erase_node(number)
-            number = None
+        numbered, varies = self.write.finish([*new, *(node for _, node in more)], self.places)
         graph = Recorded(self.graph, self.source.constants)
         read = tuple(tuple(e for e, new in self.given.get(x, ()) if new.users) for x in self.source.inputs)
         return CutFunction(
             graph,
             tuple(places),
-            number is not None,
-            self._varies(graph),
+            numbered,
+            varies,
             tuple(self.whole),
             tuple(tuple(made) for made in exchanged),
             read,
@@ -319,15 +314,6 @@ class _Propagation:
                     value = x.meta["val"]
                     found[Exchanged(way, place, tuple(value.shape), value.dtype)] = new
         return found
-
-    def _varies(self, graph: Recorded) -> frozenset[fx.Node]:
-        own = {x for x, place in zip(graph.inputs, self.places, strict=False) if place is not None}
-        own |= set(graph.inputs[len(self.places) :])
-        for x in graph.graph.nodes:
-            same = x.target is all_reduce or x.target is all_gather
-            if x.op == "call_function" and not same and not own.isdisjoint(x.all_input_nodes):
-                own.add(x)
-        return frozenset(own)
 
     def _out_place(self, node: fx.Node, want: Wanted | Dim | None) -> Place:
         place, made = self.place[node], self.made[node]

@@ -36,7 +36,7 @@ from fzero.trace.cut_rules import (
     shape_of,
     values_of,
 )
-from fzero.trace.cut_writer import GraphWriter, all_gather
+from fzero.trace.cut_writer import GraphWriter
 from fzero.trace.cuts import CutFunction, MadeWhole, Wanted
 from fzero.trace.meta_cache import FakeResults
 from fzero.trace.propagate import VIEWS, constants_for_shapes
@@ -126,15 +126,10 @@ class _RowPropagation:
             made, place = self._output(x, want)
             new.append(made)
             places.append(place)
-        self.graph.output(tuple(new))
-        self.graph.eliminate_dead_code()
-        number = self.write.number
-        if number is not None and not number.users:
-            self.graph.erase_node(number)
-            number = None
+        numbered, varies = self.write.finish(new, self.places)
         graph = Recorded(self.graph, self.source.constants)
         none = tuple(() for _ in self.source.inputs)
-        return CutFunction(graph, tuple(places), number is not None, self._varies(graph), tuple(self.whole), (), none)
+        return CutFunction(graph, tuple(places), numbered, varies, tuple(self.whole), (), none)
 
     def _output(self, x: fx.Node, want: Wanted | Dim | None) -> tuple[fx.Node, Anywhere]:
         if isinstance(want, Dim):
@@ -147,14 +142,6 @@ class _RowPropagation:
             if form is not None:
                 return self._get(x, form), form
         return self._get(x, None), OWN if x in self.own else None
-
-    def _varies(self, graph: Recorded) -> frozenset[fx.Node]:
-        own = {x for x, place in zip(graph.inputs, self.places, strict=False) if place is not None}
-        own |= set(graph.inputs[len(self.places) :])
-        for x in graph.graph.nodes:
-            if x.op == "call_function" and x.target is not all_gather and not own.isdisjoint(x.all_input_nodes):
-                own.add(x)
-        return frozenset(own)
 
     # --- operations ---
 
