@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.tree import describe
 
 P = ParamSpec("P")
@@ -51,23 +51,23 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
         if len(args) > most and by_name:
             given = ", ".join(type(x).__name__ for x in args)
             what = f"takes {most} argument{'s' * (most != 1)} without a name, not {len(args)} ({given})"
-            raise FzeroTypeError(message(fn.__name__, what, fix=f"name the others: {', '.join(by_name)}"))
+            raise FzeroTypeError(fn.__name__, what, fix=f"name the others: {', '.join(by_name)}")
         if twice := [name for name in by_place[: len(args)] if name in kwargs]:
             values = dict(zip(by_place, args, strict=False))
             given = [f"{x}: {shown(values[x])} without a name, and {shown(kwargs[x])}" for x in twice]
             fix = f"it takes {', '.join(takes)}"
-            raise FzeroTypeError(message(fn.__name__, f"{', '.join(twice)} given twice", given, fix))
+            raise FzeroTypeError(fn.__name__, f"{', '.join(twice)} given twice", given, fix)
         unknown = [name for name in kwargs if name not in takes]
         lacking = [name for name in (*needed[len(args) :], *named) if name not in kwargs]
         if not unknown and not lacking:
             return fn(*args, **kwargs)
         if not unknown:
             what = f"lacks {', '.join(lacking)}"
-            raise FzeroTypeError(message(fn.__name__, what, fix=f"it takes {', '.join(takes)}"))
+            raise FzeroTypeError(fn.__name__, what, fix=f"it takes {', '.join(takes)}")
         meant = [x for name in unknown for x in _nearest(name, takes)]
         fix = (f"did you mean {', '.join(meant)}? " if meant else "") + f"It takes {', '.join(takes)}"
         what = f"no argument {', '.join(map(repr, unknown))}"
-        raise FzeroTypeError(message(fn.__name__, what, fix=fix[0].lower() + fix[1:]))
+        raise FzeroTypeError(fn.__name__, what, fix=fix[0].lower() + fix[1:])
 
     return called
 
@@ -170,7 +170,7 @@ def accepts(owner: str, name: str, asked: Predicate, path: str, leaf: torch.Tens
     if not isinstance(answer, bool):
         what = f"`{name}` answers neither True nor False"
         fix = "return a bool: leaf.ndim >= 2, 'bias' in path, re.search(pattern, path) is not None"
-        raise FzeroTypeError(message(owner, what, [f"{path}: {shown(answer)}"], fix))
+        raise FzeroTypeError(owner, what, [f"{path}: {shown(answer)}"], fix)
     return answer
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero import tree
-from fzero.errors import FzeroValueError, attribute_of, message
+from fzero.errors import FzeroValueError, attribute_of
 
 INIT_STREAM = 0x1717
 """Folded into the key given to `init` to make the state's key, so that no step draws what the init function drew."""
@@ -66,4 +66,4 @@ def check_whole(values: Any, owner: str) -> None:
     if why:
         what = "a step of this state ended in the middle: some of its leaves are updated, others are not"
         fix = "go on from the last checkpoint, train.restore(path), or begin anew, train.init(params)"
-        raise FzeroValueError(message(owner, what, list(why), fix))
+        raise FzeroValueError(owner, what, list(why), fix)

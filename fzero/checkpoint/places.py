@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from fzero.arguments import shown
-from fzero.errors import CheckpointError, message
+from fzero.errors import CheckpointError
 
 INDEX = "index.json"
 LONGEST_INDEX = 2 << 30  # bytes: some ten million parts of leaves
@@ -80,31 +80,31 @@ def as_path(path: Any) -> Place:
     """The place that a path or a URL names; raises if it is neither. file:// is the path behind it."""
     try:
         if path == "":
-            raise CheckpointError(message("checkpoint", "'' names nothing", fix=GIVE))
+            raise CheckpointError("checkpoint", "'' names nothing", fix=GIVE)
         text = path if isinstance(path, str) else os.fspath(path)
         if isinstance(text, str) and (match := _SCHEME.match(text)):
             if match[1].lower() in ("file", "local"):
                 behind = re.sub("^localhost(?=/|$)", "", text[match.end() :])
                 if not behind.strip("/"):
-                    raise CheckpointError(message("checkpoint", f"{text!r} names nothing", fix=GIVE))
+                    raise CheckpointError("checkpoint", f"{text!r} names nothing", fix=GIVE)
                 if not behind.startswith("/"):
                     what, fix = (
                         f"{text!r} is of the host {behind.partition('/')[0]!r}",
                         "file:///a/path has three slashes",
                     )
-                    raise CheckpointError(message("checkpoint", what, fix=fix))
+                    raise CheckpointError("checkpoint", what, fix=fix)
                 return Path(unquote(behind))
             if not text[match.end() :].strip("/"):
                 fix = "give the bucket and a name in it, e.g. s3://bucket/run"
-                raise CheckpointError(message("checkpoint", f"{text!r} names nothing", fix=fix))
+                raise CheckpointError("checkpoint", f"{text!r} names nothing", fix=fix)
             return path if isinstance(path, Url) else Url(text)
         found = Path(text)
     except TypeError:
         fix = f"{GIVE}, as the first argument"
-        raise CheckpointError(message("checkpoint", f"{shown(path)} is not a path", fix=fix)) from None
+        raise CheckpointError("checkpoint", f"{shown(path)} is not a path", fix=fix) from None
     if re.match(r"[A-Za-z][A-Za-z0-9+.:-]+:/", str(found)) and not found.exists():
         fix = "give the URL as a str: a Path has one slash where a URL has two"
-        raise CheckpointError(message("checkpoint", f"{str(found)!r} is not a path, and not a URL any more", fix=fix))
+        raise CheckpointError("checkpoint", f"{str(found)!r} is not a path, and not a URL any more", fix=fix)
     return found
 
 
@@ -112,7 +112,5 @@ def local(path: Any, owner: str, what: str) -> Path:
     """The path of a directory here, for what is not written to, or read from, a URL."""
     place = as_path(path)
     if isinstance(place, Url):
-        raise CheckpointError(
-            message(owner, f"{place}: {what}", fix="give a local directory, and copy from or to there")
-        )
+        raise CheckpointError(owner, f"{place}: {what}", fix="give a local directory, and copy from or to there")
     return place

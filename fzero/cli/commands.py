@@ -27,7 +27,7 @@ from fzero.cli.hf import OfModel, Script, as_flags, script
 from fzero.cli.hf import load as load_model
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
-from fzero.errors import BudgetError, FzeroError, FzeroValueError, message
+from fzero.errors import BudgetError, FzeroError, FzeroValueError
 from fzero.lowering.at_rest import check_at_rest, shortage
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import zero_of
@@ -182,7 +182,7 @@ class _OfTarget:
             if math.prod(_axes(self.mesh).values()) != number:
                 problems.append(f"--devices {self.devices} and --mesh {' '.join(self.mesh)}: another number of devices")
         if problems:
-            raise UsageError(message("target", "a step and its devices are wanted", problems, fix))
+            raise UsageError("target", "a step and its devices are wanted", problems, fix)
 
 
 def _check_passes(step: Any, asked: Mapping[str, str | None], skip: Sequence[str]) -> None:
@@ -192,7 +192,7 @@ def _check_passes(step: Any, asked: Mapping[str, str | None], skip: Sequence[str
     problems = [f"--{flag} {name}: there is no such pass" for flag, name in asked.items() if name and name not in names]
     if problems:
         fix = f"name one of them, in order: {', '.join(names)}"
-        raise UsageError(message("show", "unknown passes", problems, fix))
+        raise UsageError("show", "unknown passes", problems, fix)
 
 
 _BUDGETS = ("memory_budget", "host_budget", "disk_budget")
@@ -265,9 +265,7 @@ class Show(_OfTarget):
 
     def run(self) -> int:
         if self.after and self.diff:
-            raise UsageError(
-                message("show", f"both --after {self.after} and --diff {self.diff}", fix="give one of them")
-            )
+            raise UsageError("show", f"both --after {self.after} and --diff {self.diff}", fix="give one of them")
         lowered = self.lowered({"after": self.after, "diff": self.diff}, self.skip).lowered
         with _usage():
             program = lowered.after(self.after) if self.after else lowered.program
@@ -299,17 +297,13 @@ class Calibrate:
             _check_files(out=self.out)
             if not 0 < self.seconds < math.inf:
                 raise UsageError(
-                    message(
-                        "calibrate", f"--seconds {self.seconds:g} is not enough time to measure", fix="e.g. --seconds 5"
-                    )
+                    "calibrate", f"--seconds {self.seconds:g} is not enough time to measure", fix="e.g. --seconds 5"
                 )
             if self.path is not None and not self.path.is_dir():
                 raise UsageError(
-                    message(
-                        "calibrate",
-                        f"--path {self.path}: there is no such directory",
-                        fix="name a directory of the disk that is to be measured",
-                    )
+                    "calibrate",
+                    f"--path {self.path}: there is no such directory",
+                    fix="name a directory of the disk that is to be measured",
                 )
             if self.path is not None:
                 check(self.path, SCRATCH)
@@ -346,16 +340,12 @@ class Check:
             axes: dict[str, Any] = _axes(self.mesh, processes=True) if self.mesh else {}
             mesh = make_mesh(**axes)
             if self.steps < 1:
-                raise UsageError(message("check", f"--steps {self.steps} compares nothing", fix="e.g. --steps 3"))
+                raise UsageError("check", f"--steps {self.steps} compares nothing", fix="e.g. --steps 3")
         try:
             step, params, batch = load(self.target)
             if not isinstance(step, Step):
                 raise UsageError(
-                    message(
-                        "check",
-                        f"{self.target} returns an evaluation",
-                        fix="name a function that returns a training step",
-                    )
+                    "check", f"{self.target} returns an evaluation", fix="name a function that returns a training step"
                 )
             part = mesh.index(zero_of(step, mesh).batch_axes)
             params, batch, num_drawn = with_values(params, batch, part)
@@ -403,11 +393,9 @@ def _bytes(size: str | None) -> int | None:
         return None if size is None else parse_bytes(size)
     if 0 < int(size) < 1 << 20:
         raise FzeroValueError(
-            message(
-                "plan",
-                f"{size} is a number of bytes, in which nothing fits",
-                fix=f"did you mean {size}GB? Bytes are {size}B",
-            )
+            "plan",
+            f"{size} is a number of bytes, in which nothing fits",
+            fix=f"did you mean {size}GB? Bytes are {size}B",
         )
     return int(size)
 
@@ -420,7 +408,7 @@ def _usage() -> Iterator[None]:
     except FzeroError as error:
         raise UsageError(str(error)) from None
     except OSError as error:
-        raise UsageError(message("flags", str(error))) from None
+        raise UsageError("flags", str(error)) from None
 
 
 def _axes(mesh: tuple[str, ...], processes: bool = False) -> dict[str, Any]:
@@ -440,7 +428,7 @@ def _axes(mesh: tuple[str, ...], processes: bool = False) -> dict[str, Any]:
     problems += [f"{axis}: given twice" for axis in dict.fromkeys(names) if names.count(axis) > 1]
     if problems or not pairs:
         fix = "e.g. --mesh data=8, or --mesh replica=2 data=4"
-        raise UsageError(message("mesh", "--mesh wants axes with their sizes", problems, fix))
+        raise UsageError("mesh", "--mesh wants axes with their sizes", problems, fix)
     return {axis: size if size == LOCAL else int(size) for axis, _, size in pairs}
 
 
@@ -458,5 +446,5 @@ def _check_files(**files: Path | None) -> None:
     ]
     if problems:
         raise UsageError(
-            message("files", "cannot be written", problems, "name files in folders that exist, pictures .png or .svg")
+            "files", "cannot be written", problems, "name files in folders that exist, pictures .png or .svg"
         )

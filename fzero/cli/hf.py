@@ -19,7 +19,6 @@ from tyro.conf import arg
 
 from fzero import read_json
 from fzero.cli.target import UsageError, users_code
-from fzero.errors import message
 from fzero.step import Step
 
 _SEQ = 4096  # tokens, if the configuration allows as many
@@ -75,7 +74,7 @@ class OfModel:
         parts, left = divmod(number, max(1, self.tensor))
         if left:
             fix = f"a number of devices that {self.tensor} divides, or another --tensor"
-            raise UsageError(message("hf", f"--tensor {self.tensor} does not divide {number} devices", fix=fix))
+            raise UsageError("hf", f"--tensor {self.tensor} does not divide {number} devices", fix=fix)
         return {"data": parts} | ({"model": self.tensor} if self.tensor > 1 else {})
 
 
@@ -208,7 +207,7 @@ def _configuration(given: str) -> tuple[Path, Any]:
     try:
         from transformers import AutoConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
     except ImportError:
-        raise UsageError(message("hf", "transformers is not installed", fix="pip install 'transformers>=5'")) from None
+        raise UsageError("hf", "transformers is not installed", fix="pip install 'transformers>=5'") from None
     path = Path(given).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
@@ -223,10 +222,10 @@ def _configuration(given: str) -> tuple[Path, Any]:
             )
         else:
             fix = "give a directory with config.json, or such a file"
-        raise UsageError(message("hf", f"there is no {given}", problems, fix))
+        raise UsageError("hf", f"there is no {given}", problems, fix)
     if not file.exists():
         fix = "AutoConfig.from_pretrained(NAME).save_pretrained(DIR) writes one"
-        raise UsageError(message("hf", f"{path} has no config.json", fix=fix))
+        raise UsageError("hf", f"{path} has no config.json", fix=fix)
     try:
         data = read_json.read(file)
         if not isinstance(data, dict) or "model_type" not in data:
@@ -235,7 +234,7 @@ def _configuration(given: str) -> tuple[Path, Any]:
     except (ValueError, KeyError, TypeError, OSError) as error:
         problems = str(error).strip().splitlines()[:1]
         fix = "give a configuration that transformers.AutoConfig reads"
-        raise UsageError(message("hf", f"{file} is not a configuration of transformers", problems, fix)) from None
+        raise UsageError("hf", f"{file} is not a configuration of transformers", problems, fix) from None
 
 
 def _tables(kind: str) -> set[str]:
@@ -255,13 +254,13 @@ def _class(config: Any, path: Path) -> tuple[str, str]:
     name = next(iter(config.architectures or ()), None) or causal
     if name is None:
         fix = 'add e.g. "architectures": ["T5ForConditionalGeneration"]'
-        raise UsageError(message("hf", f"{path} names no architecture", fix=fix))
+        raise UsageError("hf", f"{path} names no architecture", fix=fix)
     if name == causal:
         return name, "AutoModelForCausalLM"
     if not hasattr(transformers, name):
         near = difflib.get_close_matches(name, dir(transformers), n=3)
         problems = [f"perhaps you meant: {n}" for n in near]
-        raise UsageError(message("hf", f"transformers has no class {name!r}", problems, "name one in `architectures`"))
+        raise UsageError("hf", f"transformers has no class {name!r}", problems, "name one in `architectures`")
     return name, name
 
 
@@ -283,7 +282,7 @@ def _check(of: OfModel, config: Any, axes: Mapping[str, int]) -> None:
     if of.scratch is not None and of.offload not in ("auto", "nvme"):
         problems.append(f"--scratch {of.scratch}: nothing goes to disk; add --offload auto or nvme")
     if problems:
-        raise UsageError(message("hf", "flags that cannot be meant", problems, "fzero plan --help lists them"))
+        raise UsageError("hf", "flags that cannot be meant", problems, "fzero plan --help lists them")
 
 
 def _positions(config: Any) -> int | None:
@@ -301,7 +300,7 @@ def _batch(config: Any, name: str, rows: int, of: OfModel) -> tuple[str, int, st
     text = config.get_text_config()
     if shape is None or main not in ("input_ids", "pixel_values"):
         what = f"no batch is known for {name}" if shape else f"{name} has no loss of its own that is known here"
-        raise UsageError(message("hf", what, fix=_TARGET_INSTEAD))
+        raise UsageError("hf", what, fix=_TARGET_INSTEAD)
     seq = of.seq or min(_SEQ, _positions(config) or _SEQ)
     if main == "pixel_values":
         side = config.image_size if isinstance(config.image_size, (list, tuple)) else [config.image_size] * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.modules.functionalize import Functional
 
 _OUTPUTS = {"colwise", "colwise_gather_output", "packed_colwise", "colwise_rep"}
@@ -52,13 +52,13 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
     config = getattr(module, "config", None)
     if not isinstance(module, torch.nn.Module) or config is None:
         fix = "fz.hf.tensor_rules(fz.hf.from_pretrained(transformers.AutoModelForCausalLM, directory))"
-        raise FzeroTypeError(message("tensor_rules", f"{type(model).__name__} is no model of transformers", fix=fix))
+        raise FzeroTypeError("tensor_rules", f"{type(model).__name__} is no model of transformers", fix=fix)
     kind = config.model_type
     plan = {**(getattr(module, "tp_plan", None) or {}), **_OWN.get(kind, {})}
     if not any(style in _OUTPUTS | _INPUTS for style in plan.values()):
         what = f"neither transformers nor fzero has a plan for {kind!r}"
         fix = "give rules of your own: fz.tensor_parallel(rules={'q_proj.weight': 0, 'o_proj.weight': 1, ...})"
-        raise FzeroValueError(message("tensor_rules", what, fix=fix))
+        raise FzeroValueError("tensor_rules", what, fix=fix)
     rules: dict[str, Any] = {}
     parts = dict(module.named_modules())
     known = {name for name, _ in module.named_parameters()}  # of tied ones the first
@@ -69,7 +69,7 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
         weight = getattr(part, "weight", None)
         if weight is None or weight.dim() != 2:
             continue
-        of_words = weight.shape[0] == config.get_text_config().vocab_size
+        of_words = weight.shape[0] == getattr(config.get_text_config(), "vocab_size", None)
         if (of_words and ranks and weight.shape[0] % ranks) or not any(_is(x, f"{glob}.weight") for x in known):
             continue
         outputs = 1 if type(part).__name__ == "Conv1D" else 0

@@ -22,7 +22,7 @@ from transformers.trainer import TRAINING_ARGS_NAME  # pyright: ignore[reportMis
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[reportMissingImports]
 
 from fzero import checkpoint, random, tree
-from fzero.errors import CheckpointError, FzeroValueError, TraceError, message
+from fzero.errors import CheckpointError, FzeroValueError, TraceError
 from fzero.hf import data_parts, optimizers, options, padding, recipe, traced
 from fzero.hf.evaluating import Evaluation
 from fzero.hf.loss_inputs import LossInputs
@@ -218,7 +218,7 @@ class Trainer(Base):
         if self._given_mesh.size != self.args.world_size:
             what = f"TrainingArguments sees {self.args.world_size} processes, the mesh has {self._given_mesh.size}"
             fix = "without GPUs say TrainingArguments(use_cpu=True); start all with torchrun"
-            raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+            raise FzeroValueError("hf.Trainer", what, fix=fix)
         return self._given_mesh
 
     # --- the parts of the data ---
@@ -271,7 +271,7 @@ class Trainer(Base):
             if self.state.global_step == self._last_left:
                 what = f"an epoch of {num} micro-batches makes no step of {parts}"
                 fix = "more rows, smaller batches, or fewer gradient_accumulation_steps"
-                raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+                raise FzeroValueError("hf.Trainer", what, fix=fix)
             if self._last_left is None:
                 text = "%d micro-batches at an epoch's end make no step of %d; transformers adds theirs to the next"
                 logger.warning("fzero.hf.Trainer: " + text, num, parts)
@@ -291,7 +291,7 @@ class Trainer(Base):
         self._held.look()
         if self.optimizer is not self._optimizer_was:
             what, fix = "self.optimizer is another than the step was made with", "give another before train()"
-            raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+            raise FzeroValueError("hf.Trainer", what, fix=fix)
         optimizers.check(self._values, self.optimizer)
         optimizers.write(*self._rates, self.optimizer)
         self.train_state, self._metrics = self.compiled(self.train_state, batch)
@@ -330,7 +330,7 @@ class Trainer(Base):
         if self._tracing:
             what = "compute_loss logs: traced once, it would not in each step"
             fix = "log in a callback; what is logged of a loss goes through compute_metrics"
-            raise TraceError(message("hf.Trainer", what, fix=fix))
+            raise TraceError("hf.Trainer", what, fix=fix)
         super().log(*args, **settings)
 
     # --- evaluation ---
@@ -396,7 +396,7 @@ class Trainer(Base):
         if any(x.is_meta for x in tree.leaves(self.functional.params)):
             what = "a model of fz.hf.from_pretrained has no weights before train() has read them"
             fix = "eval_on_start=True evaluates before the first step; or give the module itself"
-            raise FzeroValueError(message("hf.Trainer", what, fix=fix))
+            raise FzeroValueError("hf.Trainer", what, fix=fix)
         return False, tree.map(lambda x: x.to(self._mesh().device), self.functional.params)
 
     # --- the module, and checkpoints ---
@@ -450,7 +450,7 @@ class Trainer(Base):
         if checkpoint.find(path) is None:
             what = f"{resume_from_checkpoint} has no state of fzero's: {STATE}/ is not there"
             fix = "begin with its weights instead: from_pretrained(dir)"
-            raise CheckpointError(message("hf.Trainer", what, fix=fix))
+            raise CheckpointError("hf.Trainer", what, fix=fix)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fzero.errors import BudgetError, FzeroError, message
+from fzero.errors import BudgetError, FzeroError
 from fzero.layout import Leaf
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import auto_of, opt_state_inputs, params_inputs
@@ -85,7 +85,7 @@ def check_at_rest(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -
         BudgetError: with the bytes, and what would hold them.
     """
     if (short := shortage(step, mesh, params, budget)) is not None:
-        raise BudgetError(message("memory_budget", "the state alone does not fit", *short))
+        raise BudgetError("memory_budget", "the state alone does not fit", *short)
 
 
 def shortage(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -> tuple[list[str], str] | None:

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fzero.errors import BudgetError, FzeroValueError, message
+from fzero.errors import BudgetError, FzeroValueError
 from fzero.lowering.bounds import Least, Rests, sizes_of
 from fzero.lowering.budget import FEW, WITH_BATCH, Budget, filling, filling_host, share_of
 from fzero.lowering.layouts import auto_of, mirrors, offloads, params_inputs, precision_of, zero_of
@@ -180,7 +180,7 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
             'e.g. fz.compile(step, mesh, memory_budget="80GB", batch=batch) (fzero plan: --budget 80GB), and '
             'fz.offload("auto", path="/scratch") for a disk'
         )
-        raise FzeroValueError(message("offload", "'auto' chooses what fits into budgets", problems, fix))
+        raise FzeroValueError("offload", "'auto' chooses what fits into budgets", problems, fix)
 
 
 @dataclass
@@ -355,7 +355,7 @@ class _Tiers:
         advice = self._advice(program, found)
         fixes += [f"apply what may lower it: {'; '.join(advice)}"] if advice else []
         what = "nothing that 'auto' can move makes the step fit"
-        return BudgetError(message("offload", what, problems, ", or ".join(fixes)))
+        return BudgetError("offload", what, problems, ", or ".join(fixes))
 
     def _advice(self, program: Program, found: Plan) -> list[str]:
         """Missing transforms that would lessen the bytes of a full tier. It is not tried."""

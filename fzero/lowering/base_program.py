@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.lowering.seed import DTYPE, SCALE, SEED, CountAhead, made_ahead, rounded, seed_of
 from fzero.lowering.training import DType, Found, Precision, Training, grad_name
@@ -123,7 +123,7 @@ def _record_loss(
             "turn it off: metrics['finite'] tells whether loss and gradients are. The plain step, before fz.compile, "
             "runs under it: step(step.init(params), batch)"
         )
-        raise TraceError(message("train_step", what, fix=fix))
+        raise TraceError("train_step", what, fix=fix)
     made: list[Found] = []
 
     @torch.enable_grad()  # whatever the caller has

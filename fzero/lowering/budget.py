@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fzero.errors import BudgetError, message
+from fzero.errors import BudgetError
 from fzero.passes.choice import Choice
 from fzero.passes.off_device import blocks_updated_on_host
 from fzero.passes.overlap import Order
@@ -146,12 +146,10 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] =
         fixes += [f"let gradients wait on disk (fz.offload('nvme', 'gradients', path=DIR){vertical})"]
     fixes += ["use a smaller batch"] if over and rows > 1 and share_of(found, WITH_BATCH) > FEW else []
     return BudgetError(
-        message(
-            "memory_budget",
-            "the step does not fit",
-            [*problems, *advice],
-            ", ".join([*fixes, "or raise the budget"]).removeprefix("or "),
-        )
+        "memory_budget",
+        "the step does not fit",
+        [*problems, *advice],
+        ", ".join([*fixes, "or raise the budget"]).removeprefix("or "),
     )
 
 

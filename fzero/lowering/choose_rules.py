@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.boxes import Dim
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import Leaf
 from fzero.lowering.layouts import auto_of, params_inputs, zero_of
 from fzero.lowering.traced import trace_step
@@ -65,7 +65,7 @@ def check_batch_given(given: bool) -> None:
     if not given:
         problems = ["batch: the first state is laid out before the first batch is seen"]
         fix = "fz.compile(step, mesh, batch=batch), where meta tensors will do; or give rules"
-        raise FzeroValueError(message("tensor_parallel", "rules are chosen for a batch", problems, fix))
+        raise FzeroValueError("tensor_parallel", "rules are chosen for a batch", problems, fix)
 
 
 class Chosen(NamedTuple):

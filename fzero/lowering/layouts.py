@@ -15,7 +15,7 @@ import torch
 from fzero import compat, tree
 from fzero.arguments import accepts_none
 from fzero.boxes import Dim
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import COMPUTE, GRADIENTS, Layout, Leaf, check_dims, over_axes, ties, torn_ties
 from fzero.lowering.training import Precision
 from fzero.mesh import AbstractMesh
@@ -68,7 +68,7 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
     for spec in cutting:
         if spec.axis not in mesh.axes:
             fix = f"name an axis of the mesh, or make one: make_mesh({spec.axis}=2)"
-            raise FzeroValueError(message(spec.name, "unknown mesh axis", [f"{spec.axis!r}: the mesh has {mesh}"], fix))
+            raise FzeroValueError(spec.name, "unknown mesh axis", [f"{spec.axis!r}: the mesh has {mesh}"], fix)
     zero = Zero(
         specs,
         mesh,
@@ -125,7 +125,7 @@ def _cut(leaf: Leaf, step: Step | EvalStep, mesh: AbstractMesh) -> Leaf:
         cuts = {a: dim for a, dim in transform.dims(leaf, mesh).items() if mesh.axes.get(a) != 1}
         if twice := [*dims.keys() & cuts.keys()]:
             what = f"{leaf} is cut along a dim over axis {twice[0]!r} already"
-            raise TransformError(message(transform.name, what, fix="cut it over another axis, or by one transform"))
+            raise TransformError(transform.name, what, fix="cut it over another axis, or by one transform")
         dims |= cuts
     return leaf.with_layout(axes=tuple(dims), dims=tuple(dims.values()))
 
@@ -151,21 +151,14 @@ def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[i
         accepted = [bool(transform.where(leaf.path, x)) for leaf, x in zip(leaves, metas, strict=True)]
         if not any(accepted) and (missed := accepts_none("where", transform.where, [leaf.path for leaf in leaves])):
             raise TransformError(
-                message(
-                    transform.name,
-                    "does nothing",
-                    missed,
-                    "give a part of a path as it stands here, or leave `where` out",
-                )
+                transform.name, "does nothing", missed, "give a part of a path as it stands here, or leave `where` out"
             )
         if torn := torn_ties([leaf.path for leaf in leaves], tied, accepted, "where"):
             raise TransformError(
-                message(
-                    transform.name,
-                    "`where` accepts some paths of tied leaves alone",
-                    torn,
-                    "accept all the paths of a leaf, or none",
-                )
+                transform.name,
+                "`where` accepts some paths of tied leaves alone",
+                torn,
+                "accept all the paths of a leaf, or none",
             )
 
 
@@ -185,12 +178,10 @@ def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
     ]
     if wrong:
         raise FzeroTypeError(
-            message(
-                "optimizer",
-                "init returned leaves that are not tensors",
-                wrong,
-                "keep numbers in the closure, tensors in the state",
-            )
+            "optimizer",
+            "init returned leaves that are not tensors",
+            wrong,
+            "keep numbers in the closure, tensors in the state",
         )
     leaves = [
         Leaf(p, "opt_state", tuple(x.shape), Layout(x.dtype))
@@ -215,7 +206,7 @@ def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequenc
                 blocks.append(f"{leaves[i]}, of {param}, cut over {over_axes(param.layout.axes, param.layout.dims)}")
     if blocks:
         what = "blocks of 256 elements do not stay together in leaves that are cut along a dim"
-        raise FzeroValueError(message(owner, what, blocks, "keep their state in 32 bits, or the leaves uncut"))
+        raise FzeroValueError(owner, what, blocks, "keep their state in 32 bits, or the leaves uncut")
     return leaves
 
 
@@ -248,9 +239,7 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
     if micro is not None and micro.num_micro_batches > 1 and not micro.vertical:
         problems = [f"{micro}: each micro-batch would read and write all that were added up before"]
         fix = f"add them up block by block, and write the sum once: {replace(micro, vertical=True)}"
-        raise TransformError(
-            message("offload", "gradients that wait on disk cannot be added up in a loop", problems, fix)
-        )
+        raise TransformError("offload", "gradients that wait on disk cannot be added up in a loop", problems, fix)
     zero, precision = zero_of(step, mesh), precision_of(step)
     tiers, trained = (
         tiers_of(offloads(step), params.leaves, params.ties, zero.casts),
@@ -301,11 +290,9 @@ def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
             "fz.compose(*train.resolved.transforms)(fz.eval_step(fn))"
         )
         raise TransformError(
-            message(
-                "offload",
-                f"{auto_of(step)} is resolved where a training step is compiled, with its batch and budgets",
-                fix=fix,
-            )
+            "offload",
+            f"{auto_of(step)} is resolved where a training step is compiled, with its batch and budgets",
+            fix=fix,
         )
     return tuple(t for t in step.transforms if isinstance(t, Offload))
 

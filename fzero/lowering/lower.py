@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.lowering.advice import advise
 from fzero.lowering.auto import resolve
 from fzero.lowering.base_program import lower_eval
@@ -98,7 +98,7 @@ def lower(
         wrong = f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}"
         fix = "pass (batch,)"
     if wrong is not None:
-        raise FzeroTypeError(message("lower", wrong, fix=fix))
+        raise FzeroTypeError("lower", wrong, fix=fix)
     if callable(params):
         params = abstract(params)
     check_params(params)

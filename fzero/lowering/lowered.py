@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fzero import tree
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.lowering.budget import Budget, decided
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import passes_of
@@ -87,7 +87,7 @@ class Lowered:
         if name not in stages:
             there = name in (x.name for x in passes_of(self.program.transforms))
             what = f"the pass {name!r} does not run here: it has nothing to do" if there else f"no pass {name!r}"
-            raise FzeroValueError(message("lower", what, fix=f"one of {', '.join(stages)}"))
+            raise FzeroValueError("lower", what, fix=f"one of {', '.join(stages)}")
         programs, at = [*stages.values()], [*stages].index(name)
         return programs[max(at - 1, 0)], programs[at]
 

@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.layout import slot_path
 from fzero.loss import Loss
 from fzero.lowering.training import Training
@@ -141,4 +141,4 @@ def _check_range(t: Training, blocks: Sequence[fx.Node]) -> None:
         "compute in bf16"
     )
     what = "in fp16 the count of a weighted loss must be known before the backward"
-    raise TraceError(message("mixed_precision", what, [problem], fix))
+    raise TraceError("mixed_precision", what, [problem], fix)

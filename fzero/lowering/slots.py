@@ -16,7 +16,7 @@ import torch
 
 from fzero import compat, tree
 from fzero.boxes import Dim
-from fzero.errors import FzeroTypeError, TransformError, message
+from fzero.errors import FzeroTypeError, TransformError
 from fzero.layout import ROLES_OF_NO_SLOT, Layout, Leaf, in_slot
 from fzero.lowering.layouts import as_opt_state, faked, zero_of
 from fzero.mesh import AbstractMesh
@@ -108,7 +108,7 @@ class Slots:
         if not isinstance(result, tuple) or len(result) != 2 or len(called) != 1:
             what = f"update called inner {len(called)} times and returned {tree.describe(result)}"
             fix = "call inner(grads) once, and return a pair (params, slots)"
-            raise FzeroTypeError(message(transform.name, what, fix=fix))
+            raise FzeroTypeError(transform.name, what, fix=fix)
         held.update(_alike(transform, "update", own, result[1], "slots"))
         return _alike(transform, "update", params, result[0], "params")
 
@@ -136,12 +136,12 @@ def slots_of(step: Step, mesh: AbstractMesh, params: Inputs) -> Slots:
                 made[name], owners[name] = values, transform
     if problems:
         fix = "give each slot a name of its own: a field of the transform"
-        raise TransformError(message(declaring[-1].name, "slots need names of their own", problems, fix))
+        raise TransformError(declaring[-1].name, "slots need names of their own", problems, fix)
     flat, structure = tree.flatten(made)
     paths = tree.paths(made, "extras")
     if wrong := [f"{p}: {tree.describe(x)}" for p, x in zip(paths, flat, strict=True) if not _is_leaf(x)]:
         fix = "keep numbers in fields of the transform, tensors in slots"
-        raise FzeroTypeError(message(declaring[-1].name, "slots has leaves that are not tensors", wrong, fix))
+        raise FzeroTypeError(declaring[-1].name, "slots has leaves that are not tensors", wrong, fix)
     local = {p: x for p, x in zip(paths, flat, strict=True) if isinstance(x, Local)}
     leaves = []
     for path, value in zip(paths, flat, strict=True):
@@ -162,7 +162,7 @@ def declared(step: Step, transform: Transform, params: Any) -> Mapping[str, Any]
     found = transform.slots(params if transform.every_leaf else step.optimized(params))
     if not isinstance(found, Mapping):
         what = f"slots returned {tree.describe(found)}"
-        raise FzeroTypeError(message(transform.name, what, fix="return a dict of trees by the slot's name"))
+        raise FzeroTypeError(transform.name, what, fix="return a dict of trees by the slot's name")
     return found
 
 
@@ -174,7 +174,7 @@ def check_used(program: Program, slots: Slots) -> None:
     if idle:
         by = slots.owners[idle[0].role]
         fix = "read or write it in the transform's update or rewrite, or leave it out"
-        raise TransformError(message(by.name, "no line of the program reads or writes a slot", map(str, idle), fix))
+        raise TransformError(by.name, "no line of the program reads or writes a slot", map(str, idle), fix)
 
 
 def _has(transform: Transform, method: str) -> bool:
@@ -199,5 +199,5 @@ def _alike(transform: Transform, method: str, before: Any, after: Any, what: str
     ]
     if problems or tree.structure(before) != tree.structure(after):
         fix = "return the tree that it got, with tensors of the same shapes and dtypes; declare further slots in slots"
-        raise FzeroTypeError(message(transform.name, f"{method} returned other {what}", sorted(problems), fix))
+        raise FzeroTypeError(transform.name, f"{method} returned other {what}", sorted(problems), fix)
     return after

@@ -10,7 +10,7 @@ import torch
 
 from fzero import tree
 from fzero.arguments import accepts_none
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import Leaf, torn_ties
 from fzero.lowering.base_program import lower_train
 from fzero.lowering.layouts import (
@@ -109,11 +109,11 @@ def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:
     paths, whole = [x.path for x in batch.leaves], [not accumulation.cuts(x) for x in batch.leaves]
     if not any(whole) and (missed := accepts_none("whole", accumulation.whole, paths)):
         what, fix = "all leaves of the batch are cut", "give a path as it stands here, or leave `whole` out"
-        raise FzeroValueError(message("accumulate", what, missed, fix))
+        raise FzeroValueError("accumulate", what, missed, fix)
     if torn := torn_ties(paths, batch.ties, whole, "whole"):
         what = "leaves of the batch are one tensor, and `whole` accepts some of its paths"
         fix = "give x.clone() for those that are to be whole"
-        raise FzeroValueError(message("accumulate", what, torn, fix))
+        raise FzeroValueError("accumulate", what, torn, fix)
 
 
 def with_leaves(step: Step, mesh: AbstractMesh, params: Inputs) -> tuple[dict[str, Leaf], dict[str, Leaf]]:

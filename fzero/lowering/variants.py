@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.lowering.budget import Budget
 from fzero.lowering.search import ENDS
 from fzero.mesh import AbstractMesh
@@ -119,7 +119,7 @@ class Variants:
         if self._idle:
             ran = ", ".join(passed.name for passed, _ in self.stages(choice))
             problems = [f"{name}: has nothing to do here" for name in sorted(self._idle)]
-            raise FzeroValueError(message("lower", "passes cannot be skipped", problems, f"these run: {ran}"))
+            raise FzeroValueError("lower", "passes cannot be skipped", problems, f"these run: {ran}")
         return program
 
     def stages(self, choice: Choice) -> Iterator[Stage]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from fzero import compat, tree
 from fzero.arguments import Predicate, function, keywords
-from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, attribute_of, message
+from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, attribute_of
 from fzero.loss import Weighted
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten, written_names
@@ -89,7 +89,7 @@ def functionalize(module: nn.Module, *, blocks: Blocks | None = None, mutable: S
     """
     if not isinstance(module, nn.Module):
         what = f"takes a module, not {type(module).__name__}"
-        raise FzeroTypeError(message("functionalize", what, fix="a function needs none: fz.train_step(loss_fn, ...)"))
+        raise FzeroTypeError("functionalize", what, fix="a function needs none: fz.train_step(loss_fn, ...)")
     return Functional(module, blocks, mutable)
 
 
@@ -139,7 +139,7 @@ class Functional(SelfChecked):
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         fix = "model.apply(params, *inputs) has the outputs, with params = model.params or state.params"
-        raise FzeroTypeError(message("functionalize", "a model is not a function: it needs parameters", fix=fix))
+        raise FzeroTypeError("functionalize", "a model is not a function: it needs parameters", fix=fix)
 
     def __repr__(self) -> str:
         return f"functionalize({self._name}, {len(self._names)} tensors, {len(self.blocks)} blocks)"
@@ -195,9 +195,7 @@ class Functional(SelfChecked):
         if new is not None:
             fix = "model.apply_mutable(...) returns (outputs, new values); or give the module in its evaluation mode"
             found = tree.names(new)
-            raise TraceError(
-                message("functionalize", "apply has no place for the buffers that are written", found, fix)
-            )
+            raise TraceError("functionalize", "apply has no place for the buffers that are written", found, fix)
         return out
 
     def apply_mutable(self, params: Any, *args: Any, key: torch.Tensor | None = None, **kwargs: Any) -> tuple[Any, Any]:
@@ -233,7 +231,7 @@ class Functional(SelfChecked):
         """
         if fn is not None and (problems := function("fn", fn, "outputs", "batch")):
             fix = "model.loss(lambda out, batch: F.cross_entropy(out, batch['y']))"
-            raise FzeroTypeError(message("functionalize", "takes a function of outputs and batch", problems, fix))
+            raise FzeroTypeError("functionalize", "takes a function of outputs and batch", problems, fix)
 
         def loss_fn(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
             found = self._arguments(batch, settings, alone=fn is None)
@@ -258,7 +256,7 @@ class Functional(SelfChecked):
         """
         if has_aux and loss is None:
             fix = "model.train_step(optimizer, lambda out, batch: (out.loss, {'metric': ...}), has_aux=True)"
-            raise FzeroTypeError(message("functionalize", "has_aux=True, but the model's own loss has no aux", fix=fix))
+            raise FzeroTypeError("functionalize", "has_aux=True, but the model's own loss has no aux", fix=fix)
         loss_fn = self.loss(loss, **settings)
         step = train_step(loss_fn, optimizer, has_aux=has_aux, trainable=self.trainable, mutable=self.mutable)
         if any(getattr(m, "gradient_checkpointing", False) is True for m in self._module.modules()):
@@ -326,7 +324,7 @@ class Functional(SelfChecked):
         ]
         if wrong:
             fix = "gather them first: model.write_back(train.gather(state).params)"
-            raise FzeroValueError(message("write_back", "these are not whole leaves", wrong, fix))
+            raise FzeroValueError("write_back", "these are not whole leaves", wrong, fix)
         made: dict[str, Any] = {}
         with torch.no_grad():
             for s in slots:
@@ -397,15 +395,15 @@ class Functional(SelfChecked):
             missing, more = sorted({*self._names} - {*names}), sorted({*names} - {*self._names})
             found = [*(f"missing: {n}" for n in missing[:8]), *(f"not of this module: {n}" for n in more[:8])]
             fix = "give a tree like model.params, such as state.params"
-            raise FzeroTypeError(message("functionalize", f"these are not the tensors of {self._name}", found, fix))
+            raise FzeroTypeError("functionalize", f"these are not the tensors of {self._name}", found, fix)
         flat = dict(zip(names, tree.leaves(params), strict=True))
         odd = [n for n, x in flat.items() if whole and x.shape != self._shapes[n]]
         if other := [f"{n}: {tree.describe(flat[n])}, not {list(self._shapes[n])}" for n in odd]:
             fix = "give a tree like model.params, such as state.params, of whole leaves"
-            raise FzeroTypeError(message("functionalize", f"these are not the tensors of {self._name}", other, fix))
+            raise FzeroTypeError("functionalize", f"these are not the tensors of {self._name}", other, fix)
         if cast := [f"{n}: {tree.describe(flat[n])}, not {d}" for n, d in self._dtypes.items() if flat[n].dtype != d]:
             fix = "mixed_precision(where=lambda path, leaf: ...) without them; the step of model.train_step does so"
-            raise FzeroTypeError(message("functionalize", f"buffers of {self._name} are cast", cast, fix))
+            raise FzeroTypeError("functionalize", f"buffers of {self._name} are cast", cast, fix)
         return flat
 
     def _arguments(self, batch: Any, settings: dict[str, Any], alone: bool) -> Arguments:
@@ -456,7 +454,7 @@ class Mode:
             if self._draws or given.key is None:
                 text = f"{type(self._skeleton).__name__} draws random numbers, and is given no key"
                 fix = "model.apply(params, ..., key=fz.random.key(0)); an evaluation has none: dropout is off there"
-                raise TraceError(message("functionalize", text, fix=fix)) from None
+                raise TraceError("functionalize", text, fix=fix) from None
         self._draws = True
         return self._settled(given, self._dims(given), counting)
 
@@ -515,7 +513,7 @@ class Mode:
                     if isinstance(error, compat.DATA_DEPENDENT):
                         said = f"needs the value of a tensor ({said})"
                         fix = "torch.where in place of Python's if; distributions: validate_args=False"
-                    raise TraceError(message("functionalize", text, [*lines_through(error), said], fix)) from error
+                    raise TraceError("functionalize", text, [*lines_through(error), said], fix) from error
         return self._rehearsed[key]
 
 

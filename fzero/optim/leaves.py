@@ -50,7 +50,7 @@ def leafwise(where: str, num_outputs: int, fn: Callable[..., tuple[Any, ...]], *
             f"{paths[i]}: {first} {tree.describe(flat[i])}, {name} {tree.describe(x)}" for i, name, x in mismatches
         ]
         fix = "params, grads and state must be of one model: make the state with init(params)"
-        raise FzeroValueError(message(where, "tensors of one leaf have different shapes", problems, fix))
+        raise FzeroValueError(where, "tensors of one leaf have different shapes", problems, fix)
     outputs = [fn(*leaf) for leaf in zip(*columns, strict=True)]
     return tuple(tree.unflatten(spec, [out[i] for out in outputs]) for i in range(num_outputs))
 
@@ -85,15 +85,13 @@ def check_floating(where: str, params: Tree) -> None:
         paths = tree.paths(params, "params")
         problems = [f"{paths[i]} ({tree.describe(flat[i])})" for i in bad]
         raise FzeroTypeError(
-            message(where, f"{len(bad)} leaves are not floating-point tensors", problems, "put None in their place")
+            where, f"{len(bad)} leaves are not floating-point tensors", problems, "put None in their place"
         )
 
 
 def need_params(where: str, grads: Tree, params: Tree) -> None:
     if params is None and tree.leaves(grads):
-        raise FzeroValueError(
-            message(where, "update was called without params", fix="call update(grads, opt_state, params)")
-        )
+        raise FzeroValueError(where, "update was called without params", fix="call update(grads, opt_state, params)")
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -133,7 +131,7 @@ def scheduled(where: str, schedule: Callable[[Any], Any], count: torch.Tensor | 
     if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, float)):
         of = getattr(schedule, "__name__", type(schedule).__name__)
         fix = "return a number or a 0-dim tensor; the step that it is given is a 0-dim tensor"
-        raise FzeroTypeError(message(where, "a schedule returns one number", [f"{of}(step): {shown(value)}"], fix))
+        raise FzeroTypeError(where, "a schedule returns one number", [f"{of}(step): {shown(value)}"], fix)
     return value
 
 
@@ -171,7 +169,7 @@ def check(
     if not callable(lr) and not isinstance(lr, (int, float)):
         fix = "give a Python number, or a schedule: a function of the step, e.g. optim.constant(1e-3)"
         fix += "; parameters come with train.init(params)" if isinstance(lr, Iterable) else ""
-        raise FzeroTypeError(message(where, f"lr is a {type(lr).__name__}", fix=fix))
+        raise FzeroTypeError(where, f"lr is a {type(lr).__name__}", fix=fix)
     problems = function("lr", lr, "step") if callable(lr) else number("lr", lr, at_least=0, below=math.inf)
     problems += [p for name, x in (positive or {}).items() for p in number(name, x, above=0)]
     problems += [p for name, x in (not_negative or {}).items() for p in number(name, x, at_least=0, below=math.inf)]
@@ -183,4 +181,4 @@ def check(
 def reject(where: str, problems: Iterable[str], fix: str = "change the values above") -> None:
     problems = list(problems)
     if problems:
-        raise FzeroValueError(message(where, "invalid arguments", problems, fix))
+        raise FzeroValueError(where, "invalid arguments", problems, fix)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero import compat
-from fzero.errors import FzeroTypeError, TransformError, message
+from fzero.errors import FzeroTypeError, TransformError
 from fzero.layout import slot_leaf
 from fzero.passes.cut_update import written
 from fzero.program.ir import Line, Program
@@ -55,7 +55,7 @@ class _OwnGradients:
         if repeated := [f"the gradient of {path}" for path, source in found.items() if source is None]:
             what = "these gradients are reduced once a micro-batch, not once a step"
             fix = "add them up first: fz.data_parallel or fz.shard_opt_state in place of sharded gradients"
-            raise TransformError(message(self.by, what, repeated, fix))
+            raise TransformError(self.by, what, repeated, fix)
         slots = {s: slot_leaf(self.slot, path) for path, s in found.items() if s and self.values[s].placement.partial}
         leaves, wrong = self.program.leaves, list[str]()
         for grad, path in ((self.values[source], path) for source, path in slots.items()):
@@ -64,7 +64,7 @@ class _OwnGradients:
                 wrong.append(f"{path}: {leaves.get(path, 'not in the state')}, for a gradient of {list(grad.shape)}")
         if wrong:
             what, fix = f"slot {self.slot!r} does not fit the gradients", "declare a Local like each parameter in slots"
-            raise TransformError(message(self.by, what, wrong, fix))
+            raise TransformError(self.by, what, wrong, fix)
         lines, late, sent = list[Line](), list[Line](), dict[str, str]()
         for line in self.program.lines:
             if line.op == "split_parts" or line.op in COLLECTIVES:
@@ -116,7 +116,7 @@ class _OwnGradients:
         if [x.shape for x in made] != [grad.shape] * 2 or made[which].dtype != like.dtype:
             problems = [f"{tuple(like.shape)} of {like.dtype} gave {tuple(made[which].shape)} of {made[which].dtype}"]
             fix = "return a gradient and a slot, each in the shape and dtype in which it came"
-            raise FzeroTypeError(message(self.by, "the function of gradient and slot is not pointwise", problems, fix))
+            raise FzeroTypeError(self.by, "the function of gradient and slot is not pointwise", problems, fix)
         return made[which].reshape(like.shape)
 
     def _function(self, name: str, args: Sequence[str], run: Callable[..., Any], writes: tuple[int, ...] = ()) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.layout import TIERS, Leaf, in_slot
 from fzero.passes import accumulate, batch, copies, cut, fuse, off_device, pool, redundant, remat, rules, shard, tiers
 from fzero.passes.choice import Choice, orders
@@ -297,7 +297,7 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
         guest = next((x for x in left if x.after in names), None)
         if guest is None:
             problems = [f"{x.name}: after {x.after!r}, which is no pass of this step" for x in left]
-            raise TransformError(message("lower", "unknown passes", problems, f"name one of {', '.join(names)}"))
+            raise TransformError("lower", "unknown passes", problems, f"name one of {', '.join(names)}")
         at, behind = names.index(guest.after), {guest.after}
         while at < len(passes) and passes[at].after in behind:  # in the order of the step's transforms
             behind.add(passes[at].name)
@@ -307,7 +307,7 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
     known = {x.name: x.needed for x in passes}
     if problems := [f"{name}: {known.get(name, 'no such pass')}" for name in sorted(skip) if known.get(name, "?")]:
         able = ", ".join(name for name, why in known.items() if not why)
-        raise FzeroValueError(message("lower", "passes cannot be skipped", problems, f"one of {able} can be"))
+        raise FzeroValueError("lower", "passes cannot be skipped", problems, f"one of {able} can be")
     return tuple(passes)
 
 
@@ -350,12 +350,12 @@ def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> 
     wrong = [repr(x) for x in made.lines if not isinstance(x, Line)] if isinstance(made, Program) else [repr(made)]
     if wrong:
         what = f"the rewrite of {transform} does not return a program of lines"
-        raise FzeroTypeError(message(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))"))
+        raise FzeroTypeError(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))")
     made = _assigning(transform, program, made, own)
     if made == program and transform.idle_in(program) is None:
         problem = f"{transform} on mesh {program.mesh}: its rewrite changes no line of {program.name}"
         fix = "leave it out on this mesh; or say by its idle_in(program) why it may change nothing"
-        raise TransformError(message(transform.name, "does nothing to this program", [problem], fix))
+        raise TransformError(transform.name, "does nothing to this program", [problem], fix)
     return made
 
 
@@ -366,5 +366,5 @@ def _assigning(transform: Transform, program: Program, made: Program, own: Colle
     if wrong := [leaf for leaf in new if leaf.role not in own]:
         what = f"the rewrite of {transform} writes slots that it did not declare"
         fix = f"declare {wrong[0].role!r} in the transform's slots, or leave it to the transform that does"
-        raise TransformError(message(transform.name, what, map(str, wrong), fix))
+        raise TransformError(transform.name, what, map(str, wrong), fix)
     return replace(made, assigns=(*made.assigns, *(x.path for x in new if x.path not in made.assigns))) if new else made

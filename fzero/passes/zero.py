@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fzero.boxes import part_shape
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, find
@@ -100,18 +100,16 @@ class Zero:
         more = [f"and {len(leaves) - 5} more"] if len(leaves) > 5 else []
         what = f"does nothing over axis {once.axis!r}: no parameter is cut over it"
         fix = "let `where` accept large parameters, or leave once_a_step out"
-        raise FzeroValueError(message("once_a_step", what, [*(f"{r}" for r in self.specs), *shown[:5], *more], fix))
+        raise FzeroValueError("once_a_step", what, [*(f"{r}" for r in self.specs), *shown[:5], *more], fix)
 
     def check(self) -> None:
         problems = [f"{r}: the mesh has {self.mesh}" for r in self.specs if not {*r.axes} <= {*self.mesh.axes}]
         if problems:
             raise FzeroValueError(
-                message(
-                    self.specs[0].name,
-                    "unknown mesh axis",
-                    problems,
-                    "name an axis of the mesh: axis='data', or make_mesh(data=...)",
-                )
+                self.specs[0].name,
+                "unknown mesh axis",
+                problems,
+                "name an axis of the mesh: axis='data', or make_mesh(data=...)",
             )
         if self.once:
             self._check_once(self.once)
@@ -119,12 +117,10 @@ class Zero:
         idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
         if idle:
             raise FzeroValueError(
-                message(
-                    "compile",
-                    "no transform uses a mesh axis",
-                    idle,
-                    f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it",
-                )
+                "compile",
+                "no transform uses a mesh axis",
+                idle,
+                f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it",
             )
 
     def _check_once(self, once: OnceAStep) -> None:
@@ -147,4 +143,4 @@ class Zero:
                 f"no parameter or gradient is sharded over {axis!r}, so what crosses it crosses it once a step already"
             )
             fix = f"shard over it too: fz.shard_params(axis=('data', {axis!r})); or leave once_a_step out"
-        raise FzeroValueError(message("once_a_step", title, [what, *(f"{r}" for r in self.specs)], fix))
+        raise FzeroValueError("once_a_step", title, [what, *(f"{r}" for r in self.specs)], fix)

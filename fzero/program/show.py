@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.program.ir import Line, Program, repeats
 from fzero.program.ops import OPS, TRANSFERS, transfer_bytes
 from fzero.units import size
@@ -75,7 +75,7 @@ def show(program: Program, *, fold: bool = True) -> str:
     """
     if not isinstance(program, Program):
         fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
-        raise FzeroTypeError(message("show", f"prints a program, not {type(program).__name__}", fix=fix))
+        raise FzeroTypeError("show", f"prints a program, not {type(program).__name__}", fix=fix)
     header = [f"# {line}".rstrip() for line in _header(program)]
     body = _flat(program.lines, program, 1)
     return (

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.boxes import Along, uneven
-from fzero.errors import VerifyError, message
+from fzero.errors import VerifyError
 from fzero.layout import cut_over
 from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Placement, Program, Value
@@ -52,7 +52,7 @@ def refuse(program: Program, problems: Iterable[str], what: str = "the program")
         VerifyError: with all of them.
     """
     if listed := dict.fromkeys(problems):
-        raise VerifyError(message("verify", f"{what} of {program.name} breaks its rules", listed, BUG))
+        raise VerifyError("verify", f"{what} of {program.name} breaks its rules", listed, BUG)
 
 
 class _Checker:

@@ -19,7 +19,7 @@ import torch
 from fzero import tree
 from fzero.build.build import build, check_backend
 from fzero.build.cache import logger
-from fzero.errors import FzeroValueError, attribute_of, message
+from fzero.errors import FzeroValueError, attribute_of
 from fzero.layout import storage_of, ties
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import batch_inputs
@@ -131,11 +131,9 @@ class Compiled:
         """The program that ran last. It exists from the first call on; `fz.lower` makes one without running."""
         if self._lowered is None:
             raise FzeroValueError(
-                message(
-                    "compile",
-                    "there is no program yet",
-                    fix="call the step once, or use fz.lower(step, mesh, params, batch).program",
-                )
+                "compile",
+                "there is no program yet",
+                fix="call the step once, or use fz.lower(step, mesh, params, batch).program",
             )
         return self._lowered.program
 
@@ -179,12 +177,10 @@ class Compiled:
             elif dispatch_modes():
                 fix += "; or leave out cuda_graphs=True"
             raise FzeroValueError(
-                message(
-                    self.owner,
-                    f"{self.step.name} is called under what a program that is traced once does not see",
-                    around,
-                    fix,
-                )
+                self.owner,
+                f"{self.step.name} is called under what a program that is traced once does not see",
+                around,
+                fix,
             )
         check_bare(batch, flat_batch)
         kinds = tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch])
@@ -227,7 +223,7 @@ class Compiled:
                 f"{self.step.name} asks how its tensors are laid out, and a program is given its batch contiguous: "
                 f"these leaves are not"
             )
-            raise FzeroValueError(message(self.owner, what, [*odd, *kept.strides], "give x.contiguous()"))
+            raise FzeroValueError(self.owner, what, [*odd, *kept.strides], "give x.contiguous()")
         kept.calls += 1
         since, self._called = perf_counter() - self._called, perf_counter()
         changed = changes(kept.settings, self._settings()) if kept.calls > 1 and _SHARE * since >= self._looking else []
@@ -266,12 +262,10 @@ class Compiled:
                 "compile the step anew where it changes seldom"
             )
             raise FzeroValueError(
-                message(
-                    self.owner,
-                    f"{self.step.name} reads a value that is not what it was when the step was traced",
-                    changed,
-                    fix,
-                )
+                self.owner,
+                f"{self.step.name} reads a value that is not what it was when the step was traced",
+                changed,
+                fix,
             )
 
     def _known(self, inputs: Inputs) -> Inputs:
@@ -301,12 +295,10 @@ class Compiled:
                 if x.is_meta
             ]
             raise FzeroValueError(
-                message(
-                    self.owner,
-                    "these leaves of the batch have no values",
-                    wrong,
-                    "give tensors in memory; fz.lower takes meta tensors",
-                )
+                self.owner,
+                "these leaves of the batch have no values",
+                wrong,
+                "give tensors in memory; fz.lower takes meta tensors",
             )
         found = [
             x
@@ -349,9 +341,7 @@ class Compiled:
                 f"{self.step.name} counts, draws or uses something up each time it is called: traced once, it would not"
             )
             raise FzeroValueError(
-                message(
-                    self.owner, what, changed or changes(read, now) or [f"{name}: read by it" for name in clocks], fix
-                )
+                self.owner, what, changed or changes(read, now) or [f"{name}: read by it" for name in clocks], fix
             )
         return again
 

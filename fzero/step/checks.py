@@ -11,7 +11,7 @@ import torch
 
 from fzero import compat, tree
 from fzero.arguments import function
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.train_state import State, check_whole
 
 P = ParamSpec("P")
@@ -52,12 +52,7 @@ def check_arguments(fn: Callable[..., Any], num: int) -> None:
             f"argument{'s' * (num != 1)}"
         )
         raise FzeroTypeError(
-            message(
-                "eval_step",
-                what,
-                [str(error)],
-                "give each of its arguments by itself: evaluate(params, inputs, labels)",
-            )
+            "eval_step", what, [str(error)], "give each of its arguments by itself: evaluate(params, inputs, labels)"
         ) from None
 
 
@@ -68,7 +63,7 @@ def no_step(component: str, verb: str, given: Any, fix: str = "") -> FzeroTypeEr
         fix = "fz.functionalize(module).train_step(optimizer, lambda out, batch: ...) is the step of a module"
     elif hasattr(given, "train_step"):
         fix = "a model has a step of its own: model.train_step(optimizer)"
-    return FzeroTypeError(message(component, f"{verb} a step, not {type(given).__name__}", fix=fix))
+    return FzeroTypeError(component, f"{verb} a step, not {type(given).__name__}", fix=fix)
 
 
 def check_init(init_fn: Any) -> None:
@@ -77,12 +72,10 @@ def check_init(init_fn: Any) -> None:
     if is_model or isinstance(init_fn, torch.nn.Module):
         fix = "model.params are its tensors, model.train_step(optimizer) is its step"
         fix, what = (fix, "model") if is_model else (f"model = fz.functionalize(module); {fix}", "module")
-        raise FzeroTypeError(message("init", f"parameters are tensors, {type(init_fn).__name__} is a {what}", fix=fix))
+        raise FzeroTypeError("init", f"parameters are tensors, {type(init_fn).__name__} is a {what}", fix=fix)
     if callable(init_fn) and (problems := function("params", init_fn, "key")):
         fix = "write init(key), e.g. lambda key: params"
-        raise FzeroTypeError(
-            message("init", "parameters are a tree of tensors, or a function that makes one", problems, fix)
-        )
+        raise FzeroTypeError("init", "parameters are a tree of tensors, or a function that makes one", problems, fix)
 
 
 def check_tree(loss_fn: Any, params: Any) -> None:
@@ -100,7 +93,7 @@ def check_tree(loss_fn: Any, params: Any) -> None:
             "give model.params; a state dict is loaded before: module.load_state_dict(values), then "
             "fz.functionalize(module)"
         )
-        raise FzeroTypeError(message("init", what, problems, fix))
+        raise FzeroTypeError("init", what, problems, fix)
 
 
 def no_trainable(params: Any) -> FzeroValueError:
@@ -111,7 +104,7 @@ def no_trainable(params: Any) -> FzeroValueError:
     problems += [f"... {len(floats) - 5} more"] if len(floats) > 5 else []
     fix = "trainable=lambda path, leaf: ... answers True for the leaves to train; its paths are as above"
     fix = fix if floats else "give floating-point parameters, e.g. x.float()"
-    return FzeroValueError(message("train_step", "no trainable parameters", problems, fix))
+    return FzeroValueError("train_step", "no trainable parameters", problems, fix)
 
 
 def _not_dense(value: Any, root: str) -> list[str]:
@@ -139,7 +132,7 @@ def state_and_batch(fn: Callable[P, R]) -> Callable[P, R]:
             alone = "nothing" if not given else "a state" if isinstance(given[0], State) else type(given[0]).__name__
             what = f"takes a state and a batch, not {alone}{' alone' if given else ''}"
             fix = "once state = train.init(params), and in each step state, metrics = train(state, batch)"
-            raise FzeroTypeError(message("step", what, fix=fix))
+            raise FzeroTypeError("step", what, fix=fix)
         return fn(*args, **kwargs)
 
     return called
@@ -153,7 +146,7 @@ def no_backward(loss: torch.Tensor) -> None:
 def _backward(*args: Any, **kwargs: Any) -> None:
     what = "metrics['loss'] has no graph: train(state, batch) has computed the gradients and updated the parameters"
     fix = "leave out loss.backward(), optimizer.step() and zero_grad(): the returned state has the new parameters"
-    raise FzeroTypeError(message("step", what, fix=fix))
+    raise FzeroTypeError("step", what, fix=fix)
 
 
 def _no_attributes() -> None:
@@ -165,11 +158,9 @@ def check_one_batch(more: tuple[Any, ...]) -> None:
     if more:
         what = f"takes a state and one batch, not {len(more)} argument{'s' * (len(more) != 1)} more"
         raise FzeroTypeError(
-            message(
-                "step",
-                what,
-                fix="give the batch as one pytree, which is loss_fn's second argument: train(state, (inputs, labels))",
-            )
+            "step",
+            what,
+            fix="give the batch as one pytree, which is loss_fn's second argument: train(state, (inputs, labels))",
         )
 
 
@@ -180,7 +171,7 @@ def check_batch(batch: Any) -> None:
         fixes = dict.fromkeys(_densely(x, x is batch) for x in tree.leaves(batch) if _kind(x))
         fix = ", ".join(fixes) or "texts or numbers as keys"
         fix = f"give {fix}; what is no data a loss may close over: model.train_step(..., name=value)"
-        raise FzeroTypeError(message("step", "a batch is a pytree of dense tensors", wrong, fix))
+        raise FzeroTypeError("step", "a batch is a pytree of dense tensors", wrong, fix)
 
 
 def _densely(x: Any, alone: bool) -> str:
@@ -212,7 +203,7 @@ def check_bare(batch: Any, flat: list[Any]) -> None:
             "of their own"
         )
         raise FzeroTypeError(
-            message("step", "the leaves of a batch are values: a program does not see what else these are", found, fix)
+            "step", "the leaves of a batch are values: a program does not see what else these are", found, fix
         )
 
 
@@ -220,7 +211,7 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
     """Raises if a value is not the state of a step: params and optimizer state aside, which are the user's and the
     optimizer's."""
     if not isinstance(state, State):
-        raise FzeroTypeError(message(owner, f"the first argument is a State, not {type(state).__name__}", fix=fix))
+        raise FzeroTypeError(owner, f"the first argument is a State, not {type(state).__name__}", fix=fix)
     check_whole(state, owner)
     wrong = [
         f"state.{name}: {tree.describe(x)}, not int64{list(shape)}"
@@ -232,21 +223,19 @@ def check_state(state: Any, fix: str, owner: str = "step") -> None:
     if not isinstance(state.extras, dict):
         wrong.append(f"state.extras: {tree.describe(state.extras)}, not a dict")
     if wrong:
-        raise FzeroTypeError(message(owner, "this is not a state of a step", wrong, fix))
+        raise FzeroTypeError(owner, "this is not a state of a step", wrong, fix)
 
 
 def check_params(params: Any, owner: str = "init") -> None:
     """Raises naming every leaf that is not a dense tensor; a whole state is no parameters."""
     if isinstance(params, State):
         fix = "give state.params, or what the function reads beside them too: (state.params, state.opt_state)"
-        raise FzeroTypeError(message(owner, "takes parameters, not the State that holds them", fix=fix))
+        raise FzeroTypeError(owner, "takes parameters, not the State that holds them", fix=fix)
     leaves, wrong = tree.leaves(params), _not_dense(params, "params")
     if wrong or not leaves:
         raise FzeroTypeError(
-            message(
-                owner,
-                "parameters are tensors",
-                wrong or ["there are none"],
-                "put settings in the function (or close over them), tensors in params",
-            )
+            owner,
+            "parameters are tensors",
+            wrong or ["there are none"],
+            "put settings in the function (or close over them), tensors in params",
         )

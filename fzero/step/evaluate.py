@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero.arguments import function
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.loss import means
 from fzero.step.checks import check_arguments, check_params, wants_key
 from fzero.trace.reads.refusals import plainly
@@ -83,5 +83,5 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep:
             "key: loss_fn(params, batch, key=key))"
         )
     if problems:
-        raise FzeroTypeError(message("eval_step", "takes a function of parameters and batch", problems, fix))
+        raise FzeroTypeError("eval_step", "takes a function of parameters and batch", problems, fix)
     return EvalStep(fn)

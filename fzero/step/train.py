@@ -17,7 +17,7 @@ import torch
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.arguments import Predicate, accepts, accepts_none, flag, function, keywords, predicate
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import ties, torn_ties
 from fzero.loss import flatten_means, means, new_values, split_loss
 from fzero.optim import GradientTransformation, global_norm
@@ -98,7 +98,7 @@ class Step:
                 "give torch.view_as_real(leaf) and use torch.view_as_complex in the loss; or freeze it: "
                 "trainable=lambda path, leaf: not leaf.is_complex()"
             )
-            raise FzeroTypeError(message("train_step", "complex leaves are not trained", wrong, fix))
+            raise FzeroTypeError("train_step", "complex leaves are not trained", wrong, fix)
         _check_ties("trainable", "trained", params, paths, accepted)
         return accepted
 
@@ -116,12 +116,10 @@ class Step:
         ]
         if self.mutable is not None and not any(accepted) and (missed := accepts_none("mutable", self.mutable, paths)):
             raise FzeroValueError(
-                message(
-                    "train_step",
-                    "no leaf is mutable",
-                    missed,
-                    "give a part of a path as it stands here, or leave `mutable` out",
-                )
+                "train_step",
+                "no leaf is mutable",
+                missed,
+                "give a part of a path as it stands here, or leave `mutable` out",
             )
         if wrong := [
             f"{p}: {tree.describe(x)}"
@@ -129,12 +127,10 @@ class Step:
             if kept and x.is_complex()
         ]:
             raise FzeroTypeError(
-                message(
-                    "train_step",
-                    "complex leaves are not averaged over ranks",
-                    wrong,
-                    "give torch.view_as_real(leaf) in its place",
-                )
+                "train_step",
+                "complex leaves are not averaged over ranks",
+                wrong,
+                "give torch.view_as_real(leaf) in its place",
             )
         _check_ties("mutable", "mutable", params, paths, accepted)
         return accepted
@@ -307,7 +303,7 @@ def train_step(
             problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
     problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
     if problems:
-        raise FzeroTypeError(message("train_step", "invalid arguments", problems, fix))
+        raise FzeroTypeError("train_step", "invalid arguments", problems, fix)
     if not is_transformation(optimizer):
         fix = "pass a pair of init and update as optim.GradientTransformation(init, update), e.g. optim.adamw(3e-4)"
         what = f"{type(optimizer).__name__} is not an optimizer"
@@ -315,12 +311,12 @@ def train_step(
         if issubclass(kind, torch.optim.Optimizer):
             what = f"{kind.__name__} is an optimizer of PyTorch's, which writes to parameters"
             fix = "take a pair of init and update, pure functions, of fz.optim: optim.adamw(3e-4)"
-        raise FzeroTypeError(message("train_step", what, fix=fix))
+        raise FzeroTypeError("train_step", what, fix=fix)
     if problems := function("optimizer.init", optimizer.init, "params") + function(
         "optimizer.update", optimizer.update, "grads", "opt_state", "params"
     ):
         fix = "write init(params) -> opt_state and update(grads, opt_state, params) -> (updates, opt_state)"
-        raise FzeroTypeError(message("train_step", "this optimizer cannot be called", problems, fix))
+        raise FzeroTypeError("train_step", "this optimizer cannot be called", problems, fix)
     return Step(loss_fn, optimizer, has_aux, trainable, mutable)
 
 
@@ -334,4 +330,4 @@ def _check_ties(kind: str, verb: str, params: Any, paths: list[str], accepted: l
     """Raises if a predicate, `trainable` or `mutable`, accepts some paths of a tied leaf alone."""
     if torn := torn_ties(paths, ties(tree.leaves(params)), accepted, kind):
         problem = f"tied leaves are {verb} by some of their paths alone"
-        raise FzeroValueError(message("train_step", problem, torn, "accept all their paths, or none"))
+        raise FzeroValueError("train_step", problem, torn, "accept all their paths, or none")

@@ -108,24 +108,20 @@ def check_equivalent(
     """
     if not isinstance(step, Step):
         raise FzeroTypeError(
-            message(
-                "check_equivalent",
-                f"checks a training step, not {type(step).__name__}",
-                fix="make one with fz.train_step",
-            )
+            "check_equivalent", f"checks a training step, not {type(step).__name__}", fix="make one with fz.train_step"
         )
     if not isinstance(steps, int) or steps < 1:
         raise FzeroValueError(
-            message("check_equivalent", f"steps={steps!r} compares nothing", fix="give a whole number of at least 1")
+            "check_equivalent", f"steps={steps!r} compares nothing", fix="give a whole number of at least 1"
         )
     mesh = make_mesh() if mesh is None else mesh
     if not isinstance(mesh, AbstractMesh):
         what, fix = f"runs on a mesh, not on {type(mesh).__name__}", "make one with fz.make_mesh, or fz.AbstractMesh"
-        raise FzeroTypeError(message("check_equivalent", what, fix=fix))
+        raise FzeroTypeError("check_equivalent", what, fix=fix)
     simulated = None if isinstance(mesh, Mesh) else mesh
     if simulated and (given := [*options, *([] if backend == "eager" else ["backend"])]):
         fix = "leave them out, or check on a mesh of processes: fz.make_mesh"
-        raise FzeroValueError(message("check_equivalent", f"a simulation does not take {', '.join(given)}", fix=fix))
+        raise FzeroValueError("check_equivalent", f"a simulation does not take {', '.join(given)}", fix=fix)
     here = mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh.axes), 0, torch.device("cpu"))
     setting = setting_of(step, params, batch, here, steps, key, backend, options, simulated)
     report = replace(compare(setting), wanted=steps)
@@ -226,9 +222,7 @@ def setting_of(
     absent = [f"{p}: {tree.describe(x)}" for p, x in tree.with_paths((params, batch), "") if x.is_meta]
     if absent:
         raise FzeroValueError(
-            message(
-                "check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"
-            )
+            "check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"
         )
     step, params, batch = begun(step, mesh.device), _on(params, mesh), _on(batch, mesh)
     axes = zero_of(step, mesh).batch_axes
@@ -252,7 +246,7 @@ def setting_of(
             "tensor"
         )
         raise TraceError(
-            message("check_equivalent", f"{step.name} computes something else each time it is called", differs, fix)
+            "check_equivalent", f"{step.name} computes something else each time it is called", differs, fix
         )
     size = roundoff(step, base, params, parts)
     plain = replace(step, transforms=())
@@ -388,7 +382,7 @@ def check_rows(owner: str, batch: Any, has_rows: Sequence[bool], record: Accumul
         num, odd = record.num_micro_batches if record else 1, min(of, key=lambda leaf: leaf.shape[0]).path
         what = "the leaves of a batch have different numbers of rows: which of them are rows of the batch?"
         fix = f"say which every rank has whole: fz.accumulate({num}, whole=lambda path, leaf: path == {odd!r})"
-        raise FzeroValueError(message(owner, what, [f"{leaf.path} {list(leaf.shape)}" for leaf in of], fix))
+        raise FzeroValueError(owner, what, [f"{leaf.path} {list(leaf.shape)}" for leaf in of], fix)
 
 
 def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[bool]) -> Any:

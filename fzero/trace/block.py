@@ -15,7 +15,7 @@ from typing import Any
 
 from fzero import compat
 from fzero.arguments import function
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.trace.block_body import applied, casting, tracer
 from fzero.trace.block_calls import BLOCK, retracing
 
@@ -79,12 +79,10 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     problems = ["fn is a step"] if hasattr(fn, "transforms") else function("fn", fn, "params", more=True)
     if problems:
         raise FzeroTypeError(
-            message(
-                "block",
-                "takes a function of parameters and more",
-                problems,
-                "write @fz.block above def layer(params, x): ...",
-            )
+            "block",
+            "takes a function of parameters and more",
+            problems,
+            "write @fz.block above def layer(params, x): ...",
         )
 
     @functools.wraps(fn)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.trace.reads import conditions
 from fzero.trace.reads.switches import Autocast
 from fzero.trace.reads.untouched import without_gradients
@@ -71,9 +71,7 @@ class Body:
         ]
         if wrong or not flat:
             found = [*where(self.fn), *(wrong or ["no tensor at all"])]
-            raise TraceError(
-                message(self.owner, "returns something other than tensors", found, "return a pytree of tensors")
-            )
+            raise TraceError(self.owner, "returns something other than tensors", found, "return a pytree of tensors")
         check_bare(self.owner, "leaves behind", self.fn, [*trees, ("result", result)])
         flat = conditions.poisoned(flat, failed)
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
@@ -131,7 +129,7 @@ def applied(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Any:
     if changed:
         text = "changes a list, dict or other container that it is given"
         fix = "return the new value instead, and put it into the container outside of the block"
-        raise TraceError(message(f"block {name_of(fn)}", text, [*where(fn), *changed], fix))
+        raise TraceError(f"block {name_of(fn)}", text, [*where(fn), *changed], fix)
     return result
 
 
@@ -140,9 +138,7 @@ def check_bare(owner: str, does: str, fn: Any, trees: Sequence[tuple[str, Any]])
     if extra := [f"{path}.{name}" for path, x in tensors_in(trees) for name in compat.attributes(x)]:
         fix = "pass what the attribute says as an argument, or return it, beside the tensor"
         raise TraceError(
-            message(
-                owner, f"{does} tensors with attributes, which are no part of their values", [*where(fn), *extra], fix
-            )
+            owner, f"{does} tensors with attributes, which are no part of their values", [*where(fn), *extra], fix
         )
 
 

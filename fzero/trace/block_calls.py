@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.trace.block_body import Body, arguments, casting, check_bare, name_of, resolved, tensors_in, tracer, where
 from fzero.trace.joint import OTHERWISE, Joint, call_block, call_vjp, trace_joint
 from fzero.trace.reads.settings import Settings, changes, settings
@@ -93,13 +93,11 @@ class Blocks:
                     "give the layer's tensors: fz.block(lambda params, x: torch.func.functional_call(layer, params, "
                     "(x,)))"
                 )
-            raise TraceError(message(owner, "takes tensors and hashable constants", [*where(fn), *wrong], fix))
+            raise TraceError(owner, "takes tensors and hashable constants", [*where(fn), *wrong], fix)
         if around := [type(mode).__name__ for mode in dispatch_modes(self.recorder)] + saved_tensor_hooks():
             fix = "enter it inside the block, where what it does is recorded"
             raise TraceError(
-                message(
-                    owner, "is called under what its operations, which are recorded aside, would not see", around, fix
-                )
+                owner, "is called under what its operations, which are recorded aside, would not see", around, fix
             )
         if any(map(compat.attributes, given)):
             check_bare(owner, "is given", fn, arguments(fn, params, args, kwargs))
@@ -126,9 +124,7 @@ class Blocks:
 
         def compare(joint: Joint) -> None:
             if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
-                raise TraceError(
-                    message(owner, "computes something else than at an earlier call", where(fn), OTHERWISE)
-                )
+                raise TraceError(owner, "computes something else than at an earlier call", where(fn), OTHERWISE)
 
         now = key()
         joint = self.joints.get(now)
@@ -143,7 +139,7 @@ class Blocks:
                         "return it from the block as a result, or change it outside: a block runs once for all its "
                         "calls, while it is traced"
                     )
-                    raise TraceError(message(owner, "changes what is read outside of it", [*where(fn), *changed], fix))
+                    raise TraceError(owner, "changes what is read outside of it", [*where(fn), *changed], fix)
                 now = key()
                 self.joints[now] = joint
         elif retracing.get():
@@ -265,12 +261,10 @@ def _inlined_vjp(ctx: Any, tangents: Mapping[int, torch.Tensor]) -> Sequence[tor
     ]
     if other:
         raise TraceError(
-            message(
-                body.owner,
-                "is differentiated under other settings than it is called under",
-                other,
-                "ask for both under the same",
-            )
+            body.owner,
+            "is differentiated under other settings than it is called under",
+            other,
+            "ask for both under the same",
         )
     with autocast_as(body.autocast), torch.enable_grad():
         inputs = [x.view_as(x) for x in ctx.saved_tensors]  # one input may be made of another

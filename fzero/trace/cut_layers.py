@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from fzero.boxes import Dim
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.random import DRAW, DRAW_FROM, from_start
 from fzero.trace.cut_moves import zeros
 from fzero.trace.cut_rules import (
@@ -98,7 +98,7 @@ def gathers_keys(op: WholeOp) -> bool:
         near = ", ".join(str(x) for x in nearest(heads, op.n))
         problems = [f"{op.target}: {heads} heads over {op.n} ranks"]
         fix = f"heads that divide ({near}), fewer ranks, or fz.sequence_parallel(attention='keys')"
-        raise FzeroValueError(message("sequence_parallel", "cannot cut the heads of an attention", problems, fix))
+        raise FzeroValueError("sequence_parallel", "cannot cut the heads of an attention", problems, fix)
     return op.by_position == "keys" or heads % op.n != 0
 
 

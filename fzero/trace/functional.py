@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.trace.reads.refusals import CHANGES, NEW_VALUE
 from fzero.trace.reads.switches import without_autocast
 from fzero.trace.recorder import Recorded, Recorder
@@ -27,7 +27,7 @@ def finish(recorder: Recorder, outputs: Sequence[torch.Tensor]) -> Recorded:
     names them."""
     if written := recorder.memory.written:
         changed = [f"{label}: {where}" if where else label for label, where in written.items()]
-        raise TraceError(message(recorder.owner, CHANGES, changed, NEW_VALUE))
+        raise TraceError(recorder.owner, CHANGES, changed, NEW_VALUE)
     graph = recorder.finish(outputs)
     return functional(graph, recorder.owner) if recorder.mutates else graph
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.trace.block_body import BlockResults, Body, resolved, where
 from fzero.trace.functional import functional
 from fzero.trace.merge_equal import merge_equal
@@ -111,7 +111,7 @@ def trace_joint(
             if not same and both.signature != _of_results(functional(forward_alone, body.owner)):
                 # as the joint graph is where a backward writes in place
                 raise TraceError(
-                    message(body.owner, "computes something else each time it is called", where(body.fn), OTHERWISE)
+                    body.owner, "computes something else each time it is called", where(body.fn), OTHERWISE
                 )
     diff_outputs = diff_outputs if diff else ()
     made, structure, returned, memory = results

@@ -30,7 +30,7 @@ import torch.fx as fx
 from fzero import compat
 from fzero.boxes import Dim, part_shape
 from fzero.boxes import whole as all_of
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.layout import Cut
 from fzero.operators.quant_blocks import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, has_blocks
 from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
@@ -173,7 +173,7 @@ def propagate(
             "keep to pointwise operations and full reductions on leaves, or keep this leaf whole: where=lambda path, "
             "leaf: ..."
         )
-        raise FzeroTypeError(message(owner, "cannot run on shards", problems, fix))
+        raise FzeroTypeError(owner, "cannot run on shards", problems, fix)
     graph = compat.Graph()
     env: Env = {}
     for node in nodes:
@@ -357,7 +357,7 @@ def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Nod
     value, axes = _local(node, shard), shard.axes if shard else ()
     if shard and shard.along:
         what = f"random numbers for a leaf that is sharded over {shard}: they do not lie one behind the other"
-        raise FzeroTypeError(message("optimizer", "cannot run on shards", [what], "keep this leaf uncut"))
+        raise FzeroTypeError("optimizer", "cannot run on shards", [what], "keep this leaf uncut")
     start = _emit(
         graph,
         draw_start,

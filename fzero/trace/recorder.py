@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.operators.ctc import CTC
 from fzero.operators.recurrent import RNN
 from fzero.trace.meta_cache import FakeResults
@@ -144,20 +144,16 @@ class Recorder(compat.TorchDispatchMode):
                 "reads a tensor after its memory was written through another, that an argument or a result of "
                 f"{stale.block} shares with it"
             )
-            raise TraceError(
-                message(self.owner, text, [*self.here(described(tensor, self.named(tensor))), *written], _SHARED)
-            )
+            raise TraceError(self.owner, text, [*self.here(described(tensor, self.named(tensor))), *written], _SHARED)
         if found is None and id(tensor) in self._replaced:
             places = self.here(
                 described(tensor), *([f"set_ here: {where}"] if (where := self._replaced[id(tensor)]) else [])
             )
             raise TraceError(
-                message(
-                    self.owner,
-                    "reads a tensor whose memory was replaced by another's",
-                    places,
-                    "use the other tensor itself, or x.copy_(y)",
-                )
+                self.owner,
+                "reads a tensor whose memory was replaced by another's",
+                places,
+                "use the other tensor itself, or x.copy_(y)",
             )
         if found is None:
             if within(self._outside, "_higher_order_ops"):
@@ -168,22 +164,20 @@ class Recorder(compat.TorchDispatchMode):
                     "leave torch.utils.checkpoint out, and give the module by fz.functionalize, in which it is a call: "
                     "fz.remat says what a backward recomputes"
                 )
-                raise TraceError(message(self.owner, what, self.here(described(tensor)), fix))
+                raise TraceError(self.owner, what, self.here(described(tensor)), fix)
             kept = (
                 ", and if it is kept from an earlier call (a cache), compute it in each"
                 if isinstance(tensor, compat.FakeTensor)
                 else ""
             )
             raise TraceError(
-                message(
-                    self.owner,
-                    "reads a tensor that is not one of its arguments",
-                    self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure")),
-                    "pass it in: as a parameter (a buffer that is not trained: train_step(..., trainable=lambda path, "
-                    "leaf: 'mask' not in path)), "
-                    f"as part of the batch, or make it inside the function{kept}; of a module, one in a list or dict: "
-                    "self.register_buffer(name, x)",
-                )
+                self.owner,
+                "reads a tensor that is not one of its arguments",
+                self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure")),
+                "pass it in: as a parameter (a buffer that is not trained: train_step(..., trainable=lambda path, "
+                "leaf: 'mask' not in path)), "
+                f"as part of the batch, or make it inside the function{kept}; of a module, one in a list or dict: "
+                "self.register_buffer(name, x)",
             )
         return found
 
@@ -223,12 +217,10 @@ class Recorder(compat.TorchDispatchMode):
         if torch.get_default_dtype() is not self._dtype:
             what = f"changes torch's default dtype from {self._dtype} to {torch.get_default_dtype()}"
             raise TraceError(
-                message(
-                    self.owner,
-                    what,
-                    self.here(),
-                    fix="give the operations that need another their dtype, e.g. torch.full(..., dtype=torch.float64)",
-                )
+                self.owner,
+                what,
+                self.here(),
+                fix="give the operations that need another their dtype, e.g. torch.full(..., dtype=torch.float64)",
             )
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> Recorded:

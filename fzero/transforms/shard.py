@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fzero.arguments import Predicate, accepts, keywords, predicate
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.layout import Leaf
 from fzero.transforms.base import Transform, applied
 
@@ -218,7 +218,7 @@ def _checked(spec: Parallel) -> Parallel:
         if isinstance(spec.axis, list) and spec.stage and all(isinstance(a, str) for a in spec.axis):
             axis = tuple(spec.axis)
         fix = f"e.g. axis={axis!r}, where=lambda path, leaf: leaf.numel() > 10_000"
-        raise FzeroTypeError(message(spec.name, "invalid arguments", problems, fix))
+        raise FzeroTypeError(spec.name, "invalid arguments", problems, fix)
     return spec
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import Attrs, SendAttrs, ill_typed, required
 from fzero.program.ir import Line, Program, Value
@@ -37,7 +37,7 @@ def bring(rows: Iterable[Op[Any]], owner: str) -> None:
     rows = [*rows]
     taken = [x.name for x in rows if x.name in OPS and OWNERS.get(x.name) != owner]
     if problems := [f"{name}: {f'of {OWNERS[name]}' if name in OWNERS else 'of fzero'}" for name in taken]:
-        raise FzeroTypeError(message(owner, "ops that are there already", problems, "give them other names"))
+        raise FzeroTypeError(owner, "ops that are there already", problems, "give them other names")
     OPS.update((x.name, x) for x in rows)
     OWNERS.update((x.name, owner) for x in rows)
 

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import TypeVar
 
 from fzero.boxes import Boxes, Dim
-from fzero.errors import FzeroTypeError, message
+from fzero.errors import FzeroTypeError
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.attrs import Attrs, JoinAttrs, PartAttrs
 from fzero.program.ir import Line, Place, Placement, Program, Value
@@ -182,7 +182,7 @@ class Op(Generic[A]):
             problems.append(f"name={name!r}: is what the text of a program calls")
         if problems:
             fix = "see fzero.program.ops.base.Op for what each field says"
-            raise FzeroTypeError(message("ops", f"the row {cls.__name__} is invalid", problems, fix))
+            raise FzeroTypeError("ops", f"the row {cls.__name__} is invalid", problems, fix)
 
     # --- what is checked ---
 

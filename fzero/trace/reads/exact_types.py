@@ -9,7 +9,7 @@ import itertools
 from types import CodeType
 from typing import Any
 
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.trace.reads.code import instructions, nested, text_at
 from fzero.trace.reads.settings import settings
 from fzero.trace.reads.user_lines import is_library, line
@@ -20,7 +20,7 @@ def check_types(owner: str, fn: Any) -> None:
     tensors. Libraries are not looked into."""
     if asked := list(dict.fromkeys(place for code in _codes(fn) for place in _compared(code))):
         what = "compares a type with that of tensors: while being traced, a tensor is of a class of its own"
-        raise TraceError(message(owner, what, [line(place) for place in asked], "isinstance(x, torch.Tensor)"))
+        raise TraceError(owner, what, [line(place) for place in asked], "isinstance(x, torch.Tensor)")
 
 
 def asks_types(fn: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fzero.errors import FzeroError, TraceError, message
+from fzero.errors import FzeroError, TraceError
 from fzero.operators.ctc import CTC_LOSS, with_tensors
 from fzero.trace.reads import conditions
 from fzero.trace.reads.refusals import _KINDS, _OF_TRACES, TracedFunction, described, note
@@ -69,7 +69,7 @@ class Calls(TorchFunctionMode):
         """Raises if a call does what no trace sees, or asks what none can answer."""
         if func == _SETS_DATA:  # no operation, and so in no trace
             what, fix = "assigns to .data", "return the new value instead, or x.copy_(y)"
-            raise TraceError(message(self._traced.owner, what, self._traced.here(), fix))
+            raise TraceError(self._traced.owner, what, self._traced.here(), fix)
         if func in _FACTS and _asked_by_user(caller):
             _check_read(self._traced, _FACTS[func], args[0])
         if func in _LAYOUTS and _asked_by_user(caller):
@@ -77,7 +77,7 @@ class Calls(TorchFunctionMode):
         if func is torch.Tensor.__reduce_ex__ or (
             func in _TEXTS and _asked_by_user(caller) and not conditions.raises(asking_frame())
         ):
-            raise TraceError(message(self._traced.owner, *self._as_text(func, args[0])))
+            raise TraceError(self._traced.owner, *self._as_text(func, args[0]))
 
     def _as_text(self, func: Any, x: torch.Tensor) -> tuple[str, list[str], str]:
         """Refuses to make a text or a pickle of a tensor."""
@@ -142,7 +142,7 @@ def _check_layout(traced: TracedFunction, tensor: torch.Tensor) -> None:
             "out otherwise than a trace says"
         )
         fix = "ask of x.contiguous(), or do not ask: reshape and flatten copy where they must"
-        raise TraceError(message(traced.owner, text, traced.here(described(tensor, traced.named(tensor))), fix))
+        raise TraceError(traced.owner, text, traced.here(described(tensor, traced.named(tensor))), fix)
 
 
 def _check_read(traced: TracedFunction, what: str, tensor: torch.Tensor) -> None:
@@ -157,6 +157,4 @@ def _check_read(traced: TracedFunction, what: str, tensor: torch.Tensor) -> None
         fix = "index or view it, or make a copy first: x.contiguous().clone()"
     else:
         return
-    raise TraceError(
-        message(traced.owner, f"{text} ({what})", traced.here(described(tensor, traced.named(tensor))), fix)
-    )
+    raise TraceError(traced.owner, f"{text} ({what})", traced.here(described(tensor, traced.named(tensor))), fix)

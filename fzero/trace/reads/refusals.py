@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from fzero import compat, tree
-from fzero.errors import FzeroError, TraceError, message
+from fzero.errors import FzeroError, TraceError
 from fzero.trace.reads.argument_memory import ArgumentMemory
 from fzero.trace.reads.code import cells, instructions_from, names_in
 from fzero.trace.reads.user_lines import is_library, line
@@ -91,7 +91,7 @@ def plainly(owner: str, traced: TracedFunction | None = None) -> Iterator[None]:
             raise
         what = "divides by the number of rows of a batch without rows"
         fix = "skip an empty batch, or pad it: rows that count nothing in fz.weighted(total, count)"
-        raise TraceError(message(owner, what, [*lines_through(error, traced), *empty], fix)) from error
+        raise TraceError(owner, what, [*lines_through(error, traced), *empty], fix) from error
     except _KINDS as error:
         if _raised_by_user(error):
             raise
@@ -105,22 +105,20 @@ def plainly(owner: str, traced: TracedFunction | None = None) -> Iterator[None]:
         rule = next((rule for text, *rule in _REFUSED if text in str(error)), None)
         if rule is not None:
             places = list(traced.in_place) if traced is not None and rule[0] == _OVERWRITTEN else where
-            raise TraceError(message(owner, rule[0], places, rule[1])) from error
+            raise TraceError(owner, rule[0], places, rule[1]) from error
         if traced is not None and any(text in said for text in _WRONG_ARGUMENTS):  # raised before anything is called
             raise TraceError(
-                message(
-                    owner,
-                    said,
-                    where,
-                    "pass what the function takes: tensors are parameters, batch, and what is made of them",
-                )
+                owner,
+                said,
+                where,
+                "pass what the function takes: tensors are parameters, batch, and what is made of them",
             ) from error
         if failure is None:
             raise
         fix = "change the operation, or the shapes and dtypes of its operands" + (
             ", which are above" if failure.operands else ""
         )
-        raise TraceError(message(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix)) from error
+        raise TraceError(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix) from error
 
 
 CHANGES = "changes its arguments in place"

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from fzero import compat
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.trace.reads import overwrites
 from fzero.trace.reads.refusals import TracedFunction, described
 from fzero.trace.reads.user_lines import asking_frame, is_pytorchs, line
@@ -39,7 +39,7 @@ def refuse_functions(traced: TracedFunction, name: str) -> NoReturn:
     """Raises because of an operator of functions."""
     what = f"uses an operator of functions, which a program has no line for ({name})"
     fix = "write it with torch.where, a Python loop over sizes, or torch.func.vmap"
-    raise TraceError(message(traced.owner, what, traced.here(), fix))
+    raise TraceError(traced.owner, what, traced.here(), fix)
 
 
 def check_operation(traced: TracedFunction, func: Any, args: Any, kwargs: Any) -> None:
@@ -63,10 +63,10 @@ def check_operation(traced: TracedFunction, func: Any, args: Any, kwargs: Any) -
             "let observers of quantisation have their sizes before: one forward of the module in training mode, then "
             "fz.functionalize; or observe per tensor: get_default_qat_qconfig('qnnpack')"
         )
-        raise TraceError(message(traced.owner, what, where, fix))
+        raise TraceError(traced.owner, what, where, fix)
     else:
         return
-    raise TraceError(message(traced.owner, what, traced.here(), fix))
+    raise TraceError(traced.owner, what, traced.here(), fix)
 
 
 def _resized(func: Any, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
@@ -91,7 +91,7 @@ def check_dense(traced: TracedFunction, func: Any, result: Any) -> None:
         if isinstance(x, torch.Tensor) and x.layout is not torch.strided:
             what = f"makes a tensor that is not dense ({func})"
             fix = "keep to dense tensors, and to dense gradients: sparse=False"
-            raise TraceError(message(traced.owner, what, traced.here(), fix))
+            raise TraceError(traced.owner, what, traced.here(), fix)
 
 
 def refuse_value(traced: TracedFunction, func: Any, error: Exception) -> NoReturn:
@@ -102,7 +102,7 @@ def refuse_value(traced: TracedFunction, func: Any, error: Exception) -> NoRetur
     place = (asks.f_code.co_filename, asks.f_lineno) if asks is not None else ("", 0)
     where = traced.here(*([f"asked by {line(place)}"] if is_pytorchs(place[0]) else []))
     instead = _SHAPE if of_shape else _VALUE_IN_UPDATE if traced.owner == "optimizer" else _VALUE
-    raise TraceError(message(traced.owner, f"{what} ({func})", where, _INSTEAD.get(func, instead))) from error
+    raise TraceError(traced.owner, f"{what} ({func})", where, _INSTEAD.get(func, instead)) from error
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:

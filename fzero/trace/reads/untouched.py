@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero import compat, tree
-from fzero.errors import TraceError, message
+from fzero.errors import TraceError
 from fzero.trace.reads import overwrites
 from fzero.trace.reads.refusals import CHANGES, NEW_VALUE
 from fzero.trace.reads.user_lines import line, user_place
@@ -36,9 +36,7 @@ class Untouched(compat.TorchDispatchMode):
         if changed:
             place = user_place(self._outside)
             raise TraceError(
-                message(
-                    self._owner, CHANGES, [f"{path}: {line(place)}" if place else path for path in changed], NEW_VALUE
-                )
+                self._owner, CHANGES, [f"{path}: {line(place)}" if place else path for path in changed], NEW_VALUE
             )
         return func(*args, **kwargs)
 
@@ -82,7 +80,7 @@ def _refusal(owner: str, what: str, where: list[str]) -> TraceError:
         "return the loss, which the step differentiates; in it, a gradient is torch.autograd.grad(y, x, "
         "create_graph=True), and x.register_hook changes one"
     )
-    return TraceError(message(owner, f"{what}: no step reads those", where, fix))
+    return TraceError(owner, f"{what}: no step reads those", where, fix)
 
 
 def _storage(x: torch.Tensor) -> int | None:
