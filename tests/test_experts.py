@@ -279,6 +279,58 @@ def test_parameters_that_no_product_reads_are_gathered_and_named():
         fz.lower(made, at, *shapes)
 
 
+class Shifted(torch.autograd.Function):
+    """A value as it is, whose gradient has a number added."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + 0.25
+
+
+def every_expert(p, x, reads=lambda w: w):
+    """Every token with every expert; a rank has as many tokens as there are experts."""
+    y = torch.tanh(x.expand(EXPERTS, *x.shape) @ reads(p["up"])) @ p["down"].mT
+    return (y * (x @ p["router"]).softmax(-1).mT[..., None]).sum(0)
+
+
+def tied(p, x):
+    """The gradient of one term is added to those of both parameters."""
+    return every_expert(p, x) + 0.3 * (p["up"] + p["down"]).square().mean()
+
+
+def gradient_with_a_number(p, x):
+    return every_expert(p, x, Shifted.apply)
+
+
+def of_every_expert() -> Any:
+    g = torch.Generator().manual_seed(3)
+    shapes = {"router": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, WIDTH, HIDDEN)}
+    given = {name: torch.randn(shape, generator=g) * 0.3 for name, shape in shapes.items()}
+    return given, torch.randn(2 * EXPERTS, WIDTH, generator=g)
+
+
+@pytest.mark.parametrize("function", [every_expert, tied])
+def test_rows_that_are_expanded_and_a_value_of_two_gradients(function):
+    layer = fz.block(function)
+    made = step(loss=lambda p, x: layer(p, x).square().mean(), where=lambda path, leaf: leaf.ndim == 3)
+    fz.testing.check_equivalent(made, *of_every_expert(), AbstractMesh(expert=2))
+
+
+def test_a_number_added_to_a_gradient_of_experts():
+    """Each rank adds it, as it does without experts."""
+    layer = fz.block(gradient_with_a_number)
+    given, x = of_every_expert()
+    plain = fz.train_step(lambda p, x: layer(p, x).square().mean(), tensor.OPTIMIZER)
+    at, where = AbstractMesh(expert=2), lambda path, leaf: leaf.ndim == 3
+    cut = fz.testing.simulate(fz.expert_parallel(plain, where=where), at, given, x)[1]
+    spread = fz.testing.simulate(fz.data_parallel(plain, axis="expert"), at, given, x)[1]
+    torch.testing.assert_close(cut["grad_norm"], spread["grad_norm"], rtol=1e-5, atol=1e-6)
+
+
 def on_ranks(axes: dict[str, int], transforms: list[Any], backend: str, tolerance: float = 1e-5, **options: Any) -> str:
     mesh = fz.make_mesh(**axes, **options)
     batch_axes = tuple(axes)

@@ -114,6 +114,30 @@ def test_every_stage_trains_as_the_plain_step(way):
     fz.testing.check_equivalent(made, params(), batch(), AbstractMesh(data=2, seq=2))
 
 
+RULES = {"emb": 0, "query": 1, "key": 1, "value": 1, "out": 0, "up": 1, "down": 0, "head": 1}
+TWO = {
+    "alone": ({"seq": 2, "model": 2}, [], "heads"),
+    "state over positions": ({"seq": 2, "model": 2}, [fz.shard_opt_state(axis="seq"), fz.accumulate(2)], "heads"),
+    "parameters": (
+        {"data": 2, "seq": 2, "model": 2},
+        [fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)],
+        "keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", TWO)
+def test_positions_and_parameters_are_cut_over_two_axes(way):
+    axes, transforms, attention = TWO[way]
+    made = fz.tensor_parallel(step(*transforms, attention=attention), rules=RULES)
+    shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch()))
+    program = fz.lower(made, AbstractMesh(**axes), *shapes).program
+    found = moved(program)
+    exchanged = "all_to_all_start" if attention == "heads" else "all_gather_start"
+    assert found[exchanged, "seq"] >= 16 and found["all_reduce_start", "model"] >= 8 and not program.notes
+    fz.testing.check_equivalent(made, params(), batch(), AbstractMesh(**axes))
+
+
 @pytest.mark.parametrize(("keys", "masked"), [(2, True), (1, False)])
 def test_fewer_heads_of_keys_than_ranks_and_documents(keys, masked):
     made = step(loss=loss_of(masked))
@@ -228,8 +252,12 @@ def test_what_cannot_be_cut():
         lowered(AbstractMesh(data=2), fz.data_parallel())
     with pytest.raises(TransformError, match="let data_parallel name another axis"):
         step(fz.data_parallel(axis="seq"))
+    with pytest.raises(TransformError, match="two axes would cut positions: leave sequence=True out"):
+        step(fz.tensor_parallel(rules={"up": 1}, sequence=True))
+    with pytest.raises(TransformError, match="let tensor_parallel name another axis"):
+        step(fz.tensor_parallel(rules={"up": 1}, axis="seq"))
     with pytest.raises(TransformError, match="leave one out"):
-        step(fz.tensor_parallel(rules={"up": 1}))
+        step(fz.expert_parallel(where=lambda path, leaf: True))
     with pytest.raises(FzeroTypeError, match=r"attention='ring': one of 'auto', 'heads', 'keys'"):
         fz.sequence_parallel(attention="ring")  # type: ignore[arg-type]
     flat = fz.sequence_parallel(fz.train_step(lambda p, x: (x @ p).square().mean(), fz.optim.sgd(0.1)))

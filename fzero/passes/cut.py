@@ -8,7 +8,7 @@ on as summands: they are reduced with those over the batch axes (passes/shard.py
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from fzero.program.attrs import AddAttrs, GatherAttrs, Over, ReduceAttrs, Scatte
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
+from fzero.program.ops import COLLECTIVES
 from fzero.trace import cuts, expert_rows
 from fzero.trace.cut_rules import OWN, PARTIAL, Anywhere, Met, Place, part
 from fzero.trace.cuts import CutFunction, Exchanged, Wanted
@@ -38,7 +39,8 @@ _STARTS = {
 
 
 def rewrite(program: Program, zero: Zero) -> Program:
-    """The program whose functions compute with parts along the axis of its `tensor_parallel`.
+    """The program whose functions compute with parts, along one axis after the other: the second cuts the segments of
+    the first.
 
     Raises:
         FzeroValueError: operations that every rank would have to compute whole, of more bytes than the spec allows.
@@ -78,12 +80,14 @@ class _ToParts:
         largest = (x for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
         self.maxima |= {a for x in largest for a in x.args}
         self.leaves: set[str] = set()  # parameters, and casts of them
+        self.before = {v: value.placement.own for v, value in program.values().items()}  # along axes before this one
+        self.in_rows: set[str] = set()  # what collectives of another axis cut along dim 0
         self.wanted: dict[str, Wanted | Dim | None] = {}
         self.known: dict[Any, CutFunction] = {}
         self.segments: dict[CutFunction, Segments] = {}
         self.index: Value | None = None
+        self.sent: dict[str, tuple[str, ...]] = {}  # by collectives of another axis, of their handles
         self.whole: dict[tuple[str, str, str], int] = {}  # operations made whole: function, operation, line -> bytes
-        self.numbers = 0
         self.stream = spec.stream
         # of each value, what ranks exchanged of it and functions hand on, and what others read of that
         self.exchanged: dict[str, tuple[Exchanged, ...]] = {}
@@ -95,7 +99,15 @@ class _ToParts:
         self._want()
         if self.spec.by_position is not None:
             self._hand_on()
-        lines = [new for line in self.program.lines for new in self._line(line)]
+        lines, parts = list[Line](), dict[int | str, list[int]]()
+        for line in self.program.lines:
+            made, segment = self._line(line), line.segment
+            of = segment.of if segment.count > 1 else line.out[0].name if line.out else ""
+            parts.setdefault(of, []).extend(len(lines) + i for i, new in enumerate(made) if new.op == "call")
+            lines += made
+        for of, at in enumerate(parts.values()):
+            for index, i in enumerate(at if len(at) > 1 else ()):
+                lines[i] = lines[i].saying(segment=Segment(of, index, len(at)))
         self._check()
         if self.index is not None:
             index = Line("cut_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
@@ -135,11 +147,15 @@ class _ToParts:
         read = {a for line in program.lines if line.of_sums for a in line.args}
         self.wanted |= {a: Wanted.SUMMAND for a in read if a in summands}
         self.wanted |= {name: self.stream for name in self._passing() if name not in self.wanted}
+        out: dict[str, tuple[Value, ...]] = {}
         for line in reversed(program.lines):
-            if line.op == "cast":
-                for source, v in zip(line.args, line.out, strict=False):
-                    if v.name in self.wanted:
-                        self.wanted[source] = self.wanted[v.name]
+            if line.op == "wait":
+                out[line.args[0]] = line.out
+            made = out[line.out[0].name] if line.op == "all_reduce_start" else line.out if line.op == "cast" else ()
+            for source, v in zip(line.args, made, strict=False):
+                if v.name in self.wanted:
+                    self.wanted[source] = self.wanted[v.name]
+            self.in_rows |= {*line.args} if line.op in COLLECTIVES and line.op != "all_reduce_start" else set()
 
     def _summand(self, leaf: str) -> Wanted:
         """The place of a gradient of a leaf that functions read whole: always a summand where its state is cut over the
@@ -151,12 +167,15 @@ class _ToParts:
         """The values that pass between blocks and are cut by position: of the shapes that blocks hand on."""
         if self.stream is None:
             return []
-        number = {v.name: x.block.number if x.block else -1 for x in self.program.lines for v in x.out}
+        number: dict[str, int] = {}
+        for x in self.program.lines:
+            sent = [number[a] for a in x.args if x.op in COLLECTIVES or x.op == "wait"]
+            number.update(dict.fromkeys((v.name for v in x.out), *(sent[:1] or [x.block.number if x.block else -1])))
         values = {v.name: v for x in self.program.lines for v in x.out}
         passing = {
             a
             for x in self.program.lines
-            for a in x.args
+            for a in (x.args if x.op not in COLLECTIVES and x.op != "wait" else ())
             if a in number and number[a] != (x.block.number if x.block else -1)
         }
         shapes = [values[a].shape for a in values if a in passing and number[a] >= 0 and len(values[a].shape) > 2]
@@ -216,6 +235,12 @@ class _ToParts:
             return self._call(line)
         if line.fn:
             self.functions.by_name.setdefault(line.fn, self.program.functions[line.fn])
+        if line.op in COLLECTIVES:  # of an axis before
+            self.sent[line.out[0].name] = line.args
+            return [line]
+        if line.op == "wait":
+            sent = self.sent[line.args[0]]
+            return [replace(line, out=tuple(self._put(v, self.places[a]) for a, v in zip(sent, line.out, strict=True)))]
         if isinstance(line.attrs, UpdateAttrs) or line.op != "cast":
             return [replace(line, out=tuple(self._whole(line, v) for v in line.out))]
         self.leaves |= {v.name for a, v in zip(line.args, line.out, strict=False) if a in self.leaves}
@@ -253,6 +278,25 @@ class _ToParts:
         leaves = frozenset(i for i, a in enumerate(line.args) if a in self.leaves)
         given = tuple(self.exchanged.get(a, ()) for a in line.args)
         handed_on = tuple(self.exchanged.get(v.name, ()) for v in line.out)
+        made = self._propagated(line, places, wanted, leaves, given, handed_on)
+        torn = [
+            v.name in self.in_rows and isinstance(place, Dim) and place.dim == 0
+            for v, place in zip(line.out, made.places, strict=False)
+        ]
+        if any(torn):  # of what another axis exchanges in rows, none is cut
+            wanted = tuple(None if whole else w for whole, w in zip(torn, wanted, strict=True))
+            made = self._propagated(line, places, wanted, leaves, given, handed_on)
+        return made
+
+    def _propagated(
+        self,
+        line: Line,
+        places: tuple[Anywhere, ...],
+        wanted: tuple[Wanted | Dim | None, ...],
+        leaves: frozenset[int],
+        given: tuple[tuple[Exchanged, ...], ...],
+        handed_on: tuple[tuple[Exchanged, ...], ...],
+    ) -> CutFunction:
         key = line.fn, places, wanted, leaves, given, handed_on
         if key not in self.known:
             self.known[key] = cuts.propagate(
@@ -281,6 +325,10 @@ class _ToParts:
                 self.index = Value(self.names(f"{self.axis}_index"), (1,), torch.int64, at)
             args.append(self.index.name)
         names: dict[fx.Node, str] = dict(zip(cut.inputs, args, strict=True))
+        others = self._others(line, made, cut)
+        line = replace(
+            line, out=tuple(self._owned(v, others.get(x, ())) for x, v in zip(cut.outputs, line.out, strict=True))
+        )
         final = {
             x: self._put(v, place)
             for x, v, place in zip(cut.outputs, line.out, made.places, strict=True)
@@ -291,41 +339,67 @@ class _ToParts:
         handles: dict[ExchangeStep, str] = {}
         for step in cut.steps:
             if isinstance(step, CallStep):
-                out = tuple(final.get(x) or self._between(name, x, cut, sent.get(x)) for x in step.outputs)
+                out = tuple(
+                    final.get(x) or self._between(name, x, cut, sent.get(x), final, others[x]) for x in step.outputs
+                )
                 names.update((x, v.name) for x, v in zip(step.outputs, out, strict=True))
                 fn = self.functions.add(line.fn if count == 1 else f"{line.fn}_seg{at}", step.graph)
-                new = replace(line, fn=fn, args=tuple(names[x] for x in step.inputs), out=out)
-                lines.append(new.saying(segment=Segment(self.numbers, at, count)) if count > 1 else new)
+                lines.append(replace(line, fn=fn, args=tuple(names[x] for x in step.inputs), out=out))
                 at += 1
             elif isinstance(step, ExchangeStep):
                 handle = Value(self.names(f"{name}_{self.axis}_{len(handles)}"), (), torch.uint8, MOVING)
                 handles[step] = handle.name
                 lines.append(self._start(step, tuple(names[x] for x in step.sent), handle))
             else:
-                out = tuple(final.get(m) or self._arrived(name, m) for m in step.of.markers)
+                out = tuple(final.get(m) or self._arrived(name, m, others[m]) for m in step.of.markers)
                 names.update((m, v.name) for m, v in zip(step.of.markers, out, strict=True))
                 lines.append(Line("wait", (handles[step.of],), out, by=self.spec.name))
-        self.numbers += 1
         return lines
 
-    def _between(self, of: str, node: fx.Node, cut: Segments, sent: ExchangeStep | None) -> Value:
+    def _others(self, line: Line, made: CutFunction, cut: Segments) -> dict[fx.Node, tuple[str, ...]]:
+        """The axes before this one along which a rank has its own of each value of a function."""
+        found: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(made.graph.graph.nodes, ())
+        found.update((x, self.before[a]) for x, a in zip(cut.inputs, line.args, strict=False))
+        for x in made.graph.graph.nodes:
+            if x.op == "call_function":
+                found[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in found[a]))
+        return found
+
+    def _owned(self, value: Value, axes: tuple[str, ...]) -> Value:
+        """A value that is handed on: of the axes before, each rank has its own."""
+        if value.name in self.before:
+            return value
+        self.before[value.name] = axes
+        return replace(value, placement=Placement("local", axes)) if axes else value
+
+    def _between(
+        self,
+        of: str,
+        node: fx.Node,
+        cut: Segments,
+        sent: ExchangeStep | None,
+        final: Mapping[fx.Node, Value],
+        axes: tuple[str, ...],
+    ) -> Value:
         """A value that a segment makes for another, or for a collective."""
-        value, axis = node.meta["val"], self.axis
+        value, axis, own = node.meta["val"], self.axis, Placement("local", axes) if axes else WHOLE
         name, shape = self.names(f"{of}_{node.name}"), tuple(value.shape)
         if sent is None or sent.kind is cuts.all_to_all:
-            own = Placement("local", (axis,)) if node in cut.own else WHOLE
-            return Value(name, shape, value.dtype, own)
+            return Value(name, shape, value.dtype, Placement("local", (*axes, axis)) if node in cut.own else own)
         if sent.kind is cuts.all_gather:
-            return Value(name, (self.n, *shape[1:]), value.dtype, Placement(cuts=((axis, Dim(0)),)))
-        return Value(name, shape, value.dtype, Placement(partial=(axis,), by=sent.reduction))
+            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, cuts=((axis, Dim(0)),)))
+        result = next((final[m] for m in sent.markers if m.args[0] is node and m in final), None)
+        if result is not None:
+            shape, own = result.shape, result.placement
+        return Value(name, shape, value.dtype, replace(own, partial=(*own.partial, axis), by=sent.reduction))
 
-    def _arrived(self, of: str, marker: fx.Node) -> Value:
+    def _arrived(self, of: str, marker: fx.Node, axes: tuple[str, ...]) -> Value:
         """A value that a collective has brought for a segment."""
-        value = marker.meta["val"]
+        value, own = marker.meta["val"], Placement("local", axes) if axes else WHOLE
         name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
         if marker.target is cuts.reduce_scatter:
-            return Value(name, (self.n, *shape[1:]), value.dtype, Placement(cuts=((self.axis, Dim(0)),)))
-        own = Placement("local", (self.axis,)) if marker.target is cuts.all_to_all else WHOLE
+            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, cuts=((self.axis, Dim(0)),)))
+        own = Placement("local", (*axes, self.axis)) if marker.target is cuts.all_to_all else own
         return Value(name, shape, value.dtype, own)
 
     def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Line:

@@ -25,7 +25,7 @@ _WAYS = ("auto", "heads", "keys")
 class SequenceParallel(Cutting):
     axis: str = "seq"
     attention: Attention = "auto"
-    order: ClassVar[int] = 44
+    order: ClassVar[int] = 46
     name: ClassVar[str] = "sequence_parallel"
     way_out: ClassVar[str] = (
         "use operations that keep positions apart (to shift labels, not logits: F.pad(y[:, 1:], (0, 1), value=-100))"
@@ -34,8 +34,10 @@ class SequenceParallel(Cutting):
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, DataParallel) and other.axis == self.axis:
             return f"along {self.axis!r} every rank has the same rows: let {other.name} name another axis"
-        if isinstance(other, Cutting) and not isinstance(other, SequenceParallel):
-            return "values are cut over one axis: leave one out, or use fz.tensor_parallel(sequence=True)"
+        if isinstance(other, Cutting) and other.axis == self.axis:
+            return f"{self.axis!r} cuts positions: let {other.name} name another axis"
+        if isinstance(other, Cutting) and other.stream is not None and not isinstance(other, SequenceParallel):
+            return "two axes would cut positions: leave sequence=True out"
         if isinstance(other, Fp8):
             return "fp8 scales whole values, and these are computed in parts"
         return super().conflict(other)
@@ -98,7 +100,7 @@ def sequence_parallel(
         FzeroTypeError: an `axis` that is not a name, another `attention`.
         FzeroValueError: when the program is built, positions, or heads that are asked for, that do not divide; a step
             without blocks; an operation above `whole_bytes`.
-        TransformError: `data_parallel` over `axis`; `tensor_parallel`; `fp8`.
+        TransformError: `data_parallel` over `axis`; `tensor_parallel(sequence=True)`; `expert_parallel`; `fp8`.
 
     Paper: Jacobs et al., DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
         transformer models, 2023. "keys": Grattafiori et al., The Llama 3 herd of models, 2024, section 3.3.2.
