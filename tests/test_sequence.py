@@ -216,9 +216,12 @@ def on_ranks(
 def test_on_ranks(run_ranks, shared):
     run_ranks(2, on_ranks, {"seq": 2}, [fz.accumulate(2)], "eager", "heads", shared_memory=shared)
     both = [fz.shard_params(axis=BOTH)]
+    two = [fz.tensor_parallel(rules=RULES), fz.shard_opt_state(axis="seq")]
     if not shared:
         run_ranks(4, on_ranks, {"data": 2, "seq": 2}, both, "eager", "auto", shared_memory=shared)
+        run_ranks(4, on_ranks, {"seq": 2, "model": 2}, two, "eager", "heads", shared_memory=shared)
         return
+    run_ranks(4, on_ranks, {"seq": 2, "model": 2}, [*two, fz.mixed_precision("bf16")], "eager", "keys", 2e-2)
     more = [fz.shard_params(axis=BOTH), fz.mixed_precision("bf16"), fz.accumulate(2)]
     run_ranks(4, on_ranks, {"data": 2, "seq": 2}, more, "eager", "keys", 2e-2)
     away = [fz.shard_params(axis=BOTH), fz.offload("cpu")]
