@@ -48,6 +48,19 @@ examples:
   torchrun --nproc-per-node 8 -m fzero.measure.calibrate     (over the links between these ranks)""",
 }
 
+_ELSEWHERE = {
+    "--gpus": "--devices",
+    "--num-gpus": "--devices",
+    "--world-size": "--devices",
+    "--stage": "--zero",
+    "--dtype": "--precision",
+    "--bf16": "--precision",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--model": "--hf",
+    "--memory": "--budget",
+}
+"""Flags of other tools: those that stand for them here."""
+
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
@@ -70,13 +83,16 @@ def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate:
         if stop.code and args and args[0] in kinds:
             for line in _meant(args[1:], _flags(kinds[args[0]])):
                 print(line, file=sys.stderr)
+            print(f"fzero {args[0]} --help lists its flags", file=sys.stderr)
         raise
 
 
 def _meant(args: Sequence[str], flags: Sequence[str]) -> list[str]:
     """A line for each unknown flag that is like a known one; tyro suggests only those that are very like."""
     given = [arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")]
-    near = {flag: get_close_matches(flag, flags, n=1) for flag in given if flag not in (*flags, "--help")}
+    unknown = [flag for flag in given if flag not in (*flags, "--help")]
+    known = {flag: [name] for flag, name in _ELSEWHERE.items() if name in flags}
+    near = {flag: known.get(flag) or get_close_matches(flag, flags, n=1) for flag in unknown}
     return [f"{flag}: did you mean {found[0]}?" for flag, found in near.items() if found]
 
 
