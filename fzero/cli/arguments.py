@@ -81,9 +81,9 @@ def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate:
         return tyro.cli(commands, prog="fzero", description=_ABOUT, args=list(args), config=_STYLE)  # type: ignore[arg-type]
     except SystemExit as stop:
         if stop.code and args and args[0] in kinds:
+            print(f"fzero {args[0]} --help lists its flags", file=sys.stderr)
             for line in _meant(args[1:], _flags(kinds[args[0]])):
                 print(line, file=sys.stderr)
-            print(f"fzero {args[0]} --help lists its flags", file=sys.stderr)
         raise
 
 
