@@ -27,6 +27,29 @@ AGREED = "agreed_max"
 ending: whether they were."""
 
 
+def _loss_and_scale(total: Any, count: Any, num_parts: int, traced: Found, scale_state: Any) -> tuple[Any, Any]:
+    """The loss of its sum over the batch, and what gradients are multiplied by; None: by nothing."""
+    loss = total / count if count is not None else total / num_parts if num_parts > 1 else total
+    scale: Any = 1.0 / count if traced.of_sum and count is not None else traced.lacks
+    if scale_state is not None:  # the gradients are those of the scaled loss
+        scale = (1.0 if scale is None else scale) / scale_state.scale
+    return loss, scale
+
+
+def _means(
+    params: Mapping[int, torch.Tensor], grads: Mapping[int, torch.Tensor], scale: Any, scaled: bool
+) -> dict[int, torch.Tensor]:
+    """Gradients as the optimizer gets them: times `scale`, if there is one, and zeros for what has none. `scaled`: they
+    are those of a scaled loss."""
+    mean: dict[int, torch.Tensor] = {}
+    for i, p in params.items():
+        dtype = torch.promote_types(grads[i].dtype, p.dtype) if i in grads else p.dtype
+        dtype = torch.promote_types(dtype, torch.float32) if scaled else dtype
+        x = grads[i].to(dtype) if i in grads else torch.zeros_like(p, dtype=dtype)
+        mean[i] = x if scale is None or i not in grads else x * scale
+    return mean
+
+
 def record_update(
     t: Training,
     grads: dict[int, Value],
@@ -78,16 +101,8 @@ def record_update(
         largest = {name: next(it) for name in maxima}
         total, *rest = it
         count = rest.pop(0) if traced.weighted else None
-        loss = total / count if count is not None else total / t.num_parts if t.num_parts > 1 else total
-        scale: Any = 1.0 / count if traced.of_sum and count is not None else traced.lacks
-        if scale_state is not None:  # the gradients are those of the scaled loss
-            scale = (1.0 if scale is None else scale) / scale_state.scale
-        mean: dict[int, torch.Tensor] = {}
-        for i in trained:
-            dtype = torch.promote_types(g[i].dtype, p[i].dtype) if i in g else p[i].dtype
-            dtype = dtype if scaling is None else torch.promote_types(dtype, torch.float32)
-            x = g[i].to(dtype) if i in g else torch.zeros_like(p[i], dtype=dtype)
-            mean[i] = x if scale is None or i not in g else x * scale
+        loss, scale = _loss_and_scale(total, count, t.num_parts, traced, scale_state)
+        mean = _means({i: p[i] for i in trained}, g, scale, scaling is not None)
         # a leaf that is not trained is None to the optimizer, and so is every tie but the first
         view = lambda of: tree.unflatten(params.structure, [of.get(i) for i in range(len(params.ties))])  # noqa: E731
         norm = global_norm(view(mean))

@@ -75,8 +75,11 @@ class _Rewrite:
         for line, _ in program.walk():
             if line.segment.count > 1:
                 self.reads_of[line.segment.of].update(dict.fromkeys(line.args))
-        # gradients and sums by the names under which the backward makes them, and what a loop adds them up to
-        update = program.update
+        self._name_sums()
+
+    def _name_sums(self) -> None:
+        """Gradients and sums by the names under which the backward makes them, and what a loop adds them up to."""
+        program, update = self.program, self.program.update
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
         self.grads = {summand.get(g, g): leaf for leaf, g in program.grads.items()}
