@@ -514,7 +514,7 @@ def pinning(args: argparse.Namespace) -> Found:
     found, rate = dict[str, Any](), dict[str, float]()
     for name, huge in (("small pages", False), ("huge pages", True)):
         begin = time.perf_counter()
-        memory = host._allocated(nbytes, mesh, huge=huge)
+        memory = host._allocated(nbytes, mesh.device, huge)
         if args.device == "cpu":  # where nothing is locked pages come when they are written
             torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
         rate[name] = nbytes / (time.perf_counter() - begin) / 1e9

@@ -194,8 +194,12 @@ def test_the_state_at_rest_is_that_of_the_plan() -> None:
     """By leaf tables and by the program."""
     params = {"w": torch.empty(64, 33, device="meta"), "b": torch.empty(33, device="meta")}
     step = fz.train_step(lambda p, x: (x @ p["w"] + p["b"]).square().mean(), fz.optim.adamw(1e-3))
-    for transform in (fz.shard_params(), fz.shard_opt_state(), fz.offload("cpu", "opt_state")):
-        made, mesh = fz.data_parallel(transform(step)), fz.AbstractMesh(device_type="cuda", data=4)
+    for transform in (
+        fz.shard_params(),
+        fz.shard_opt_state(),
+        fz.compose(fz.data_parallel(), fz.offload("cpu", "opt_state")),
+    ):
+        made, mesh = transform(step), fz.AbstractMesh(device_type="cuda", data=4)
         plan = fz.lower(made, mesh, params, torch.empty(8, 64, device="meta"), device="h100").plan
         found = at_rest(made, mesh, params_inputs(made, mesh, params))
         assert 0 <= plan.resting_bytes - found.total <= 64, "the step, the key"
