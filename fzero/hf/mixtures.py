@@ -36,7 +36,7 @@ def expert_rows(capacity: float | None = None) -> str:
         >>> model = fz.hf.from_config(transformers.AutoModelForCausalLM, config, experts_implementation=name)
         >>> experts = fz.expert_parallel(where=lambda path, leaf: "['experts']" in path)
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # pyright: ignore[reportMissingImports] - of the extra `hf`
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # pyright: ignore[reportMissingImports] - of `hf`
 
     if capacity is not None and (
         isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 0 < capacity < math.inf

@@ -30,11 +30,14 @@ class FakeResults:
 
     def __init__(self) -> None:
         self._mode: compat.FakeTensorMode | None = None  # of the first result
+        # libraries that lay out what they return, such as convolutions, otherwise than PyTorch does
+        self._libraries = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not _depends_on_metadata(func):
             return func(*args, **kwargs)
-        key = (func, torch.get_default_dtype(), compat.default_tensor_device(), _facts(args), _facts(kwargs))
+        default = torch.get_default_dtype(), compat.default_tensor_device()
+        key = (func, default, self._libraries, _facts(args), _facts(kwargs))
         if self._mode is not None and (known := _known.get(key)) is not None:
             if func.is_view:
                 return compat.new_view(self._mode, args[0], *known)
