@@ -120,9 +120,11 @@ class Context:
         turns: what its ranks do together.
         wards: keep what comes of another rank's state (elastic/wards.py); None: nobody does.
         exclusive: held by what has the mesh to itself.
+        groups: the process group along each axis. A DeviceMesh of several axes takes a millisecond to find it.
     """
 
     def __init__(self) -> None:
+        self.groups: dict[str, Any] = {}
         self.transport: Any = None
         self.copies: Any = None
         self.graphs: Any = None
@@ -202,7 +204,11 @@ class Mesh(AbstractMesh):
         if self.device_mesh is None:
             raise FzeroValueError("mesh", f"a mesh of one device has no process group for axis {axis!r}")
         self.check_open()
-        return self.gather_groups[axis] if gathers and self.gather_groups else self.device_mesh[axis].get_group()
+        if gathers and self.gather_groups:
+            return self.gather_groups[axis]
+        if axis not in self.context.groups:
+            self.context.groups[axis] = self.device_mesh[axis].get_group()
+        return self.context.groups[axis]
 
     @property
     def store(self) -> dist.Store:

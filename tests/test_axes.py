@@ -272,22 +272,25 @@ def test_the_text_says_over_which_axis_and_of_what():
 def measured(ways: list[str]) -> list[Any]:
     """On every rank: by way and number of micro-batches, the bytes handed to gloo for gathers and reductions over each
     axis, by step; and the losses."""
+    import torch.distributed as dist
+
     from fzero import compat
     from fzero.comm import collectives
 
     mesh, out, sent = fz.make_mesh(shared_memory=False, **AXES), [], Counter[str]()
     groups = {id(mesh.group(axis)): axis for axis in AXES}
 
-    def counted(kind: str, call: Any, whole: Any) -> Any:
-        def run(*args: Any) -> Any:
-            sent[f"{kind}:{groups[id(args[-1])]}"] += whole(*args).nbytes // 2  # to one other rank
-            return call(*args)
+    def counted(kind: str, call: Any) -> Any:
+        def run(whole: Any, *args: Any, **settings: Any) -> Any:
+            group = settings["group"] if settings else args[-1]
+            sent[f"{kind}:{groups[id(group)]}"] += whole.nbytes // 2  # to one other rank
+            return call(whole, *args, **settings)
 
         return run
 
-    kept = compat.all_gather, compat.reduce_scatter
-    collectives.compat.all_gather = counted("all_gather", kept[0], lambda whole, shard, group: whole)
-    collectives.compat.reduce_scatter = counted("reduce_scatter", kept[1], lambda shard, flat, op, group: flat)
+    kept = compat.all_gather, dist.all_to_all_single
+    collectives.compat.all_gather = counted("all_gather", kept[0])
+    collectives.dist.all_to_all_single = counted("reduce_scatter", kept[1])
     try:
         for way in ways:
             for num_micro in (1, 4):
@@ -300,7 +303,7 @@ def measured(ways: list[str]) -> list[Any]:
                     seen.append(dict(sent))
                 out.append((way, num_micro, losses, seen))
     finally:
-        collectives.compat.all_gather, collectives.compat.reduce_scatter = kept
+        collectives.compat.all_gather, collectives.dist.all_to_all_single = kept
     return out
 
 

@@ -29,16 +29,26 @@ from fzero.mesh import Mesh, group_along
 
 _LOOK = 0.5  # seconds between two looks whether what was abandoned is done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+CHUNK = 1 << 18  # bytes combined at once on the host: half of a second-level cache
+COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 @dataclass(frozen=True, eq=False)
 class PendingTransfer:
-    """A transfer under way: what to wait for, the flats it fills, and whether it is gloo's, whose waits hold the
-    host."""
+    """A transfer under way.
+
+    Attributes:
+        works: to wait for.
+        filled: the flats that then hold what came.
+        on_host: whether it is gloo's, whose waits hold the host.
+        parts: for each filled flat the ranks' parts, [ranks, elements], which `op` has still to combine.
+    """
 
     works: Sequence[Any]
     filled: Sequence[torch.Tensor]
     on_host: bool
+    parts: Sequence[torch.Tensor] = ()
+    op: str = ""
 
 
 class ProcessGroups:
@@ -86,8 +96,11 @@ class ProcessGroups:
         settle(wholes, flats)
         if self._mesh.device.type == "cuda":
             return self._moving(compat.reduce_scatter_together(shards, flats, _OPS[op], group), shards)
-        works = [compat.reduce_scatter(shard, flat, _OPS[op], group) for flat, shard in zip(flats, shards, strict=True)]
-        return self._moving(works, shards)
+        parts = [torch.empty_like(flat) for flat in flats]
+        pairs = [(part.view(torch.uint8), flat.view(torch.uint8)) for part, flat in zip(parts, flats, strict=True)]
+        works = [dist.all_to_all_single(part, flat, group=group, async_op=True) for part, flat in pairs if part.numel()]
+        rows = [part.view(self._mesh.axes[axis], -1) for part in parts]
+        return self._moving(works, shards, parts=rows, op=op)
 
     def all_reduce_start(
         self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
@@ -152,6 +165,8 @@ class ProcessGroups:
         for work in moving.works:
             if work is not None:
                 self._finish(work, moving.on_host)
+        for shard, rows in zip(moving.filled if moving.parts else (), moving.parts, strict=True):
+            combine(shard.view(-1), list(rows), moving.op)
         # sums that do not lie where the summands did
         apart = [(f, v) for f, v in zip(moving.filled, into, strict=True) if f.data_ptr() != v.data_ptr()]
         compat.copy_all([value for _, value in apart], [flat.view(value.shape) for flat, value in apart])
@@ -168,8 +183,15 @@ class ProcessGroups:
                 groups += [self._mesh.joined, *map(self._mesh.group, self._mesh.axes)]
             threading.Thread(target=_outlast, args=(works, groups), name="fzero-abandoned", daemon=True).start()
 
-    def _moving(self, works: Sequence[Any], filled: Sequence[torch.Tensor], on_host: bool = False) -> PendingTransfer:
-        moving = PendingTransfer(works, filled, on_host or self._mesh.device.type == "cpu")
+    def _moving(
+        self,
+        works: Sequence[Any],
+        filled: Sequence[torch.Tensor],
+        on_host: bool = False,
+        parts: Sequence[torch.Tensor] = (),
+        op: str = "",
+    ) -> PendingTransfer:
+        moving = PendingTransfer(works, filled, on_host or self._mesh.device.type == "cpu", parts, op)
         self._under_way.add(moving)
         return moving
 
@@ -213,6 +235,15 @@ def settle(values: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> Non
     apart = [(value, flat) for value, flat in pairs if value.data_ptr() != flat.data_ptr()]
     compat.copy_all([flat[: value.numel()] for value, flat in apart], [value.reshape(-1) for value, _ in apart])
     compat.zero_all([flat[value.numel() :] for value, flat in pairs if flat.numel() > value.numel()])
+
+
+def combine(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
+    """`out` = the ranks' parts combined in the order of the ranks, as memory that ranks share combines them."""
+    num = CHUNK // out.element_size()
+    for here, *held in zip(out.split(num), *(part.split(num) for part in parts), strict=True):
+        COMBINE[op](held[0], held[1], out=here)
+        for part in held[2:]:
+            COMBINE[op](here, part, out=here)
 
 
 def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from fzero import units
-from fzero.comm.collectives import merged, settle
+from fzero.comm.collectives import CHUNK, COMBINE, merged, settle
 from fzero.errors import DivergenceError, RankLost
 from fzero.mesh import Mesh
 from fzero.ranks.notes import Notes, timed_out
@@ -38,12 +38,10 @@ from fzero.ranks.rendezvous import absent, replaced
 
 logger = logging.getLogger("fzero")
 
-_CHUNK = 1 << 18  # bytes read at once when reducing: half of a second-level cache
 _NUM_SECRET = 64  # characters
 _NUMBER = 8  # bytes of the number of a program
 _PAUSE = 0.5  # seconds between two looks whether the ranks will connect at all
 _ANOTHER = "another rank cannot"
-_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class SharedMemory:
             [p.connection for p in peers.values()],
         )
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
-        self._scratch = [torch.empty(_CHUNK, dtype=torch.uint8, device="cpu") for _ in range(3)]
+        self._scratch = [torch.empty(CHUNK, dtype=torch.uint8, device="cpu") for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
         # where each rank says which program it runs: of this run and of the one before
         self._board = self._shared(2 * _NUMBER)
@@ -261,7 +259,7 @@ class SharedMemory:
     def _combine(self, flat: torch.Tensor, first: int, out: torch.Tensor, along: Sequence[int], op: str) -> None:
         """`out` = the ranks' flats from element `first` on, combined in the order of the ranks. It may lie on this
         rank's own."""
-        step, itemsize = _CHUNK // out.element_size(), out.element_size()
+        step, itemsize = CHUNK // out.element_size(), out.element_size()
         in_place = out.data_ptr() == flat.data_ptr() + first * itemsize
         for at in range(0, out.numel(), step):
             num = min(step, out.numel() - at)
@@ -271,7 +269,7 @@ class SharedMemory:
                 own = self._scratch[2].view(out.dtype)[:num].copy_(own)
             held = own if along[0] == self._mesh.rank else self._fetch(along[0], offset, num, out.dtype, 0)
             for rank in along[1:]:
-                held = _COMBINE[op](
+                held = COMBINE[op](
                     held, own if rank == self._mesh.rank else self._fetch(rank, offset, num, out.dtype, 1), out=here
                 )
 
