@@ -11,31 +11,26 @@ all_reduce, the norm is one of each rank's experts and the rest. A process with 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import random
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import MODEL, Group, model_flags, passed_on, publish, script_flags, serve, settings, verdict
+from common import publish, serve, settings
+from contest import COLUMNS, Step, arguments, compared, contest, how, of_rank, row, stepped
 from model import Config, make_batches
 
 from fzero.experts import combine, dispatch
 
 EXPERTS, CHOICES, LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES = 8, 2, 3e-4, 0.01, 1.0, 16
-LOSS_LIMIT, CPU_LIMIT = 1e-5, 0.9
-SMALL = {"layers": 2, "width": 64, "heads": 4, "seq": 16, "rounds": 2}
 TITLES = {
     "fzero": "fzero, expert=2",
     "by_hand": "all_to_all_single by hand",
     "by_hand_compile": "all_to_all_single by hand, compiled per part of a layer",
     "dense": "one process, all rows and experts",
 }
+PAIRS = (("fzero", "by_hand"), ("fzero", "by_hand_compile"))
 OF_EXPERTS = ("up", "down")
 
 
@@ -77,26 +72,12 @@ def loss_of(params: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-Step = Callable[[tuple[torch.Tensor, torch.Tensor]], Any]
-
-
 def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
     batches = [tuple(x.chunk(size)[rank] for x in both) for both in make_batches(config, NUM_BATCHES)]
-    live: dict[str, Any] = {"done": 0}
-
-    def build() -> None:
-        live["step"] = (_fzero if args.contestant == "fzero" else _by_hand)(args, config, rank, size)
-
-    def steps(count: int) -> dict[str, Any]:
-        losses, wall, cpu = [], time.perf_counter(), time.process_time()
-        for _ in range(count):
-            losses.append(float(live["step"](batches[live["done"] % NUM_BATCHES])))
-            live["done"] += 1
-        return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "losses": losses}
-
-    return {"build": build, "steps": steps}
+    make = _fzero if args.contestant == "fzero" else _by_hand
+    return of_rank(lambda: make(args, config, rank, size), batches)
 
 
 def _fzero(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
@@ -118,14 +99,7 @@ def _fzero(args: argparse.Namespace, config: Config, rank: int, size: int) -> St
     step = fz.expert_parallel(fz.train_step(loss_fn, optimizer), where=lambda path, leaf: leaf.ndim == 3)
     mesh = fz.make_mesh(device="cpu", shared_memory=False, expert=size)
     train = fz.compile(step, mesh, backend=args.backend)
-    state = train.init(init(config))
-
-    def run(batch: Any) -> Any:
-        nonlocal state
-        state, metrics = train(state, batch)
-        return metrics["loss"]
-
-    return run
+    return stepped(train, train.init(init(config)))
 
 
 class _Exchanged(torch.autograd.Function):
@@ -197,77 +171,23 @@ def _by_hand(args: argparse.Namespace, config: Config, rank: int, size: int) -> 
     return run
 
 
-def contest(args: argparse.Namespace) -> dict[str, Any]:
-    found, groups = dict[str, Any](), dict[str, Group]()
-    with contextlib.ExitStack() as stack:
-
-        def measured(name: str) -> None:
-            answers = groups[name].ask("steps", count=args.steps)
-            found[name]["losses"] += [statistics.mean(at) for at in zip(*(a["losses"] for a in answers), strict=True)]
-            size = len(answers) * args.steps
-            found[name]["rounds"].append({kind: sum(a[kind] for a in answers) / size for kind in ("cpu_s", "wall_s")})
-
-        for name in args.only:
-            given = [f"--contestant={name}", *passed_on(args, *MODEL, "backend")]
-            groups[name] = stack.enter_context(Group(__file__, 1 if name == "dense" else 2, given, timeout=300))
-            groups[name].ask("build")
-            found[name] = {"losses": [], "rounds": []}
-            measured(name)  # compiles
-            found[name]["rounds"].clear()
-            print(f"{name}: ready", file=sys.stderr, flush=True)
-        for number in range(args.rounds):
-            for name in random.Random(number).sample(args.only, len(args.only)):
-                measured(name)
-    for x in found.values():
-        x |= {kind: statistics.median(r[kind] for r in x["rounds"]) for kind in ("cpu_s", "wall_s")}
-    return found
-
-
-def compared(found: dict[str, Any]) -> list[str]:
-    losses = [x["losses"][:20] for x in found.values()]
-    apart = max((max(at) - min(at)) / min(at) for at in zip(*losses, strict=True))
-    notes = [f"Losses of {len(losses[0])} steps agree to {apart:.1e} ({LOSS_LIMIT:g}: {verdict(apart, LOSS_LIMIT)})"]
-    for other in ("by_hand", "by_hand_compile"):
-        if {"fzero", other} <= found.keys():
-            pairs = zip(found["fzero"]["rounds"], found[other]["rounds"], strict=True)
-            ratio = statistics.median(a["cpu_s"] / b["cpu_s"] for a, b in pairs)
-            notes.append(f"CPU seconds of fzero / {other}: {ratio:.2f} ({CPU_LIMIT}: {verdict(ratio, CPU_LIMIT)})")
-    return notes
-
-
 def main() -> None:
-    args = _arguments()
+    small = {"layers": 2, "width": 64, "heads": 4, "seq": 16, "rounds": 2}
+    model = {"layers": 4, "width": 256, "heads": 8, "seq": 128, "batch": 8}
+    args = arguments(__doc__, "expert_peers", TITLES, list(TITLES), small, **model)
     if args.worker:
         serve(worker(args))
         return
-    found = contest(args)
-    rows = [(TITLES[n], f"{x['cpu_s']:.3f}", f"{x['wall_s']:.3f}", f"{x['losses'][-1]:.6f}") for n, x in found.items()]
-    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+    found = contest(args, __file__, 2, alone=["dense"])
     notes = [
-        f"A GPT of {config.layers} layers, width {config.width}, {EXPERTS} experts of width {2 * config.width}, each "
-        f"token's {CHOICES} best, sequence {config.seq}, global batch {config.batch}; fp32, gloo, a thread a process.",
-        f"Seconds a step and process: medians of {args.rounds} interleaved rounds of {args.steps} steps.",
-        *compared(found),
+        f"A GPT of {args.layers} layers, width {args.width}, {EXPERTS} experts of width {2 * args.width}, each "
+        f"token's {CHOICES} best, sequence {args.seq}, global batch {args.batch}; fp32, gloo, a thread a process.",
+        how(args),
+        *compared(2, found, PAIRS),
     ]
-    columns = ("who", "CPU s", "wall s", "last loss")
+    rows = [row(TITLES[name], x) for name, x in found.items()]
     data = {"settings": settings(args, "contestant"), "found": found}
-    publish(args.name, "Experts over ranks", columns, rows, notes, data, args.out)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    model_flags(parser, layers=4, width=256, heads=8, seq=128, batch=8)
-    parser.add_argument("--steps", type=int, default=4, help="a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="a tiny model, two rounds")
-    parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
-    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="fzero's")
-    parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
-    script_flags(parser, "expert_peers")
-    args = parser.parse_args()
-    for name, value in SMALL.items() if args.small else ():
-        setattr(args, name, value)
-    return args
+    publish(args.name, "Experts over ranks", COLUMNS, rows, notes, data, args.out)
 
 
 if __name__ == "__main__":

@@ -12,25 +12,19 @@ Without DeepSpeed in the environment it is left out. PyTorch's `context_parallel
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import os
-import random
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import MODEL, Group, model_flags, passed_on, publish, script_flags, serve, settings, verdict
+from common import publish, serve, settings
+from contest import COLUMNS, Step, arguments, compared, contest, how, of_rank, row, stepped
 from model import Config, make_batches, make_init
 from torch import nn
 
 LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES, SEQ = 3e-4, 0.01, 1.0, 16, 2
-LOSS_LIMIT, CPU_LIMIT = 1e-5, 0.9
-SMALL = {"layers": 2, "width": 64, "heads": 4, "seq": 32, "rounds": 2}
 TITLES = {
     "fzero": "fzero, heads",
     "fzero_keys": "fzero, keys",
@@ -38,8 +32,7 @@ TITLES = {
     "deepspeed": "DeepSpeed, DistributedAttention, ZeRO-1",
 }
 THERE = [name for name in TITLES if name != "deepspeed" or importlib.util.find_spec("deepspeed")]
-
-Step = Callable[[tuple[torch.Tensor, torch.Tensor]], Any]
+PAIRS = (("fzero", "by_hand"), ("fzero", "deepspeed"))
 
 
 def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
@@ -47,44 +40,23 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
     data = size // SEQ
     batches = [tuple(x.chunk(data)[rank // SEQ] for x in both) for both in make_batches(config, NUM_BATCHES)]
-    live: dict[str, Any] = {"done": 0}
-
-    def build() -> None:
-        if args.contestant.startswith("fzero"):
-            live["step"] = _fzero(args, config, data)
-        else:
-            live["step"] = _ulysses(args, config, rank, size)
-
-    def steps(count: int) -> dict[str, Any]:
-        losses, wall, cpu = [], time.perf_counter(), time.process_time()
-        for _ in range(count):
-            losses.append(float(live["step"](batches[live["done"] % NUM_BATCHES])))
-            live["done"] += 1
-        return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "losses": losses}
-
-    return {"build": build, "steps": steps}
+    make = _fzero if args.contestant.startswith("fzero") else _by_hand if args.contestant == "by_hand" else _deepspeed
+    return of_rank(lambda: make(args, config, rank, size), batches)
 
 
-def _fzero(args: argparse.Namespace, config: Config, data: int) -> Step:
+def _fzero(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
     from model import make_loss
 
     import fzero as fz
     from fzero import optim
 
-    axes: dict[str, Any] = {"data": data} if data > 1 else {}
+    axes: dict[str, Any] = {"data": size // SEQ} if size > SEQ else {}
     mesh = fz.make_mesh(device="cpu", shared_memory=False, **axes, seq=SEQ)
     optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
     attention = "keys" if args.contestant == "fzero_keys" else "heads"
     parallel = fz.sequence_parallel(fz.train_step(make_loss(config), optimizer), attention=attention)
     train = fz.compile(fz.shard_opt_state(parallel, axis=(*axes, "seq")), mesh, backend=args.backend)
-    state = train.init(make_init(config)(fz.random.key(0)))
-
-    def run(batch: Any) -> Any:
-        nonlocal state
-        state, metrics = train(state, batch)
-        return metrics["loss"]
-
-    return run
+    return stepped(train, train.init(make_init(config)(fz.random.key(0))))
 
 
 # --- by hand, and by DeepSpeed ---
@@ -156,11 +128,7 @@ class GPT(nn.Module):
         return summed / (targets.numel() * SEQ)
 
 
-def _ulysses(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
-    return (_by_hand if args.contestant == "by_hand" else _deepspeed)(config, rank, size)
-
-
-def _by_hand(config: Config, rank: int, size: int) -> Step:
+def _by_hand(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -191,7 +159,7 @@ def _by_hand(config: Config, rank: int, size: int) -> Step:
     return run
 
 
-def _deepspeed(config: Config, rank: int, size: int) -> Step:
+def _deepspeed(args: argparse.Namespace, config: Config, rank: int, size: int) -> Step:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # pyright: ignore[reportMissingImports]
     import torch.distributed as dist
@@ -229,90 +197,27 @@ def _deepspeed(config: Config, rank: int, size: int) -> Step:
 # --- all of them ---
 
 
-def contest(args: argparse.Namespace, size: int) -> dict[str, Any]:
-    found, groups = dict[str, Any](), dict[str, Group]()
-    with contextlib.ExitStack() as stack:
-
-        def measured(name: str) -> None:
-            answers = groups[name].ask("steps", count=args.steps)
-            found[name]["losses"] += [statistics.mean(at) for at in zip(*(a["losses"] for a in answers), strict=True)]
-            number = size * args.steps
-            found[name]["rounds"].append({kind: sum(a[kind] for a in answers) / number for kind in ("cpu_s", "wall_s")})
-
-        for name in args.only:
-            given = [f"--contestant={name}", *passed_on(args, *MODEL, "backend")]
-            groups[name] = stack.enter_context(Group(__file__, size, given, timeout=300))
-            groups[name].ask("build")
-            found[name] = {"losses": [], "rounds": []}
-            measured(name)  # compiles
-            found[name]["rounds"].clear()
-            print(f"{size} processes, {name}: ready", file=sys.stderr, flush=True)
-        for number in range(args.rounds):
-            for name in random.Random(number).sample(args.only, len(args.only)):
-                measured(name)
-    for x in found.values():
-        x |= {kind: statistics.median(r[kind] for r in x["rounds"]) for kind in ("cpu_s", "wall_s")}
-    return found
-
-
-def compared(size: int, found: dict[str, Any]) -> list[str]:
-    losses = [x["losses"][:20] for x in found.values()]
-    apart = max((max(at) - min(at)) / min(at) for at in zip(*losses, strict=True))
-    notes = [
-        f"{size} processes: losses of {len(losses[0])} steps agree to {apart:.1e} "
-        f"({LOSS_LIMIT:g}: {verdict(apart, LOSS_LIMIT)})"
-    ]
-    for other in ("by_hand", "deepspeed"):
-        if {"fzero", other} <= found.keys():
-            pairs = zip(found["fzero"]["rounds"], found[other]["rounds"], strict=True)
-            ratio = statistics.median(a["cpu_s"] / b["cpu_s"] for a, b in pairs)
-            notes.append(
-                f"{size} processes: CPU seconds of fzero / {other}: {ratio:.2f} "
-                f"({CPU_LIMIT}: {verdict(ratio, CPU_LIMIT)})"
-            )
-    return notes
-
-
 def main() -> None:
-    args = _arguments()
+    small = {"layers": 2, "width": 64, "heads": 4, "seq": 32, "rounds": 2}
+    model = {"layers": 4, "width": 256, "heads": 8, "seq": 512, "batch": 4}
+    args = arguments(__doc__, "sequence_peers", TITLES, THERE, small, **model)
     if args.worker:
         serve(worker(args))
         return
     data: dict[str, Any] = {"settings": settings(args, "contestant"), "found": {}}
     rows, notes = [], []
     for size in args.processes:
-        found = data["found"][str(size)] = contest(args, size)
-        notes += compared(size, found)
-        rows += [
-            (f"{size}: {TITLES[n]}", f"{x['cpu_s']:.3f}", f"{x['wall_s']:.3f}", f"{x['losses'][-1]:.6f}")
-            for n, x in found.items()
-        ]
-    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+        found = data["found"][str(size)] = contest(args, __file__, size)
+        notes += compared(size, found, PAIRS)
+        rows += [row(f"{size}: {TITLES[name]}", x) for name, x in found.items()]
     notes = [
-        f"A GPT of {config.layers} layers, width {config.width}, {config.heads} heads, sequence {config.seq}, global "
-        f"batch {config.batch}; fp32, gloo, one thread a process, seq=2, and data=2 on four processes.",
-        f"Seconds a step and process: medians of {args.rounds} interleaved rounds of {args.steps} steps.",
+        f"A GPT of {args.layers} layers, width {args.width}, {args.heads} heads, sequence {args.seq}, global "
+        f"batch {args.batch}; fp32, gloo, one thread a process, seq=2, and data=2 on four processes.",
+        how(args),
         "PyTorch's context_parallel does not run here: the CPU's attention has no sharding strategy in DTensor.",
         *notes,
     ]
-    publish(args.name, "Positions over ranks", ("who", "CPU s", "wall s", "last loss"), rows, notes, data, args.out)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    model_flags(parser, layers=4, width=256, heads=8, seq=512, batch=4)
-    parser.add_argument("--steps", type=int, default=4, help="a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--processes", type=int, nargs="+", choices=[2, 4], default=[2, 4])
-    parser.add_argument("--small", action="store_true", help="a tiny model, two rounds")
-    parser.add_argument("--only", nargs="+", choices=list(TITLES), default=THERE)
-    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="fzero's")
-    parser.add_argument("--contestant", choices=list(TITLES), help=argparse.SUPPRESS)
-    script_flags(parser, "sequence_peers")
-    args = parser.parse_args()
-    for name, value in SMALL.items() if args.small else ():
-        setattr(args, name, value)
-    return args
+    publish(args.name, "Positions over ranks", COLUMNS, rows, notes, data, args.out)
 
 
 if __name__ == "__main__":

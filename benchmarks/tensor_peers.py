@@ -12,31 +12,21 @@ else on its loopback device.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import importlib.util
 import os
-import random
-import shutil
-import statistics
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import MODEL, Group, model_flags, passed_on, publish, script_flags, serve, settings, verdict
+from common import publish, serve, settings
+from contest import Step, arguments, compared, contest, how, of_rank, own_network, row, stepped
 from model import Config, make_batches
 from torch import nn
 
 LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES = 3e-4, 0.01, 1.0, 16
-LOSS_LIMIT, CPU_LIMIT, BYTES_LIMIT = 1e-5, 0.9, 0.1
-SMALL = {"layers": 2, "width": 64, "heads": 4, "seq": 16, "rounds": 2}
 RULES: dict[str, int] = {
     "q": 0, "k": 0, "v": 0, "o": 1, "up": 0, "down": 1, "embed.tok": 0, "head.out": 0,
 }  # fmt: skip
@@ -156,8 +146,6 @@ def _at(params: Any, name: str) -> torch.Tensor:
 
 # --- one rank ---
 
-Step = Callable[[tuple[torch.Tensor, torch.Tensor]], Any]
-
 
 def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -165,42 +153,8 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     contestant = CONTESTANTS[args.contestant]
     data = size // 2
     batches = [tuple(x.chunk(data)[rank // 2] for x in both) for both in make_batches(config, NUM_BATCHES)]
-    live: dict[str, Any] = {"done": 0}
-
-    def build() -> None:
-        make = _fzero if args.contestant.startswith("fzero") else _autotp if args.contestant == "autotp" else _dtensor
-        live["step"] = make(args, contestant, config, data)
-
-    def planned() -> dict[str, float]:
-        """Bytes that this rank sends in a step, of fzero, by the plan."""
-        from fzero.program.ops import COLLECTIVES, transfer_bytes
-
-        program = live["step"].train.program
-        lines = [(x, times) for x, times in program.walk() if x.op in COLLECTIVES]
-        return {"planned_bytes": sum(n * transfer_bytes(x, program.values_by_name, program.mesh) for x, n in lines)}
-
-    def steps(count: int) -> dict[str, Any]:
-        losses, before = [], _sent()
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(count):
-            losses.append(float(live["step"](batches[live["done"] % NUM_BATCHES])))
-            live["done"] += 1
-        took = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-        return {**took, "losses": losses, "lo": [before, _sent()]}
-
-    return {"build": build, "steps": steps, "planned": planned}
-
-
-def _sent() -> int:
-    """Bytes that the loopback device has sent."""
-    if not _counted():
-        return 0
-    lines = Path("/proc/self/net/dev").read_text().splitlines()  # of this process's network, as /sys is not
-    return next(int(x.split(":")[1].split()[8]) for x in lines if x.strip().startswith("lo:"))
-
-
-def _counted() -> bool:
-    return os.environ.get("FZERO_OWN_NETWORK") == "1"
+    make = _fzero if args.contestant.startswith("fzero") else _autotp if args.contestant == "autotp" else _dtensor
+    return of_rank(lambda: make(args, contestant, config, data), batches)
 
 
 def _fzero(args: argparse.Namespace, contestant: Contestant, config: Config, data: int) -> Step:
@@ -237,15 +191,7 @@ def _fzero(args: argparse.Namespace, contestant: Contestant, config: Config, dat
     optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
     step = fz.tensor_parallel(fz.train_step(loss_fn, optimizer), rules=RULES, sequence=contestant.sequence)
     train = fz.compile(fz.shard_params(step) if data > 1 else step, mesh, backend=args.backend)
-    state = train.init(init(config))
-
-    def run(batch: Any) -> Any:
-        nonlocal state
-        state, metrics = train(state, batch)
-        return metrics["loss"]
-
-    run.train = train  # type: ignore[attr-defined]
-    return run
+    return stepped(train, train.init(init(config)))
 
 
 def _dtensor(args: argparse.Namespace, contestant: Contestant, config: Config, data: int) -> Step:
@@ -359,81 +305,10 @@ def _whole_norm() -> Any:
 # --- all of them ---
 
 
-def measured(args: argparse.Namespace, size: int, name: str, found: dict[str, Any], group: Group) -> None:
-    """A round of a group."""
-    count = args.steps
-    answers = group.ask("steps", count=count)
-    x = found[name]
-    x["losses"] += [statistics.mean(at) for at in zip(*(a["losses"] for a in answers), strict=True)]
-    x["rounds"].append({kind: sum(a[kind] for a in answers) / count / size for kind in ("cpu_s", "wall_s")})
-    x["sent_bytes"].append((max(a["lo"][1] for a in answers) - min(a["lo"][0] for a in answers)) / count)
-
-
-def contest(args: argparse.Namespace, size: int) -> dict[str, Any]:
-    found, groups = dict[str, Any](), dict[str, Group]()
-    with contextlib.ExitStack() as stack:
-        for name in args.only:
-            given = [f"--contestant={name}", *passed_on(args, *MODEL, "backend")]
-            groups[name] = group = stack.enter_context(Group(__file__, size, given, timeout=300))
-            group.ask("build")
-            found[name] = {"losses": [], "rounds": [], "sent_bytes": []}
-            measured(args, size, name, found, group)  # compiles
-            found[name] = {**found[name], "rounds": [], "sent_bytes": []}
-            print(f"{size} processes, {name}: ready", file=sys.stderr, flush=True)
-        for number in range(args.rounds):
-            for name in random.Random(number).sample(args.only, len(args.only)):
-                measured(args, size, name, found, groups[name])
-        for name in args.only:
-            if name.startswith("fzero"):
-                of = groups[name].ask("planned")
-                found[name] |= {kind: sum(x[kind] for x in of) for kind in of[0]}
-    for x in found.values():
-        x |= {kind: statistics.median(r[kind] for r in x["rounds"]) for kind in ("cpu_s", "wall_s")}
-        x["sent_bytes_median"] = statistics.median(x["sent_bytes"]) if _counted() else None
-    return found
-
-
-def compared(size: int, found: dict[str, Any]) -> list[str]:
-    """Losses, CPU seconds and bytes beside what is wanted of them."""
-    losses = [x["losses"][:20] for x in found.values()]
-    apart = max((max(at) - min(at)) / min(at) for at in zip(*losses, strict=True))
-    notes = [
-        f"{size} processes: losses of {len(losses[0])} steps agree to {apart:.1e} "
-        f"({LOSS_LIMIT:g}: {verdict(apart, LOSS_LIMIT)})"
-    ]
-    for ours, theirs in PAIRS:
-        if {ours, theirs} <= found.keys():
-            pairs = zip(found[ours]["rounds"], found[theirs]["rounds"], strict=True)
-            ratio = statistics.median(a["cpu_s"] / b["cpu_s"] for a, b in pairs)
-            notes.append(
-                f"{size} processes: CPU seconds of {ours} / {theirs}: {ratio:.2f} ({CPU_LIMIT}: "
-                f"{verdict(ratio, CPU_LIMIT)})"
-            )
-    for name, x in found.items():
-        if "planned_bytes" in x and x["sent_bytes_median"]:
-            off = x["sent_bytes_median"] / x["planned_bytes"] - 1
-            notes.append(
-                f"{size} processes: {name} sends {off:+.1%} beside the plan "
-                f"(within {BYTES_LIMIT:.0%}: {verdict(abs(off), BYTES_LIMIT)})"
-            )
-    return notes
-
-
-def own_network() -> None:
-    """Gives this process, and those that it starts, a loopback device of their own, if the system lets it."""
-    clone_newuser, clone_newnet = 0x10000000, 0x40000000
-    if os.environ.get("FZERO_OWN_NETWORK"):
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    flags = clone_newnet if os.geteuid() == 0 else clone_newuser | clone_newnet
-    done = shutil.which("ip") is not None and libc.unshare(flags) == 0
-    if done:
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    os.environ["FZERO_OWN_NETWORK"] = str(int(done))
-
-
 def main() -> None:
-    args = _arguments()
+    small = {"layers": 2, "width": 64, "heads": 4, "seq": 16, "rounds": 2}
+    model = {"layers": 4, "width": 256, "heads": 8, "seq": 128, "batch": 8}
+    args = arguments(__doc__, "tensor_peers", CONTESTANTS, THERE, small, **model)
     if args.worker:
         serve(worker(args))
         return
@@ -441,44 +316,22 @@ def main() -> None:
     data: dict[str, Any] = {"settings": settings(args, "contestant"), "found": {}}
     rows, notes = [], []
     for size in args.processes:
-        found = data["found"][str(size)] = contest(args, size)
-        notes += compared(size, found)
+        found = data["found"][str(size)] = contest(args, __file__, size)
+        notes += compared(size, found, PAIRS)
         for name, x in found.items():
-            kinds = ("planned_bytes", "sent_bytes_median")
-            nbytes = (f"{b / 1e6:.2f}" if (b := x.get(kind)) else "" for kind in kinds)
-            seconds = (f"{x['cpu_s']:.3f}", f"{x['wall_s']:.3f}")
             title = CONTESTANTS[name].title + (", FSDP2" if name.startswith("dtensor") and size > 2 else "")
             title += ", shard_params" if name.startswith("fzero") and size > 2 else ""
-            rows.append(
-                (f"{size}: {title}", *seconds, *nbytes, f"{x['losses'][19 if len(x['losses']) > 19 else -1]:.6f}")
-            )
-    config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
+            nbytes = (f"{b / 1e6:.2f}" if (b := x.get(kind)) else "" for kind in ("planned_bytes", "sent_bytes"))
+            rows.append((*row(f"{size}: {title}", x), *nbytes))
     notes = [
-        f"A GPT of {config.layers} layers, width {config.width}, {config.heads} heads, sequence {config.seq}, global "
-        f"batch {config.batch}; fp32, gloo, one thread a process, model=2, and data=2 on four processes.",
-        f"Seconds a step and process: medians of {args.rounds} interleaved rounds of {args.steps} steps. MB: sent "
-        "by all ranks in a step, by the plan and by the counter of the loopback device, headers among them.",
+        f"A GPT of {args.layers} layers, width {args.width}, {args.heads} heads, sequence {args.seq}, global "
+        f"batch {args.batch}; fp32, gloo, one thread a process, model=2, and data=2 on four processes.",
+        how(args),
+        "MB: sent by all ranks in a step, by the plan and by the counter of the loopback device, headers among them.",
         *notes,
     ]
-    columns = ("processes: who", "CPU s", "wall s", "planned MB", "sent MB", "loss of step 20")
+    columns = ("processes: who", "CPU s", "wall s", "last loss", "planned MB", "sent MB")
     publish(args.name, "Tensor parallel beside DTensor", columns, rows, notes, data, args.out)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    model_flags(parser, layers=4, width=256, heads=8, seq=128, batch=8)
-    parser.add_argument("--processes", type=int, nargs="+", choices=[2, 4], default=[2, 4])
-    parser.add_argument("--steps", type=int, default=4, help="a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="a tiny model, two rounds")
-    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=THERE)
-    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor", help="fzero's")
-    parser.add_argument("--contestant", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
-    script_flags(parser, "tensor_peers")
-    args = parser.parse_args()
-    for name, value in SMALL.items() if args.small else ():
-        setattr(args, name, value)
-    return args
 
 
 if __name__ == "__main__":

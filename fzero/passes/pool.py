@@ -13,6 +13,7 @@ So three regions alternate: one is read, one updated, one written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -112,7 +113,7 @@ class _Placer:
         if line.op in STARTS:
             return replace(line, into=tuple(s and s.place() for s in slots))
         return replace(
-            line, into=tuple(s and s.place(_numel(v.held(self.mesh))) for s, v in zip(slots, line.out, strict=True))
+            line, into=tuple(s and s.place(math.prod(v.held(self.mesh))) for s, v in zip(slots, line.out, strict=True))
         )
 
     # --- the regions of each kind of line ---
@@ -138,7 +139,7 @@ class _Placer:
                 slot = region.add(self._padded(value, self.scattered.get(self._summed(value.name), ())), value)
                 region.times.append((self._make(total, slot), self.uses.last(total)))
             self.slots[value.name] = self.slots[total] = slot
-            parts.written(self._make(part, parts.add(_numel(value.held(self.mesh)), value)))
+            parts.written(self._make(part, parts.add(math.prod(value.held(self.mesh)), value)))
         assert parts.first is not None
         parts.times.append((parts.first, number))
 
@@ -158,14 +159,14 @@ class _Placer:
     def _padded(self, value: Value, axes: tuple[str, ...]) -> int:
         """Elements of what a rank holds of a value, with the padding of its shards over these axes."""
         if value.placement.is_cut or value.placement.cuts or not axes:  # of a shard that is there already
-            return _numel(value.held(self.mesh))
+            return math.prod(value.held(self.mesh))
         return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
     def _gather(self, number: int, line: Line) -> None:
         region, axes, wait = self._region(), line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         slots = [
-            region.add(_numel(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
+            region.add(math.prod(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
             for a, v in zip(line.args, outs, strict=True)
         ]
         begins = number
@@ -189,7 +190,7 @@ class _Placer:
         self._apart(number, line, [self._padded(self.values[a], padded) for a in line.args])
 
     def _exchange(self, number: int, line: Line) -> None:
-        self._apart(number, line, [_numel(self.values[a].held(self.mesh)) for a in line.args])
+        self._apart(number, line, [math.prod(self.values[a].held(self.mesh)) for a in line.args])
 
     def _apart(self, number: int, line: Line, numels: Sequence[int]) -> None:
         """Regions of a transfer that leaves its results elsewhere than what it reads, which has so many elements."""
@@ -197,7 +198,7 @@ class _Placer:
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
         sent = [self._source(source, a, number, n) for a, n in zip(line.args, numels, strict=True)]
-        made = [result.add(_numel(v.held(self.mesh)), v) for v in outs]
+        made = [result.add(math.prod(v.held(self.mesh)), v) for v in outs]
         self.into[number], self.into[wait] = [*sent, *made], list(made)
         self.slots.update((v.name, s) for v, s in zip(outs, made, strict=True))
         self._take(source, source.first if source.first is not None else number, wait, wait, axes)
@@ -210,14 +211,15 @@ class _Placer:
         axes, wait = line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         source = self._region()
-        packed = sum(_numel(self.values[a].held(self.mesh)) * self.values[a].dtype.itemsize for a in line.args) <= SMALL
-        slots = [self._source(source, a, number, _numel(self.values[a].held(self.mesh)), packed) for a in line.args]
+        sent = [self.values[a] for a in line.args]
+        packed = sum(math.prod(v.held(self.mesh)) * v.dtype.itemsize for v in sent) <= SMALL
+        slots = [self._source(source, v.name, number, math.prod(v.held(self.mesh)), packed) for v in sent]
         results = slots
         if packed:  # what is small is summed beside its summands: no second message
             result = self._region()
             # a GPU's kernels read them; ranks that share memory add up as one what lies without gaps
             gaps = self.mesh.device_type != "cpu"
-            results = [result.add(_numel(v.held(self.mesh)), v, VECTOR if gaps else v.dtype.itemsize) for v in outs]
+            results = [result.add(math.prod(v.held(self.mesh)), v, VECTOR if gaps else v.dtype.itemsize) for v in outs]
             result.times.append((number, max(self.uses.last(v.name) for v in outs)))
         last = wait if packed else max(self.uses.last(v.name) for v in outs)
         self.into[number], self.into[wait] = list(slots), list(results)
@@ -239,7 +241,7 @@ class _Placer:
             maker = self.made.get(name)
             if maker is not None and self._is_copy(maker) and maker not in self.into:
                 source = self._region(self.values[name].tier)
-                self.into[maker] = [source.add(_numel(self.values[name].held(self.mesh)), self.values[name])]
+                self.into[maker] = [source.add(math.prod(self.values[name].held(self.mesh)), self.values[name])]
                 source.times.append((maker, self.uses.last(name)))
 
     def _send(self, number: int, line: Line) -> None:
@@ -248,7 +250,7 @@ class _Placer:
             return
         region, wait = self._region(), self.waits[line.out[0].name]
         names = STARTS[line.op].sent(line)
-        self.into[number] = [region.add(_numel(self.values[a].held(self.mesh)), self.values[a]) for a in names]
+        self.into[number] = [region.add(math.prod(self.values[a].held(self.mesh)), self.values[a]) for a in names]
         self._take(region, number, wait, wait, line.axes)
 
     def _is_copy(self, number: int) -> bool:
@@ -261,7 +263,7 @@ class _Placer:
         on."""
         outs = line.out
         region = self._region(outs[0].tier)
-        slots = region.add_leaves({v: _numel(v.held(self.mesh)) for v in outs})
+        slots = region.add_leaves({v: math.prod(v.held(self.mesh)) for v in outs})
         self.into[number] = list(slots)
         self.slots.update((slot.value.name, slot) for slot in slots)
         region.times.append((number, max(self.uses.last(v.name) for v in outs)))
@@ -275,7 +277,7 @@ class _Placer:
             )
             if into[k] is None and free and value.nbytes >= SMALL_RESULT:
                 region = self._region()
-                into[k] = region.add(_numel(value.held(self.mesh)), value)
+                into[k] = region.add(math.prod(value.held(self.mesh)), value)
                 region.times.append((number, self.uses.last(value.name)))
         if any(into):
             self.into[number] = into
@@ -319,10 +321,3 @@ class _Placer:
     def _take(self, region: Region, first: int, last: int, wait: int, axes: tuple[str, ...]) -> None:
         """Takes a region from `first` until it is read, here and by the other ranks that read it at their wait."""
         region.times.append((first, self.uses.until(last, wait, axes)))
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from fzero.random import DERIVE
-from fzero.trace.propagate import all_reduce, cut, draw_start, is_reduction, num_valid
+from fzero.trace.propagate import all_reduce, cut, draw_start, is_reduction, num_elements, num_valid
 
 aten = torch.ops.aten
 
@@ -17,15 +17,10 @@ MARKERS = (all_reduce, cut, num_valid, draw_start)
 """The functions that propagation leaves in a graph, which lowering turns into lines (trace/propagate.py)."""
 
 
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else -1
-
-
 def is_leaf_value(node: fx.Node) -> bool:
     """Whether a node is part of leaf arithmetic: a shard, or anything but a scalar, a key or a vector of scalars."""
     return node.op in ("placeholder", "call_function") and (
-        "shard" in node.meta or not (_numel(node) == 1 or _is_key(node) or "few" in node.meta)
+        "shard" in node.meta or not (num_elements(node) == 1 or _is_key(node) or "few" in node.meta)
     )
 
 
@@ -42,12 +37,12 @@ def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:
             or node.target in MARKERS
             or "shard" in node.meta
             or not args
-            or _numel(node) == 1
+            or num_elements(node) == 1
         ):
             continue
-        if _numel(node) > sum(map(_numel, args)):
+        if num_elements(node) > sum(map(num_elements, args)):
             continue
-        scalars = all(_numel(a) == 1 and a.op != "get_attr" for a in args)
+        scalars = all(num_elements(a) == 1 and a.op != "get_attr" for a in args)
         if all(a.op == "get_attr" or not is_leaf_value(a) or reduces(a) for a in args) and (
             not scalars or node.target in (aten.stack.default, aten.cat.default)
         ):

@@ -114,7 +114,7 @@ def _keeps_to_elements(target: Any) -> bool:
 
 def is_reduction(node: fx.Node) -> bool:
     """Whether a node reduces all of a tensor with more than one element to one."""
-    return node.target in REDUCTIONS and _numel(node) == 1 and _numel(node.args[0]) != 1  # type: ignore[arg-type]
+    return node.target in REDUCTIONS and num_elements(node) == 1 and num_elements(node.args[0]) != 1  # type: ignore[arg-type]
 
 
 class Sharded(NamedTuple):
@@ -249,13 +249,13 @@ def _is_local(node: fx.Node, shard: Cut) -> bool:
     """Whether a node is pointwise between tensors of one size and scalars."""
     if not is_pointwise(node):
         return False
-    sizes = {_numel(a) for a in node.all_input_nodes}
-    return sizes <= {1, _numel(node)} and _keeps_dims(node, shard)
+    sizes = {num_elements(a) for a in node.all_input_nodes}
+    return sizes <= {1, num_elements(node)} and _keeps_dims(node, shard)
 
 
 def _keeps_dims(node: fx.Node, shard: Cut) -> bool:
     """Whether what a node reads has its dims, where these are what is cut."""
-    shapes = {a.meta["val"].shape for a in node.all_input_nodes if _numel(a) != 1}
+    shapes = {a.meta["val"].shape for a in node.all_input_nodes if num_elements(a) != 1}
     return not shard.along or shapes <= {node.meta["val"].shape}
 
 
@@ -269,7 +269,7 @@ def _is_blockwise(node: fx.Node, shard: Cut) -> bool:
 
 
 def _is_view(node: fx.Node, shard: Cut) -> bool:
-    same = node.target in VIEWS and _numel(node) == _numel(node.args[0])  # type: ignore[arg-type]
+    same = node.target in VIEWS and num_elements(node) == num_elements(node.args[0])  # type: ignore[arg-type]
     return same and _keeps_dims(node, shard)
 
 
@@ -303,7 +303,7 @@ def _needs(
     if _is_view(node, shard) or _is_blockwise(node, shard):
         return [(node.args[0], shard)]  # type: ignore[list-item]
     if _is_local(node, shard):
-        return [(a, shard if _numel(a) != 1 else None) for a in args]
+        return [(a, shard if num_elements(a) != 1 else None) for a in args]
     if node in leaf:
         problems[culprit.get(node, f"{node.target} on {leaf[node].path}")] = None
         return []
@@ -334,7 +334,7 @@ def _make(
     if _is_local(node, shard):
 
         def argument(a: fx.Node) -> fx.Node:
-            if _numel(a) != 1:
+            if num_elements(a) != 1:
                 return env[a, shard]
             whole = env[a, None]
             return (
@@ -418,7 +418,7 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
             torch.empty(x.meta["val"].shape, dtype=torch.int32, device="meta"),
             {"dtype": torch.int32},
         )
-    if _numel(source) != shard.size * x.meta["val"].numel():
+    if num_elements(source) != shard.size * x.meta["val"].numel():
         x = _mask(
             graph,
             x,
@@ -440,7 +440,7 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
     op = {"any": "max", "all": "min", "max": "max", "min": "min"}.get(kind, "sum")
     out = _emit(graph, all_reduce, (out, op, shard.axes), scalar.to(inner_dtype))
     if kind == "mean":
-        out = _emit(graph, aten.div.Scalar, (out, _numel(source)), scalar)
+        out = _emit(graph, aten.div.Scalar, (out, num_elements(source)), scalar)
     if kind == "norm":
         out = _emit(graph, aten.pow.Tensor_Scalar, (out, 1.0 / order), scalar)
     if kind in ("any", "all"):
@@ -491,7 +491,8 @@ def _once(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tens
     return next(known, None) or _emit(graph, target, args, value, kwargs)
 
 
-def _numel(node: fx.Node) -> int:
+def num_elements(node: fx.Node) -> int:
+    """The number of elements of a node; -1 if it has no tensor."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else -1
 
