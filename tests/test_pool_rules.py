@@ -261,6 +261,26 @@ def test_transfers_allocate_nothing(run_ranks: Any, stage: int, shared: bool) ->
         assert counts[-1] == 0
 
 
+def trained_through(shared: bool) -> list[torch.Tensor]:
+    """Leaves of a few steps: one that gloo gathers by broadcasts, one that is padded and one without elements."""
+    mesh, rows = fz.make_mesh(data=-1, shared_memory=shared), torch.Generator().manual_seed(1)
+    params = {"w": torch.randn(700, 601, generator=rows), "b": torch.zeros(1), "none": torch.zeros(0, 3)}
+    x = torch.randn(mesh.size * 2, 700, generator=rows).chunk(mesh.size)[mesh.rank]
+    plain = fz.train_step(
+        lambda p, x: ((x @ p["w"]).sum(-1) + p["b"] + p["none"].sum()).square().mean(), OPTIMIZERS["adamw"]()
+    )
+    train = fz.compile(fz.shard_params(plain), mesh, backend="eager")
+    state = train.init(params)
+    for _ in range(3):
+        state, _ = train(state, x)
+    return fz.tree.leaves(train.gather(state).params)
+
+
+def test_gloo_and_shared_memory_sum_in_the_same_order(run_ranks: Any) -> None:
+    for one, other in zip(run_ranks(3, trained_through, True), run_ranks(3, trained_through, False), strict=True):
+        assert all(map(torch.equal, one, other)) and len(one) == 3
+
+
 # --- copies between tiers ---
 
 

@@ -29,6 +29,7 @@ from fzero.mesh import Mesh, group_along
 
 _LOOK = 0.5  # seconds between two looks whether what was abandoned is done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_LARGE = 1 << 20  # bytes from which on a gather is broadcasts: gloo's own fills memory of its own first
 CHUNK = 1 << 18  # bytes combined at once on the host: half of a second-level cache
 COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -41,13 +42,13 @@ class PendingTransfer:
         works: to wait for.
         filled: the flats that then hold what came.
         on_host: whether it is gloo's, whose waits hold the host.
-        parts: for each filled flat the ranks' parts, [ranks, elements], which `op` has still to combine.
+        parts: for each filled flat a buffer and in it the ranks' parts, [ranks, elements], which `op` is to combine.
     """
 
     works: Sequence[Any]
     filled: Sequence[torch.Tensor]
     on_host: bool
-    parts: Sequence[torch.Tensor] = ()
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     op: str = ""
 
 
@@ -60,6 +61,7 @@ class ProcessGroups:
         self._under_way: set[PendingTransfer] = set()
         self.slept: dict[int | None, float] = {None: 0.0}  # seconds that the host waited: it does not know for whom
         self._sends: dict[str, Any] = {}  # by axis
+        self._free: list[torch.Tensor] = []  # memory for the parts of other ranks, which no reduction uses now
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the
@@ -86,7 +88,14 @@ class ProcessGroups:
         group, shards = self._mesh.group(axis, gathers=True), [shard.reshape(-1) for shard in shards]
         if self._mesh.device.type == "cuda":
             return self._moving(compat.all_gather_together(into, shards, group), into)
-        works = [compat.all_gather(whole, shard, group) for shard, whole in zip(shards, into, strict=True)]
+        works, index = list[Any](), self._mesh.index(axis)
+        for shard, whole in zip(shards, into, strict=True):
+            if whole.nbytes < _LARGE:
+                works.append(compat.all_gather(whole, shard, group))
+                continue
+            parts = whole.split(shard.numel())
+            settle([shard], [parts[index]])
+            works += [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
         return self._moving(works, into)
 
     def reduce_scatter_start(
@@ -96,11 +105,14 @@ class ProcessGroups:
         settle(wholes, flats)
         if self._mesh.device.type == "cuda":
             return self._moving(compat.reduce_scatter_together(shards, flats, _OPS[op], group), shards)
-        parts = [torch.empty_like(flat) for flat in flats]
-        pairs = [(part.view(torch.uint8), flat.view(torch.uint8)) for part, flat in zip(parts, flats, strict=True)]
-        works = [dist.all_to_all_single(part, flat, group=group, async_op=True) for part, flat in pairs if part.numel()]
-        rows = [part.view(self._mesh.axes[axis], -1) for part in parts]
-        return self._moving(works, shards, parts=rows, op=op)
+        works, parts, size = list[Any](), list[tuple[torch.Tensor, torch.Tensor]](), self._mesh.axes[axis]
+        for flat in flats:
+            buffer = self._buffer(flat.nbytes)
+            come = buffer[: flat.nbytes]
+            parts.append((buffer, come.view(flat.dtype).view(size, flat.numel() // size)))
+            if flat.numel():
+                works.append(dist.all_to_all_single(come, flat.view(torch.uint8), group=group, async_op=True))
+        return self._moving(works, shards, parts=parts, op=op)
 
     def all_reduce_start(
         self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
@@ -165,8 +177,9 @@ class ProcessGroups:
         for work in moving.works:
             if work is not None:
                 self._finish(work, moving.on_host)
-        for shard, rows in zip(moving.filled if moving.parts else (), moving.parts, strict=True):
+        for shard, (buffer, rows) in zip(moving.filled if moving.parts else (), moving.parts, strict=True):
             combine(shard.view(-1), list(rows), moving.op)
+            self._free.append(buffer)
         # sums that do not lie where the summands did
         apart = [(f, v) for f, v in zip(moving.filled, into, strict=True) if f.data_ptr() != v.data_ptr()]
         compat.copy_all([value for _, value in apart], [flat.view(value.shape) for flat, value in apart])
@@ -183,12 +196,20 @@ class ProcessGroups:
                 groups += [self._mesh.joined, *map(self._mesh.group, self._mesh.axes)]
             threading.Thread(target=_outlast, args=(works, groups), name="fzero-abandoned", daemon=True).start()
 
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """The smallest buffer that is free and large enough, or a new one. They are kept from step to step."""
+        found = min((x for x in self._free if len(x) >= nbytes), key=len, default=None)
+        if found is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._free = [x for x in self._free if x is not found]
+        return found
+
     def _moving(
         self,
         works: Sequence[Any],
         filled: Sequence[torch.Tensor],
         on_host: bool = False,
-        parts: Sequence[torch.Tensor] = (),
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         op: str = "",
     ) -> PendingTransfer:
         moving = PendingTransfer(works, filled, on_host or self._mesh.device.type == "cpu", parts, op)

@@ -447,7 +447,7 @@ class _Sinking:
         return any(_reads(line, x) for x in brings) or (start is not None and self._reads(line, start.out[0].name))
 
 
-def _readers(lines: Sequence[Line]) -> dict[str, list[Line]]:
+def _every_reader(lines: Sequence[Line]) -> dict[str, list[Line]]:
     """For each name the lines that read it, themselves or in their bodies."""
     readers: dict[str, list[Line]] = {}
     for line in lines:
@@ -458,7 +458,7 @@ def _readers(lines: Sequence[Line]) -> dict[str, list[Line]]:
 
 def _sums(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, list[Line]]:
     """For each reduction the lines that add what it brings to what came before, if nothing else reads it."""
-    readers, found = _readers(lines), {}
+    readers, found = _every_reader(lines), {}
     for handle in (x.out[0].name for x in lines if x.op == _SCATTER):
         added = [x for v in waits[handle].out for x in readers.get(v.name, [])]
         if added and all(x.op == "accumulate" for x in added):
@@ -469,7 +469,7 @@ def _sums(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, list[Li
 def _onward(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, Line]:
     """For each reduction the one over the next axis that takes all it brings further, if that is all that becomes of
     it: it starts when the first is waited for, which holds up no block."""
-    readers, found = _readers(lines), {}
+    readers, found = _every_reader(lines), {}
     for start in (x for x in lines if x.op in COLLECTIVES and x.op != _GATHER):
         brought = [v.name for v in waits[start.out[0].name].out]
         next_ = {id(x): x for a in brought for x in readers.get(a, [])}
