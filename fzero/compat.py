@@ -300,6 +300,13 @@ def attention_order() -> tuple[int, ...]:
     return tuple(torch._C._get_sdp_priority_order())  # type: ignore[attr-defined]
 
 
+def settle_attention(device: torch.device) -> None:
+    """Has PyTorch decide on the order in which it prefers attention's kernels on a GPU. It does so at the first
+    attention, and a step that is traced before that is traced in another setting than the next call finds."""
+    x = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device=device)
+    torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
 @contextmanager
 def in_order() -> Iterator[None]:
     """Operations of the CPU that add up in any order, with threads, do it one after the other inside. The setting is

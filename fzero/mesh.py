@@ -353,6 +353,7 @@ def unjoined(
     device = where.type
     if device == "cuda":
         torch.cuda.set_device(where)
+        compat.settle_attention(where)
     else:
         keep_freed_memory()
         if local == 0 and (text := crowded(torch.get_num_threads(), locals_, len(os.sched_getaffinity(0)))):

@@ -1,0 +1,127 @@
+"""Runs the CUDA path on a device that computes nothing: launches, waits, allocations, captures, peaks beside plans.
+
+    python benchmarks/no_gpu.py                            # eager: 26 compositions on 1, 2 and 4 ranks
+    python benchmarks/no_gpu.py --backend inductor         # those that are compiled too, by Triton and ptxas
+    python benchmarks/no_gpu.py --plant                    # faults that it must find
+
+PyTorch's CUDA build runs over stand-ins of NVIDIA's libraries (stand_in/). Memory and copies are real, kernels are
+counted, and captures keep CUDA's rules: streams that are not joined, waits on what is not captured, calls that may not
+be. Seconds of the host are real too, without the driver's own. It takes g++, and the CUDA wheel of PyTorch (527 MB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import publish, script_flags, settings, verdict
+from stand_in.build import HERE, TRITON, built, environment_of_rank
+
+PEAK_LIMIT = 0.05
+PLANTS = ("synchronisation", "pageable", "allocation", "no wait", "index")
+
+
+def ranks_of(env: dict[str, str], size: int, arguments: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """What rank 0 found, case by case, and what the ranks wrote besides."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(HERE / "checks.py"), *arguments]
+    envs = [environment_of_rank(env, rank, size, port) for rank in range(size)]
+    with tempfile.TemporaryFile("w+") as said:
+        ranks = [subprocess.Popen(command, env=e, stdout=subprocess.PIPE, stderr=said, text=True) for e in envs]
+        outputs = [rank.communicate()[0] for rank in ranks]
+        said.seek(0)
+        return [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")], said.read()
+
+
+def judged(x: dict[str, Any]) -> list[str]:
+    """What is wrong with a case."""
+    if "failed" in x:
+        return [x["failed"]]
+    wrong = []
+    for when in ("told", "replayed"):
+        step = x[when]
+        wrong += [f"{when}: {name}" for name in step["errors"]]
+        if step["allocations"]:
+            wrong.append(f"{when}: {step['allocations']} allocations by the driver")
+        if step["pageable"]:
+            wrong.append(f"{when}: {step['pageable']} copies from or to memory that is not locked")
+        if step["waits"] and not x["host_works"]:
+            wrong.append(f"{when}: the host waits {step['waits']} times")
+    if abs(x["peak_mib"] / x["planned_mib"] - 1) > PEAK_LIMIT:
+        wrong.append(f"the peak is {x['peak_mib'] / x['planned_mib'] - 1:+.1%} beside the plan")
+    if x["programs"] != 1:
+        wrong.append(f"{x['programs']} programs were made of one kind of batch")
+    if x["refused"]:
+        wrong.append(f"not captured: {x['refused']}")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "fzero-no-gpu", help="of the device")
+    parser.add_argument("--torch", default="2.13.0", choices=list(TRITON))
+    parser.add_argument("--backend", default="eager", choices=["eager", "inductor"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4])
+    parser.add_argument("--only", nargs="+", help="cases")
+    parser.add_argument("--plant", action="store_true", help="plant faults instead, which must be found")
+    script_flags(parser, "no_gpu")
+    args = parser.parse_args()
+    env = built(args.folder / args.torch, args.torch)
+    given = [f"--backend={args.backend}", *(["--only", *args.only] if args.only else [])]
+    rows, found, failed = [], [], 0
+    if args.plant:
+        for plant in PLANTS:
+            (x,), said = ranks_of(env, 2 if plant == "no wait" else 1, [f"--plant={plant}"])
+            wrong = judged(x)
+            failed += not wrong
+            rows.append((plant, "found" if wrong else "MISSED", "; ".join(wrong)[:200]))
+            print(*rows[-1], sep=": ", file=sys.stderr, flush=True)
+        columns, title, name = ("planted", "", "by"), "Faults that are planted", f"{args.name}_planted"
+    else:
+        for size in args.ranks:
+            cases, said = ranks_of(env, size, given)
+            if not cases or any("failed" in x for x in cases):
+                print(said[-4000:], file=sys.stderr)
+            for x in cases:
+                wrong = judged(x)
+                failed += bool(wrong)
+                found.append({**x, "wrong": wrong})
+                print(f"{size} ranks, {x['case']}: {'; '.join(wrong) or 'ok'}", file=sys.stderr, flush=True)
+                if "failed" not in x:
+                    told, replayed = x["told"], x["replayed"]
+                    peak = f"{x['peak_mib']:.1f} ({x['peak_mib'] / x['planned_mib'] - 1:+.1%})"
+                    cpu = (f"{told['cpu_ms']:.1f}", f"{replayed['cpu_ms']:.1f}")
+                    waits = f"{told['waits']}, {replayed['waits']}"
+                    title, outcome = f"{size}: {x['case']}", "; ".join(wrong) or "ok"
+                    rows.append((title, told["launches"], replayed["launches"], waits, *cpu, peak, outcome))
+        columns = (
+            "ranks: step",
+            "launches",
+            "replayed",
+            "waits",
+            "host ms",
+            "replayed",
+            "peak MiB (beside the plan)",
+            "",
+        )
+        title, name = "The CUDA path on a device that computes nothing", f"{args.name}_{args.backend}"
+    notes = [
+        f"torch {args.torch}, CUDA build; {args.backend}. A told step is the second, a replayed one the seventh.",
+        "Waits: of the host for the device; a step whose state the host updates waits for its gradients.",
+        f"{failed} of {len(rows)} {'planted faults missed' if args.plant else 'with something wrong'} "
+        f"(0: {verdict(failed, 0)})",
+    ]
+    publish(name, title, columns, rows, notes, {"settings": settings(args, "folder"), "found": found}, args.out)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The checks of no_gpu.py: they run on a CUDA build of PyTorch whose device computes nothing, one rank a process.
+
+    RANK=0 WORLD_SIZE=1 ... python checks.py --ranks 1 --backend eager
+
+A line of JSON for each case: what a told step and a replayed one launched, waited for and allocated, and the peak of
+PyTorch's allocator beside the plan's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import cudnn
+import torch
+from model import Config, make_batches, make_init, make_loss
+
+import fzero as fz
+from fzero import optim
+from fzero.comm import collectives, replicas
+from fzero.runtime import training
+from fzero.transforms.offload import Offload
+from fzero.transforms.redundant import Redundant
+
+BF16 = fz.mixed_precision("bf16")
+TOLD, PEAK, REPLAYED = 1, 2, 6  # steps before the one that is captured, and one behind it
+
+
+@dataclass(frozen=True)
+class Case:
+    """A composition of transforms on a mesh of so many ranks. `axes` beside `data`; `path`: transforms that take a
+    folder."""
+
+    name: str
+    ranks: int
+    transforms: Sequence[Any] = ()
+    axes: dict[str, int] = field(default_factory=dict)
+    path: Callable[[str], Any] | None = None
+    compiled: bool = False
+    graphs: bool | None = None
+
+
+OFFLOADED = ("opt_state", "params", "activations")
+CASES = [
+    Case("fp32", 1, compiled=True),
+    Case("bf16", 1, [BF16], compiled=True),
+    Case("fp16", 1, [fz.mixed_precision("fp16")]),
+    Case("params in bf16", 1, [fz.mixed_precision("bf16", params="bf16")]),
+    Case("accumulate", 1, [BF16, fz.accumulate(2)], compiled=True),
+    Case("accumulate, vertical", 1, [BF16, fz.accumulate(2, vertical=True)]),
+    Case("remat full", 1, [BF16, fz.remat("full")]),
+    Case("remat none", 1, [BF16, fz.remat("none")]),
+    Case("fp8", 1, [BF16, fz.fp8()], compiled=True),
+    Case("fp8 by row", 1, [BF16, fz.fp8(scales="row")], compiled=True),
+    Case("offload", 1, [BF16, fz.remat("full"), fz.offload("cpu", OFFLOADED)], compiled=True),
+    Case("offload, updated on the device", 1, [BF16, fz.offload("cpu", OFFLOADED[:2], update_on="device")]),
+    Case("offload to disk", 1, [BF16], path=lambda path: fz.offload("nvme", OFFLOADED[:2], path=path)),
+    Case("data_parallel", 2, [BF16, fz.data_parallel()]),
+    Case("ZeRO-1", 2, [BF16, fz.shard_opt_state()]),
+    Case("ZeRO-2", 2, [BF16, fz.shard_grads()]),
+    Case("ZeRO-3", 2, [BF16, fz.shard_params()], compiled=True),
+    Case("ZeRO-3, captured", 2, [BF16, fz.shard_params()], graphs=True),
+    Case("ZeRO-3, accumulate", 2, [BF16, fz.shard_params(), fz.accumulate(2)], graphs=True),
+    Case("ZeRO-3, fp8", 2, [BF16, fz.shard_params(), fz.fp8()], graphs=True),
+    Case("ZeRO-3, offload", 2, [BF16, fz.shard_params(), fz.remat("full"), fz.offload("cpu", OFFLOADED)]),
+    Case("ZeRO-3, redundant", 2, [BF16, fz.shard_params(), fz.redundant(axis="data")]),
+    Case("replicas", 4, [BF16, fz.shard_params(), fz.data_parallel(axis="replica"), fz.accumulate(2)],
+         {"replica": 2}, graphs=True),
+    Case("once_a_step", 4, [BF16, fz.shard_params(axis=("data", "node")), fz.once_a_step(axis="node"),
+                            fz.accumulate(2)], {"node": 2}, graphs=True),
+    Case("tensor_parallel", 4, [BF16, fz.tensor_parallel(), fz.shard_params()], {"model": 2}),
+    Case("sequence_parallel", 4, [BF16, fz.sequence_parallel(), fz.shard_params(axis=("data", "seq"))], {"seq": 2}),
+]  # fmt: skip
+
+
+class Counts:
+    """What CUDA's calls have counted since the last look."""
+
+    def __init__(self) -> None:
+        self._lib = ctypes.CDLL(os.environ["LD_PRELOAD"])
+
+    def taken(self) -> dict[str, int]:
+        buffer = ctypes.create_string_buffer(1 << 20)
+        self._lib.fake_dump(buffer, 1 << 20)
+        self._lib.fake_reset()
+        lines = (line.split("\t") for line in buffer.value.decode().splitlines())
+        return {name: int(count) for name, count in lines}
+
+
+def told(counts: dict[str, int], cpu: float) -> dict[str, Any]:
+    """A step in the numbers that matter. `pageable`: copies from or to memory that is not locked."""
+    waits = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
+    copies = {name.removeprefix("memcpy "): n for name, n in counts.items() if name.startswith("memcpy")}
+    return {
+        "launches": counts.get("launches", 0) + counts.get("cudaGraphLaunch", 0),
+        "graphs": counts.get("cudaGraphLaunch", 0),
+        "waits": sum(counts.get(name, 0) for name in waits),
+        "allocations": sum(counts.get(name, 0) for name in ("cudaMalloc", "cudaHostAlloc", "cudaHostRegister")),
+        "pageable": sum(n for name, n in copies.items() if "H->" in name or name.endswith("->H")),
+        "errors": {name: n for name, n in counts.items() if name.startswith("error in")},
+        "cpu_ms": round(1e3 * cpu, 2),
+    }
+
+
+class Said(logging.Handler):
+    """What fzero's log says of captures that failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "its capture failed" in text:
+            self.refused = text
+
+
+def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") -> dict[str, Any]:
+    counts, said, size = Counts(), Said(), int(os.environ["WORLD_SIZE"])
+    logging.getLogger("fzero").addHandler(said)
+    for n in case.axes.values():
+        size //= n
+    mesh = fz.make_mesh(**case.axes, data=size, timeout=120)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
+    transforms = [*case.transforms, *([case.path(folder)] if case.path else [])]
+    step = fz.compose(*transforms)(fz.train_step(planted(make_loss(config), plant), optimizer))
+    train = fz.compile(step, mesh, backend=backend, cuda_graphs=case.graphs)
+    state = train.init(make_init(config), fz.random.key(0))
+    axes = tuple(a for a in mesh.axes if a not in ("model", "seq"))
+    parts, device = mesh.axis_size(axes), torch.device("cpu") if plant == "pageable" else mesh.device
+    batches = [
+        tuple(x.chunk(parts)[mesh.index(axes)].contiguous().to(device) for x in batch)
+        for batch in make_batches(config, 2)
+    ]
+    found: dict[str, Any] = {"case": case.name, "ranks": int(os.environ["WORLD_SIZE"]), "backend": backend}
+    found["host_works"] = any(isinstance(t, Offload | Redundant) for t in step.transforms)
+    for number in range(REPLAYED + 1):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        counts.taken()
+        began = time.process_time()
+        state, _ = train(state, batches[number % 2])
+        cpu = time.process_time() - began
+        if number in (TOLD, REPLAYED):
+            found["told" if number == TOLD else "replayed"] = told(counts.taken(), cpu)
+        if number == PEAK:
+            found["peak_mib"] = (torch.cuda.max_memory_allocated() - _workspaces()) / 2**20
+    found["programs"] = len(train._runs)  # a second one: the step was traced again
+    found["planned_mib"], found["refused"] = train.plan.peak_bytes / 2**20, said.refused
+    fz.close_mesh()
+    return found
+
+
+def _workspaces() -> int:
+    """The bytes that cuBLAS keeps, for each stream that has had a product. It takes them again when it needs them."""
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated()
+
+
+_held: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("stand_in::fault", mutates_args=())
+def _fault(x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "synchronisation":
+        torch.cuda.synchronize()
+    if kind == "allocation":
+        _held.append(torch.empty(1 << 26, device=x.device))
+    if kind == "index":
+        torch.ones(1, device=f"cuda:{torch.cuda.device_count()}")
+    return x.clone()
+
+
+_fault.register_fake(lambda x, kind: torch.empty_like(x))
+_fault.register_autograd(lambda ctx, grad: (grad, None))
+
+
+def planted(loss: Any, plant: str) -> Any:
+    """The loss with a fault in it, or with one planted elsewhere."""
+    if plant == "no wait":
+        collectives.ProcessGroups._finish = lambda self, work, on_host: None  # type: ignore[method-assign]
+    if plant not in ("synchronisation", "allocation", "index"):
+        return loss
+    return lambda params, batch: _fault(loss(params, batch), plant)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="eager")
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--plant", default="", help="a fault")
+    args = parser.parse_args()
+    cudnn.install()
+    # nothing is computed, and no rank hears of another
+    training.check_finite = lambda *given: None  # type: ignore[assignment]
+    replicas.same = lambda mesh, owner, held, fix: held()  # type: ignore[assignment]
+    config, size, rank = Config(4, 512, 8, 128, 8, 2048), int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
+    plants = [next(x for x in CASES if x.ranks == size and (size == 1 or x.graphs))] if args.plant else []
+    cases = plants or [x for x in CASES if x.ranks == size and (not args.only or x.name in args.only)]
+    for case in (x for x in cases if args.backend == "eager" or x.compiled):
+        with tempfile.TemporaryDirectory(prefix="fzero-stand-in-") as folder:
+            try:
+                found = run(case, config, args.backend, folder, args.plant)
+            except Exception as error:
+                found = {"case": case.name, "ranks": size, "backend": args.backend, "failed": str(error)[:2000]}
+                found["trace"] = traceback.format_exc(limit=-4)
+                print(rank, case.name, found["trace"], file=sys.stderr)
+        if rank == "0":
+            print(json.dumps(found), flush=True)
+        if "failed" in found and size > 1:  # the ranks have parted
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
