@@ -24,6 +24,7 @@ from fzero.optim.base import EmptyState, GradientTransformation, apply_updates, 
 from fzero.optim.lamb import lamb, scale_by_trust_ratio
 from fzero.optim.lion import LionState, lion
 from fzero.optim.masking import MaskedState, PartitionState, masked, partition
+from fzero.optim.muon import MuonState, muon
 from fzero.optim.nonfinite import skip_nonfinite
 from fzero.optim.rounding import stochastic_round
 from fzero.optim.schedules import (
@@ -46,12 +47,14 @@ from fzero.optim.transforms import (
     scale_by_schedule,
     set_to_zero,
 )
+from fzero.optim.whole import whole
 
 __all__ = [
     "EmptyState",
     "GradientTransformation",
     "LionState",
     "MaskedState",
+    "MuonState",
     "PartitionState",
     "ScaleByAdamState",
     "ScaleByScheduleState",
@@ -71,6 +74,7 @@ __all__ = [
     "linear",
     "lion",
     "masked",
+    "muon",
     "partition",
     "scale",
     "scale_by_adam",
@@ -86,6 +90,7 @@ __all__ = [
     "warmup_decay_lr",
     "warmup_lr",
     "warmup_stable_decay",
+    "whole",
 ]
 
 
