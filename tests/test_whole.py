@@ -90,13 +90,13 @@ def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
     return (x @ params["out"]).square().mean() + params["bias"].square().sum()
 
 
-def params_of(layers: int = 5, width: int = 9) -> Any:
+def params_of(layers: int = 5, width: int = 10) -> Any:
     draw = torch.Generator().manual_seed(3)
     make = lambda *shape: torch.randn(*shape, generator=draw) * 0.4  # noqa: E731
     return {"layers": [make(width, width) for _ in range(layers)], "out": make(width, 4), "bias": torch.ones(5)}
 
 
-X = torch.randn(24, 9, generator=torch.Generator().manual_seed(4))
+X = torch.randn(24, 10, generator=torch.Generator().manual_seed(4))
 
 
 def whitening(lr: float) -> optim.GradientTransformation:
@@ -153,7 +153,7 @@ MESHES: dict[str, tuple[Any, dict[str, int]]] = {
         {"node": 2, "data": 2},
     ),
     "tensor": (
-        fz.compose(fz.tensor_parallel(rules={"layers": 1, "out": 0}), fz.shard_params()),
+        fz.compose(fz.tensor_parallel(rules={"layers.*": 1}), fz.shard_params()),
         {"data": 2, "model": 2},
     ),
 }
