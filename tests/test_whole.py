@@ -16,6 +16,7 @@ from test_parity import difference, plain, run_cases
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
+from fzero.hf import optimizers
 from fzero.program.ops import transfer_bytes
 
 OTHER = optim.adamw(1e-2)
@@ -79,6 +80,21 @@ def test_what_muon_refuses() -> None:
             optim.muon(0.1, **{name: value})
     with pytest.raises(FzeroValueError, match=r"fn=3: must be a function"):
         optim.whole(3)  # type: ignore[arg-type]
+
+
+def test_the_trainer_translates_torchs() -> None:
+    """With the rate apart, which a scheduler writes."""
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    theirs = torch.nn.Parameter(weight.clone())
+    torchs = torch.optim.Muon([theirs], lr=0.02, adjust_lr_fn="match_rms_adamw", nesterov=False)
+    made = optimizers.CLASSES[torch.optim.Muon](torchs.param_groups[0])
+    updates, _ = made.update([weight], made.init([weight]), [weight])
+    theirs.grad = weight.clone()
+    torchs.step()
+    torch.testing.assert_close(weight + 0.02 * updates[0], theirs.detach())
+    odd = torch.optim.Muon([theirs], ns_coefficients=(2.0, -1.5, 0.5))
+    assert optimizers.problems(torchs, "optimizers") == []
+    assert "ns_coefficients=(2.0, -1.5, 0.5)" in optimizers.problems(odd, "optimizers")[0]
 
 
 # on meshes

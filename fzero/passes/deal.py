@@ -48,7 +48,7 @@ def deal(program: Program) -> Program:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Dealt:
     """A call that can be dealt: its number, by its gathered arguments their shards, and the cuts of its results."""
 
     at: int
@@ -67,7 +67,7 @@ class _Dealer:
                 self.readers[a].append(i)
 
     def run(self) -> Program:
-        alike: dict[Hashable, list[_Call]] = defaultdict(list)
+        alike: dict[Hashable, list[_Dealt]] = defaultdict(list)
         for i, line in enumerate(self.lines):
             if line.by == "optimizer" and line.fn and not line.writes and (found := self._dealt(i, line)):
                 alike[self._key(line, found)].append(found)
@@ -84,7 +84,7 @@ class _Dealer:
         lines = [x for i, line in enumerate(self.lines) for x in new.get(i, self._left(line, gone))]
         return replace(self.program, lines=tuple(lines), functions=self.functions.by_name)
 
-    def _dealt(self, at: int, line: Line) -> _Call | None:
+    def _dealt(self, at: int, line: Line) -> _Dealt | None:
         """A call as it can be dealt: what it gathers is read by nothing else, and its results are cut, flat."""
         shards: dict[str, Value] = {}
         for a in dict.fromkeys(line.args):
@@ -103,15 +103,15 @@ class _Dealer:
                 return None
         if any(v.name in self.program.outputs for v in line.out):
             return None
-        return _Call(at, shards, [readers[0] for readers in cuts])
+        return _Dealt(at, shards, [readers[0] for readers in cuts])
 
-    def _key(self, line: Line, call: _Call) -> Hashable:
+    def _key(self, line: Line, call: _Dealt) -> Hashable:
         """Equal for calls of one function that differ in their shards alone."""
         shards = tuple((v.shape, v.dtype, v.placement) for v in call.shards.values())
         args = tuple("" if a in call.shards else a for a in line.args)
         return line.fn, args, shards, tuple(self.lines[c].axes for c in call.cuts)
 
-    def _deal(self, group: Sequence[_Call], axis: tuple[str, ...]) -> list[Line]:
+    def _deal(self, group: Sequence[_Dealt], axis: tuple[str, ...]) -> list[Line]:
         """The lines of one deal."""
         call, said = self.lines[group[0].at], DealAttrs(axes=axis, count=len(group))
         lines, sent = list[Line](), list[Value]()

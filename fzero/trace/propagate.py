@@ -331,7 +331,7 @@ def _needs(
 
 
 def _whole(graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], env: Env) -> fx.Node:
-    """What is marked as whole: gathered, if there are shards of it, and a shard is wanted elsewhere."""
+    """A value that is marked as whole: gathered, if there are shards of it, or one of these, if that is wanted."""
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     if shard or source not in leaf:
         return env[source, shard]

@@ -193,12 +193,14 @@ class Deal(Op[DealAttrs]):
         raise NotImplementedError(self.name)
 
     def check(self, line: Line[DealAttrs], args: list[Value], rules: Rules) -> None:
-        if len(line.attrs.axes) != 1 or len(args) < 1 or len(line.out) < 1:
+        if len(line.attrs.axes) != 1 or not args or not line.out:
             rules.bad(line, f"deals {len(args)} values over {len(line.attrs.axes)} axes")
             return
         shards, stack = self.ends(line, args)
-        size = rules.program.mesh.axis_size(line.attrs.axes)
-        first = shards[0]
+        size, first = rules.program.mesh.axis_size(line.attrs.axes), shards[0]
+        if not {*first.placement.grid} <= {*rules.program.mesh.axes}:
+            rules.bad(line, f"deals {first}")
+            return
         alike = all(replace(v, name=first.name) == first for v in shards)
         wanted = replace(
             stack,
