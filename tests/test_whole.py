@@ -188,6 +188,29 @@ def test_every_mesh_is_one_process(optimizer: str, name: str) -> None:
     assert difference(got.opt_state, want.opt_state) < 1e-4
 
 
+def test_large_preconditioners_are_sharded_and_dealt() -> None:
+    """A matrix beside a parameter's, of another shape: with each rank a part of it, which travels with the gradient."""
+    draw = torch.Generator().manual_seed(5)
+    params = {"layers": [torch.randn(64, 80, generator=draw) for _ in range(3)]}
+    x = torch.randn(12, 64, generator=draw)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return sum(((x @ w).tanh().mean() for w in params["layers"]), torch.zeros(()))
+
+    step, mesh = fz.train_step(loss, whitening(0.1)), fz.AbstractMesh(data=3)
+    program = fz.lower(fz.shard_params(step), mesh, *meta((params, x[:4]))).program
+    left = program.leaves["opt_state['left']['layers'][0]"]
+    assert left.layout.axes == ("data",) and left.shard_numel(mesh) * 3 >= 64 * 64 > left.shard_numel(mesh)
+    there, back = (x for x in program.lines if x.op == "all_to_all_start")
+    assert (len(there.args), len(back.args)) == (2, 2) and not any(x.op == "take_shard" for x in program.lines)
+    want = step.init(params)
+    for _ in range(3):
+        want, _ = step(want, x)
+    got, _ = fz.testing.simulate(fz.shard_params(step), mesh, params, x, steps=3)
+    assert difference(got.params, want.params) < 1e-5
+    assert difference(got.opt_state, want.opt_state) < 1e-4
+
+
 def program_of(layers: int, ranks: int, **options: Any) -> Any:
     step = fz.shard_params(fz.train_step(loss_fn, optim.muon(0.05, other=OTHER, **options)))
     shapes = meta((params_of(layers, 64), torch.empty(24, 64)))

@@ -281,7 +281,9 @@ class _Cutter:
         """A line that calls the function from what is known to `outputs`; with targets it writes them there instead of
         returning them."""
         needed = ancestors(outputs, stop)
-        inputs = sorted({n for n in needed if n in stop} | {self.place[t] for t in targets})
+        # numbers that all leaves share come behind: the first function that reads one is like the others
+        read = {n for n in needed if n in stop} | {self.place[t] for t in targets}
+        inputs = sorted(read, key=lambda n: (n.target is not gather, n))
         part = Subgraph(self.graph, inputs, outputs)
         args = tuple(self.name[n] for n in inputs)
         writes = tuple(args.index(t) for t in targets)

@@ -174,13 +174,16 @@ def propagate(
                 culprit[node] = at_fault
         elif not inside.isdisjoint(node.all_input_nodes):
             inside.add(node)
+    # what reads a number made of whole leaves is made whole, too: the number is where these are
+    numbers = {n for n in inside if _numel(n) == 1}
+    at_once = {n for n in inside if not numbers.isdisjoint(n.all_input_nodes)}
     want: dict[fx.Node, set[Cut | None]] = {n: set() for n in nodes}
     problems: dict[str, None] = {}
     for node, shard in zip(outputs, demand, strict=True):
         want[node].add(shard)
     for node in reversed(nodes):
         for shard in _whole_first(want[node]):
-            for arg, needs in _needs(node, shard, leaf, culprit, problems):
+            for arg, needs in _needs(node, None if node in at_once else shard, leaf, culprit, problems):
                 want[arg].add(needs)
     if problems:
         fix = (
@@ -208,6 +211,7 @@ def propagate(
                 env[node, shard] = _whole(graph, node, shard, leaf, env)
             elif not draws and (
                 node.op == "get_attr"
+                or node in at_once
                 or (not shard and node not in leaf and not (is_reduction(node) and node.args[0] in leaf))
             ):
                 if (node, None) not in env:
@@ -369,11 +373,11 @@ def _make(
             if _numel(a) != 1:
                 return env[a, shard]
             whole = env[a, None]
-            return (
-                whole
-                if whole.meta["val"].dim() == 0
-                else _emit(graph, aten.reshape.default, (whole, []), whole.meta["val"].reshape(()))
-            )
+            if whole.meta["val"].dim() == 0:
+                return whole
+            scalar = _emit(graph, aten.reshape.default, (whole, []), whole.meta["val"].reshape(()))
+            scalar.meta.update({"shard": True} if "shard" in whole.meta else {})
+            return scalar
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
