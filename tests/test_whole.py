@@ -67,6 +67,27 @@ def test_a_leaf_of_several_matrices() -> None:
         torch.testing.assert_close(got[0].reshape(12, 6), torch.cat(want), rtol=1e-2, atol=1e-3)
 
 
+def test_shampoo_follows_its_paper() -> None:
+    """Algorithm 1 of arXiv:1802.09568, with momentum and decay."""
+    draw = torch.Generator().manual_seed(0)
+    normal = lambda: torch.randn(6, 4, generator=draw, dtype=torch.float64)  # noqa: E731
+    w = normal()
+    optimizer, ours = optim.shampoo(0.1, 0.9, 1e-3, 0.3), {"w": w.clone()}
+    state = optimizer.init(ours)
+    m, left, right = (0.0 * w, *(1e-3 * torch.eye(n, dtype=torch.float64) for n in (6, 4)))
+    for _ in range(5):
+        g = normal()
+        m, left, right = 0.9 * m + 0.1 * g, left + g @ g.T, right + g.T @ g
+        roots = []
+        for x in (left, right):
+            values, vectors = torch.linalg.eigh(x)
+            roots.append(vectors @ torch.diag(values**-0.25) @ vectors.T)
+        w = w - 0.1 * (roots[0] @ m @ roots[1] + 0.3 * w)
+        updates, state = optimizer.update({"w": g}, state, ours)
+        ours = optim.apply_updates(ours, updates)
+        torch.testing.assert_close(ours["w"], w)
+
+
 def test_what_muon_refuses() -> None:
     params = {"b": torch.ones(3), "w": torch.ones(4, 3)}
     with pytest.raises(FzeroValueError, match=r"nothing updates a leaf\n  params\['b'\] \[3\]\n.*other=optim.adamw"):
@@ -153,6 +174,7 @@ OPTIMIZERS = {
     "muon": lambda: optim.chain(
         optim.clip_by_global_norm(1.0), optim.muon(0.05, other=optim.lamb(0.01), ns_dtype="fp32")
     ),
+    "shampoo": lambda: optim.shampoo(0.01, eps=1e-2, other=optim.adamw(0.01)),
     "whitening": lambda: whitening(0.01),
     "all_whole": lambda: all_whole(0.01),
 }

@@ -144,14 +144,15 @@ def _muon(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[G
     def rate(key: str, default: float) -> tuple[float | Schedule, str]:
         """The learning rate of a group. Schedules set one for both, but for WarmupCosineLR, which scales each."""
         own = float(get(key, get("lr", default)))
-        if not callable(lr):
+        schedule = lr
+        if not callable(schedule):
             return own, f"{own:g}"
         if settings.get("scheduler.type") == "WarmupCosineLR":
             factor = own / float(get("lr", 1e-3))
-            return (lambda step: lr(step) * factor), f"{factor:g} * {shown}"
+            return (lambda step: schedule(step) * factor), f"{factor:g} * {shown}"
         if f"optimizer.params.{key}" in settings.values:
             settings.note(f"optimizer.params.{key}", "without effect, as in DeepSpeed: the schedule sets the rate")
-        return lr, shown
+        return schedule, shown
 
     (matrices, says), (others, also) = rate("muon_lr", 0.02), rate("adam_lr", 3e-4)
     (b1, b2), eps = get("betas", (0.9, 0.95)), get("eps", 1e-10)

@@ -38,6 +38,7 @@ from fzero.optim.schedules import (
     warmup_stable_decay,
 )
 from fzero.optim.sgd import TraceState, sgd, trace
+from fzero.optim.shampoo import ShampooState, shampoo
 from fzero.optim.transforms import (
     ScaleByScheduleState,
     add_decayed_weights,
@@ -59,6 +60,7 @@ __all__ = [
     "ScaleByAdamState",
     "ScaleByScheduleState",
     "Schedule",
+    "ShampooState",
     "TraceState",
     "adam",
     "adamw",
@@ -83,6 +85,7 @@ __all__ = [
     "scale_by_trust_ratio",
     "set_to_zero",
     "sgd",
+    "shampoo",
     "skip_nonfinite",
     "stochastic_round",
     "trace",

@@ -10,11 +10,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.arguments import count, function, keywords, shown
-from fzero.errors import FzeroValueError
-from fzero.optim.base import GradientTransformation, is_transformation
+from fzero.arguments import count, keywords, shown
+from fzero.optim.base import GradientTransformation
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
-from fzero.optim.masking import partition
+from fzero.optim.matrices import Where, for_matrices, is_matrix
 from fzero.optim.schedules import Schedule
 from fzero.optim.whole import whole
 from fzero.tree import Tree
@@ -33,7 +32,7 @@ class MuonState(NamedTuple):
 
     Example:
         >>> state = muon(0.1).init({"w": torch.ones(1, 2)})
-        >>> state.inner_states["muon"]
+        >>> state.inner_states["matrices"]
         MuonState(count=tensor(0), mu={'w': tensor([[0., 0.]])})
     """
 
@@ -49,7 +48,7 @@ def muon(
     ns_steps: int = 5,
     weight_decay: float = 0.1,
     scale: Literal["spectral", "match_rms"] = "spectral",
-    where: Callable[[str, torch.Tensor], int] | None = None,
+    where: Where | None = None,
     other: GradientTransformation | None = None,
     ns_dtype: Literal["bf16", "fp32"] = "bf16",
     eps: float = 1e-7,
@@ -83,12 +82,11 @@ def muon(
             `other` where there is none.
 
     Example:
-        >>> optimizer = muon(0.02, weight_decay=0.0, other=adamw(1e-3))  # doctest: +SKIP
         >>> opt = muon(0.1, weight_decay=0.0, ns_dtype="fp32")
         >>> params = {"w": torch.zeros(2, 2)}
         >>> opt.update({"w": 5 * torch.eye(2)}, opt.init(params), params)[0]["w"].round(decimals=2)
-        tensor([[-0.0700,  0.0000],
-                [ 0.0000, -0.0700]])
+        tensor([[-0.1100, -0.0000],
+                [-0.0000, -0.1100]])
     """
     check(
         _WHERE,
@@ -102,22 +100,9 @@ def muon(
     problems += [] if problems or ns_steps < 100 else [f"ns_steps={ns_steps}: must be less than 100"]
     problems += [] if scale in SCALES else [f"scale={shown(scale)}: must be one of {', '.join(map(repr, SCALES))}"]
     problems += [] if ns_dtype in ("bf16", "fp32") else [f"ns_dtype={shown(ns_dtype)}: must be 'bf16' or 'fp32'"]
-    problems += [] if where is None else function("where", where, "path", "leaf")
-    problems += [] if other is None or is_transformation(other) else [f"other={shown(other)}: no optimizer"]
     reject(_WHERE, problems)
 
-    def num_matrices(path: str, leaf: torch.Tensor) -> int:
-        return int(leaf.dim() == 2 if where is None else where(path, leaf))
-
-    def label(path: str, leaf: torch.Tensor) -> str:
-        num = num_matrices(path, leaf)
-        if not num and other is None:
-            fix = "other=optim.adamw(3e-4), say, for biases, norms and embeddings"
-            raise FzeroValueError(_WHERE, "nothing updates a leaf", [f"{path} {list(leaf.shape)}"], fix)
-        if num and not _are_matrices(leaf.shape, num):
-            fix = "give the number of equal matrices along dim 0: True of one matrix, 0 of a leaf for `other`"
-            raise FzeroValueError(_WHERE, "a leaf is not so many matrices", [f"{path} {list(leaf.shape)}: {num}"], fix)
-        return "muon" if num else "other"
+    num_matrices = where or is_matrix
 
     def init(params: Tree) -> MuonState:
         return MuonState(new_count(params), new_moment(_WHERE, params))
@@ -126,7 +111,7 @@ def muon(
         need_params(_WHERE, grads, params)
         size = -rate(_WHERE, lr, state.count)
         at = scalars(size, size * weight_decay)
-        numbers = tree.map_with_path(num_matrices, params, root="params")
+        numbers = tree.map_with_path(lambda *leaf: int(num_matrices(*leaf)), params, root="params")
 
         def leaf(g: torch.Tensor, m: torch.Tensor, p: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
             step, decay = at(m.dtype)
@@ -141,13 +126,7 @@ def muon(
         updates, mu = leafwise(_WHERE, 2, leaf, grads=grads, mu=state.mu, params=params, num=numbers)
         return updates, MuonState(state.count + 1, mu)
 
-    parts = {"muon": GradientTransformation(init, update)}
-    return partition(parts if other is None else {**parts, "other": other}, label)
-
-
-def _are_matrices(shape: torch.Size, num: int) -> bool:
-    """Whether a leaf of this shape can be so many equal matrices along dim 0."""
-    return num > 0 and ((len(shape) == 2 and shape[0] % num == 0) or (len(shape) == 3 and shape[0] == num))
+    return for_matrices(_WHERE, GradientTransformation(init, update), num_matrices, other, several=True)
 
 
 @whole

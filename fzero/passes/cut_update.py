@@ -324,21 +324,22 @@ class _Cutter:
 
     def _cuts(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
         """Shards of what is whole. Values made of one gathered leaf come of one function."""
-        groups: list[tuple[set[fx.Node], dict[fx.Node, None]]] = []
-        for source in dict.fromkeys(n.args[0] for n in nodes if n.args[0] not in self.name):
-            of, group = {n for n in ancestors([source], stop - {source}) if n.target is gather}, {source: None}
-            for met in [x for x in groups if not of.isdisjoint(x[0])]:  # type: ignore[arg-type]
+        groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
+        sources: list[fx.Node] = [n.args[0] for n in nodes]  # type: ignore[misc]
+        for source in dict.fromkeys(x for x in sources if x not in self.name):
+            of, group = {n for n in ancestors([source], stop - {source}) if n.target is gather}, [source]
+            for met in [x for x in groups if not of.isdisjoint(x[0])]:
                 groups.remove(met)
-                of, group = of | met[0], {**met[1], **group}
-            groups.append((of, group))  # type: ignore[arg-type]
+                of, group = of | met[0], [*met[1], *group]
+            groups.append((of, group))
         for _, group in groups:
-            self._function("whole", [*group], (), stop - group.keys())
-        for node in nodes:
-            source, axes, dims = node.args
+            self._function("whole", group, (), stop - {*group})
+        for node, source in zip(nodes, sources, strict=True):
+            axes, dims = node.args[1:]
             placement = Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
             attrs = CutAttrs(axes=axes, dims=dims)  # type: ignore[arg-type]
-            shape = tuple(source.meta["val"].shape)  # type: ignore[union-attr]
-            self._line("take_shard", (self.name[source],), node, attrs, placement, shape)  # type: ignore[index]
+            shape = tuple(source.meta["val"].shape)
+            self._line("take_shard", (self.name[source],), node, attrs, placement, shape)
 
     def _line(
         self,
