@@ -145,7 +145,10 @@ OPTIMIZERS = {
     "sgd": lambda: optim.sgd(0.3, momentum=0.9),
     "lion": lambda: optim.lion(1e-3),
     "lamb": lambda: optim.lamb(1e-2),
-    "muon": lambda: optim.muon(1e-2, where=matrices, other=optim.adamw(1e-2), ns_dtype="fp32"),
+    "muon": lambda: optim.chain(
+        optim.clip_by_global_norm(0.5),
+        optim.muon(1e-2, where=matrices, other=optim.adamw(1e-2), ns_dtype="fp32"),
+    ),
     "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)),
 }
 
