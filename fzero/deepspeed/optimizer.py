@@ -160,9 +160,9 @@ def _muon(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[G
     if "optimizer.params.betas" not in settings.values:
         settings.omitted("optimizer.params.betas", f"DeepSpeed's own of Muon, {b1:g} and {b2:g}, with eps {eps:g}")
 
-    if "optimizer.params.ns_method" not in settings.values:
-        own = "the standard iteration in bf16; DeepSpeed's own, gram, is equal to it but for rounding"
-        settings.omitted("optimizer.params.ns_method", own)
+    if get("ns_method", "gram") == "gram":
+        noted = settings.note if "optimizer.params.ns_method" in settings.values else settings.omitted
+        noted("optimizer.params.ns_method", "the standard iteration in bf16, equal to gram but for rounding")
 
     def where(path: str, leaf: torch.Tensor) -> int:
         matrix = leaf.dim() >= 2 and not any(word in path.lower() for word in ("embed", "lm_head"))

@@ -70,7 +70,7 @@ note optimizer.params | the update is compiled
   flag set_grad_none capturable differentiable
 meaning optimizer.params | the learning rate of Muon's matrices, and of its other leaves
   number muon_lr adam_lr
-note optimizer.params | the standard iteration in bf16; "gram" is equal to it but for rounding
+meaning optimizer.params | the iteration of Muon
   ["gram","standard"] ns_method
 note - | any optimizer shards, on any tier
   flag zero_allow_untested_optimizer zero_force_ds_cpu_optimizer

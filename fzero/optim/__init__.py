@@ -9,8 +9,8 @@
 
 Names and meanings are optax's. [Note: optimizers on shards] `update` combines the tensors of a leaf and 0-dim tensors
 pointwise, and sums over whole leaves. So it means the same on a flat shard, given an all_reduce for each sum, and
-nothing here knows about meshes. Whatever depends on the step alone (learning rate, bias corrections) is computed once
-per update as a 0-dim tensor, never inside a leaf's arithmetic.
+nothing here knows about meshes. A function marked with `whole` is given whole leaves. Whatever depends on the step
+alone (learning rate, bias corrections) is computed once per update as a 0-dim tensor, never inside a leaf's arithmetic.
 
 Arithmetic and state are float32, or float64 for float64 leaves, whatever the dtypes of gradients and parameters.
 `None` in place of a leaf (a frozen parameter) must stand in params, grads and updates alike, and passes through.
