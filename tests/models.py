@@ -134,11 +134,21 @@ class Model:
 
 MODELS = {"gpt": Model(gpt_init, gpt_loss), "bare": Model(bare_init, bare_loss), "mixed": Model(mixed_init, mixed_loss)}
 
+
+def matrices(path: str, leaf: torch.Tensor) -> int:
+    """Of the layers all matrices, of a fused qkv three."""
+    return (3 if "qkv" in path else leaf.dim() == 2) if "layers" in path else 0
+
+
 OPTIMIZERS = {
     "adamw": lambda: optim.adamw(1e-2, weight_decay=0.1),
     "sgd": lambda: optim.sgd(0.3, momentum=0.9),
     "lion": lambda: optim.lion(1e-3),
     "lamb": lambda: optim.lamb(1e-2),
+    "muon": lambda: optim.chain(
+        optim.clip_by_global_norm(0.5),
+        optim.muon(1e-2, where=matrices, other=optim.adamw(1e-2), ns_dtype="fp32"),
+    ),
     "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)),
 }
 

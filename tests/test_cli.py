@@ -386,7 +386,11 @@ def test_passes_one_by_one(run):
         (["--after", "batch"], 2, "'batch' does not run here"),
         (["--after", "pool", "--diff", "pool"], 2, "both --after pool and --diff pool"),
         (["--skip", "pool", "batch"], 2, "pool: nothing that moves would have a buffer"),
-        (["--skip", "sahrd"], 2, "sahrd: no such pass\nFix: one of fuse, remat, speculate, hoist_updates, overlap"),
+        (
+            ["--skip", "sahrd"],
+            2,
+            "sahrd: no such pass\nFix: one of fuse, remat, deal, speculate, hoist_updates, overlap",
+        ),
         (["--skip", "batch"], 1, "batch: has nothing to do here"),
     ],
 )

@@ -110,6 +110,8 @@ def test_every_answer_is_to_a_key_of_the_schema(schema: dict[str, Any]) -> None:
 def test_every_argument_of_optimizers_and_schedules(schema: dict[str, Any]) -> None:
     own = {"Adam": {"adamw_mode", "decoupled_weight_decay"}, "AdamW": {"adamw_mode", "decoupled_weight_decay"}}
     for name, arguments in PARAMS.items():
+        if name == "Muon":  # DeepSpeed reads these one by one
+            continue
         assert {*arguments} - {"torch_adam"} == {*schema["optimizers"][name]} - own.get(name, set()), name
         assert {f"optimizer.params.{x}" for x in arguments} <= {*ROWS}
     assert {x.lower() for x in (*PARAMS, *REFUSED)} >= {*schema["known"]}
@@ -308,6 +310,34 @@ def test_adam_is_adamw() -> None:
     assert "chain(add_decayed_weights(0.1), adam(0.1, b1=0.9, b2=0.999, eps=1e-08))" in plain
     named = with_("optimizer", {"type": "AdamW", "params": {"adam_w_mode": False}})
     assert "without effect" in noted(named, "optimizer.params.adam_w_mode")
+
+
+def test_muon_is_of_matrices_that_are_no_embeddings() -> None:
+    given = {"lr": 0.01, "muon_lr": 0.02, "weight_decay": 0.1, "ns_method": "standard"}
+    made = load({**SMALL, "gradient_clipping": 0, "optimizer": {"type": "Muon", "params": given}})
+    params = {"embed": torch.ones(4, 3), "lm_head": torch.ones(3, 4), "bias": torch.ones(3)}
+    params |= {"w": torch.eye(3), "experts": torch.eye(3).expand(2, 3, 3).clone()}
+    optimizer = made.optimizer
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    theirs = torch.nn.Parameter(torch.eye(3))
+    torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1)
+    theirs.grad = torch.eye(3)
+    torchs.step()
+    for got in (updates["w"], *updates["experts"]):
+        torch.testing.assert_close(torch.eye(3) + got, theirs.detach())
+    adamw = fz.optim.adamw(0.01, 0.9, 0.95, 1e-10, 0.1)
+    want, _ = adamw.update(params, adamw.init(params), params)
+    assert all(torch.equal(updates[name], want[name]) for name in ("embed", "lm_head", "bias"))
+
+
+def test_muons_schedules() -> None:
+    """A schedule sets the rate of both groups; WarmupCosineLR scales each."""
+    config = with_("optimizer", {"type": "Muon", "params": {"lr": 0.01, "muon_lr": 0.02}})
+    warm = with_("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}, config)
+    assert "muon(WarmupLR, " in load(warm).optimizer_text and "adamw(WarmupLR, " in load(warm).optimizer_text
+    assert "without effect" in noted(warm, "optimizer.params.muon_lr")
+    cosine = with_("scheduler", {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, config)
+    assert "muon(2 * WarmupCosineLR, " in load(cosine).optimizer_text
 
 
 def test_defaults_that_differ() -> None:

@@ -75,6 +75,7 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.compose(fz.tensor_parallel(rules={"w": 0, "b": 0}), fz.shard_params()),
         fz.AbstractMesh(data=2, model=2),
     ),
+    "whole": (fz.shard_params(axis=("data", "node")), fz.AbstractMesh(node=2, data=2)),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
     "redundant": (fz.compose(fz.shard_params(), fz.redundant(every=2), fz.offload("cpu", "opt_state")), APART),
     "offload_nvme": (
@@ -87,7 +88,8 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
 @functools.cache
 def program_of(name: str) -> Program:
     transform, mesh = PROGRAMS[name]
-    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)))
+    last = optim.muon(0.1, other=optim.adamw(0.1)) if name == "whole" else optim.adamw(0.1)
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), last))
     return fz.lower(transform(step), mesh, PARAMS, torch.ones(6, 4)).program
 
 

@@ -31,6 +31,7 @@ lower_file = importlib.import_module("fzero.lowering.lower")
 STEPS = {
     "plain": (fz.compose(), fz.AbstractMesh(data=1)),
     "zero-3": (fz.shard_params(), fz.AbstractMesh(data=2)),
+    "whole": (fz.shard_params(), fz.AbstractMesh(data=2)),
     "cpu": (
         fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params"))),
         APART.of_type("cuda"),
@@ -49,13 +50,15 @@ STEPS = {
 
 def lower(name: str, *more: Any, **kwargs: Any) -> Lowered:
     transform, mesh = STEPS[name]
-    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)))
+    last = optim.muon(0.1, other=optim.adamw(0.1)) if name == "whole" else optim.adamw(0.1)
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), last))
     return fz.lower(fz.compose(transform, *more)(step), mesh, PARAMS, torch.ones(6, 4), **kwargs)
 
 
 RAN = {
     "plain": "fuse remat cut_update hoist_updates pool",
     "zero-3": "fuse remat shard cut_update hoist_updates overlap pool",
+    "whole": "fuse remat shard cut_update deal hoist_updates overlap pool",
     "cpu": "fuse copies remat shard cut_update hoist_updates tiers overlap pool batch device_waits",
     "nvme": "fuse remat shard cut_update gradients hoist_updates tiers overlap pool device_waits",
     "all": "fuse remat accumulate shard cut_update hoist_updates tiers overlap redundant pool device_waits",

@@ -22,12 +22,13 @@ PARAMS = {
     "AdamW": f"{_ADAM} {_TORCH}".split(),
     "Lion": ["lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states"],
     "SGD": f"momentum dampening nesterov {_TORCH}".split(),
+    "Muon": ["lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method"],
 }
 """The optimizers that there are, and their arguments."""
 
 REFUSED = {
     "Lamb": "DeepSpeed's clips its ratios to 0.01 .. 10 and scales by its bias corrections: fz.optim.lamb does neither",
-    **dict.fromkeys(("Muon", "Adagrad"), "not there"),
+    "Adagrad": "not there",
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "µP's learning rates are not there"),
     **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "DeepSpeed has removed it, and refuses it too"),
 }
@@ -125,6 +126,8 @@ def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[Gr
         text = ", ".join(f"{key}={get(key, 0)!r}" for key in ("momentum", "nesterov", "weight_decay") if get(key, 0))
         made = optim.sgd(lr, get("momentum", 0.0), get("nesterov", False), get("weight_decay", 0.0))
         return made, f"sgd({', '.join(x for x in (shown, text) if x)})"
+    if name == "Muon":
+        return _muon(settings, lr, shown)
     b1, b2 = get("betas", (0.9, 0.999))
     if name == "Lion":
         if "betas" not in given:
@@ -132,6 +135,43 @@ def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[Gr
         decay = get("weight_decay", 0.0)
         return optim.lion(lr, b1, b2, decay), f"lion({shown}, b1={b1:g}, b2={b2:g}, weight_decay={decay:g})"
     return _adam(settings, name, lr, shown, b1, b2)
+
+
+def _muon(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[GradientTransformation, str]:
+    """Muon of all matrices whose names have no "embed" or "lm_head", and AdamW of all other leaves."""
+    get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
+
+    def rate(key: str, default: float) -> tuple[float | Schedule, str]:
+        """The learning rate of a group. Schedules set one for both, but for WarmupCosineLR, which scales each."""
+        own = float(get(key, get("lr", default)))
+        schedule = lr
+        if not callable(schedule):
+            return own, f"{own:g}"
+        if settings.get("scheduler.type") == "WarmupCosineLR":
+            factor = own / float(get("lr", 1e-3))
+            return (lambda step: schedule(step) * factor), f"{factor:g} * {shown}"
+        if f"optimizer.params.{key}" in settings.values:
+            settings.note(f"optimizer.params.{key}", "without effect, as in DeepSpeed: the schedule sets the rate")
+        return schedule, shown
+
+    (matrices, says), (others, also) = rate("muon_lr", 0.02), rate("adam_lr", 3e-4)
+    (b1, b2), eps = get("betas", (0.9, 0.95)), get("eps", 1e-10)
+    momentum, decay = get("momentum", 0.95), float(get("weight_decay", 0.0))
+    if "optimizer.params.betas" not in settings.values:
+        settings.omitted("optimizer.params.betas", f"DeepSpeed's own of Muon, {b1:g} and {b2:g}, with eps {eps:g}")
+
+    if get("ns_method", "gram") == "gram":
+        noted = settings.note if "optimizer.params.ns_method" in settings.values else settings.omitted
+        noted("optimizer.params.ns_method", "the standard iteration in bf16, equal to gram but for rounding")
+
+    def where(path: str, leaf: torch.Tensor) -> int:
+        matrix = leaf.dim() >= 2 and not any(word in path.lower() for word in ("embed", "lm_head"))
+        return (1 if leaf.dim() == 2 else leaf.shape[0]) if matrix else 0
+
+    other = optim.adamw(others, b1, b2, eps, decay)
+    made = optim.muon(matrices, momentum, weight_decay=decay, where=where, other=other)
+    adamw = f"adamw({also}, b1={b1:g}, b2={b2:g}, eps={eps:g}, weight_decay={decay:g})"
+    return made, f"muon({says}, momentum={momentum:g}, weight_decay={decay:g}, other={adamw})"
 
 
 def _adam(

@@ -68,9 +68,10 @@ refused optimizer.params [true] | state is fp32; less memory: optimizer=fz.optim
 note optimizer.params | the update is compiled
   flag? foreach fused
   flag set_grad_none capturable differentiable
-refused optimizer.params | Muon is not there
+meaning optimizer.params | the learning rate of Muon's matrices, and of its other leaves
   number muon_lr adam_lr
-  any ns_method
+meaning optimizer.params | the iteration of Muon
+  ["gram","standard"] ns_method
 note - | any optimizer shards, on any tier
   flag zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
 meaning scheduler | a schedule, one update late as DeepSpeed's: its first two updates have the same rate
@@ -151,7 +152,7 @@ note zero_optimization | masters start from the values given, and any state rest
   flag load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint
 note zero_optimization | a parameter that the loss does not read has a zero gradient
   flag ignore_unused_parameters
-note zero_optimization | Muon is not there
+note zero_optimization | the momenta of Muon rest where fz.offload says
   flag save_muon_momentum_buffer_in_memory
 note zero_optimization.leaf_module | no hooks: every rank runs the same lines
   texts classes names name_suffixes

@@ -39,10 +39,22 @@ def _sgd(g: Mapping[str, Any]) -> GradientTransformation:
     return optim.sgd(1.0, g["momentum"], g["nesterov"], g["weight_decay"])
 
 
-CLASSES = {torch.optim.AdamW: _adamw, torch.optim.Adam: _adam, torch.optim.SGD: _sgd}
+def _muon(g: Mapping[str, Any]) -> GradientTransformation:
+    scale = "match_rms" if g["adjust_lr_fn"] == "match_rms_adamw" else "spectral"
+    numbers = g["momentum"], g["nesterov"], g["ns_steps"], g["weight_decay"]
+    return optim.muon(1.0, *numbers, scale, lambda path, leaf: True, eps=g["eps"])
+
+
+CLASSES = {
+    torch.optim.AdamW: _adamw,
+    torch.optim.Adam: _adam,
+    torch.optim.SGD: _sgd,
+    torch.optim.Muon: _muon,
+}
 """The classes that are translated."""
 
 _NEUTRAL = {"amsgrad": False, "maximize": False, "dampening": 0, "differentiable": False}
+_NEUTRAL["ns_coefficients"] = (3.4445, -4.7750, 2.0315)
 """Settings that are not there, and the value with which they do nothing."""
 
 

@@ -200,6 +200,8 @@ def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequenc
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
             param = params.leaves[mirrored]
+            if param.layout.dims and has_blocks(leaves[i].shape) and leaves[i].shape != param.shape:
+                continue  # a matrix of another shape, which nothing cuts along dims
             layout = {"axes": zero.opt_state(param), "dims": param.layout.dims, "tier": tiers[mirrored].opt_state}
             leaves[i] = leaves[i].with_layout(**layout)
             if param.layout.dims and leaves[i].shape != param.shape:
@@ -274,8 +276,10 @@ def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
 
 
 def _alike(shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
-    """Whether a leaf of the optimizer's state has a number for each element of a parameter, or for each block."""
-    return shape == param or (has_blocks(param) and shape == blocks_shape(param))
+    """Whether a leaf of the optimizer's state has a number for each element of a parameter, or for each block; or is a
+    large matrix beside a matrix, such as a preconditioner."""
+    blocks = has_blocks(param) and shape == blocks_shape(param)
+    return shape == param or blocks or (len(shape) == len(param) >= 2 and has_blocks(shape))
 
 
 def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:

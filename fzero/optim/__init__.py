@@ -9,8 +9,8 @@
 
 Names and meanings are optax's. [Note: optimizers on shards] `update` combines the tensors of a leaf and 0-dim tensors
 pointwise, and sums over whole leaves. So it means the same on a flat shard, given an all_reduce for each sum, and
-nothing here knows about meshes. Whatever depends on the step alone (learning rate, bias corrections) is computed once
-per update as a 0-dim tensor, never inside a leaf's arithmetic.
+nothing here knows about meshes. A function marked with `whole` is given whole leaves. Whatever depends on the step
+alone (learning rate, bias corrections) is computed once per update as a 0-dim tensor, never inside a leaf's arithmetic.
 
 Arithmetic and state are float32, or float64 for float64 leaves, whatever the dtypes of gradients and parameters.
 `None` in place of a leaf (a frozen parameter) must stand in params, grads and updates alike, and passes through.
@@ -24,6 +24,7 @@ from fzero.optim.base import EmptyState, GradientTransformation, apply_updates, 
 from fzero.optim.lamb import lamb, scale_by_trust_ratio
 from fzero.optim.lion import LionState, lion
 from fzero.optim.masking import MaskedState, PartitionState, masked, partition
+from fzero.optim.muon import MuonState, muon
 from fzero.optim.nonfinite import skip_nonfinite
 from fzero.optim.rounding import stochastic_round
 from fzero.optim.schedules import (
@@ -37,6 +38,7 @@ from fzero.optim.schedules import (
     warmup_stable_decay,
 )
 from fzero.optim.sgd import TraceState, sgd, trace
+from fzero.optim.shampoo import ShampooState, shampoo
 from fzero.optim.transforms import (
     ScaleByScheduleState,
     add_decayed_weights,
@@ -46,16 +48,19 @@ from fzero.optim.transforms import (
     scale_by_schedule,
     set_to_zero,
 )
+from fzero.optim.whole import whole
 
 __all__ = [
     "EmptyState",
     "GradientTransformation",
     "LionState",
     "MaskedState",
+    "MuonState",
     "PartitionState",
     "ScaleByAdamState",
     "ScaleByScheduleState",
     "Schedule",
+    "ShampooState",
     "TraceState",
     "adam",
     "adamw",
@@ -71,6 +76,7 @@ __all__ = [
     "linear",
     "lion",
     "masked",
+    "muon",
     "partition",
     "scale",
     "scale_by_adam",
@@ -79,6 +85,7 @@ __all__ = [
     "scale_by_trust_ratio",
     "set_to_zero",
     "sgd",
+    "shampoo",
     "skip_nonfinite",
     "stochastic_round",
     "trace",
@@ -86,6 +93,7 @@ __all__ = [
     "warmup_decay_lr",
     "warmup_lr",
     "warmup_stable_decay",
+    "whole",
 ]
 
 

@@ -5,7 +5,8 @@ The recorded update is one graph over all leaves. Its scalars (norms, bias corre
 depend on all leaves, its leaf arithmetic is much and depends on one leaf and some scalars. So it falls into levels,
 each a function of scalars, then functions of leaves that reduce to new scalars, then an all_reduce for all of those at
 once; last come the functions that write new parameters and state in place. A leaf value that two levels need is
-computed twice: reading it again would cost as much.
+computed twice: reading it again would cost as much. What is marked as whole is gathered where a level ends, too: a
+function makes the shards, and the next level's functions read whole values.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import torch
 import torch.fx as fx
 
 from fzero.layout import TIERS, Cut, cut_over
+from fzero.passes import hops
 from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
 from fzero.program.attrs import Attrs, CastAttrs, CutAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
-from fzero.trace.propagate import Sharded, all_reduce, cut, draw_start, num_valid, propagate
+from fzero.trace.propagate import Sharded, all_reduce, cut, draw_start, gather, num_valid, propagate
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import Subgraph, ancestors, views_of
 
@@ -44,6 +46,8 @@ class _Cutter:
     def __init__(self, program: Program):
         self.functions, self.names = Functions(program.functions), Names(program.values())
         self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
+        self.placed: dict[fx.Node, tuple[tuple[int, ...], Placement]] = {}  # shards that are gathered
+        self.gathered: dict[fx.Node, str] = {}
         update = program.update
         assert update is not None
         self.line = update
@@ -87,7 +91,8 @@ class _Cutter:
         last, views = graph.output_node(), views_of(graph, set(self.places))
         with graph.inserting_before(last):
             for i, (target, node) in enumerate(zip(self.line.writes, outputs, strict=False)):
-                if node in views or self.name.get(node, target) != target:
+                made_here = node not in views and node.target not in (cut, gather)
+                if not made_here or self.name.get(node, target) != target:
                     outputs[i] = graph.call_function(
                         aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
                     )
@@ -128,10 +133,11 @@ class _Cutter:
         return {n: owner.get(root(n), NOBODY) for n in parent}
 
     def _levels(self) -> dict[fx.Node, int]:
-        """The number of reductions before a node."""
+        """The number of reductions and gathers before a node."""
         level: dict[fx.Node, int] = {}
         for node in _in_order(self.graph.graph):
-            level[node] = max((level[a] + reduces(a) for a in node.all_input_nodes), default=0)
+            args = node.all_input_nodes
+            level[node] = max((level[a] + (reduces(a) or a.target is gather) for a in args), default=0)
         return level
 
     def _pack(self) -> None:
@@ -193,7 +199,7 @@ class _Cutter:
             n
             for n in nodes
             if n.op == "placeholder"
-            or n.target in (cut, all_reduce)
+            or n.target in (cut, gather, all_reduce)
             or reduces(n)
             or not (n.op == "get_attr" or is_leaf_value(n))
         }
@@ -221,13 +227,13 @@ class _Cutter:
                 placement = Placement("local", axes) if axes else WHOLE
                 self._line("draw_start", (), node, DrawAttrs(base=base, shape=shape, axes=axes), placement)
         self._scalars([n for n in here if self._is_scalar(n)], at, stop)
-        for node in here:
-            if node.target is cut:
-                self._cut(node, stop)
+        self._cuts([n for n in here if n.target is cut], stop)
         reductions = [n for n in here if reduces(n)]
         for group in self._by_owner(reductions):
             self._function("reduce", group, (), stop - set(group))
         self._all_reduce([u for n in reductions for u in n.users if u.target is all_reduce])
+        for group in self._by_owner([n for n in here if n.target is gather]):
+            self._gather(group, stop)
 
     def _write(self, stop: set[fx.Node]) -> None:
         """The functions of blocks that write the state in place, and what is put in place as it is."""
@@ -275,7 +281,9 @@ class _Cutter:
         """A line that calls the function from what is known to `outputs`; with targets it writes them there instead of
         returning them."""
         needed = ancestors(outputs, stop)
-        inputs = sorted({n for n in needed if n in stop} | {self.place[t] for t in targets})
+        # numbers that all leaves share come behind: the first function that reads one is like the others
+        read = {n for n in needed if n in stop} | {self.place[t] for t in targets}
+        inputs = sorted(read, key=lambda n: (n.target is not gather, n))
         part = Subgraph(self.graph, inputs, outputs)
         args = tuple(self.name[n] for n in inputs)
         writes = tuple(args.index(t) for t in targets)
@@ -288,21 +296,50 @@ class _Cutter:
             for node in outputs:
                 across = _across(node)
                 placement = WHOLE if across is None else Placement(partial=across.axes, by=across.op)
+                shape, placement = self.placed.get(node, (tuple(node.meta["val"].shape), placement))
                 self.name[node] = self._scalar_name(node)
-                out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
+                out.append(Value(self.name[node], shape, node.meta["val"].dtype, placement))
             self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
             return
         self.lines.append(Line("call", args, (), fn, writes=targets, by="optimizer"))
 
-    def _cut(self, node: fx.Node, stop: set[fx.Node]) -> None:
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
-        if source not in self.name:
-            self._function("whole", [source], (), stop - {source})
-        axes, dims = node.args[1:]
-        placement = Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
-        attrs = CutAttrs(axes=axes, dims=dims)  # type: ignore[arg-type]
-        shape = tuple(source.meta["val"].shape)
-        self._line("take_shard", (self.name[source],), node, attrs, placement, shape)
+    def _gather(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
+        """The lines that gather whole values, of one block."""
+        shards: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            shards[node], axes, dims, shape = node.args  # type: ignore[assignment]
+            self.placed[shards[node]] = shape, Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
+        made = [n for n in dict.fromkeys(shards.values()) if n not in self.name]
+        if made:
+            self._function("shards", made, (), stop - {*made})
+        values = {
+            n: Value(self.name[x], self.placed[x][0], x.meta["val"].dtype, self.placed[x][1]) for n, x in shards.items()
+        }
+        handle = lambda: Value(self.names("gather_whole"), (), torch.uint8, MOVING)  # noqa: E731
+        named = {n: f"whole_{len(self.gathered) + i}" for i, n in enumerate(nodes)}
+        whole, lines = hops.gathered(values, {}, lambda n: named[n], self.names, handle, "optimizer")
+        self.gathered |= named
+        self.name.update((n, v.name) for n, v in whole.items())
+        self.lines += lines
+
+    def _cuts(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
+        """Shards of what is whole. Values made of one gathered leaf come of one function."""
+        groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
+        sources: list[fx.Node] = [n.args[0] for n in nodes]  # type: ignore[misc]
+        for source in dict.fromkeys(x for x in sources if x not in self.name):
+            of, group = {n for n in ancestors([source], stop - {source}) if n.target is gather}, [source]
+            for met in [x for x in groups if not of.isdisjoint(x[0])]:
+                groups.remove(met)
+                of, group = of | met[0], [*met[1], *group]
+            groups.append((of, group))
+        for _, group in groups:
+            self._function("whole", group, (), stop - {*group})
+        for node, source in zip(nodes, sources, strict=True):
+            axes, dims = node.args[1:]
+            placement = Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
+            attrs = CutAttrs(axes=axes, dims=dims)  # type: ignore[arg-type]
+            shape = tuple(source.meta["val"].shape)
+            self._line("take_shard", (self.name[source],), node, attrs, placement, shape)
 
     def _line(
         self,

@@ -1,8 +1,8 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
     recorded program -- fuse, copies --> base program -- remat, cut, accumulate, shard, cut_update -->
-    lines in the base program's order -- gradients, speculate, hoist_updates, tiers, overlap, redundant, rename, pool,
-    batch, device_waits --> finished program
+    lines in the base program's order -- deal, gradients, speculate, hoist_updates, tiers, overlap, redundant, rename,
+    pool, batch, device_waits --> finished program
 
 A pass is the unit of everything optional: it says when it is wanted, what a choice (choice.py) comes to for it, and
 which rules hold before and behind it. One that is not wanted does not run. Training steps and evaluations go through
@@ -22,6 +22,7 @@ from fzero.layout import TIERS, Leaf, in_slot
 from fzero.passes import accumulate, batch, copies, cut, fuse, off_device, pool, redundant, remat, rules, shard, tiers
 from fzero.passes.choice import Choice, orders
 from fzero.passes.cut_update import cut_update
+from fzero.passes.deal import deal, gathers
 from fzero.passes.device_waits import mark
 from fzero.passes.hoist_updates import hoist_updates
 from fzero.passes.overlap import overlap, sharable
@@ -219,6 +220,7 @@ PASSES = (
         behind=rules.is_cut,
         needed="an update is run in functions",
     ),
+    Pass("deal", lambda program, *_: deal(program), wanted=lambda program, *_: gathers(program)),
     Pass(
         "gradients",
         lambda program, asked, _: tiers.with_leaves(program, asked.gradients.values()),

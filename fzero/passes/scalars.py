@@ -9,11 +9,11 @@ import torch
 import torch.fx as fx
 
 from fzero.random import DERIVE
-from fzero.trace.propagate import all_reduce, cut, draw_start, is_reduction, num_elements, num_valid
+from fzero.trace.propagate import all_reduce, cut, draw_start, gather, is_reduction, num_elements, num_valid
 
 aten = torch.ops.aten
 
-MARKERS = (all_reduce, cut, num_valid, draw_start)
+MARKERS = (all_reduce, cut, gather, num_valid, draw_start)
 """The functions that propagation leaves in a graph, which lowering turns into lines (trace/propagate.py)."""
 
 

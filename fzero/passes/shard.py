@@ -22,9 +22,10 @@ import torch
 
 from fzero.boxes import Dim
 from fzero.layout import Leaf
+from fzero.passes import hops
 from fzero.passes.zero import Zero
 from fzero.precision.fp8_gather import on_shards
-from fzero.program.attrs import AddAttrs, CutAttrs, GatherAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
+from fzero.program.attrs import AddAttrs, CutAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats, resting
 from fzero.program.lines import Functions
 from fzero.program.names import Names, identifier
@@ -272,34 +273,8 @@ class _Rewrite:
     ) -> tuple[dict[str, Value], list[Line]]:
         """Gathers values, by any key, until they are cut over these axes alone: over one axis after the other, what
         goes over the same together."""
-        now, lines = dict(values), list[Line]()
-        while left := [key for key, v in now.items() if v.placement.axes != to.get(key, ())]:
-            first = max((now[key].placement.axes for key in left), key=len)
-            here = [key for key in left if now[key].placement.axes[-1:] == first[-1:]]
-            handle, arrives = self._handle("gather"), STARTS["all_gather_start"].arrives
-            start = Line(
-                "all_gather_start",
-                tuple(now[key].name for key in here),
-                (handle,),
-                attrs=GatherAttrs(axes=first[-1:]),
-                by=self.by,
-            )
-            for key in here:
-                placement = arrives(start, now[key].placement)
-                now[key] = replace(
-                    now[key],
-                    name=self.names(f"{named(key)}_{'parts' if placement.kind == 'parts' else 'part'}")
-                    if placement.axes
-                    else self.names(named(key)),
-                    placement=placement,
-                )
-                self.placement[now[key].name] = placement
-            lines += [start, Line("wait", (handle.name,), tuple(now[key] for key in here), by=self.by)]
-            for key in (key for key in here if now[key].placement.kind == "parts"):
-                parts, placement = now[key], now[key].placement.joined
-                name = self.names(f"{named(key)}_part" if placement.axes else named(key))
-                now[key], self.placement[name] = replace(parts, name=name, placement=placement), placement
-                lines.append(Line("join_parts", (parts.name,), (now[key],), attrs=Over(axes=first[-1:]), by=self.by))
+        now, lines = hops.gathered(values, to, named, self.names, lambda: self._handle("gather"), self.by)
+        self.placement.update((v.name, v.placement) for line in lines for v in line.out)
         return now, lines
 
     def _handle(self, what: str) -> Value:

@@ -64,6 +64,13 @@ class Counted(Attrs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DealAttrs(Over, Counted):
+    """The number of shards that are dealt."""
+
+    count: int = field()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Side(Attrs):
     """`on`: where it computes."""
 

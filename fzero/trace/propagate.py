@@ -8,6 +8,8 @@ A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to
   full reductions         run on the shards and leave a summand each, which meet in an all_reduce over the axes of
                           that leaf
   constants, random bits  are made shard by shard; in an update a draw starts where a line says (`draw_start`)
+  marked as whole         (fzero/operators/whole.py) are gathered in an update; what is computed of them is cut where a
+                          shard of it is asked for
 
 Anything else on a sharded leaf is an error that names the operation and the leaf, and so is an operation on two leaves
 that are sharded over different axes. What does not depend on a sharded leaf can always be made whole and cut.
@@ -33,6 +35,7 @@ from fzero.boxes import whole as all_of
 from fzero.errors import FzeroTypeError
 from fzero.layout import Cut
 from fzero.operators.quant_blocks import BLOCK_EXPAND, BLOCK_MAX, blocks_shape, has_blocks
+from fzero.operators.whole import WHOLE
 from fzero.random import DRAW, DRAW_FROM, from_start, sub_range
 from fzero.trace.reads.user_lines import line
 from fzero.trace.recorder import Recorded
@@ -47,6 +50,12 @@ def all_reduce(x: torch.Tensor, op: str, axes: tuple[str, ...]) -> torch.Tensor:
 
 def cut(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...] = ()) -> torch.Tensor:
     """Marker: this rank's flat shard of the whole `x` over these axes, the first of which cut along these dims."""
+    raise AssertionError("a marker is not executable")
+
+
+def gather(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...], shape: Sequence[int]) -> torch.Tensor:
+    """Marker: the whole value of this shape, of which each rank has a flat shard over these axes, the first of which
+    cut along these dims."""
     raise AssertionError("a marker is not executable")
 
 
@@ -147,9 +156,12 @@ def propagate(
     nodes, outputs = list(source.graph.nodes), source.outputs
     leaf: dict[fx.Node, Sharded] = dict(sharded)  # values that are shards by nature, and the leaf that made them so
     culprit: dict[fx.Node, str] = {}  # values that there is no way to have, and the operation and leaf at fault
+    inside: set[fx.Node] = set()  # what is computed of whole leaves, part of leaf arithmetic though it is no shard
     for node in nodes:
         origin = next((leaf[a] for a in node.all_input_nodes if a in leaf), None)
-        if origin and node.op == "call_function" and not is_reduction(node):
+        if node.target is WHOLE and index is None:
+            inside |= {node} if _numel(node) > 1 else set()
+        elif origin and node.op == "call_function" and not is_reduction(node):
             leaf[node] = origin
             place = node.meta.get("place")
             at_fault = (
@@ -160,18 +172,23 @@ def propagate(
             at_fault = next((culprit[a] for a in node.all_input_nodes if a in culprit), at_fault)
             if at_fault:
                 culprit[node] = at_fault
+        elif not inside.isdisjoint(node.all_input_nodes):
+            inside.add(node)
+    # what reads a number made of whole leaves is made whole, too: the number is where these are
+    numbers = {n for n in inside if _numel(n) == 1}
+    at_once = {n for n in inside if not numbers.isdisjoint(n.all_input_nodes)}
     want: dict[fx.Node, set[Cut | None]] = {n: set() for n in nodes}
     problems: dict[str, None] = {}
     for node, shard in zip(outputs, demand, strict=True):
         want[node].add(shard)
     for node in reversed(nodes):
         for shard in _whole_first(want[node]):
-            for arg, needs in _needs(node, shard, leaf, culprit, problems):
+            for arg, needs in _needs(node, None if node in at_once else shard, leaf, culprit, problems):
                 want[arg].add(needs)
     if problems:
         fix = (
-            "keep to pointwise operations and full reductions on leaves, or keep this leaf whole: where=lambda path, "
-            "leaf: ..."
+            "a function that reads a matrix as a matrix: optim.whole(fn)(leaf); or keep this leaf whole: where=lambda "
+            "path, leaf: ..."
         )
         raise FzeroTypeError(owner, "cannot run on shards", problems, fix)
     graph = compat.Graph()
@@ -190,8 +207,11 @@ def propagate(
             continue
         for shard in _whole_first(want[node]):
             draws = node.target is DRAW and index is None
-            if not draws and (
+            if node.target is WHOLE and node not in leaf:
+                env[node, shard] = _whole(graph, node, shard, leaf, env)
+            elif not draws and (
                 node.op == "get_attr"
+                or node in at_once
                 or (not shard and node not in leaf and not (is_reduction(node) and node.args[0] in leaf))
             ):
                 if (node, None) not in env:
@@ -204,6 +224,8 @@ def propagate(
                 env[node, shard] = _make(graph, node, shard, leaf, env, index)
             if shard:
                 env[node, shard].meta["shard"] = True
+            if (node, None) in env and node in inside and node.target is not WHOLE:
+                env[node, None].meta["shard"] = True
     graph.output(tuple(env[n, s] for n, s in zip(outputs, demand, strict=True)))
     return Recorded(graph, source.constants)
 
@@ -289,6 +311,8 @@ def _needs(
         return []
     args = list(node.all_input_nodes)
     natural = [(a, leaf[a].cut if a in leaf else None) for a in args]
+    if node.target is WHOLE and node not in leaf:
+        return [(args[0], shard)] if shard else natural
     if not shard:
         if node not in leaf and not is_reduction(node):
             return [(a, None) for a in args]
@@ -308,6 +332,18 @@ def _needs(
         problems[culprit.get(node, f"{node.target} on {leaf[node].path}")] = None
         return []
     return [(a, None) for a in args]  # whole, then cut
+
+
+def _whole(graph: fx.Graph, node: fx.Node, shard: Cut | None, leaf: Mapping[fx.Node, Sharded], env: Env) -> fx.Node:
+    """A value that is marked as whole: gathered, if there are shards of it, or one of these, if that is wanted."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    if shard or source not in leaf:
+        return env[source, shard]
+    of, shape = leaf[source].cut, tuple(node.meta["val"].shape)
+    value = torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")
+    gathered = _once(graph, gather, (env[source, of], of.axes, of.dims, shape), value)
+    gathered.meta["shard"] = True
+    return gathered
 
 
 def _cut(graph: fx.Graph, source: fx.Node, shard: Cut, value: torch.Tensor) -> fx.Node:
@@ -337,11 +373,11 @@ def _make(
             if num_elements(a) != 1:
                 return env[a, shard]
             whole = env[a, None]
-            return (
-                whole
-                if whole.meta["val"].dim() == 0
-                else _emit(graph, aten.reshape.default, (whole, []), whole.meta["val"].reshape(()))
-            )
+            if whole.meta["val"].dim() == 0:
+                return whole
+            scalar = _emit(graph, aten.reshape.default, (whole, []), whole.meta["val"].reshape(()))
+            scalar.meta.update({"shard": True} if "shard" in whole.meta else {})
+            return scalar
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}

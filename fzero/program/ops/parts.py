@@ -1,5 +1,6 @@
 """Defines ops for values that a mesh axis cuts along a dim: a gather over it makes their parts, one behind the other,
-and a reduction over it takes them so. Functions read and make a part as a tensor of its own."""
+and a reduction over it takes them so. Functions read and make a part as a tensor of its own. And ops for shards that
+the ranks along an axis deal out, so that each gets one whole value."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from fzero.boxes import Along, Dim, part_shape, parts_of
 from fzero.layout import cut_over
 from fzero.mesh import AbstractMesh
-from fzero.program.attrs import Over
+from fzero.program.attrs import DealAttrs, Over
 from fzero.program.ir import Line, Placement, Program, Value, local_bytes
 from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told, into, over
 
@@ -181,4 +182,96 @@ class Flatten(Reshaped):
         return line.out[0], arg
 
 
-ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts(), Unflatten(), Flatten())
+class Deal(Op[DealAttrs]):
+    """Shards of as many values as there are ranks along an axis, or of fewer, and their stack: row r is for rank r, or
+    from it."""
+
+    attrs = DealAttrs
+
+    def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
+        """The shards, and the stack."""
+        raise NotImplementedError(self.name)
+
+    def check(self, line: Line[DealAttrs], args: list[Value], rules: Rules) -> None:
+        if len(line.attrs.axes) != 1 or not args or not line.out:
+            rules.bad(line, f"deals {len(args)} values over {len(line.attrs.axes)} axes")
+            return
+        shards, stack = self.ends(line, args)
+        size, first = rules.program.mesh.axis_size(line.attrs.axes), shards[0]
+        if not {*first.placement.grid} <= {*rules.program.mesh.axes}:
+            rules.bad(line, f"deals {first}")
+            return
+        alike = all(replace(v, name=first.name) == first for v in shards)
+        wanted = replace(
+            stack,
+            shape=(size, math.prod(first.held(rules.program.mesh))),
+            dtype=first.dtype,
+            placement=Placement("local", line.attrs.axes),
+        )
+        at = first.placement
+        flat = at.kind == "shard" and at.axes == line.attrs.axes and not at.dims and not at.partial
+        if not (alike and flat and stack == wanted and len(shards) == line.attrs.count <= size):
+            rules.bad(line, f"{', '.join(map(str, args))} become {', '.join(map(str, line.out))}")
+
+
+class StackShards(Deal):
+    """The stack, with zeros in rows that are left."""
+
+    name = "stack_shards"
+    out = 1
+    pool = "results"
+    settles = True
+    makes_own = True
+
+    def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
+        return args, line.out[0]
+
+    def touched(self, line: Line[DealAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return 2 * local_bytes(line.out[0], mesh)
+
+    def text(self, line: Line[DealAttrs], program: Program) -> Text:
+        arguments = [f"[{', '.join(line.args)}]", over(line), *into(line, program)]
+        return Text(f"{self.name}({', '.join(arguments)})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        def stack_shards(
+            shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor] | None = None
+        ) -> torch.Tensor:
+            size = on.mesh.axis_size(axis)
+            return _stacked(shards, shards[0].new_empty(size, shards[0].numel()) if into is None else into[0])
+
+        return on.tiers.settled(stack_shards, lambda *args: args[-1])
+
+    def means(self, line: Line[DealAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [_stacked(args, args[0].new_empty(line.out[0].shape))]
+
+
+def _stacked(shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    torch.stack([x.reshape(-1) for x in shards], out=out[: len(shards)])
+    out[len(shards) :].zero_()
+    return out
+
+
+class UnstackShards(Deal):
+    """The rows of the stack, where they lie."""
+
+    name = "unstack_shards"
+    args = 1
+
+    def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
+        return line.out, args[0]
+
+    def shares(self, line: Line[DealAttrs]) -> Iterable[tuple[str, str]]:
+        return [(v.name, line.args[0]) for v in line.out]
+
+    def text(self, line: Line[DealAttrs], program: Program) -> Text:
+        return Text(f"{self.name}({line.args[0]}, {len(line.out)})", listed=True)
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return lambda stack, count: stack[:count].unbind()
+
+    def means(self, line: Line[DealAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [x.clone() for x in args[0][: len(line.out)]]
+
+
+ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts(), Unflatten(), Flatten(), StackShards(), UnstackShards())

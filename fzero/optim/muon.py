@@ -1,0 +1,144 @@
+"""Defines Muon: momentum whose singular values are brought near 1 (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.arguments import count, keywords, shown
+from fzero.optim.base import GradientTransformation
+from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
+from fzero.optim.matrices import Where, for_matrices, is_matrix
+from fzero.optim.schedules import Schedule
+from fzero.optim.whole import whole
+from fzero.tree import Tree
+
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+_WHERE = "optim.muon"
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""Factors of the learning rate of a matrix: `torch.optim.Muon`'s "original" and "match_rms_adamw"."""
+
+
+class MuonState(NamedTuple):
+    """The state of `muon`: the number of updates, and the mean of gradients.
+
+    Example:
+        >>> state = muon(0.1).init({"w": torch.ones(1, 2)})
+        >>> state.inner_states["matrices"]
+        MuonState(count=tensor(0), mu={'w': tensor([[0., 0.]])})
+    """
+
+    count: torch.Tensor  # int64[], updates done
+    mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
+
+
+@keywords
+def muon(
+    lr: float | Schedule,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    weight_decay: float = 0.1,
+    scale: Literal["spectral", "match_rms"] = "spectral",
+    where: Where | None = None,
+    other: GradientTransformation | None = None,
+    ns_dtype: Literal["bf16", "fp32"] = "bf16",
+    eps: float = 1e-7,
+) -> GradientTransformation:
+    """Muon, equal to `torch.optim.Muon`: `updates = -lr * (factor * orthogonal(mu) + weight_decay * params)`.
+
+    `mu = momentum * mu + (1 - momentum) * grads`, with Nesterov momentum `momentum * mu + (1 - momentum) * grads` of
+    that. `orthogonal` divides by the Frobenius norm, then iterates `X = a X + (b A + c A A) X` with `A = X X^T`.
+
+    Args:
+        lr: a number of at least 0, or a schedule, called with 0 in the first update.
+        momentum: decay of the mean of gradients, at least 0 and less than 1.
+        nesterov: look one step ahead.
+        ns_steps: iterations, from 1 to 99.
+        weight_decay: at least 0, multiplied by the learning rate.
+        scale: the factor. "spectral": `sqrt(max(1, rows / columns))`; "match_rms": `0.2 * sqrt(max(rows, columns))`,
+            for a learning rate and a decay of AdamW's.
+        where: `where(path, leaf)`, the number of equal matrices that a leaf has one behind the other along dim 0: 3 of
+            a fused qkv, the number of experts of theirs; True is 1, 0 and False leave the leaf to `other`. By default
+            True of leaves of two dims.
+        other: updates the other leaves, with a learning rate of its own.
+        ns_dtype: the dtype of the iterations. "bf16" as in torch.
+        eps: the least Frobenius norm that is divided by.
+
+    Communication: on shards as of `optim.whole`, with 2 bytes an element in each direction ("fp32": 4).
+
+    Memory: 4 bytes a parameter (8 for float64).
+
+    Raises:
+        FzeroValueError: an argument out of range, a leaf that is not as many matrices as `where` says, or a leaf for
+            `other` where there is none.
+
+    Example:
+        >>> opt = muon(0.1, weight_decay=0.0, ns_dtype="fp32")
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> opt.update({"w": 5 * torch.eye(2)}, opt.init(params), params)[0]["w"].round(decimals=2)
+        tensor([[-0.1100, -0.0000],
+                [-0.0000, -0.1100]])
+    """
+    check(
+        _WHERE,
+        lr,
+        positive={"eps": eps},
+        not_negative={"weight_decay": weight_decay},
+        betas={"momentum": momentum},
+        flags={"nesterov": nesterov},
+    )
+    problems = count("ns_steps", ns_steps)
+    problems += [] if problems or ns_steps < 100 else [f"ns_steps={ns_steps}: must be less than 100"]
+    problems += [] if scale in SCALES else [f"scale={shown(scale)}: must be one of {', '.join(map(repr, SCALES))}"]
+    problems += [] if ns_dtype in ("bf16", "fp32") else [f"ns_dtype={shown(ns_dtype)}: must be 'bf16' or 'fp32'"]
+    reject(_WHERE, problems)
+
+    num_matrices = where or is_matrix
+
+    def init(params: Tree) -> MuonState:
+        return MuonState(new_count(params), new_moment(_WHERE, params))
+
+    def update(grads: Tree, state: MuonState, params: Tree = None) -> tuple[Tree, MuonState]:
+        need_params(_WHERE, grads, params)
+        size = -rate(_WHERE, lr, state.count)
+        at = scalars(size, size * weight_decay)
+        numbers = tree.map_with_path(lambda *leaf: int(num_matrices(*leaf)), params, root="params")
+
+        def leaf(g: torch.Tensor, m: torch.Tensor, p: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+            step, decay = at(m.dtype)
+            g = g.to(m.dtype)
+            m = torch.lerp(m, g, 1 - momentum)
+            u = torch.lerp(g, m, momentum) if nesterov else m
+            rows, columns = p.shape[-2] // (num if p.dim() == 2 else 1), p.shape[-1]
+            o = _orthogonal(u.to(torch.bfloat16 if ns_dtype == "bf16" else u.dtype), num, ns_steps, eps)
+            u = o.to(m.dtype) * (step * SCALES[scale](rows, columns))
+            return (u + p.to(m.dtype) * decay if weight_decay else u), m
+
+        updates, mu = leafwise(_WHERE, 2, leaf, grads=grads, mu=state.mu, params=params, num=numbers)
+        return updates, MuonState(state.count + 1, mu)
+
+    return for_matrices(_WHERE, GradientTransformation(init, update), num_matrices, other, several=True)
+
+
+@whole
+def _orthogonal(u: torch.Tensor, num: int, steps: int, eps: float) -> torch.Tensor:
+    """Each of `num` matrices with its singular values near 1, by Newton and Schulz."""
+    a, b, c = _COEFFICIENTS
+    x = u if num == 1 and u.dim() == 2 else u.reshape(num, -1, u.shape[-1])
+    add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(u.shape)
