@@ -160,7 +160,7 @@ def propagate(
     for node in nodes:
         origin = next((leaf[a] for a in node.all_input_nodes if a in leaf), None)
         if node.target is WHOLE and index is None:
-            inside |= {node} if _numel(node) > 1 else set()
+            inside |= {node} if num_elements(node) > 1 else set()
         elif origin and node.op == "call_function" and not is_reduction(node):
             leaf[node] = origin
             place = node.meta.get("place")
@@ -175,7 +175,7 @@ def propagate(
         elif not inside.isdisjoint(node.all_input_nodes):
             inside.add(node)
     # what reads a number made of whole leaves is made whole, too: the number is where these are
-    numbers = {n for n in inside if _numel(n) == 1}
+    numbers = {n for n in inside if num_elements(n) == 1}
     at_once = {n for n in inside if not numbers.isdisjoint(n.all_input_nodes)}
     want: dict[fx.Node, set[Cut | None]] = {n: set() for n in nodes}
     problems: dict[str, None] = {}
