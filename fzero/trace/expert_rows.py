@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.boxes import Dim
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
     OWN,
@@ -264,7 +264,7 @@ class _RowPropagation:
             place = node.meta.get("place")
             where = [line(place)] if place else [str(node.target)]
             fix = "leave what it is the gradient of out of `where`"
-            raise FzeroValueError(message("expert_parallel", "a gradient of experts is computed with", where, fix))
+            raise FzeroValueError("expert_parallel", "a gradient of experts is computed with", where, fix)
         self._settle(node, way)
 
     def _sum(self, node: fx.Node, dim: Dim) -> fx.Node:

@@ -11,7 +11,7 @@ import torch
 
 from fzero.arguments import keywords
 from fzero.boxes import Dim
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, applied
@@ -50,13 +50,13 @@ class ExpertParallel(Cutting):
         if not any(cuts):
             names = ", ".join(dotted(leaf.path) for leaf in leaves[:5])
             fix = f"let `where` accept parameters [experts, ...], by their path: there are {names}"
-            raise FzeroValueError(message(self.name, "does nothing: `where` accepts no parameter", fix=fix))
+            raise FzeroValueError(self.name, "does nothing: `where` accepts no parameter", fix=fix)
         torn = [
             f"{dotted(leaves[i].path)} and {dotted(leaves[t].path)}" for i, t in enumerate(tied) if cuts[i] != cuts[t]
         ]
         if torn:
             fix = "accept both names, or none: they are one tensor"
-            raise TransformError(message(self.name, "`where` accepts one of two tied names", torn, fix))
+            raise TransformError(self.name, "`where` accepts one of two tied names", torn, fix)
 
     def __str__(self) -> str:
         where = getattr(self.where, "__name__", repr(self.where))
@@ -119,5 +119,5 @@ def expert_parallel(
     problems += [] if callable(where) else [f"where={where!r}: a predicate (path, leaf) -> bool"]
     if problems:
         fix = "e.g. fz.expert_parallel(where=lambda path, leaf: 'experts' in path)"
-        raise FzeroTypeError(message("expert_parallel", "invalid arguments", problems, fix))
+        raise FzeroTypeError("expert_parallel", "invalid arguments", problems, fix)
     return applied(ExpertParallel(axis=axis, whole_bytes=parse_bytes(whole_bytes), where=where), step)
