@@ -25,7 +25,7 @@ from fzero.program.names import Names
 from fzero.program.ops import COLLECTIVES
 from fzero.trace import cuts, expert_rows
 from fzero.trace.cut_rules import OWN, PARTIAL, Anywhere, Met, Place, part
-from fzero.trace.cuts import CutFunction, Exchanged, Wanted
+from fzero.trace.cuts import CutEnds, CutFunction, Exchanged, Wanted
 from fzero.trace.segments import CallStep, ExchangeStep, Segments, segments
 from fzero.transforms.cutting import Cutting
 from fzero.units import size
@@ -67,6 +67,28 @@ def calls_on_parts(
         made = parts._made(line)
         parts.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(line.out))
         yield line, made
+
+
+def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
+    """The cuts of the inputs and outputs of each block's call of a base program, by its number, along each axis that
+    cuts any; as far as they are known before functions are cut."""
+    found: dict[int, tuple[CutEnds, ...]] = {}
+    for spec in (spec for spec in zero.cutting if not spec.cuts_batch):  # rows that ranks exchange are as many
+        parts = _ToParts(program, spec, zero)
+        places = parts.expected()
+        for line in program.lines:
+            if (block := line.block) is not None and line.is_forward:
+                inputs = block.inputs[: block.joint.num_inputs]
+                ends = CutEnds(
+                    parts.n,
+                    tuple(places[a] for a in inputs),
+                    tuple(parts.wanted.get(v.name, Wanted.FREE) for v in line.out),
+                    frozenset(i for i, a in enumerate(inputs) if a in parts.leaves),
+                    spec.stream,
+                    spec.by_position,
+                )
+                found[block.number] = (*found.get(block.number, ()), ends)
+    return found
 
 
 @dataclass(frozen=True)
@@ -152,6 +174,18 @@ class _ToParts:
         functions = self.functions.by_name
         notes = (*self.program.notes, *notes)
         return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), functions=functions, notes=notes)
+
+    def expected(self) -> dict[str, Place]:
+        """The place of each value that is a parameter or is wanted cut; None of any other."""
+        for value in self.program.inputs:
+            self._input(value)
+        self._want()
+        for line in self.program.lines:
+            if line.op == "cast":
+                self._line(line)
+            else:
+                self.places.update((v.name, self.wanted.get(v.name)) for v in line.out)
+        return {name: place if isinstance(place, Dim) else None for name, place in self.places.items()}
 
     def _input(self, value: Value) -> Value:
         leaf = self.program.leaves.get(value.name)
