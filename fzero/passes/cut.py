@@ -183,8 +183,10 @@ class _ToParts:
         for line in self.program.lines:
             if line.op == "cast":
                 self._line(line)
-            else:
-                self.places.update((v.name, self.wanted.get(v.name)) for v in line.out)
+                continue
+            for v in line.out:
+                wanted = self.wanted.get(v.name)
+                self.places[v.name] = wanted if isinstance(wanted, Dim) else None
         return {name: place if isinstance(place, Dim) else None for name, place in self.places.items()}
 
     def _input(self, value: Value) -> Value:

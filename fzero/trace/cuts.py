@@ -339,6 +339,8 @@ class _Propagation:
         numbered, varies = self.write.finish([*new, *(node for _, node in more)], self.places)
         graph = Recorded(self.graph, self.source.constants)
         read = tuple(tuple(e for e, new in self.given.get(x, ()) if new.users) for x in self.source.inputs)
+        values: dict[str, Place] = {x.name: place for x, place in self.place.items()}
+        values.update((name, self.place[x]) for name, x in self.replaced.items() if x in self.place)
         return CutFunction(
             graph,
             tuple(places),
@@ -347,8 +349,7 @@ class _Propagation:
             tuple(self.whole),
             tuple(tuple(made) for made in exchanged),
             read,
-            {x.name: place for x, place in self.place.items()}
-            | {name: self.place[x] for name, x in self.replaced.items() if x in self.place},
+            values,
         )
 
     def _exchanged(self, output: fx.Node, want: Wanted | Dim | None) -> dict[Exchanged, fx.Node]:
