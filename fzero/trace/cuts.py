@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.fx as fx
 
+import fzero.trace.cut_numbers  # noqa: F401 - has rules
 from fzero import compat
 from fzero.boxes import Dim
 from fzero.random import DRAW

@@ -210,7 +210,7 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
 
     def here(x: fx.Node, number: int) -> fx.Node:
         """The node that a segment reads for a value of another."""
-        if x.op != "call_function" or x.target in MARKERS or made[x] == number or x in outputs or not is_view(x):
+        if x.op != "call_function" or x.target in MARKERS or made[x] == number or x in outputs or not _is_part(x):
             return x
         if (x, number) not in again:
             inputs = {a: here(a, number) for a in x.all_input_nodes}
@@ -238,6 +238,11 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
                 user.replace_input_with(x, copy)
     if copies:
         _traced_again(graph, made, copies)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a value is a view, or one of several."""
+    return is_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _traced_again(graph: fx.Graph, made: dict[fx.Node, int], copies: set[fx.Node]) -> None:

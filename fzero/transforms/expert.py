@@ -17,6 +17,7 @@ from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
+from fzero.transforms.tensor import TensorParallel
 from fzero.tree import dotted
 from fzero.units import parse_bytes, size
 
@@ -31,7 +32,7 @@ class ExpertParallel(Cutting):
     way_out: ClassVar[str] = "let `where` accept the parameters of products alone: torch.bmm(rows, w), w [experts, ...]"
 
     def conflict(self, other: Transform) -> str | None:
-        if isinstance(other, Cutting) and not isinstance(other, ExpertParallel):
+        if isinstance(other, TensorParallel):
             return "values are cut over one axis: leave one out"
         if isinstance(other, Fp8):
             return "fp8 scales whole parameters, and these are computed in parts"
@@ -95,7 +96,7 @@ def expert_parallel(
         FzeroTypeError: a `where` that cannot be called, an `axis` that is not a name.
         FzeroValueError: when the program is built, a number of experts that does not divide; a `where` that accepts
             no parameter; an operation above `whole_bytes`.
-        TransformError: `tensor_parallel`, `sequence_parallel` or `fp8`; one of two tied names.
+        TransformError: `tensor_parallel` or `fp8`; one of two tied names.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
 

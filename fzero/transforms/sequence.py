@@ -100,7 +100,7 @@ def sequence_parallel(
         FzeroTypeError: an `axis` that is not a name, another `attention`.
         FzeroValueError: when the program is built, positions, or heads that are asked for, that do not divide; a step
             without blocks; an operation above `whole_bytes`.
-        TransformError: `data_parallel` over `axis`; `tensor_parallel(sequence=True)`; `expert_parallel`; `fp8`.
+        TransformError: `data_parallel` over `axis`; `tensor_parallel(sequence=True)`; `fp8`.
 
     Paper: Jacobs et al., DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
         transformer models, 2023. "keys": Grattafiori et al., The Llama 3 herd of models, 2024, section 3.3.2.
