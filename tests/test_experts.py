@@ -277,6 +277,20 @@ def test_mixtures_of_transformers(family):
     fz.testing.check_equivalent(made, model.params, given, at)
 
 
+def test_rows_meet_for_a_gradient_that_is_narrower():
+    """Experts narrower than the model: the gradient of a result is exchanged, not kept rows brought back."""
+    pytest.importorskip("transformers")
+    import architectures
+
+    module = architectures.MODELS["qwen3_moe"]().module
+    module.set_experts_implementation(fz.hf.expert_rows())
+    model, tokens = fz.functionalize(module), torch.empty(4, LENGTH, dtype=torch.int64, device="meta")
+    made = fz.expert_parallel(model.train_step(tensor.OPTIMIZER), where=lambda path, leaf: "['experts']" in path)
+    program = fz.lower(made, AbstractMesh(expert=2), model.params, {"input_ids": tokens, "labels": tokens}).program
+    found = moved(program)
+    assert found["all_to_all_start", "expert"] == 8 and not found["reduce_scatter_start", "expert"]
+
+
 def test_a_capacity_of_transformers_is_a_factor():
     pytest.importorskip("transformers")
     assert fz.hf.expert_rows(1.25) == "fzero_rows_1.25"

@@ -66,7 +66,7 @@ __all__ = [
     "Exchanged",
     "MadeWhole",
     "Place",
-    "Share",
+    "RankShare",
     "Wanted",
     "all_gather",
     "all_reduce",
@@ -148,7 +148,7 @@ class CutEnds:
     stream: Dim | None
     by_position: Attention | None
 
-    def of_a_rank(self, graph: Recorded, inputs: Sequence[fx.Node], ends: Sequence[fx.Node]) -> dict[str, Share]:
+    def of_a_rank(self, graph: Recorded, inputs: Sequence[fx.Node], ends: Sequence[fx.Node]) -> dict[str, RankShare]:
         """The shares that a rank has of the values between the inputs and some ends of a graph, by name: the outputs,
         and what is kept besides."""
         part = extract(graph, inputs, ends, [x.name for x in inputs])
@@ -161,17 +161,17 @@ class CutEnds:
             stream=self.stream,
             by_position=self.by_position,
         )
-        shares: dict[str, Share] = {}
+        shares: dict[str, RankShare] = {}
         for x in part.graph.nodes:
             if isinstance(place := made.values.get(x.name), Dim):
-                shares[x.name] = Share(self.n, self.n)
+                shares[x.name] = RankShare(self.n, self.n)
             elif place == PARTIAL:  # its sum is kept: scattered into the stream, or whole
                 kept, computed = self.stream is not None, bool(product_flops(x))
-                shares[x.name] = Share(self.n if kept else 1, self.n if computed else 1)
+                shares[x.name] = RankShare(self.n if kept else 1, self.n if computed else 1)
         return shares
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """The numbers of parts that the ranks of an axis hold a value in, and compute it in."""
 
     held: int
