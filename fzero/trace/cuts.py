@@ -361,7 +361,7 @@ class _Propagation:
             x, way = left.pop(0)
             left += [(u, (*way, _said(u))) for u in x.users if u.op != "output" and u.all_input_nodes == [x]]
             natural = self.place[x]
-            for place, new in self.made.get(x, {}).items():
+            for place, new in (self.made.get(_copied(x), {}) | self.made.get(x, {})).items():
                 if isinstance(place, Dim) and isinstance(natural, Dim) and place.dim != natural.dim:
                     value = x.meta["val"]
                     found[Exchanged(way, place, tuple(value.shape), value.dtype)] = new
@@ -672,6 +672,18 @@ class _Propagation:
             return False
         heavy = [a for a in node.all_input_nodes if not self._light(a)]
         return sum(a.meta["val"].numel() for a in heavy) < node.meta["val"].numel()
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """The value that another is a copy of, which lies otherwise; by default itself."""
+    inner = node.all_input_nodes[0] if node.target is aten.permute.default else node
+    if inner.target is not aten.clone.default:
+        return node
+    source = inner.all_input_nodes[0]
+    if inner is node:
+        return source
+    back = source.target is aten.permute.default and [source.args[1][d] for d in node.args[1]]  # type: ignore[index]
+    return source.all_input_nodes[0] if back == list(range(len(shape_of(node)))) else node
 
 
 def _said(node: fx.Node) -> str:
