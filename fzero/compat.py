@@ -74,6 +74,11 @@ def raising() -> frozenset[CodeType]:
     return frozenset({torch._check_tensor_all_with.__code__})
 
 
+def raise_unless(holds: torch.Tensor, error: type[Exception], said: Callable[[], str]) -> None:
+    """Raises unless all elements of a tensor hold; in a trace it is a condition under which the function raises."""
+    torch._check_tensor_all_with(error, holds, said)
+
+
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
     """Calls of `torch.utils.checkpoint` inside are calls of their functions, nothing of which is recomputed."""

@@ -8,12 +8,14 @@ before second ones, and tokens in their order; what comes too late is dropped. T
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from fzero import compat
 from fzero.arguments import count
-from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.operators.row_numbers import CHOICES, ROWS_AT, SLOTS
 from fzero.tree import describe
 
 __all__ = ["combine", "dispatch"]
@@ -23,18 +25,26 @@ class Back(NamedTuple):
     """The way back of dispatched tokens.
 
     Attributes:
-        place: int64[tokens, k], the row of each choice among those of all experts.
+        place: int64[tokens, k], the row of each choice among those of all experts; -1 where it was dropped.
         weight: [tokens, k], the weight of each choice; 0 where it was dropped.
         dropped: float32[], the share of choices that were dropped.
+        choice: int64[experts, rows], the choice that fills each row, numbered by token; -1 if none does.
     """
 
     place: torch.Tensor
     weight: torch.Tensor
     dropped: torch.Tensor
+    choice: torch.Tensor
 
 
 def dispatch(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, num_experts: int, capacity: float
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    num_experts: int,
+    capacity: float,
+    overflow: Literal["drop", "error"] = "drop",
 ) -> tuple[torch.Tensor, Back]:
     """The rows of each expert, and the way back.
 
@@ -45,16 +55,18 @@ def dispatch(
         num_experts: the number of experts.
         capacity: the rows of an expert, as a factor of tokens x k / experts. A factor of experts / k drops nothing.
             Under a transform that cuts the batch these are the tokens of a rank and micro-batch.
+        overflow: "drop" leaves out choices that have no row; "error" raises, from a compiled step on every rank.
 
     Returns:
-        rows: [experts, rows, features]. A row that no choice fills is any token's: `combine` does not read it.
+        rows: [experts, rows, features]. A row that no choice fills is any token's, as a constant: `combine` does not
+            read it.
         back: what `combine` needs. `back.dropped` is a metric.
 
     Memory: rows, and for each choice two numbers. Time: a sort of tokens x k.
 
     Raises:
         FzeroTypeError: an argument that is not a tensor, or of another dtype.
-        FzeroValueError: shapes that do not go together; a number or factor below 1 and 0.
+        FzeroValueError: shapes that do not go together; a number or factor below 1 and 0; an overflow, if it is one.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
 
@@ -68,20 +80,17 @@ def dispatch(
         >>> fz.experts.combine(rows, back)[:, 0]
         tensor([1., 2., 3.])
     """
-    _check(x, experts, weights, num_experts, capacity)
-    (tokens, k), device = experts.shape, x.device
+    _check(x, experts, weights, num_experts, capacity, overflow)
+    tokens, k = experts.shape
     size = min(tokens, max(1, math.ceil(capacity * tokens * k / num_experts)))
-    chosen, order = torch.sort(experts.t().flatten(), stable=True)  # first choices before second ones
-    first = torch.searchsorted(chosen, torch.arange(num_experts + 1, device=device))
-    at = torch.arange(tokens * k, device=device) - first[chosen]
-    # of each row the choice that fills it, and of each choice its row
-    slot = first[:-1, None] + torch.arange(size, device=device)
-    rows = x[order[slot.clamp(max=tokens * k - 1)] % tokens]
-    place = torch.zeros_like(order).scatter(0, order, chosen * size + at.clamp(max=size - 1))
-    kept = torch.zeros_like(order, dtype=torch.bool).scatter(0, order, at < size)
-    place, kept = place.view(k, tokens).t(), kept.view(k, tokens).t()
+    place = SLOTS(experts, num_experts, size)
+    choice, kept = CHOICES(place, num_experts, size), place >= 0
+    rows = _RowsAt.apply(x, choice, place, k, True)
+    if overflow == "error":
+        what, fix = "choices exceed the capacity of an expert", "raise capacity, or drop them: overflow='drop'"
+        compat.raise_unless(kept, FzeroValueError, lambda: message("experts.dispatch", what, [f"{size} rows"], fix))
     dropped = 1 - kept.sum() / (tokens * k)
-    return rows, Back(place, torch.where(kept, weights, 0), dropped.float())
+    return rows, Back(place, torch.where(kept, weights, 0), dropped.float(), choice)
 
 
 def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
@@ -100,11 +109,36 @@ def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
         >>> fz.experts.combine(rows * torch.tensor([1.0, 3.0])[:, None, None], back)[0]
         tensor([2., 2.])
     """
-    chosen = rows.flatten(0, 1)[back.place]
+    chosen = _RowsAt.apply(rows.flatten(0, 1), back.place, back.choice, 1, True)
     return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
 
 
-def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, num_experts: int, capacity: float) -> None:
+class _RowsAt(torch.autograd.Function):
+    """The rows of `x`, of which each stands for `share` numbers; the gradient reads by the numbers of those."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, index: torch.Tensor, back: torch.Tensor, share: int, fill: bool) -> torch.Tensor:
+        numbers = index if share == 1 else index.div(share, rounding_mode="floor")
+        return ROWS_AT(x, numbers, back.reshape(x.shape[0], share), fill)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, index, back, share, _ = inputs
+        ctx.save_for_backward(index, back)
+        ctx.shape = x.shape[0], share
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        index, back = ctx.saved_tensors
+        read = _RowsAt.apply(grad.flatten(0, -2), back.reshape(ctx.shape), index, 1, False)
+        return read.squeeze(1) if ctx.shape[1] == 1 else read.sum(1), None, None, None, None
+
+
+def _check(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, num_experts: int, capacity: float, overflow: str
+) -> None:
     given = {"x": x, "experts": experts, "weights": weights}
     problems = [f"{name}: a tensor, got {describe(t)}" for name, t in given.items() if not isinstance(t, torch.Tensor)]
     if not problems and experts.dtype != torch.int64:
@@ -116,6 +150,8 @@ def _check(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, num_ex
     problems = count("num_experts", num_experts)
     if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 0 < capacity < math.inf:
         problems.append(f"capacity={capacity!r}: a factor above 0, of tokens x k / experts")
+    if overflow not in ("drop", "error"):
+        problems.append(f"overflow={overflow!r}: 'drop' or 'error'")
     if x.dim() != 2 or experts.dim() != 2 or experts.shape != weights.shape or experts.shape[:1] != x.shape[:1]:
         shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in given.items())
         problems.append(f"x [tokens, features], experts and weights [tokens, k]: got {shapes}")

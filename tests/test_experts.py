@@ -117,6 +117,31 @@ def test_every_stage_trains_as_the_plain_step(way):
     fz.testing.check_equivalent(step(*transforms), params(), batch(), AbstractMesh(**axes))
 
 
+TWO = {
+    "alone": ({"expert": 2, "seq": 2}, []),
+    "everything": (
+        {"data": 2, "expert": 2, "seq": 2},
+        [fz.shard_params(axis=("expert", "data", "seq")), fz.accumulate(2, vertical=True), fz.remat(policy="none")],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", TWO)
+def test_positions_are_cut_over_another_axis(way):
+    """Each rank numbers the rows of its positions: no operation has all of them."""
+    axes, transforms = TWO[way]
+    made, at = fz.sequence_parallel(step(*transforms)), AbstractMesh(**axes)
+    shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch()))
+    program = fz.lower(made, at, *shapes).program
+    found = moved(program)
+    times = 2 if transforms else 1
+    assert found["all_to_all_start", "expert"] == 8 * times and not program.notes
+    assert found["all_to_all_start", "seq"] == 16 * times
+    rows = [v for x, _ in program.walk() if x.op == "all_to_all_start" for v in x.args]
+    assert all(program.values_by_name[a].numel <= EXPERTS * 2 * 4 * LENGTH * WIDTH for a in rows)
+    fz.testing.check_equivalent(made, params(), batch(), at)
+
+
 @pytest.mark.parametrize("remat", ["none", "min_cut"])
 def test_a_layer_exchanges_rows_twice_each_way(remat):
     few, many = (lowered(AbstractMesh(expert=2), fz.remat(policy=remat), layers=n).program for n in (2, 6))
@@ -191,6 +216,7 @@ def test_the_same_norm_however_it_is_cut():
         (AbstractMesh(expert=4), [fz.shard_params(axis="expert")]),
         (AbstractMesh(data=2, expert=2), [fz.shard_opt_state()]),
         (AbstractMesh(data=2, expert=2), [fz.shard_params(axis=("data", "expert"))]),
+        (AbstractMesh(expert=2, seq=2), [fz.sequence_parallel(), fz.shard_grads(axis=("expert", "seq"))]),
     ]
     norms = []
     for mesh, transforms in ways:
@@ -250,6 +276,20 @@ def test_mixtures_of_transformers(family):
     at, given = AbstractMesh(data=2, expert=2), {"input_ids": rows, "labels": rows.clone()}
     assert not fz.lower(made, at, model.params, given).program.notes
     fz.testing.check_equivalent(made, model.params, given, at)
+
+
+def test_rows_meet_for_a_gradient_that_is_narrower():
+    """Experts narrower than the model: the gradient of a result is exchanged, not kept rows brought back."""
+    pytest.importorskip("transformers")
+    import architectures
+
+    module = architectures.MODELS["qwen3_moe"]().module
+    module.set_experts_implementation(fz.hf.expert_rows())
+    model, tokens = fz.functionalize(module), torch.empty(4, LENGTH, dtype=torch.int64, device="meta")
+    made = fz.expert_parallel(model.train_step(tensor.OPTIMIZER), where=lambda path, leaf: "['experts']" in path)
+    program = fz.lower(made, AbstractMesh(expert=2), model.params, {"input_ids": tokens, "labels": tokens}).program
+    found = moved(program)
+    assert found["all_to_all_start", "expert"] == 8 and not found["reduce_scatter_start", "expert"]
 
 
 def test_a_capacity_of_transformers_is_a_factor():
@@ -333,8 +373,8 @@ def test_a_number_added_to_a_gradient_of_experts():
 
 def on_ranks(axes: dict[str, int], transforms: list[Any], backend: str, tolerance: float = 1e-5, **options: Any) -> str:
     mesh = fz.make_mesh(**axes, **options)
-    batch_axes = tuple(axes)
-    part = (mesh.index(batch_axes), math.prod(axes.values()))
+    batch_axes = tuple(axis for axis in axes if axis != "seq")
+    part = (mesh.index(batch_axes), mesh.axis_size(batch_axes))
     made = step(*transforms)
     report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend)
     evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_of()), where=of_experts))
@@ -349,6 +389,7 @@ def test_on_ranks(run_ranks, shared):
     both = [fz.shard_params(axis=BOTH)]
     if not shared:
         run_ranks(4, on_ranks, {"data": 2, "expert": 2}, both, "eager", shared_memory=shared)
+        run_ranks(4, on_ranks, {"expert": 2, "seq": 2}, [fz.sequence_parallel()], "eager", shared_memory=shared)
     else:
         run_ranks(2, on_ranks, {"expert": 2}, [fz.accumulate(2)], "eager")
         more = [*both, fz.mixed_precision("bf16"), fz.accumulate(2)]
@@ -413,21 +454,52 @@ def test_what_has_no_row_is_dropped(tokens, k, num, capacity):
     assert back.dropped.item() == pytest.approx(dropped / (tokens * k))
 
 
-def test_what_is_dropped_is_a_metric():
-    """Of every rank: the mean of the shares."""
+CROWDED, EVEN = torch.tensor([[1.0, 0.0]] * 4), torch.tensor([[1.0, 0.0], [-1.0, 0.0]] * 2)
+"""Rows that all choose one of two experts, and rows of which each chooses half."""
+ROUTED = {"router": torch.tensor([[1.0, 0.0], [0.0, 0.0]]), "w": torch.ones(2, 2, 2)}
+
+
+def routed(capacity: float, overflow: Any = "drop") -> Any:
+    @fz.block
+    def layer(p, x):
+        weights, chosen = (x @ p["router"]).softmax(-1).topk(1, -1)
+        rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=capacity, overflow=overflow)
+        return fz.experts.combine(rows @ p["w"], back), back.dropped
 
     def loss(p, x):
-        weights, chosen = (x @ p["router"]).softmax(-1).topk(1, -1)
-        rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=1.0)
-        return fz.experts.combine(rows @ p["w"], back).square().mean(), {"dropped": back.dropped}
+        y, dropped = layer(p, x)
+        return y.square().mean(), {"dropped": dropped}
 
-    given = {"router": torch.tensor([[1.0, 0.0], [0.0, 0.0]]), "w": torch.ones(2, 2, 2)}
-    x = torch.tensor([[1.0, 0.0]] * 4 + [[1.0, 0.0], [-1.0, 0.0]] * 2)  # rank 0: all to one expert, rank 1: half each
-    made = fz.expert_parallel(
-        fz.train_step(loss, fz.optim.sgd(0.1), has_aux=True), where=lambda path, leaf: leaf.ndim == 3
-    )
-    _, metrics = fz.testing.simulate(made, AbstractMesh(expert=2), given, x)
-    assert metrics["aux"]["dropped"].item() == pytest.approx((0.5 + 0.0) / 2)
+    made = fz.train_step(loss, fz.optim.sgd(0.1), has_aux=True)
+    return fz.expert_parallel(made, where=lambda path, leaf: leaf.ndim == 3)
+
+
+@pytest.mark.parametrize(("capacity", "dropped"), [(1.0, 2), (1.25, 1), (2.0, 0)])
+def test_what_is_dropped_is_a_metric(capacity, dropped):
+    """Of every rank: the mean of the shares. An expert takes 2, 3 or 4 of the 4 rows of rank 0."""
+    x = torch.cat([CROWDED, EVEN])
+    _, metrics = fz.testing.simulate(routed(capacity), AbstractMesh(expert=2), ROUTED, x)
+    assert metrics["aux"]["dropped"].item() == pytest.approx(dropped / 8)
+
+
+def overflowing() -> str:
+    mesh = fz.make_mesh(expert=2)
+    train = fz.compile(routed(1.25, "error"), mesh, backend="eager")
+    state, metrics = train(train.init(ROUTED), EVEN)
+    assert metrics.keys() == {"loss", "grad_norm", "finite", "aux"} and metrics["finite"]
+    with pytest.raises(FzeroValueError, match="the loss function raises, on some rank") as error:
+        train(state, EVEN if mesh.rank else CROWDED)
+    with pytest.raises(FzeroValueError, match="the loss function raises"):
+        train(state, EVEN)
+    return str(error.value)
+
+
+def test_an_overflow_stops_every_rank_at_one_step(run_ranks):
+    one, other = run_ranks(2, overflowing)
+    assert one == other and "fz.experts.dispatch(" in one
+    with pytest.raises(FzeroValueError, match=r"exceed the capacity of an expert\n  3 rows\nFix: raise capacity"):
+        plain = routed(1.25, "error")
+        plain(plain.init(ROUTED), CROWDED)
 
 
 def test_dispatch_says_what_is_wrong():
@@ -437,5 +509,7 @@ def test_dispatch_says_what_is_wrong():
         fz.experts.dispatch(x, chosen.float(), weights, **good)
     with pytest.raises(FzeroValueError, match=r"(?s)capacity=0.*x \[tokens, features\].*\[6, 2\]"):
         fz.experts.dispatch(x, chosen[:3], weights[:3], num_experts=2, capacity=0)
+    with pytest.raises(FzeroValueError, match=r"capacity=\('rank', 1.25\): a factor(.|\n)*overflow='stop': 'drop' or"):
+        fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=("rank", 1.25), overflow="stop")  # type: ignore
     with pytest.raises(FzeroValueError, match=r"num_experts=0: must be at least 1"):
         fz.experts.dispatch(x, chosen, weights, num_experts=0, capacity=1.0)

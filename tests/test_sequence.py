@@ -184,6 +184,7 @@ def test_the_same_norm_however_it_is_cut():
         (AbstractMesh(seq=2), [fz.shard_params(axis="seq")]),
         (AbstractMesh(data=2, seq=2), [fz.shard_opt_state()]),
         (AbstractMesh(data=2, seq=2), [fz.shard_params(axis=("seq", "data"))]),
+        (AbstractMesh(seq=2, model=2), [fz.tensor_parallel(rules=RULES), fz.shard_grads(axis="seq")]),
     ]
     norms = []
     for mesh, transforms in ways:
@@ -230,6 +231,8 @@ def test_on_ranks(run_ranks, shared):
 
 def test_compiled(run_ranks):
     run_ranks(2, on_ranks, {"seq": 2}, [], "inductor", "auto", timeout=300)
+    two = [fz.tensor_parallel(rules=RULES), fz.shard_grads(axis="seq")]
+    run_ranks(4, on_ranks, {"seq": 2, "model": 2}, two, "inductor", "heads", timeout=300)
 
 
 def given_other_rows() -> None:
@@ -259,8 +262,8 @@ def test_what_cannot_be_cut():
         step(fz.tensor_parallel(rules={"up": 1}, sequence=True))
     with pytest.raises(TransformError, match="let tensor_parallel name another axis"):
         step(fz.tensor_parallel(rules={"up": 1}, axis="seq"))
-    with pytest.raises(TransformError, match="leave one out"):
-        step(fz.expert_parallel(where=lambda path, leaf: True))
+    with pytest.raises(TransformError, match="let expert_parallel name another axis"):
+        step(fz.expert_parallel(where=lambda path, leaf: True, axis="seq"))
     with pytest.raises(FzeroTypeError, match=r"attention='ring': one of 'auto', 'heads', 'keys'"):
         fz.sequence_parallel(attention="ring")  # type: ignore[arg-type]
     flat = fz.sequence_parallel(fz.train_step(lambda p, x: (x @ p).square().mean(), fz.optim.sgd(0.1)))

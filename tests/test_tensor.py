@@ -70,6 +70,23 @@ def test_what_passes_between_blocks_is_cut_by_position():
     assert ("data", "model") in cast
 
 
+def kept(share: float, mesh: AbstractMesh, **more: Any) -> int:
+    """The bytes that a rank keeps for the backward."""
+    program = lowered(mesh, fz.remat(share), layers=3, **more).program
+    saved = [v for x in program.lines for v in x.out if v.name.startswith("saved_")]
+    return sum(math.prod(v.held(mesh)) * v.dtype.itemsize for v in saved)
+
+
+@pytest.mark.parametrize(("size", "sequence"), [(4, False), (2, True)])
+def test_a_share_is_one_of_what_a_rank_keeps(size, sequence):
+    """Norms and residuals are whole beside the results of cut columns, which are parts."""
+    mesh = AbstractMesh(model=size)
+    everything = kept(1.0, mesh, sequence=sequence)
+    found = [kept(share, mesh, sequence=sequence) for share in (0.125, 0.25, 0.5, 0.75)]
+    assert found == sorted(found) and len({*found}) > 2
+    assert all(nbytes <= share * everything for share, nbytes in zip((0.125, 0.25, 0.5, 0.75), found, strict=True))
+
+
 def on_ranks(mesh_axes: dict[str, int], ways: dict[str, list[Any]], backend: str, **options: Any) -> list[Any]:
     mesh = fz.make_mesh(**mesh_axes, **options)
     others = tuple(axis for axis in mesh_axes if axis != "model")

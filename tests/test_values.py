@@ -16,6 +16,7 @@ from torch import nn
 
 import fzero as fz
 from fzero import optim
+from fzero.errors import FzeroValueError
 from fzero.trace.reads.conditions import _passing
 
 W, X = {"w": wide(4, 4)}, wide(8, 4)
@@ -99,10 +100,12 @@ def indefinite(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(torch.stack([y.T @ y + torch.eye(4), y.T @ y - 3 * torch.eye(4)]))
 
 
-@pytest.mark.parametrize(
-    "fn", [negative_variance, no_scale, an_assertion, singular, indefinite], ids=lambda fn: fn.__name__
-)
-def test_where_pytorch_raises_a_program_is_not_finite(fn):
+RAISING = {negative_variance: "gaussian_nll_loss", no_scale: "Normal", an_assertion: "assert"}
+"""Functions that raise under a condition, and what the line has."""
+
+
+@pytest.mark.parametrize("fn", [*RAISING, singular, indefinite], ids=lambda fn: fn.__name__)
+def test_where_pytorch_raises_a_program_raises_or_is_not_finite(fn):
     w = W["w"].clone().requires_grad_()
     with pytest.raises((ValueError, AssertionError, RuntimeError)):
         fn({"w": w}, X)
@@ -112,9 +115,16 @@ def test_where_pytorch_raises_a_program_is_not_finite(fn):
             fz.make_mesh(data=1),
             backend="eager",
         )
-        with pytest.warns(RuntimeWarning, match="parameters are not finite any more"):
-            state, metrics = train(train.init(W), X)
-        assert metrics["loss"].isnan() and not metrics["finite"] and state.params["w"].isnan().any()
+        state = train.init(W)
+        if fn not in RAISING:
+            with pytest.warns(RuntimeWarning, match="parameters are not finite any more"):
+                state, metrics = train(state, X)
+            assert metrics["loss"].isnan() and not metrics["finite"] and state.params["w"].isnan().any()
+        else:
+            with pytest.raises(FzeroValueError, match=rf"function raises.*\n  .*{RAISING[fn]}.*\nFix: look at"):
+                train(state, X)
+            with pytest.raises(FzeroValueError, match="the loss function raises"):
+                train(state, X)  # it is of no more use
         evaluate = fz.compile(fz.eval_step(f), fz.make_mesh(data=1), backend="eager")
         assert evaluate(W, X).isnan().any()
 

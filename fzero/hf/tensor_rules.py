@@ -57,7 +57,10 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
     plan = {**(getattr(module, "tp_plan", None) or {}), **_OWN.get(kind, {})}
     if not any(style in _OUTPUTS | _INPUTS for style in plan.values()):
         what = f"neither transformers nor fzero has a plan for {kind!r}"
-        fix = "give rules of your own: fz.tensor_parallel(rules={'q_proj.weight': 0, 'o_proj.weight': 1, ...})"
+        fix = (
+            "leave rules out: fz.tensor_parallel() chooses them for a batch; or give some of your own, "
+            "rules={'q_proj.weight': 0, 'o_proj.weight': 1, ...}"
+        )
         raise FzeroValueError("tensor_rules", what, fix=fix)
     rules: dict[str, Any] = {}
     parts = dict(module.named_modules())

@@ -19,7 +19,7 @@ from fzero.errors import TraceError
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.lowering.seed import DTYPE, SCALE, SEED, CountAhead, made_ahead, rounded, seed_of
 from fzero.lowering.training import DType, Found, Precision, Training, grad_name
-from fzero.lowering.update_graph import AGREED, record_update
+from fzero.lowering.update_graph import AGREED, RAISED, record_update
 from fzero.mesh import AbstractMesh
 from fzero.precision.fp8_gather import in_8_bits
 from fzero.precision.statistics import Watched, watched_blocks
@@ -40,6 +40,7 @@ class BaseProgram(NamedTuple):
     program: Program
     structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
     watched: Watched | None = None
+    raises: tuple[str, ...] = ()  # the lines of conditions under which the loss raises
 
 
 def lower_train(t: Training) -> BaseProgram:
@@ -65,6 +66,8 @@ def lower_train(t: Training) -> BaseProgram:
         graph, lines = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
     outputs, (*largest,) = graph.outputs[:end], graph.outputs[end:]
     maxima = {AGREED: largest.pop(0)} if t.agreed else {}
+    if found.raises:
+        maxima[RAISED] = largest.pop(0)
     if largest:
         (maxima["block_max"],) = largest
     wanted: dict[fx.Node, str] = {
@@ -108,15 +111,15 @@ def lower_train(t: Training) -> BaseProgram:
         assigns=update.writes,
         grads={t.params.leaves[i].path: grads[i].name for i in grads},
     )
-    return BaseProgram(program, structure, watched)
+    return BaseProgram(program, structure, watched, found.raises)
 
 
 def _record_loss(
     t: Training, places: Sequence[Any], functions: Functions, names: Names
 ) -> tuple[Recorded, Found, fx.Node, CountAhead]:
     """Records sums and gradients, in this order: the loss's total, its count unless made ahead, auxiliary sums,
-    averaged new values, gradients, and as one vector the new values that must agree. The node is that of the seed, from
-    which gradients are computed."""
+    averaged new values, gradients, as one vector the new values that must agree, and the flags of conditions under
+    which the loss raises. The node is that of the seed, from which gradients are computed."""
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         what = "anomaly mode (torch.autograd.set_detect_anomaly) looks into gradients while the step is traced"
         fix = (
@@ -139,10 +142,10 @@ def _record_loss(
             kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
         params = t.params.rebuild(leaves)
         own = [(t.params.leaves[i].path, x) for i, x in leaves.items()]
-        with conditions.collected() as failed, without_gradients("train_step", own):
+        with conditions.collected() as noted, without_gradients("train_step", own):
             result = t.loss_fn(params, t.batch.rebuild(batch), **kwargs)
         loss, aux, new = split_loss(result, t.has_aux, t.mutates is not None)
-        loss = loss._replace(total=conditions.poisoned([loss.total], failed)[0])
+        loss = loss._replace(total=noted.poisoned([loss.total])[0])
         aux_leaves, means = flatten_means(aux)
         values = {} if t.mutates is None else new_values(new, params, t.mutates)
         seed = seed_of(loss, t.num_parts, scale, given)
@@ -160,10 +163,11 @@ def _record_loss(
                 loss.count is not None,
                 means,
                 rounded(t.num_parts, seed.dtype) if loss.count is None else None,
+                raises=tuple(noted.lines),
             )
         )
         agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
-        return [seed, *map(summable, sums), *(g for g in grads if g is not None), *agreed]
+        return [seed, *map(summable, sums), *(g for g in grads if g is not None), *agreed, *noted.joined]
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
     graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)
@@ -219,10 +223,10 @@ def lower_eval(
             dict(zip(params.distinct, fakes, strict=False)),
             dict(zip(batch.distinct, fakes[len(params.distinct) :], strict=True)),
         )
-        with torch.no_grad(), conditions.collected() as failed:
+        with torch.no_grad(), conditions.collected() as noted:
             result = fn(params.rebuild(p), *batch.rebuild(b))
             leaves, made["means"] = flatten_means(result)
-            leaves = conditions.poisoned(leaves, failed)
+            leaves = noted.poisoned(leaves)
         return [summable(x) if made["means"].summed[j] else precision.output(x.detach()) for j, x in enumerate(leaves)]
 
     graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)

@@ -133,14 +133,16 @@ def lower_inputs(
     """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already; `limited`: the choice that
     takes least memory is asked for, without a budget."""
     opt_state = watched = None
+    raises = ()
     if isinstance(step, EvalStep):
         check_arguments(step.fn, batch.structure.num_children)
-        recorded, structure, _ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
+        recorded, structure, *_ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         variants = Variants(replace(recorded, transforms=step.transforms), Asked(zero_of(step, mesh), skip=skip))
         starts, passes = [[Choice()]], ()  # nothing is open
     else:
         traced = traced or trace_step(step, mesh, params, batch, skip=skip)
         variants, opt_state, structure, watched = traced.variants, traced.opt_state, traced.structure, traced.watched
+        raises = traced.raises
         limited = limited or (budget is not None and budget.nbytes is not None)
         starts, passes = variants.starts(first_choice(step, mesh, limited), budget), variants.passes
 
@@ -157,6 +159,7 @@ def lower_inputs(
             budget,
             choice,
             watched=watched,
+            raises=raises,
             stages=lambda: _stages(variants, choice),
         )
 

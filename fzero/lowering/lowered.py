@@ -47,6 +47,7 @@ class Lowered:
     backend: str = "inductor"
     chosen: tuple[PlanDecision, ...] = ()  # before it was lowered
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
+    raises: tuple[str, ...] = ()  # the lines of conditions under which a training step raises
     # the programs on the way, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
 

@@ -48,6 +48,7 @@ class Traced:
     opt_state: Inputs
     structure: tree.TreeSpec
     watched: Watched | None
+    raises: tuple[str, ...]
     slots: Slots
 
 
@@ -74,7 +75,7 @@ def trace_step(
         raise no_trainable(abstract_params(params))
     opt_state, slots = opt_state_inputs(step, mesh, params), slots_of(step, mesh, params)
     with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
-        program, structure, watched = lower_train(
+        program, structure, watched, raises = lower_train(
             Training(
                 name=step.name,
                 loss_fn=step.loss_fn,
@@ -99,7 +100,7 @@ def trace_step(
     }
     asked = Asked(zero, num_micro, cut, *with_leaves(step, mesh, params), skip, slots.owners)
     variants = Variants(replace(program, transforms=step.transforms), asked)
-    return Traced(variants.base(), variants, opt_state, structure, watched, slots)
+    return Traced(variants.base(), variants, opt_state, structure, watched, raises, slots)
 
 
 def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:

@@ -104,6 +104,7 @@ class Found:
         aux: its auxiliary values.
         lacks: the factor that gradients lack for the seed's rounding; None: they lack none.
         of_sum: whether gradients are those of the sum, not of the mean (lowering/seed.py).
+        raises: the lines of conditions under which the loss raises.
     """
 
     used: list[int]
@@ -112,6 +113,7 @@ class Found:
     aux: Means
     lacks: float | None = None
     of_sum: bool = False
+    raises: tuple[str, ...] = ()
 
 
 def grad_name(leaf: Leaf) -> str:

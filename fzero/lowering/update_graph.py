@@ -25,6 +25,8 @@ from fzero.transforms.slots import StepResults
 AGREED = "agreed_max"
 """Among the maxima: the new values of mutable leaves that must be the same everywhere. Among the metrics, without its
 ending: whether they were."""
+RAISED = "raised_max"
+"""Likewise, the flags of conditions under which the loss raises; among the metrics, whether they held."""
 
 
 def _loss_and_scale(total: Any, count: Any, num_parts: int, traced: Found, scale_state: Any) -> tuple[Any, Any]:
@@ -66,7 +68,7 @@ def record_update(
         grads: of the parameters at these positions, as they are reduced.
         sums: of the loss and its auxiliary values, as `traced` says.
         maxima: over ranks and micro-batches: `block_max` of the blocks' outputs, `agreed_max` of new values that must
-            agree.
+            agree, `raised_max` of conditions under which the loss raises.
         traced: what tracing the loss showed.
         names: of the program.
         watched: the blocks whose numbers are watched; None: they are not.
@@ -123,6 +125,8 @@ def record_update(
         if AGREED in largest:
             same, metrics["agreed"] = agreeing(largest[AGREED], kept[len(t.averaged) :])
             changed += same
+        if RAISED in largest:
+            metrics["raised"] = largest[RAISED] > 0
         if aux:
             metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
         few = tree.leaves(held)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.fx as fx
 
 from fzero.boxes import Dim
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.passes.zero import Zero
 from fzero.program.attrs import AddAttrs, GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
@@ -25,7 +25,7 @@ from fzero.program.names import Names
 from fzero.program.ops import COLLECTIVES
 from fzero.trace import cuts, expert_rows
 from fzero.trace.cut_rules import OWN, PARTIAL, Anywhere, Met, Place, part
-from fzero.trace.cuts import CutFunction, Exchanged, Wanted
+from fzero.trace.cuts import CutEnds, CutFunction, Exchanged, Wanted
 from fzero.trace.segments import CallStep, ExchangeStep, Segments, segments
 from fzero.transforms.cutting import Cutting
 from fzero.units import size
@@ -69,6 +69,63 @@ def calls_on_parts(
         yield line, made
 
 
+def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
+    """The cuts of the inputs and outputs of each block's call of a base program, by its number, along each axis that
+    cuts any; as far as they are known before functions are cut."""
+    found: dict[int, tuple[CutEnds, ...]] = {}
+    for spec in (spec for spec in zero.cutting if not spec.cuts_batch):  # rows that ranks exchange are as many
+        parts = _ToParts(program, spec, zero)
+        places = parts.expected()
+        for line in program.lines:
+            if (block := line.block) is not None and line.is_forward:
+                inputs = block.inputs[: block.joint.num_inputs]
+                ends = CutEnds(
+                    parts.n,
+                    tuple(places[a] for a in inputs),
+                    tuple(parts.wanted.get(v.name, Wanted.FREE) for v in line.out),
+                    frozenset(i for i, a in enumerate(inputs) if a in parts.leaves),
+                    spec.stream,
+                    spec.by_position,
+                )
+                found[block.number] = (*found.get(block.number, ()), ends)
+    return found
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The cuts of a program along other axes, before this one.
+
+    Attributes:
+        own: of each value, the axes along which a rank has its own.
+        sent: of each handle, the values that a collective sends.
+        rows: the values that a collective cuts along dim 0.
+    """
+
+    own: dict[str, tuple[str, ...]]
+    sent: Mapping[str, tuple[str, ...]]
+    rows: frozenset[str]
+
+    @classmethod
+    def of(cls, program: Program) -> _Before:
+        starts = [line for line in program.lines if line.op in COLLECTIVES]
+        rows = frozenset(a for line in starts if line.op != "all_reduce_start" for a in line.args)
+        own = {name: value.placement.own for name, value in program.values().items()}
+        return cls(own, {line.out[0].name: line.args for line in starts}, rows)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A function with the places of its inputs and those wanted of its outputs. The others are arguments of
+    `cuts.propagate`."""
+
+    fn: str
+    places: tuple[Place, ...]
+    wanted: tuple[Wanted | Dim | None, ...]
+    leaves: frozenset[int]
+    given: tuple[tuple[Exchanged, ...], ...]
+    handed_on: tuple[tuple[Exchanged, ...], ...]
+
+
 class _ToParts:
     def __init__(self, program: Program, spec: Cutting, zero: Zero):
         self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
@@ -80,13 +137,11 @@ class _ToParts:
         largest = (x for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
         self.maxima |= {a for x in largest for a in x.args}
         self.leaves: set[str] = set()  # parameters, and casts of them
-        self.before = {v: value.placement.own for v, value in program.values().items()}  # along axes before this one
-        self.in_rows: set[str] = set()  # what collectives of another axis cut along dim 0
+        self.before = _Before.of(program)
         self.wanted: dict[str, Wanted | Dim | None] = {}
         self.known: dict[Any, CutFunction] = {}
         self.segments: dict[CutFunction, Segments] = {}
         self.index: Value | None = None
-        self.sent: dict[str, tuple[str, ...]] = {}  # by collectives of another axis, of their handles
         self.whole: dict[tuple[str, str, str], int] = {}  # operations made whole: function, operation, line -> bytes
         self.stream = spec.stream
         # of each value, what ranks exchanged of it and functions hand on, and what others read of that
@@ -119,6 +174,20 @@ class _ToParts:
         functions = self.functions.by_name
         notes = (*self.program.notes, *notes)
         return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), functions=functions, notes=notes)
+
+    def expected(self) -> dict[str, Place]:
+        """The place of each value that is a parameter or is wanted cut; None of any other."""
+        for value in self.program.inputs:
+            self._input(value)
+        self._want()
+        for line in self.program.lines:
+            if line.op == "cast":
+                self._line(line)
+                continue
+            for v in line.out:
+                wanted = self.wanted.get(v.name)
+                self.places[v.name] = wanted if isinstance(wanted, Dim) else None
+        return {name: place if isinstance(place, Dim) else None for name, place in self.places.items()}
 
     def _input(self, value: Value) -> Value:
         leaf = self.program.leaves.get(value.name)
@@ -155,7 +224,6 @@ class _ToParts:
             for source, v in zip(line.args, made, strict=False):
                 if v.name in self.wanted:
                     self.wanted[source] = self.wanted[v.name]
-            self.in_rows |= {*line.args} if line.op in COLLECTIVES and line.op != "all_reduce_start" else set()
 
     def _summand(self, leaf: str) -> Wanted:
         """The place of a gradient of a leaf that functions read whole: always a summand where its state is cut over the
@@ -235,12 +303,11 @@ class _ToParts:
             return self._call(line)
         if line.fn:
             self.functions.by_name.setdefault(line.fn, self.program.functions[line.fn])
-        if line.op in COLLECTIVES:  # of an axis before
-            self.sent[line.out[0].name] = line.args
+        if line.op in COLLECTIVES:
             return [line]
         if line.op == "wait":
-            sent = self.sent[line.args[0]]
-            return [replace(line, out=tuple(self._put(v, self.places[a]) for a, v in zip(sent, line.out, strict=True)))]
+            sent = zip(self.before.sent[line.args[0]], line.out, strict=True)
+            return [replace(line, out=tuple(self._put(v, self.places[a]) for a, v in sent))]
         if isinstance(line.attrs, UpdateAttrs) or line.op != "cast":
             return [replace(line, out=tuple(self._whole(line, v) for v in line.out))]
         self.leaves |= {v.name for a, v in zip(line.args, line.out, strict=False) if a in self.leaves}
@@ -275,42 +342,36 @@ class _ToParts:
             if of not in self.known:
                 self.known[of] = expert_rows.propagate(self.program.functions[line.fn].graph, self.n, places, wanted)
             return self.known[of]
-        leaves = frozenset(i for i, a in enumerate(line.args) if a in self.leaves)
-        given = tuple(self.exchanged.get(a, ()) for a in line.args)
-        handed_on = tuple(self.exchanged.get(v.name, ()) for v in line.out)
-        made = self._propagated(line, places, wanted, leaves, given, handed_on)
-        torn = [
-            v.name in self.in_rows and isinstance(place, Dim) and place.dim == 0
-            for v, place in zip(line.out, made.places, strict=False)
-        ]
-        if any(torn):  # of what another axis exchanges in rows, none is cut
-            wanted = tuple(None if whole else w for whole, w in zip(torn, wanted, strict=True))
-            made = self._propagated(line, places, wanted, leaves, given, handed_on)
+        asked = _Asked(
+            line.fn,
+            cast("tuple[Place, ...]", places),
+            wanted,
+            frozenset(i for i, a in enumerate(line.args) if a in self.leaves),
+            tuple(self.exchanged.get(a, ()) for a in line.args),
+            tuple(self.exchanged.get(v.name, ()) for v in line.out),
+        )
+        made = self._propagated(asked)
+        torn = {i for i, v in enumerate(line.out) if v.name in self.before.rows and _is_cut_in_rows(made.places[i])}
+        if torn:  # of what another axis exchanges in rows, none is cut
+            made = self._propagated(
+                replace(asked, wanted=tuple(None if i in torn else w for i, w in enumerate(wanted)))
+            )
         return made
 
-    def _propagated(
-        self,
-        line: Line,
-        places: tuple[Anywhere, ...],
-        wanted: tuple[Wanted | Dim | None, ...],
-        leaves: frozenset[int],
-        given: tuple[tuple[Exchanged, ...], ...],
-        handed_on: tuple[tuple[Exchanged, ...], ...],
-    ) -> CutFunction:
-        key = line.fn, places, wanted, leaves, given, handed_on
-        if key not in self.known:
-            self.known[key] = cuts.propagate(
-                self.program.functions[line.fn].graph,
+    def _propagated(self, asked: _Asked) -> CutFunction:
+        if asked not in self.known:
+            self.known[asked] = cuts.propagate(
+                self.program.functions[asked.fn].graph,
                 self.n,
-                cast("tuple[Place, ...]", places),
-                wanted,
-                leaves=leaves,
+                asked.places,
+                asked.wanted,
+                leaves=asked.leaves,
                 stream=self.stream,
                 by_position=self.spec.by_position,
-                given=given,
-                handed_on=handed_on,
+                given=asked.given,
+                handed_on=asked.handed_on,
             )
-        return self.known[key]
+        return self.known[asked]
 
     def _handed_on(self, value: Value, exchanged: Exchanged) -> Value:
         name = self.name_of[value.name, exchanged] = self.names(f"{value.name}_exchanged")
@@ -326,13 +387,10 @@ class _ToParts:
             args.append(self.index.name)
         names: dict[fx.Node, str] = dict(zip(cut.inputs, args, strict=True))
         others = self._others(line, made, cut)
-        line = replace(
-            line, out=tuple(self._owned(v, others.get(x, ())) for x, v in zip(cut.outputs, line.out, strict=True))
-        )
         final = {
-            x: self._put(v, place)
-            for x, v, place in zip(cut.outputs, line.out, made.places, strict=True)
-            if x not in names
+            x.node: self._put(self._owned(v, others[x.node]), x.place)
+            for x, v in zip(cut.results, line.out, strict=True)
+            if x.node not in names
         }
         count, at, lines = sum(isinstance(x, CallStep) for x in cut.steps), 0, list[Line]()
         sent = {x: step for step in cut.steps if isinstance(step, ExchangeStep) for x in step.sent}
@@ -359,7 +417,7 @@ class _ToParts:
     def _others(self, line: Line, made: CutFunction, cut: Segments) -> dict[fx.Node, tuple[str, ...]]:
         """The axes before this one along which a rank has its own of each value of a function."""
         found: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(made.graph.graph.nodes, ())
-        found.update((x, self.before[a]) for x, a in zip(cut.inputs, line.args, strict=False))
+        found.update((x, self.before.own[a]) for x, a in zip(cut.inputs, line.args, strict=False))
         for x in made.graph.graph.nodes:
             if x.op == "call_function":
                 found[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in found[a]))
@@ -367,9 +425,9 @@ class _ToParts:
 
     def _owned(self, value: Value, axes: tuple[str, ...]) -> Value:
         """A value that is handed on: of the axes before, each rank has its own."""
-        if value.name in self.before:
+        if value.name in self.before.own:
             return value
-        self.before[value.name] = axes
+        self.before.own[value.name] = axes
         return replace(value, placement=Placement("local", axes)) if axes else value
 
     def _between(
@@ -421,4 +479,8 @@ class _ToParts:
         most = size(self.spec.whole_bytes)
         what = f"operations would be computed whole on every rank of {self.axis!r}, of more than {most}"
         fix = f"{self.spec.way_out}, or allow it: fz.{self.spec.name}(..., whole_bytes='{size(max(large.values()))}')"
-        raise FzeroValueError(message(self.spec.name, what, problems, fix))
+        raise FzeroValueError(self.spec.name, what, problems, fix)
+
+
+def _is_cut_in_rows(place: Anywhere) -> bool:
+    return isinstance(place, Dim) and place.dim == 0

@@ -186,9 +186,9 @@ PASSES = (
     ),
     Pass(
         "remat",
-        lambda program, asked, keeps: remat.rewrite(program, keeps.policy, asked.known),
+        lambda program, asked, keeps: remat.rewrite(program, keeps.policy, asked.known, asked.zero),
         wanted=lambda program, asked, keeps: _trains(program) and keeps is not None,
-        option=lambda made, asked, choice: remat.keeps(_now(made), choice.remat, asked.known),
+        option=lambda made, asked, choice: remat.keeps(_now(made), choice.remat, asked.known, asked.zero),
         grows=lambda choice, program, _: choice.shares("remat") if Remat("auto") in program.transforms else (),
     ),
     Pass(

@@ -5,20 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fzero.passes.cut import cuts_of_blocks
 from fzero.passes.split import Choices, Kept, Split
+from fzero.passes.zero import Zero
 from fzero.program.ir import Line, Program, Value
 from fzero.program.lines import Functions
+from fzero.trace.cuts import CutEnds
 
 
-def rewrite(program: Program, policy: str | float, known: dict[Any, Choices]) -> Program:
+def rewrite(program: Program, policy: str | float, known: dict[Any, Any], zero: Zero | None = None) -> Program:
     """Splits every block that is called both forward and backward.
 
     Args:
         program: a base program.
         policy: as of `remat`, but for "full", which splits none; "auto" is "min_cut".
         known: what was found out about blocks of this program before: the same dictionary for each rewrite of it.
+        zero: how its values are cut, if they are.
     """
-    blocks = _blocks(program, known)
+    blocks = _blocks(program, known, zero)
     stay = {line.fn for line, _ in program.walk() if line.block is None or line.block.number not in blocks}
     functions = Functions({name: f for name, f in program.functions.items() if name in stay})
     splits: dict[Choices, Split] = {}
@@ -52,24 +56,32 @@ class KeptValues:
     policy: str | float = field(compare=False)
 
 
-def keeps(program: Program, policy: str | float, known: dict[Any, Choices]) -> KeptValues | None:
+def keeps(program: Program, policy: str | float, known: dict[Any, Any], zero: Zero | None = None) -> KeptValues | None:
     """The values that blocks keep, None if none is split. Args: as of `rewrite`."""
     if policy == "full":
         return None
-    distinct = dict.fromkeys(_blocks(program, known).values())
+    distinct = dict.fromkeys(_blocks(program, known, zero).values())
     return KeptValues(tuple(_kept(choices, policy) for choices in distinct), policy)
 
 
-def _blocks(program: Program, known: dict[Any, Choices]) -> dict[int, Choices]:
+def _blocks(program: Program, known: dict[Any, Any], zero: Zero | None) -> dict[int, Choices]:
     """The values that can be kept by each call that runs both forward and backward, in order."""
     alive, found = _alive(program), {}
+    cuts = {} if zero is None else _cuts(program, known, zero)
     for line, _ in program.walk():
         if (block := line.block) is not None and block.part == "backward":
-            key = block.joint, block.grads, alive[block.joint]
+            key = block.joint, block.grads, alive[block.joint], cuts.get(block.number, ())
             if key not in known:
                 known[key] = Choices(*key)
             found[block.number] = known[key]
     return found
+
+
+def _cuts(program: Program, known: dict[Any, Any], zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
+    key = "cuts", id(program.lines)
+    if key not in known:
+        known[key] = program, cuts_of_blocks(program, zero)  # a program that is held keeps its number
+    return known[key][1]
 
 
 def _kept(choices: Choices, policy: str | float) -> Kept:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.program.lines import Functions
+from fzero.trace.cuts import CutEnds
 from fzero.trace.flops import operations
 from fzero.trace.joint import Joint
 from fzero.trace.recorder import Recorded
@@ -61,10 +63,22 @@ class Split:
 
 
 class Choices:
-    """The values that can be kept of a block, for the gradients that are wanted. `alive`: outputs of the block that its
-    surroundings keep anyway."""
+    """The values that can be kept of a block, for the gradients that are wanted, by the bytes and FLOPs of a rank.
 
-    def __init__(self, joint: Joint, grads: tuple[int, ...], alive: frozenset[int] = frozenset()):
+    Args:
+        joint: the block.
+        grads: numbers of its gradients.
+        alive: outputs of the block that its surroundings keep anyway.
+        cuts: those of its inputs and outputs, along each axis that cuts any.
+    """
+
+    def __init__(
+        self,
+        joint: Joint,
+        grads: tuple[int, ...],
+        alive: frozenset[int] = frozenset(),
+        cuts: tuple[CutEnds, ...] = (),
+    ):
         self.joint, graph, outputs = joint, joint.graph.graph, joint.graph.outputs
         self.places = joint.graph.inputs
         self.outputs = list(outputs[: joint.num_outputs])
@@ -87,8 +101,15 @@ class Choices:
             for n in self.early
             if roots[n] is n and isinstance(n.meta["val"], torch.Tensor) and n not in self._of_params
         ]
-        self.nbytes = {n: 0 if n in self.reused else n.meta["val"].numel() * n.meta["val"].dtype.itemsize for n in can}
-        self.flops = {n: operations(n) for n in self.early}
+        inputs, ends = self.places[: joint.num_inputs], [*self.outputs, *(n for n in self.early if n in self.read)]
+        shares = [x.of_a_rank(joint.graph, inputs, ends) for x in cuts]
+        self.held = {n: math.prod(x[n.name].held for x in shares if n.name in x) for n in (*inputs, *self.early)}
+        computed = {n: math.prod(x[n.name].computed for x in shares if n.name in x) for n in self.early}
+        self.nbytes = {
+            n: 0 if n in self.reused else n.meta["val"].numel() * n.meta["val"].dtype.itemsize // self.held[n]
+            for n in can
+        }
+        self.flops = {n: operations(n) // computed[n] for n in self.early}
         self._stop = set(self.places)
         self._roots = roots
 
@@ -115,9 +136,20 @@ class Choices:
         recompute = {n.name for n in self._of_params}
         number = {n.name: i for i, n in enumerate(graph.between)}
         never = frozenset(number[name] for name in recompute & number.keys())
-        key = graph.signature, never, self.joint.num_outputs, compat.min_cut_settings()
+        held = {n.name: parts for n, parts in self.held.items() if parts > 1}
+        cut = tuple(held.get(n.name, 1) for n in (*self.places, *graph.between)) if held else ()
+        key = graph.signature, never, cut, self.joint.num_outputs, compat.min_cut_settings()
         if key not in _known_cuts:
             copy = graph.extract([n.name for n in self.places])
+            for n in copy.graph.nodes:
+                if n.name in held and isinstance(value := n.meta["val"], torch.Tensor):
+                    # PyTorch asks for its bytes alone
+                    n.meta["val"] = compat.new_fake(
+                        value.fake_mode,  # type: ignore[attr-defined]
+                        [value.numel() // held[n.name]],
+                        value.dtype,
+                        value.device,
+                    )
             names = compat.min_cut(
                 copy.module(), self.joint.num_outputs, {n for n in copy.graph.nodes if n.name in recompute}
             )

@@ -49,7 +49,7 @@ from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.observe import observe
 from fzero.runtime.out_of_memory import raise_out_of_memory
 from fzero.runtime.promote import Safer
-from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, check_finite
+from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, Raised, check_finite
 from fzero.state import gather, initialize, load, local, storage
 from fzero.state.assemble import (
     Last,
@@ -120,7 +120,7 @@ class CompiledStep(Compiled):
         # with a loss scale steps that overflow are left out
         self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
         self.calls = 0  # how many steps were taken
-        self._agreement, self._safer, self._last = Agreement(), Safer(mesh), Last()
+        self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
         # the last trees and a program, and what `_may_guess` found of them
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
@@ -442,8 +442,8 @@ class CompiledStep(Compiled):
         Raises:
             FzeroTypeError: more arguments than a state and one batch.
             FzeroValueError: before a state's first step, trained parameters in memory that are not finite; a state laid
-                out for another step; new values of leaves (`train_step(mutable=...)`) that must agree and do not. On an
-                asynchronous device the last comes one step later.
+                out for another step; new values of leaves (`train_step(mutable=...)`) that must agree and do not; a
+                condition under which the loss function raises. On an asynchronous device these two come one step later.
             DivergenceError: before a state's first step, replicas that differ between ranks, as `check_replicas` says;
                 ranks with different calls; a call that has ended in the middle on some rank, at that call and every
                 later one on the mesh (docs/restarts.md).
@@ -474,6 +474,8 @@ class CompiledStep(Compiled):
         self.calls += 1
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         no_backward(metrics["loss"])
+        if "raised" in metrics:
+            self._raised(metrics.pop("raised"), lowered.raises, state)
         if self._at_minimum is not None:
             self._at_minimum(metrics["loss_scale_at_minimum"])
         if self._not_finite is not None:

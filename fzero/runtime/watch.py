@@ -18,6 +18,7 @@ from fzero.errors import FzeroValueError, LossScaleError, message
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.step import State
+from fzero.train_state import mark_broken
 
 _LOOKS = 8
 """Steps that are not finite after which parameters are looked at: an optimizer may leave such steps out."""
@@ -104,6 +105,25 @@ class Agreement:
                 raise FzeroValueError(
                     "step", "new values of mutable leaves differ, and only floating-point ones are averaged", wrong, fix
                 )
+
+
+class Raised:
+    """Raises naming the lines at which a function of the step raises: in that step, or on a device that runs behind the
+    host in the next."""
+
+    def __init__(self) -> None:
+        self._arriving, self._lines = Arriving(raises=True), deque[Sequence[str]]()
+
+    def __call__(self, flags: torch.Tensor, lines: Sequence[str], state: State) -> None:
+        """Looks at the flags of a step, bool[len(lines)], of all ranks."""
+        self._lines.append(lines)
+        for raised in self._arriving(flags):
+            held = [line for line, holds in zip(self._lines.popleft(), raised.tolist(), strict=True) if holds]
+            if held:
+                fix = "look at the batch; go on from the last checkpoint, for this state has become NaN"
+                error = FzeroValueError("step", "the loss function raises, on some rank", dict.fromkeys(held), fix)
+                mark_broken(state, error)
+                raise error
 
 
 class AtMinimum:

@@ -34,6 +34,7 @@ class BlockResults(NamedTuple):
     structure: tree.TreeSpec
     returned: tuple[int, ...]  # as in a `Joint`
     memory: tuple[int, ...]
+    raises: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class Body:
                 self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)]
             )
             trees = arguments(self.fn, params, args, kwargs)
-            with conditions.collected() as failed, without_gradients(self.owner, tensors_in(trees)):
+            with conditions.collected() as noted, without_gradients(self.owner, tensors_in(trees)):
                 result = applied(self.fn, params, args, kwargs)
         finally:
             tracer.reset(token)
@@ -73,13 +74,13 @@ class Body:
             found = [*where(self.fn), *(wrong or ["no tensor at all"])]
             raise TraceError(self.owner, "returns something other than tensors", found, "return a pytree of tensors")
         check_bare(self.owner, "leaves behind", self.fn, [*trees, ("result", result)])
-        flat = conditions.poisoned(flat, failed)
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
         number = {id(x): i for i, x in enumerate(tensors)}
         storages = [x.untyped_storage()._cdata for x in tensors]
-        made = [resolved(x) for x in tensors[len(xs) :]]
+        made = [*(resolved(x) for x in tensors[len(xs) :]), *noted.joined]
         made = [*made, _largest(flat)] if self.watch else made
-        return BlockResults(made, structure, tuple(number[id(x)] for x in flat), tuple(map(storages.index, storages)))
+        returned, memory = tuple(number[id(x)] for x in flat), tuple(map(storages.index, storages))
+        return BlockResults(made, structure, returned, memory, tuple(noted.lines))
 
 
 def resolved(x: torch.Tensor) -> torch.Tensor:

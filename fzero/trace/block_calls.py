@@ -16,6 +16,7 @@ from fzero import compat, tree
 from fzero.errors import TraceError
 from fzero.trace.block_body import Body, arguments, casting, check_bare, name_of, resolved, tensors_in, tracer, where
 from fzero.trace.joint import OTHERWISE, Joint, call_block, call_vjp, trace_joint
+from fzero.trace.reads import conditions
 from fzero.trace.reads.settings import Settings, changes, settings
 from fzero.trace.reads.settings_walk import SelfChecked
 from fzero.trace.reads.switches import (
@@ -158,6 +159,9 @@ class Blocks:
         if self._watch:
             *outputs, largest = outputs
             self.maxima.append(largest)
+        if joint.raises:
+            *outputs, flags = outputs
+            conditions.note(flags, joint.raises)
         values = [*given, *outputs]
         for i, first in enumerate(joint.memory):
             if i >= joint.num_inputs and i != first:

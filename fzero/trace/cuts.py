@@ -14,13 +14,14 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.fx as fx
 
+import fzero.trace.cut_numbers  # noqa: F401 - has rules
 from fzero import compat
 from fzero.boxes import Dim
 from fzero.random import DRAW
@@ -49,6 +50,7 @@ from fzero.trace.cut_writer import (
     all_to_all,
     reduce_scatter,
 )
+from fzero.trace.flops import product_flops
 from fzero.trace.meta_cache import FakeResults
 from fzero.trace.propagate import constants_for_shapes
 from fzero.trace.reads.user_lines import line
@@ -60,9 +62,11 @@ __all__ = [
     "MARKERS",
     "PARTIAL",
     "CutFunction",
+    "CutEnds",
     "Exchanged",
     "MadeWhole",
     "Place",
+    "RankShare",
     "Wanted",
     "all_gather",
     "all_reduce",
@@ -119,6 +123,7 @@ class CutFunction:
         whole: the operations that were made whole.
         exchanged: of each output, what could be handed on.
         read: of each input, what is read of what is given.
+        values: the places of the values of the whole function, by their names.
     """
 
     graph: Recorded
@@ -128,6 +133,49 @@ class CutFunction:
     whole: tuple[MadeWhole, ...]
     exchanged: tuple[tuple[Exchanged, ...], ...] = ()
     read: tuple[tuple[Exchanged, ...], ...] = ()
+    values: Mapping[str, Place] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CutEnds:
+    """The cuts of a function's inputs along an axis of n ranks, and the places wanted of its outputs. Attributes:
+    arguments of `propagate`."""
+
+    n: int
+    places: tuple[Place, ...]
+    wanted: tuple[Wanted | Dim | None, ...]
+    leaves: frozenset[int]
+    stream: Dim | None
+    by_position: Attention | None
+
+    def of_a_rank(self, graph: Recorded, inputs: Sequence[fx.Node], ends: Sequence[fx.Node]) -> dict[str, RankShare]:
+        """The shares that a rank has of the values between the inputs and some ends of a graph, by name: the outputs,
+        and what is kept besides."""
+        part = extract(graph, inputs, ends, [x.name for x in inputs])
+        made = propagate(
+            part,
+            self.n,
+            self.places,
+            [*self.wanted, *[Wanted.FREE] * (len(ends) - len(self.wanted))],
+            leaves=self.leaves,
+            stream=self.stream,
+            by_position=self.by_position,
+        )
+        shares: dict[str, RankShare] = {}
+        for x in part.graph.nodes:
+            if isinstance(place := made.values.get(x.name), Dim):
+                shares[x.name] = RankShare(self.n, self.n)
+            elif place == PARTIAL:  # its sum is kept: scattered into the stream, or whole
+                kept, computed = self.stream is not None, bool(product_flops(x))
+                shares[x.name] = RankShare(self.n if kept else 1, self.n if computed else 1)
+        return shares
+
+
+class RankShare(NamedTuple):
+    """The numbers of parts that the ranks of an axis hold a value in, and compute it in."""
+
+    held: int
+    computed: int
 
 
 def propagate(
@@ -215,6 +263,7 @@ class _Propagation:
         self.back: dict[fx.Node, Dim] = {}  # of operations, where their results are exchanged to
         self.leaves: set[fx.Node] = set()
         self.whole: list[MadeWhole] = []
+        self.replaced: dict[str, fx.Node] = {}  # by the name of an operation, what was put in its place
         self.later: dict[fx.Node, bool] = {}  # of values that were asked about
         self.light: dict[fx.Node, bool] = {}
         passed = [*zip(self.source.inputs, places, strict=True), *zip(self.source.outputs, wanted, strict=True)]
@@ -291,6 +340,8 @@ class _Propagation:
         numbered, varies = self.write.finish([*new, *(node for _, node in more)], self.places)
         graph = Recorded(self.graph, self.source.constants)
         read = tuple(tuple(e for e, new in self.given.get(x, ()) if new.users) for x in self.source.inputs)
+        values: dict[str, Place] = {x.name: place for x, place in self.place.items()}
+        values.update((name, self.place[x]) for name, x in self.replaced.items() if x in self.place)
         return CutFunction(
             graph,
             tuple(places),
@@ -299,6 +350,7 @@ class _Propagation:
             tuple(self.whole),
             tuple(tuple(made) for made in exchanged),
             read,
+            values,
         )
 
     def _exchanged(self, output: fx.Node, want: Wanted | Dim | None) -> dict[Exchanged, fx.Node]:
@@ -309,7 +361,7 @@ class _Propagation:
             x, way = left.pop(0)
             left += [(u, (*way, _said(u))) for u in x.users if u.op != "output" and u.all_input_nodes == [x]]
             natural = self.place[x]
-            for place, new in self.made.get(x, {}).items():
+            for place, new in (self.made.get(_copied(x), {}) | self.made.get(x, {})).items():
                 if isinstance(place, Dim) and isinstance(natural, Dim) and place.dim != natural.dim:
                     value = x.meta["val"]
                     found[Exchanged(way, place, tuple(value.shape), value.dtype)] = new
@@ -365,9 +417,11 @@ class _Propagation:
         if new is None:
             return False
         for user in list(node.users) if isinstance(new, tuple) else ():
-            user.replace_all_uses_with(new[user.args[1]])  # type: ignore[index]
+            self.replaced[user.name] = new[user.args[1]]  # type: ignore[index]
+            user.replace_all_uses_with(self.replaced[user.name])
             self.source.graph.erase_node(user)
         if isinstance(new, fx.Node):
+            self.replaced[node.name] = new
             node.replace_all_uses_with(new)
         self.source.graph.erase_node(node)
         return True
@@ -618,6 +672,18 @@ class _Propagation:
             return False
         heavy = [a for a in node.all_input_nodes if not self._light(a)]
         return sum(a.meta["val"].numel() for a in heavy) < node.meta["val"].numel()
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """The value that another is a copy of, which lies otherwise; by default itself."""
+    inner = node.all_input_nodes[0] if node.target is aten.permute.default else node
+    if inner.target is not aten.clone.default:
+        return node
+    source = inner.all_input_nodes[0]
+    if inner is node:
+        return source
+    back = source.target is aten.permute.default and [source.args[1][d] for d in node.args[1]]  # type: ignore[index]
+    return source.all_input_nodes[0] if back == list(range(len(shape_of(node)))) else node
 
 
 def _said(node: fx.Node) -> str:

@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 from fzero import compat
 from fzero.operators.index_sums import IN_ORDER
 from fzero.operators.recurrent import LSTM
+from fzero.operators.row_numbers import WRITTEN_OUT
 from fzero.operators.scaled_matmul import multiply, scaled_mm
 from fzero.trace.functional import AGAIN
 from fzero.trace.recorder import Recorded, Recorder
@@ -27,9 +28,10 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
     """The graph as it should run on a device.
 
     Matrix products in bfloat16 and float16 run in float32 if the device has no native ones (`slow`: these dtypes, asked
-    of the device without it), and in 8 bits by the device's means (fzero/operators/scaled_matmul.py). A CPU adds at
-    indices in their order (fzero/operators/index_sums.py), and has its own LSTM layers (fzero/operators/recurrent.py)
-    and batch norms of two dtypes.
+    of the device without it), and in 8 bits by the device's means (fzero/operators/scaled_matmul.py). Numbers of rows
+    are written out (fzero/operators/row_numbers.py). A CPU adds at indices in their order
+    (fzero/operators/index_sums.py), and has its own LSTM layers (fzero/operators/recurrent.py) and batch norms of two
+    dtypes.
 
     A product of bfloat16 matrices has float32 sums wherever it runs; computing it from upcast operands and rounding
     once is the same arithmetic. On a CPU without bfloat16 instructions it is also 3 to 80 times faster. Of float16
@@ -46,7 +48,7 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
         if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes)
         else {}
     )
-    rules[scaled_mm] = multiply
+    rules |= {scaled_mm: multiply, **WRITTEN_OUT}
     return substituted(graph, {**rules, **IN_ORDER, **LSTM, **_NORMS} if device.type == "cpu" else rules)
 
 

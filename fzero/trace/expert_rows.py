@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.boxes import Dim
-from fzero.errors import FzeroValueError, message
+from fzero.errors import FzeroValueError
 from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
     OWN,
@@ -209,10 +209,26 @@ class _RowPropagation:
         gathered where there is another."""
         plain = Way(dict.fromkeys(node.all_input_nodes), (None,) * len(values_of(node)))
         ways = [w for w in self._ways(node) if all(divides(shape_of(a), f, self.n) for a, f in w.want.items())]
-        best = min((*ways, plain), key=lambda w: sum(self._cost(a, f) for a, f in w.want.items()))
+        meet = {a for a in node.all_input_nodes if self._leads(node) and self._meets(a)}
+
+        def price(way: Way) -> float:
+            return sum(self._cost(a, f) for a, f in way.want.items() if not (a in meet and isinstance(f, Met)))
+
+        best = min((*ways, plain), key=price)
         if best is plain:
             self._list(node)
         return best
+
+    def _meets(self, node: fx.Node) -> bool:
+        """Whether a product with experts' parameters reads a value, so that its rows are exchanged anyway."""
+        products = (u for u in node.users if u.target in (aten.bmm.default, aten.baddbmm.default))
+        return any(self._of_experts(x) for u in products for x in u.args[-2:] if x is not node)
+
+    def _of_experts(self, node: Any) -> bool:
+        """Whether a value is a cut parameter, or a view of one."""
+        while node.op == "call_function" and node.target in VIEWS | set(_ORDERS):
+            (node,) = node.all_input_nodes
+        return node.op == "placeholder" and self.form[node] == Dim(0)
 
     def _cost(self, node: fx.Node, form: Form) -> float:
         if form in self.made[node] or isinstance(form, Dim):
@@ -264,7 +280,7 @@ class _RowPropagation:
             place = node.meta.get("place")
             where = [line(place)] if place else [str(node.target)]
             fix = "leave what it is the gradient of out of `where`"
-            raise FzeroValueError(message("expert_parallel", "a gradient of experts is computed with", where, fix))
+            raise FzeroValueError("expert_parallel", "a gradient of experts is computed with", where, fix)
         self._settle(node, way)
 
     def _sum(self, node: fx.Node, dim: Dim) -> fx.Node:

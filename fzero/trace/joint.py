@@ -47,6 +47,8 @@ class Joint:
     returned: tuple[int, ...]  # its leaves: each is one of the inputs, or else of the outputs, counted on
     # of inputs and outputs: the first of them with the same memory, where the function runs as it is written
     memory: tuple[int, ...]
+    # the lines of conditions under which the function raises; it has one output more then, their flags
+    raises: tuple[str, ...] = ()
 
 
 def _of_results(graph: Recorded) -> Any:
@@ -114,8 +116,10 @@ def trace_joint(
                     body.owner, "computes something else each time it is called", where(body.fn), OTHERWISE
                 )
     diff_outputs = diff_outputs if diff else ()
-    made, structure, returned, memory = results
-    return Joint(name, graph, num_params, len(primals), len(made), diff, diff_outputs, structure, returned, memory)
+    made, structure, returned, memory, raises = results
+    return Joint(
+        name, graph, num_params, len(primals), len(made), diff, diff_outputs, structure, returned, memory, raises
+    )
 
 
 OTHERWISE = "pass what changes as an argument: a tensor, or a number or text where it decides what is computed"

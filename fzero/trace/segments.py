@@ -9,12 +9,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
-from fzero.trace.cut_rules import OWN
+from fzero.trace.cut_rules import OWN, Anywhere
 from fzero.trace.cuts import MARKERS, PARTIAL, CutFunction, all_gather, all_reduce, reduce_scatter
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
@@ -59,19 +59,26 @@ class WaitStep:
     of: ExchangeStep
 
 
+class Result(NamedTuple):
+    """An output of the whole function, and its place."""
+
+    node: fx.Node
+    place: Anywhere
+
+
 @dataclass(frozen=True, eq=False)
 class Segments:
     """A function on parts, in steps.
 
     Attributes:
         inputs: of the whole function; behind them, if it has one, the rank's number.
-        outputs: of the whole function: what a step makes, or an input.
+        results: the outputs of the whole function, each made by a step.
         steps: in order.
         own: what each rank has its own of.
     """
 
     inputs: Sequence[fx.Node]
-    outputs: Sequence[fx.Node]
+    results: Sequence[Result]
     steps: Sequence[CallStep | ExchangeStep | WaitStep]
     own: frozenset[fx.Node]
 
@@ -114,7 +121,8 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
     for x in graph.nodes:  # what was copied is as it was
         same = x.target in (all_reduce, all_gather) or x.op == "output"
         own |= {x} if not same and not own.isdisjoint(x.all_input_nodes) else set()
-    return Segments(cut.graph.inputs, outputs, steps, frozenset(own))
+    results = [Result(*x) for x in zip(outputs, cut.places, strict=True)]
+    return Segments(cut.graph.inputs, results, steps, frozenset(own))
 
 
 def _lay_out(cut: CutFunction, like: Sequence[torch.Tensor]) -> None:
@@ -202,7 +210,7 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
 
     def here(x: fx.Node, number: int) -> fx.Node:
         """The node that a segment reads for a value of another."""
-        if x.op != "call_function" or x.target in MARKERS or made[x] == number or x in outputs or not is_view(x):
+        if x.op != "call_function" or x.target in MARKERS or made[x] == number or x in outputs or not _is_part(x):
             return x
         if (x, number) not in again:
             inputs = {a: here(a, number) for a in x.all_input_nodes}
@@ -230,6 +238,11 @@ def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> 
                 user.replace_input_with(x, copy)
     if copies:
         _traced_again(graph, made, copies)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a value is a view, or one of several."""
+    return is_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _traced_again(graph: fx.Graph, made: dict[fx.Node, int], copies: set[fx.Node]) -> None:

@@ -11,12 +11,13 @@ import torch
 
 from fzero.arguments import keywords
 from fzero.boxes import Dim
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
+from fzero.transforms.tensor import TensorParallel
 from fzero.tree import dotted
 from fzero.units import parse_bytes, size
 
@@ -31,7 +32,7 @@ class ExpertParallel(Cutting):
     way_out: ClassVar[str] = "let `where` accept the parameters of products alone: torch.bmm(rows, w), w [experts, ...]"
 
     def conflict(self, other: Transform) -> str | None:
-        if isinstance(other, Cutting) and not isinstance(other, ExpertParallel):
+        if isinstance(other, TensorParallel):
             return "values are cut over one axis: leave one out"
         if isinstance(other, Fp8):
             return "fp8 scales whole parameters, and these are computed in parts"
@@ -50,13 +51,13 @@ class ExpertParallel(Cutting):
         if not any(cuts):
             names = ", ".join(dotted(leaf.path) for leaf in leaves[:5])
             fix = f"let `where` accept parameters [experts, ...], by their path: there are {names}"
-            raise FzeroValueError(message(self.name, "does nothing: `where` accepts no parameter", fix=fix))
+            raise FzeroValueError(self.name, "does nothing: `where` accepts no parameter", fix=fix)
         torn = [
             f"{dotted(leaves[i].path)} and {dotted(leaves[t].path)}" for i, t in enumerate(tied) if cuts[i] != cuts[t]
         ]
         if torn:
             fix = "accept both names, or none: they are one tensor"
-            raise TransformError(message(self.name, "`where` accepts one of two tied names", torn, fix))
+            raise TransformError(self.name, "`where` accepts one of two tied names", torn, fix)
 
     def __str__(self) -> str:
         where = getattr(self.where, "__name__", repr(self.where))
@@ -95,7 +96,7 @@ def expert_parallel(
         FzeroTypeError: a `where` that cannot be called, an `axis` that is not a name.
         FzeroValueError: when the program is built, a number of experts that does not divide; a `where` that accepts
             no parameter; an operation above `whole_bytes`.
-        TransformError: `tensor_parallel`, `sequence_parallel` or `fp8`; one of two tied names.
+        TransformError: `tensor_parallel` or `fp8`; one of two tied names.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
 
@@ -119,5 +120,5 @@ def expert_parallel(
     problems += [] if callable(where) else [f"where={where!r}: a predicate (path, leaf) -> bool"]
     if problems:
         fix = "e.g. fz.expert_parallel(where=lambda path, leaf: 'experts' in path)"
-        raise FzeroTypeError(message("expert_parallel", "invalid arguments", problems, fix))
+        raise FzeroTypeError("expert_parallel", "invalid arguments", problems, fix)
     return applied(ExpertParallel(axis=axis, whole_bytes=parse_bytes(whole_bytes), where=where), step)

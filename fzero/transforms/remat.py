@@ -36,10 +36,10 @@ def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
         policy: "full" keeps only the inputs of a block and recomputes the rest; "none" keeps everything the backward
             reads. "min_cut", also the default of a step without `remat`, keeps the cut of the block's graph with the
             fewest bytes whose recomputation is cheap (no matrix product is repeated). A number from 0.0 to 1.0 is the
-            share, in bytes, of what "none" keeps beyond a block's inputs: of all that keeps no more, the choice that
-            recomputes the fewest FLOPs, for each distinct block. 1.0 is "none", 0.0 is "full". More never recomputes
-            more. "auto" leaves the share to the memory budget of `fz.compile`, in steps of 1/16; without a budget it is
-            "min_cut".
+            share, in a rank's bytes, of what "none" keeps beyond a block's inputs: of all that keeps no more, the
+            choice that recomputes the fewest FLOPs, for each distinct block. 1.0 is "none", 0.0 is "full". More never
+            recomputes more. "auto" leaves the share to the memory budget of `fz.compile`, in steps of 1/16; without a
+            budget it is "min_cut".
 
     Communication: none of its own. With `shard_params` parameters are gathered again for the backward under any policy,
         but for the last block.

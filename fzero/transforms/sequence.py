@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fzero.arguments import keywords
 from fzero.boxes import Dim
-from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.trace.cut_rules import Attention, nearest
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.cutting import Cutting
@@ -55,13 +55,13 @@ class SequenceParallel(Cutting):
         if not shapes:
             what = "does nothing: no values [batch, positions, ...] pass between blocks"
             fix = "mark the function of a layer with fz.block; of a module, its layers are blocks"
-            raise FzeroValueError(message(self.name, what, fix=fix))
+            raise FzeroValueError(self.name, what, fix=fix)
         largest = max(shapes, key=math.prod)
         if (length := largest[1]) % n:
             near = " or ".join(str(x) for x in nearest(length, n))
             problems = [f"values {list(largest)} between blocks: dim 1 of {length} is not a multiple of {n}"]
             fix = f"a sequence of {near} positions, or another size of {self.axis!r}"
-            raise FzeroValueError(message(self.name, f"cannot cut positions over {self.axis!r}", problems, fix))
+            raise FzeroValueError(self.name, f"cannot cut positions over {self.axis!r}", problems, fix)
 
     def __str__(self) -> str:
         said = [] if self.attention == "auto" else [f"attention={self.attention!r}"]
@@ -100,7 +100,7 @@ def sequence_parallel(
         FzeroTypeError: an `axis` that is not a name, another `attention`.
         FzeroValueError: when the program is built, positions, or heads that are asked for, that do not divide; a step
             without blocks; an operation above `whole_bytes`.
-        TransformError: `data_parallel` over `axis`; `tensor_parallel(sequence=True)`; `expert_parallel`; `fp8`.
+        TransformError: `data_parallel` over `axis`; `tensor_parallel(sequence=True)`; `fp8`.
 
     Paper: Jacobs et al., DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
         transformer models, 2023. "keys": Grattafiori et al., The Llama 3 herd of models, 2024, section 3.3.2.
@@ -123,5 +123,5 @@ def sequence_parallel(
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
     problems += [] if attention in _WAYS else [f"attention={attention!r}: one of {', '.join(map(repr, _WAYS))}"]
     if problems:
-        raise FzeroTypeError(message("sequence_parallel", "invalid arguments", problems, "e.g. axis='seq'"))
+        raise FzeroTypeError("sequence_parallel", "invalid arguments", problems, "e.g. axis='seq'")
     return applied(SequenceParallel(axis=axis, attention=attention, whole_bytes=parse_bytes(whole_bytes)), step)

@@ -13,7 +13,7 @@ import torch
 
 from fzero.arguments import flag, keywords
 from fzero.boxes import Dim
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, message
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.step import EvalStep
@@ -50,7 +50,7 @@ class TensorParallel(Cutting):
     def __call__(self, step: Any) -> Any:
         if self.rules is None and isinstance(step, EvalStep):
             what, fix = "chooses rules for a training step", "fz.compose(*train.resolved.transforms)(fz.eval_step(fn))"
-            raise TransformError(message(self.name, what, fix=f"give an evaluation those of the compiled step: {fix}"))
+            raise TransformError(self.name, what, fix=f"give an evaluation those of the compiled step: {fix}")
         return super().__call__(step)
 
     def cut(self, leaf: Leaf) -> Dim | None:
@@ -77,17 +77,17 @@ class TensorParallel(Cutting):
                 near = {glob: ", ".join(_near(glob, names)) for glob in unused}
                 shown = [f"{glob!r}" + (f": did you mean {near[glob]}?" if near[glob] else "") for glob in unused]
                 fix = "name the end of a parameter's dotted name, e.g. 'qkv' or 'layers.*.out'"
-                raise FzeroValueError(message(self.name, "no leaf matches a rule", shown, fix))
+                raise FzeroValueError(self.name, "no leaf matches a rule", shown, fix)
         cuts = [None if leaf.role == "mutable" else self.cut(leaf) for leaf in leaves]
         if not any(cuts):
             what = "does nothing: no parameter is cut"
             fix = f"let a rule accept one of {', '.join(names[:5])}"
-            raise FzeroValueError(message(self.name, what, fix=fix))
+            raise FzeroValueError(self.name, what, fix=fix)
         pairs = ((leaves[i].path, leaves[t].path, cuts[i], cuts[t]) for i, t in enumerate(tied))
         torn = [f"{dotted(a)}: {one}, {dotted(b)}: {two}" for a, b, one, two in pairs if one != two]
         if torn:
             fix = "give both names one rule: they are one tensor"
-            raise TransformError(message(self.name, "tied leaves have two rules", torn, fix))
+            raise TransformError(self.name, "tied leaves have two rules", torn, fix)
 
     def __str__(self) -> str:
         said = ["sequence=True"] if self.sequence else []
@@ -174,7 +174,7 @@ def tensor_parallel(
         problems.append(f"rules={rules!r}: a mapping from names to dims, or a function (path, leaf)")
     if problems:
         fix = "of nn.Linear, e.g. fz.tensor_parallel(rules={'up.weight': 0, 'up.bias': 0, 'down.weight': 1})"
-        raise FzeroTypeError(message("tensor_parallel", "invalid arguments", problems, fix))
+        raise FzeroTypeError("tensor_parallel", "invalid arguments", problems, fix)
     return applied(TensorParallel(axis, parse_bytes(whole_bytes), given, sequence), step)
 
 
@@ -192,7 +192,7 @@ def _wrong(glob: Any, rule: Any) -> str:
 def _dim(rule: Rule) -> Dim | None:
     if why := _wrong("", rule):
         what = f"rules returned {rule!r}"
-        raise FzeroTypeError(message("tensor_parallel", what, fix=f"return {why}"))
+        raise FzeroTypeError("tensor_parallel", what, fix=f"return {why}")
     return None if rule is None else Dim(*rule) if isinstance(rule, tuple) else Dim(rule)
 
 

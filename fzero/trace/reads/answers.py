@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from fzero import compat, tree
 from fzero.trace.reads import conditions
-from fzero.trace.reads.user_lines import asking_frame
+from fzero.trace.reads.user_lines import asking_frame, own_line
 
 if TYPE_CHECKING:
     from fzero.trace.recorder import Recorder
@@ -56,7 +56,9 @@ class Answers:
             return recorder.do(func, args[0], places)
         if func is aten._local_scalar_dense.default and (passes := conditions.passing(asking_frame())) is not None:
             if compat.backward_of() is None:  # else it was noted when the forward ran
-                conditions.note(recorder.do(aten.eq.Scalar if passes else aten.ne.Scalar, args[0], 0))
+                holds = recorder.do(aten.eq.Scalar if passes else aten.ne.Scalar, args[0], 0)
+                flag = recorder.do(aten._to_copy.default, holds, dtype=torch.float32)
+                conditions.note(recorder.do(aten.view.default, flag, [1]), own_line() or ["a line that is not known"])
             return passes
         return None
 

@@ -1,8 +1,8 @@
 """Recognises conditions under which a function raises: `if bad.any(): raise ...`, `assert`, as in `F.gaussian_nll_loss`
 and `torch.distributions`.
 
-A trace cannot know whether one holds, and a program does not raise: it takes the branch that does not, and where the
-condition holds, what the function returns is NaN, and so are its gradients. A step says it by its metric `finite`.
+A trace cannot know whether one holds: a program takes the branch that does not raise. Where the condition holds, the
+loss is NaN, and so are its gradients; a training step raises on every rank (fzero/runtime/watch.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 
 import torch
@@ -21,27 +22,49 @@ from fzero import compat
 from fzero.trace.reads.code import instructions_from
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions that were noted: float32[n] flags, 1 where a function would have raised, and the line of each."""
+
+    flags: list[torch.Tensor] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def joined(self) -> list[torch.Tensor]:
+        """All flags as one vector, if there are any."""
+        return [torch.cat(self.flags)] if self.flags else []
+
+    def poisoned(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The floating-point values times NaN if one of the conditions holds, else times 1."""
+        if not self.flags:
+            return list(values)
+        factor = torch.where(torch.cat(self.flags).amax() > 0, math.nan, 1.0)
+        return [x * factor.to(x.dtype) if x.is_floating_point() or x.is_complex() else x for x in values]
+
+
 @contextmanager
-def collected() -> Iterator[list[torch.Tensor]]:
-    """The conditions noted inside, bool[] each: whether the function would have raised."""
-    failed: list[torch.Tensor] = []
-    token = _failed.set(failed)
+def collected() -> Iterator[Conditions]:
+    """The conditions noted inside."""
+    noted = Conditions()
+    token = _noted.set(noted)
     try:
-        yield failed
+        yield noted
     finally:
-        _failed.reset(token)
+        _noted.reset(token)
 
 
-def note(failed: torch.Tensor) -> None:
-    noted = _failed.get()
+def note(flags: torch.Tensor, lines: Sequence[str]) -> None:
+    """Notes conditions: float32[n] flags, and the line of each."""
+    noted = _noted.get()
     assert noted is not None
-    noted.append(failed)
+    noted.flags.append(flags)
+    noted.lines.extend(lines)
 
 
 def passing(frame: FrameType | None) -> bool | None:
     """The truth of what a frame tests now for which it does not raise; None if it tests nothing, may go on either way,
     or nobody collects."""
-    return None if frame is None or _failed.get() is None else _passing(frame.f_code, frame.f_lasti)
+    return None if frame is None or _noted.get() is None else _passing(frame.f_code, frame.f_lasti)
 
 
 def raises(frame: FrameType | None) -> bool:
@@ -50,14 +73,6 @@ def raises(frame: FrameType | None) -> bool:
         return False
     found, at = instructions_from(frame.f_code, frame.f_lasti)
     return at is not None and _raises(found, at, frame.f_code)
-
-
-def poisoned(values: Sequence[torch.Tensor], failed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The floating-point values times NaN if one of the conditions holds, else times 1."""
-    if not failed:
-        return list(values)
-    factor = torch.where(functools.reduce(torch.logical_or, failed), math.nan, 1.0)
-    return [x * factor.to(x.dtype) if x.is_floating_point() or x.is_complex() else x for x in values]
 
 
 @functools.cache
@@ -96,4 +111,4 @@ def _caught(found: Sequence[dis.Instruction], offset: int, code: CodeType) -> bo
     return any("WITH_EXCEPT_START" not in names[h] for h in handlers)
 
 
-_failed: ContextVar[list[torch.Tensor] | None] = ContextVar("fzero_checks", default=None)
+_noted: ContextVar[Conditions | None] = ContextVar("fzero_checks", default=None)
