@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fzero import compat
 from fzero.comm.host import host_pool
 from fzero.errors import DivergenceError
-from fzero.mesh import Mesh, group_along
+from fzero.mesh import Mesh, group_along, ranks_along
 
 _LOOK = 0.5  # seconds between two looks whether what was abandoned is done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -34,11 +34,12 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 @dataclass(frozen=True, eq=False)
 class PendingTransfer:
     """A transfer under way: what to wait for, the flats it fills, and whether it is gloo's, whose waits hold the
-    host."""
+    host; and what is sent, which it keeps alive."""
 
     works: Sequence[Any]
     filled: Sequence[torch.Tensor]
     on_host: bool
+    kept: Sequence[torch.Tensor] = ()
 
 
 class ProcessGroups:
@@ -50,6 +51,7 @@ class ProcessGroups:
         self._under_way: set[PendingTransfer] = set()
         self.slept: dict[int | None, float] = {None: 0.0}  # seconds that the host waited: it does not know for whom
         self._sends: dict[str, Any] = {}  # by axis
+        self._pairs: dict[tuple[str, int, int], Any] = {}  # by axis, place of who hands and place of who takes
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the
@@ -144,6 +146,36 @@ class ProcessGroups:
                 works.append(dist.all_to_all_single(target, data, of, to, group, async_op=True))
         return self._moving(works, (), on_host=True)
 
+    def connect_pairs(self, pairs: Iterable[tuple[str, int, int]]) -> None:
+        """Makes a process group for each direction between two places along an axis, unless it is there: in a common
+        queue a rank would wait with what it hands for what it takes. All ranks call it together."""
+        for axis, of, to in sorted({*pairs} - {*self._pairs}):
+            for rank in range(self._mesh.size):
+                there = Mesh(self._mesh.axes, rank, self._mesh.device)
+                if there.index(axis) == of:
+                    ranks = [rank, ranks_along(there, axis)[to]]
+                    made = dist.new_group(ranks, timeout=datetime.timedelta(seconds=self._mesh.timeout))
+                    if self._mesh.rank in ranks:
+                        self._pairs[axis, of, to] = made
+            self._pairs.setdefault((axis, of, to), None)
+
+    def hand_start(self, values: Sequence[torch.Tensor], axis: str, to: int) -> PendingTransfer:
+        here = self._mesh.index(axis)
+        return self._handed(axis, here, here, to, [x.detach().contiguous() for x in values], ())
+
+    def take_start(self, kinds: Sequence[tuple[Sequence[int], str]], axis: str, of: int) -> PendingTransfer:
+        made = [torch.empty(s, dtype=getattr(torch, d), device=self._mesh.device) for s, d in kinds]
+        return self._handed(axis, of, of, self._mesh.index(axis), made, made)
+
+    def _handed(
+        self, axis: str, source: int, of: int, to: int, values: Sequence[torch.Tensor], filled: Sequence[torch.Tensor]
+    ) -> PendingTransfer:
+        """Values on their way from one place to another. They stay alive with it."""
+        group, root = self._pairs[axis, of, to], ranks_along(self._mesh, axis)[source]
+        flats = [x.view(-1).view(torch.uint8) for x in values if x.numel()]
+        works = [dist.broadcast(flat, root, group, async_op=True) for flat in flats]
+        return self._moving([*works], filled, kept=values)
+
     def wait(
         self, moving: PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
     ) -> Sequence[torch.Tensor]:
@@ -152,6 +184,8 @@ class ProcessGroups:
         for work in moving.works:
             if work is not None:
                 self._finish(work, moving.on_host)
+        if not into:
+            into = moving.filled
         # sums that do not lie where the summands did
         apart = [(f, v) for f, v in zip(moving.filled, into, strict=True) if f.data_ptr() != v.data_ptr()]
         compat.copy_all([value for _, value in apart], [flat.view(value.shape) for flat, value in apart])
@@ -163,13 +197,19 @@ class ProcessGroups:
         works = [work for moving in self._under_way if moving.on_host for work in moving.works if work is not None]
         self._under_way.clear()
         if not _done(works):
-            groups = list(self._sends.values())
+            groups = [*self._sends.values(), *(x for x in self._pairs.values() if x is not None)]
             if self._mesh.device.type == "cpu":
                 groups += [self._mesh.joined, *map(self._mesh.group, self._mesh.axes)]
             threading.Thread(target=_outlast, args=(works, groups), name="fzero-abandoned", daemon=True).start()
 
-    def _moving(self, works: Sequence[Any], filled: Sequence[torch.Tensor], on_host: bool = False) -> PendingTransfer:
-        moving = PendingTransfer(works, filled, on_host or self._mesh.device.type == "cpu")
+    def _moving(
+        self,
+        works: Sequence[Any],
+        filled: Sequence[torch.Tensor],
+        on_host: bool = False,
+        kept: Sequence[torch.Tensor] = (),
+    ) -> PendingTransfer:
+        moving = PendingTransfer(works, filled, on_host or self._mesh.device.type == "cpu", kept)
         self._under_way.add(moving)
         return moving
 

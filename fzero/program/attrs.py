@@ -233,6 +233,23 @@ class SendAttrs(Over):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandAttrs(Over):
+    """`peer`: the place along the axis of the other rank. `number`: that of the hand and its take, among all
+    between two ranks in one direction."""
+
+    peer: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeAttrs(HandAttrs):
+    """`shapes` and `dtypes`: of what comes, as a rank holds it."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class WaitAttrs(Repeated, Guessed):
     """`together`: that every rank has read what went before when it returns (fzero/passes/pool.py); `host`: whether the
     host waits too, not the device alone (fzero/passes/device_waits.py)."""

@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from fzero.comm.collectives import gather
 from fzero.layout import Layout, Leaf, shard
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, ranks_along
 from fzero.program.attrs import ShardOfAttrs
 from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import OPS, batch_axes_of
 from fzero.trace.device import by_operation, on_device
 
+_MOST = 1 << 10  # values of a hand
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -42,6 +43,7 @@ class Interpreter:
         self.values: dict[str, torch.Tensor] = {v.name: leaves[v.name].detach().clone() for v in program.inputs}
         self.started: dict[str, tuple[Line, list[torch.Tensor]]] = {}
         self._axes = batch_axes_of(program)
+        self._handed: list[Any] = []  # kept until they are taken
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def run(self, line: Line, turn: int = 0) -> None:
@@ -83,6 +85,20 @@ class Interpreter:
 
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         dist.all_reduce(x, _OPS[op], self.mesh.group(axis))
+
+    def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
+        """Hands values to the rank at another place along an axis, and goes on."""
+        to = ranks_along(self.mesh, axis)[peer]
+        for i, x in enumerate(values):
+            kept = x.contiguous().clone()
+            self._handed.append((kept, dist.isend(kept, to, self.mesh.group(axis), number * _MOST + i)))
+
+    def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
+        """The values that the rank at another place along an axis hands over under this number."""
+        of = ranks_along(self.mesh, axis)[peer]
+        for i, x in enumerate(like):
+            dist.recv(x, of, self.mesh.group(axis), number * _MOST + i)
+        return like
 
 
 def cut(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:

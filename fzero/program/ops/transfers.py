@@ -12,7 +12,16 @@ import torch
 
 from fzero.boxes import Dim
 from fzero.mesh import AbstractMesh
-from fzero.program.attrs import CopyAttrs, GatherAttrs, ReduceAttrs, ScatterAttrs, SendAttrs, WaitAttrs
+from fzero.program.attrs import (
+    CopyAttrs,
+    GatherAttrs,
+    HandAttrs,
+    ReduceAttrs,
+    ScatterAttrs,
+    SendAttrs,
+    TakeAttrs,
+    WaitAttrs,
+)
 from fzero.program.ir import MOVING, Line, Place, Placement, Program, Value, local_bytes
 from fzero.program.ops.base import Op, Rules, Running, Standing, Start, Text, Told, into, over
 from fzero.units import size
@@ -272,6 +281,89 @@ class Send(Start[SendAttrs]):
         return [args[0].new_empty(0)]
 
 
+class Hand(Start[HandAttrs]):
+    """Values of one stage of a pipeline to the rank at another place along its axis, which takes them."""
+
+    name = "hand_start"
+    attrs = HandAttrs
+    between = "ranks"
+    direct = True
+    meets = False
+    hands_out = False
+    by_message = True
+    sinks = False
+
+    def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(line, rules)
+        said, mesh = line.attrs, rules.program.mesh
+        if len(said.axes) != 1 or bool(args) != (self.name == Hand.name):
+            rules.bad(line, f"hands {len(args)} values over {len(said.axes)} axes")
+        elif not 0 <= said.peer < mesh.axis_size(said.axes) or said.number < 0:
+            rules.bad(line, f"number {said.number}, to or from place {said.peer} of {mesh.axis_size(said.axes)}")
+        for v in args:
+            if said.axes[0] in v.placement.own or v.tier != "device":
+                rules.bad(line, f"{v.name} is {v}")
+
+    def filled(self, line: Line[HandAttrs]) -> Sequence[Place | None]:
+        return ()
+
+    def channel(self, line: Line[HandAttrs]) -> str:
+        return f"{self.name.removesuffix('_start')}:{','.join(line.attrs.axes)}"
+
+    def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        return sum(local_bytes(values[a], mesh) for a in line.args)
+
+    def text(self, line: Line[HandAttrs], program: Program) -> Text:
+        sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
+        how = f"{over(line)}, to={line.attrs.peer}"
+        return Text(f"{self.name}([{', '.join(line.args)}], {how})", f">>> number {line.attrs.number}, {sent}")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return on.carrier.hand_start
+
+    def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        told.started[line.out[0].name] = line, []
+        told.hand(args, line.axes[0], line.attrs.peer, line.attrs.number)
+        return [args[0].new_empty(0)]
+
+
+class Take(Hand):
+    """Values that the rank at another place along an axis hands over."""
+
+    name = "take_start"
+    attrs = TakeAttrs
+    hands_out = True
+    sinks = True
+
+    def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
+        super().check(line, args, rules)
+        said = line.says(TakeAttrs)
+        if not said.shapes or len(said.shapes) != len(said.dtypes):
+            rules.bad(line, f"takes {len(said.shapes)} shapes of {len(said.dtypes)} dtypes")
+
+    def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        said = line.says(TakeAttrs)
+        return sum(math.prod(s) * d.itemsize for s, d in zip(said.shapes, said.dtypes, strict=True))
+
+    def text(self, line: Line[HandAttrs], program: Program) -> Text:
+        said, moved = line.says(TakeAttrs), size(self.moved_bytes(line, {}, program.mesh))
+        kinds = [(list(s), str(d).removeprefix("torch.")) for s, d in zip(said.shapes, said.dtypes, strict=True)]
+        return Text(f"{self.name}({kinds}, {over(line)}, of={said.peer})", f">>> number {said.number}, {moved}")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return on.carrier.take_start
+
+    def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        told.started[line.out[0].name] = line, []
+        return [torch.empty(0)]
+
+    def handed_out(
+        self, line: Line[HandAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
+        like = [torch.empty(v.held(told.mesh), dtype=v.dtype, device=told.mesh.device) for v in out]
+        return told.take(like, line.axes[0], line.attrs.peer, line.attrs.number)
+
+
 class Copy(Start[CopyAttrs]):
     """Between two tiers of a rank. With `writes` it goes over leaves at rest: its arguments are those leaves, then the
     values for them."""
@@ -428,6 +520,11 @@ class Wait(Op[WaitAttrs]):
             return
         moved = STARTS[start.op].hands_out and not start.writes
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
+        if isinstance(start.attrs, TakeAttrs):
+            comes = [*zip(start.attrs.shapes, start.attrs.dtypes, strict=False)]
+            if [(v.held(rules.program.mesh), v.dtype) for v in line.out] != comes:
+                rules.bad(line, "hands out other shapes or dtypes than it takes")
+            return
         if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
             rules.bad(line, "hands back other shapes or dtypes than were sent")
             return
@@ -477,6 +574,8 @@ STARTS: Mapping[str, Start[Any]] = {
         AllReduce(),
         AllToAll(),
         Send(),
+        Hand(),
+        Take(),
         ToDevice(),
         ToHost(),
         DiskRead(),
