@@ -159,22 +159,24 @@ class ProcessGroups:
                         self._pairs[axis, of, to] = made
             self._pairs.setdefault((axis, of, to), None)
 
-    def hand_start(self, values: Sequence[torch.Tensor], axis: str, to: int) -> PendingTransfer:
+    def hand_start(self, value: torch.Tensor, axis: str, to: int) -> PendingTransfer:
+        """A value to the rank at another place along an axis."""
         here = self._mesh.index(axis)
-        return self._handed(axis, here, here, to, [x.detach().contiguous() for x in values], ())
+        return self._handed(value.detach().contiguous(), axis, here, to, ())
 
-    def take_start(self, kinds: Sequence[tuple[Sequence[int], str]], axis: str, of: int) -> PendingTransfer:
-        made = [torch.empty(s, dtype=getattr(torch, d), device=self._mesh.device) for s, d in kinds]
-        return self._handed(axis, of, of, self._mesh.index(axis), made, made)
+    def take_start(self, shape: Sequence[int], dtype: str, axis: str, of: int) -> PendingTransfer:
+        """What the rank at another place along an axis hands over, of this shape and dtype."""
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=self._mesh.device)
+        return self._handed(value, axis, of, self._mesh.index(axis), (value,))
 
     def _handed(
-        self, axis: str, source: int, of: int, to: int, values: Sequence[torch.Tensor], filled: Sequence[torch.Tensor]
+        self, value: torch.Tensor, axis: str, of: int, to: int, filled: Sequence[torch.Tensor]
     ) -> PendingTransfer:
-        """Values on their way from one place to another. They stay alive with it."""
-        group, root = self._pairs[axis, of, to], ranks_along(self._mesh, axis)[source]
-        flats = [x.view(-1).view(torch.uint8) for x in values if x.numel()]
-        works = [dist.broadcast(flat, root, group, async_op=True) for flat in flats]
-        return self._moving([*works], filled, kept=values)
+        """A value on its way from one place to another, which is alive until it is there."""
+        group, root = self._pairs[axis, of, to], ranks_along(self._mesh, axis)[of]
+        flat = value.view(-1).view(torch.uint8)
+        works = [dist.broadcast(flat, root, group, async_op=True)] if value.numel() else []
+        return self._moving(works, filled, kept=(value,))
 
     def wait(
         self, moving: PendingTransfer, into: Sequence[torch.Tensor], together: bool = False

@@ -169,11 +169,17 @@ class _Places:
 
     def _of_readers(self) -> dict[int, int]:
         """For lines of the backward their stage: that of a block, or the last of those whose forward it reads, and of
-        those that read it."""
-        found, readers = dict[int, int](), dict[str, int]()
+        those that read it. Gradients are read where their leaves are."""
+        grads, found, starts = self.program.grads, dict[int, int](), dict[str, Line]()
+        readers = {grads[leaf]: s for leaf, s in self.of.items() if leaf in grads and s is not None}
+        for line in self.program.lines:
+            starts.update((v.name, line) for v in line.out if line.op in STARTS)
         for i in reversed(range(self.backward, len(self.program.lines))):
             line = self.program.lines[i]
-            if not self._is_of_unit(line):
+            if not self._is_of_unit(line):  # a gradient on its way to its update
+                sources = starts[line.args[0]].args if OPS[line.op].waits and line.args else line.args
+                pairs = zip(line.out, sources, strict=False) if len(sources) == len(line.out) else ()
+                readers.update((a, readers[v.name]) for v, a in pairs if v.name in readers)
                 continue
             stages = [s for a in line.args if (s := self._stage(a)) is not None]
             stages += [readers[v.name] for v in line.out if v.name in readers]
@@ -327,8 +333,8 @@ class _Projection:
             axes=(self.axis,),
             peer=stage,
             number=number,
-            shapes=(value.held(self.source.mesh),),
-            dtypes=(value.dtype,),
+            shape=value.held(self.source.mesh),
+            dtype=value.dtype,
         )
         self.out.append(Line("take_start", (), (handle,), attrs=attrs, by=self.spec.name))
         if a in self.source.leaves:

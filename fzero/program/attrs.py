@@ -243,10 +243,10 @@ class HandAttrs(Over):
 
 @dataclass(frozen=True, kw_only=True)
 class TakeAttrs(HandAttrs):
-    """`shapes` and `dtypes`: of what comes, as a rank holds it."""
+    """`shape` and `dtype`: of what comes, as a rank holds it."""
 
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)

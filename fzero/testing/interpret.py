@@ -21,7 +21,6 @@ from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import OPS, batch_axes_of
 from fzero.trace.device import by_operation, on_device
 
-_MOST = 1 << 10  # values of a hand
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -86,18 +85,14 @@ class Interpreter:
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         dist.all_reduce(x, _OPS[op], self.mesh.group(axis))
 
-    def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
-        """Hands values to the rank at another place along an axis, and goes on."""
-        to = ranks_along(self.mesh, axis)[peer]
-        for i, x in enumerate(values):
-            kept = x.contiguous().clone()
-            self._handed.append((kept, dist.isend(kept, to, self.mesh.group(axis), number * _MOST + i)))
+    def hand(self, x: torch.Tensor, axis: str, peer: int, number: int) -> None:
+        """Hands a value to the rank at another place along an axis, and goes on."""
+        kept, to = x.contiguous().clone(), ranks_along(self.mesh, axis)[peer]
+        self._handed.append((kept, dist.isend(kept, to, self.mesh.group(axis), number)))
 
-    def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
-        """The values that the rank at another place along an axis hands over under this number."""
-        of = ranks_along(self.mesh, axis)[peer]
-        for i, x in enumerate(like):
-            dist.recv(x, of, self.mesh.group(axis), number * _MOST + i)
+    def take(self, like: torch.Tensor, axis: str, peer: int, number: int) -> torch.Tensor:
+        """The value that the rank at another place along an axis hands over under this number."""
+        dist.recv(like, ranks_along(self.mesh, axis)[peer], self.mesh.group(axis), number)
         return like
 
 

@@ -129,20 +129,19 @@ class _Board:
         barrier.wait()
         return found
 
-    def hand(self, mesh: Mesh, axis: str, peer: int, number: int, values: Sequence[torch.Tensor]) -> None:
-        key = axis, mesh.rank, self._along[mesh.rank, axis][peer], number
+    def hand(self, mesh: Mesh, axis: str, peer: int, number: int, x: torch.Tensor) -> None:
         with self._handed:
-            self._values.update(((*key, i), x.clone()) for i, x in enumerate(values))
+            self._values[axis, mesh.rank, self._along[mesh.rank, axis][peer], number] = x.clone()
             self._handed.notify_all()
 
-    def take(self, mesh: Mesh, axis: str, peer: int, number: int, count: int) -> list[torch.Tensor]:
-        """The values handed to a rank under a number, once they are there."""
+    def take(self, mesh: Mesh, axis: str, peer: int, number: int) -> torch.Tensor:
+        """The value handed to a rank under a number, once it is there."""
         key = axis, self._along[mesh.rank, axis][peer], mesh.rank, number
         with self._handed:
-            self._handed.wait_for(lambda: self._failed or (*key, count - 1) in self._values)
+            self._handed.wait_for(lambda: self._failed or key in self._values)
             if self._failed:
                 raise threading.BrokenBarrierError
-            return [self._values.pop((*key, i)) for i in range(count)]
+            return self._values.pop(key)
 
     def abort(self) -> None:
         """Ends all exchanges: a rank has failed."""
@@ -167,11 +166,11 @@ class _Rank(Interpreter):
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         x.copy_(_JOIN[op](torch.stack(self._board.along(self.mesh, axis, x))))
 
-    def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
-        self._board.hand(self.mesh, axis, peer, number, values)
+    def hand(self, x: torch.Tensor, axis: str, peer: int, number: int) -> None:
+        self._board.hand(self.mesh, axis, peer, number, x)
 
-    def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
-        return self._board.take(self.mesh, axis, peer, number, len(like))
+    def take(self, like: torch.Tensor, axis: str, peer: int, number: int) -> torch.Tensor:
+        return self._board.take(self.mesh, axis, peer, number)
 
     def lines(self, lines: Sequence[Line], turn: int = 0) -> None:
         """Runs lines in order, the body of a loop as often as the program says."""

@@ -282,26 +282,27 @@ class Send(Start[SendAttrs]):
 
 
 class Hand(Start[HandAttrs]):
-    """Values of one stage of a pipeline to the rank at another place along its axis, which takes them."""
+    """A value of one stage of a pipeline to the rank at another place along its axis, which takes it."""
 
     name = "hand_start"
+    args = 1
     attrs = HandAttrs
     between = "ranks"
     direct = True
     meets = False
-    hands_out = False
     by_message = True
+    hands_out = False
     sinks = False
 
     def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
         said, mesh = line.attrs, rules.program.mesh
-        if len(said.axes) != 1 or bool(args) != (self.name == Hand.name):
-            rules.bad(line, f"hands {len(args)} values over {len(said.axes)} axes")
+        if len(said.axes) != 1:
+            rules.bad(line, f"moves a value over {len(said.axes)} axes")
         elif not 0 <= said.peer < mesh.axis_size(said.axes) or said.number < 0:
-            rules.bad(line, f"number {said.number}, to or from place {said.peer} of {mesh.axis_size(said.axes)}")
+            rules.bad(line, f"is number {said.number}, with place {said.peer} of {mesh.axis_size(said.axes)}")
         for v in args:
-            if said.axes[0] in v.placement.own or v.tier != "device":
+            if not {*said.axes}.isdisjoint(v.placement.own) or v.tier != "device":
                 rules.bad(line, f"{v.name} is {v}")
 
     def filled(self, line: Line[HandAttrs]) -> Sequence[Place | None]:
@@ -315,53 +316,46 @@ class Hand(Start[HandAttrs]):
 
     def text(self, line: Line[HandAttrs], program: Program) -> Text:
         sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
-        how = f"{over(line)}, to={line.attrs.peer}"
-        return Text(f"{self.name}([{', '.join(line.args)}], {how})", f">>> number {line.attrs.number}, {sent}")
+        said = line.attrs
+        return Text(f"hand_start({line.args[0]}, {over(line)}, to={said.peer})", f">>> number {said.number}, {sent}")
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        return on.carrier.hand_start
+        return getattr(on.carrier, self.name)
 
     def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         told.started[line.out[0].name] = line, []
-        told.hand(args, line.axes[0], line.attrs.peer, line.attrs.number)
+        told.hand(args[0], line.axes[0], line.attrs.peer, line.attrs.number)
         return [args[0].new_empty(0)]
 
 
 class Take(Hand):
-    """Values that the rank at another place along an axis hands over."""
+    """A value that the rank at another place along an axis hands over."""
 
     name = "take_start"
+    args = 0
     attrs = TakeAttrs
     hands_out = True
     sinks = True
 
-    def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
-        super().check(line, args, rules)
-        said = line.says(TakeAttrs)
-        if not said.shapes or len(said.shapes) != len(said.dtypes):
-            rules.bad(line, f"takes {len(said.shapes)} shapes of {len(said.dtypes)} dtypes")
-
     def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         said = line.says(TakeAttrs)
-        return sum(math.prod(s) * d.itemsize for s, d in zip(said.shapes, said.dtypes, strict=True))
+        return math.prod(said.shape) * said.dtype.itemsize
 
     def text(self, line: Line[HandAttrs], program: Program) -> Text:
-        said, moved = line.says(TakeAttrs), size(self.moved_bytes(line, {}, program.mesh))
-        kinds = [(list(s), str(d).removeprefix("torch.")) for s, d in zip(said.shapes, said.dtypes, strict=True)]
-        return Text(f"{self.name}({kinds}, {over(line)}, of={said.peer})", f">>> number {said.number}, {moved}")
-
-    def runs(self, on: Running) -> Callable[..., Any]:
-        return on.carrier.take_start
+        said, comes = line.says(TakeAttrs), size(self.moved_bytes(line, {}, program.mesh))
+        dtype = str(said.dtype).removeprefix("torch.")
+        code = f"take_start({[*said.shape]}, {dtype!r}, {over(line)}, of={said.peer})"
+        return Text(code, f"number {said.number}, {comes} comes")
 
     def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        told.started[line.out[0].name] = line, []
+        said = line.says(TakeAttrs)
+        told.started[line.out[0].name] = line, [torch.empty(said.shape, dtype=said.dtype, device=told.mesh.device)]
         return [torch.empty(0)]
 
     def handed_out(
         self, line: Line[HandAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        like = [torch.empty(v.held(told.mesh), dtype=v.dtype, device=told.mesh.device) for v in out]
-        return told.take(like, line.axes[0], line.attrs.peer, line.attrs.number)
+        return [told.take(moved[0], line.axes[0], line.attrs.peer, line.attrs.number)]
 
 
 class Copy(Start[CopyAttrs]):
@@ -521,9 +515,9 @@ class Wait(Op[WaitAttrs]):
         moved = STARTS[start.op].hands_out and not start.writes
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
         if isinstance(start.attrs, TakeAttrs):
-            comes = [*zip(start.attrs.shapes, start.attrs.dtypes, strict=False)]
-            if [(v.held(rules.program.mesh), v.dtype) for v in line.out] != comes:
-                rules.bad(line, "hands out other shapes or dtypes than it takes")
+            comes = start.attrs.shape, start.attrs.dtype, "device"
+            if [(v.held(rules.program.mesh), v.dtype, v.tier) for v in line.out] != [comes]:
+                rules.bad(line, "hands out another value than it takes")
             return
         if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
             rules.bad(line, "hands back other shapes or dtypes than were sent")
