@@ -107,7 +107,7 @@ class _Places:
         of: the place of each value. Those that are not there are the batch's, and leaves that every rank has.
         of_line: of each line; of a transfer of the step, whose values have places of their own, `EVERY`.
         divided: the numbers of such transfers and of their waits.
-        backward: the number of the first line of the backward.
+        backward: the number of the first line behind the forward of the last block.
     """
 
     def __init__(self, program: Program, of_block: Mapping[int, int]):
@@ -124,20 +124,12 @@ class _Places:
         self.leaf_like = {*self.of, *program.grads.values()}
         for i, line in enumerate(program.lines):
             self.made.update((v.name, i) for v in line.out)
-        self.backward, num = self._first_backward(), len(program.lines)
+        self.backward = max((i for i, line in enumerate(program.lines) if line.is_forward), default=-1) + 1
         for i in range(self.backward):
             self._add(i, program.lines[i])
         self._after = self._of_readers()
-        for i in range(self.backward, num):
+        for i in range(self.backward, len(program.lines)):
             self._add(i, program.lines[i])
-
-    def _first_backward(self) -> int:
-        """The last line before the first backward of a block that makes something for it: the gradient."""
-        for i, line in enumerate(self.program.lines):
-            if line.block is not None and line.block.part != "forward":
-                makers = [self.made[a] for a in line.args if a in self.made]
-                return i if line.block.part == "both" else max(makers, default=i)
-        return len(self.program.lines)
 
     def _add(self, i: int, line: Line) -> None:
         row, start = OPS[line.op], self._started.get(line.args[0]) if line.args else None
@@ -197,6 +189,8 @@ class _Places:
         return place if of_unit and place != EVERY else None
 
     def _of_unit(self, i: int, line: Line) -> Place:
+        if OPS[line.op].in_place:  # a total, where it is made
+            return self.of.get(line.args[0])
         if i in self._after:
             return self._after[i]
         units, step = set[int](), set[int]()
@@ -210,7 +204,9 @@ class _Places:
 
     def _of_step(self, line: Line) -> Place:
         names = (*line.args, *line.writes)
-        leaves = {a: s for a in names if a in self.leaf_like and (s := self.of.get(a)) is not None and s != EVERY}
+        found = {a: s for a in names if a in self.leaf_like and (s := self.of.get(a)) is not None and s != EVERY}
+        # gradients are handed to where leaves are
+        leaves = {a: s for a, s in found.items() if a in self.program.leaves} or found
         shared = any(self.of.get(w) is None for w in line.writes)  # such as the number of the step
         if len({*leaves.values()}) > 1 or (leaves and shared):
             grads = {g: leaf for leaf, g in self.program.grads.items()}
