@@ -391,7 +391,7 @@ class _Projection:
         return replace(
             program,
             inputs=tuple(v for v in program.inputs if v.name in own or v.name not in program.leaves),
-            leaves={p: leaf for p, leaf in program.leaves.items() if p in own},
+            leaves={p: leaf.with_layout(only=None) for p, leaf in program.leaves.items() if p in own},
             lines=tuple(self.out),
             owners={p: n for p, n in program.owners.items() if p in own},
             assigns=tuple(a for a in program.assigns if a in written),

@@ -237,7 +237,7 @@ def _whole(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torc
     numbers = torch.arange(1, leaf.numel + 1).reshape(leaf.shape)  # 0 is padding
     out, first = before.new_zeros(leaf.numel), torch.full((leaf.numel,), -1)
     problems = []
-    for rank in (x for x in ran if leaf.is_on(x.mesh)):
+    for rank in (x for x in ran if leaf.path in x.program.leaves):
         at = shard(numbers, leaf.with_layout(dtype=torch.int64), rank.mesh).reshape(-1)
         own = rank.values[leaf.path].reshape(-1)[at > 0].to(out.dtype)
         at = at[at > 0] - 1
