@@ -165,7 +165,7 @@ class ProcessGroups:
         return self._handed(value.detach().contiguous(), axis, here, to, ())
 
     def take_start(self, shape: Sequence[int], dtype: str, axis: str, of: int) -> PendingTransfer:
-        """What the rank at another place along an axis hands over, of this shape and dtype."""
+        """The value of this shape and dtype that the rank at another place along an axis hands over."""
         value = torch.empty(shape, dtype=getattr(torch, dtype), device=self._mesh.device)
         return self._handed(value, axis, of, self._mesh.index(axis), (value,))
 

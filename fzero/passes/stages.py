@@ -6,8 +6,8 @@ for its order.
 
 [Note: stages] A line belongs to a stage:
   - a block's to that of the block;
-  - another one's of a micro-batch, in the forward, to the last stage that it reads of; in the backward to the last
-    whose forward it reads or which reads it, and if there is none, to the first that it reads of;
+  - another one's of a micro-batch to the last stage that it reads of, in the forward;
+  - in the backward to the last stage whose forward it reads, or which reads it; else to the first that it reads of;
   - one of the step to that of what it reads or writes, such as a gather, a sum or an update of leaves. A transfer of
     several stages is divided.
 A line that reads nothing of any stage is wherever it is read. One that reads values of several stages is on every one
@@ -160,8 +160,8 @@ class _Places:
         return line.micro is not None or (line.op != "update" and not self._is_cut)
 
     def _of_readers(self) -> dict[int, int]:
-        """For lines of the backward their stage: that of a block, or the last of those whose forward it reads, and of
-        those that read it. Gradients are read where their leaves are."""
+        """The stages of lines of the backward: of a block its own, else the last whose forward a line reads, or which
+        reads it. Gradients are read where their leaves are."""
         grads, found, starts = self.program.grads, dict[int, int](), dict[str, Line]()
         readers = {grads[leaf]: s for leaf, s in self.of.items() if leaf in grads and s is not None}
         for line in self.program.lines:
@@ -331,6 +331,7 @@ class _Projection:
             number=number,
             shape=value.held(self.source.mesh),
             dtype=value.dtype,
+            own=value.placement.own,
         )
         self.out.append(Line("take_start", (), (handle,), attrs=attrs, by=self.spec.name))
         if a in self.source.leaves:

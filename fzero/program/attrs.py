@@ -243,10 +243,11 @@ class HandAttrs(Over):
 
 @dataclass(frozen=True, kw_only=True)
 class TakeAttrs(HandAttrs):
-    """`shape` and `dtype`: of what comes, as a rank holds it."""
+    """`shape` and `dtype`: of what comes, as a rank holds it. `own`: the axes along which each rank has its own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    own: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

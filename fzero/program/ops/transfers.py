@@ -515,8 +515,9 @@ class Wait(Op[WaitAttrs]):
         moved = STARTS[start.op].hands_out and not start.writes
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
         if isinstance(start.attrs, TakeAttrs):
-            comes = start.attrs.shape, start.attrs.dtype, "device"
-            if [(v.held(rules.program.mesh), v.dtype, v.tier) for v in line.out] != [comes]:
+            said, mesh = start.attrs, rules.program.mesh
+            comes = said.shape, said.dtype, said.own, "device"
+            if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in line.out] != [comes]:
                 rules.bad(line, "hands out another value than it takes")
             return
         if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
