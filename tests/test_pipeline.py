@@ -37,7 +37,7 @@ def loss_fn(params, batch, *, key):
     x = first = params["emb"][batch["x"]]
     x = fz.random.dropout(key, x, 0.1)
     for i, p in enumerate(params["layers"]):
-        x = layer(p, x) * mask
+        x = layer(p, x) * mask.to(x.dtype)
         if i == 2:
             x = x * params["gate"]
     logits = (x + first) @ params.get("head", params["emb"]).T
@@ -94,6 +94,7 @@ BESIDE = {
     "zero-1": ({"data": 2, "pipe": 2}, [fz.shard_opt_state()], {"schedule": "gpipe"}),
     "zero-2": ({"pipe": 3, "data": 2}, [fz.shard_grads()], {}),
     "zero-3": ({"pipe": 2, "data": 2}, [fz.shard_params(), fz.remat("full")], {"stages": [1, 4]}),
+    "bf16": ({"pipe": 2}, [fz.mixed_precision("bf16")], {}),
     "tensor": ({"pipe": 2, "model": 2}, [fz.tensor_parallel(rules={"w": 1, "b": 0, "by": 0})], {}),
     "all": ({"pipe": 2, "data": 2, "model": 2}, [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0})], {}),
 }
@@ -310,6 +311,8 @@ def test_what_cannot_be_divided() -> None:
         pipelined(2, fz.data_parallel(axis="pipe"))
     with pytest.raises(TransformError, match="offload knows nothing of leaves that a rank does not have"):
         pipelined(2, fz.offload("cpu"))
+    with pytest.raises(TransformError, match="statistics of all blocks are one value"):
+        pipelined(2, fz.mixed_precision("bf16", watch=True))
     with pytest.raises(TransformError, match="does nothing to an evaluation"):
         fz.pipeline(fz.eval_step(chain))
     with pytest.raises(FzeroValueError, match="a memory budget chooses one program"):

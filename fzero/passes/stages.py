@@ -118,9 +118,9 @@ class _Places:
         self.of_line: list[Place] = []
         self.divided: set[int] = set()
         self.made: dict[str, int] = {}
-        self._of_block, self._started, self.values = of_block, dict[str, Line](), program.values_by_name
+        self._of_block, self._started = of_block, dict[str, Line]()
         self._after: dict[int, int] = {}
-        # leaves of one stage, their gradients, and what has their shape
+        # leaves of one stage, their gradients, and what lines other than calls make of them
         self.leaf_like = {*self.of, *program.grads.values()}
         for i, line in enumerate(program.lines):
             self.made.update((v.name, i) for v in line.out)
@@ -189,7 +189,7 @@ class _Places:
         return place if of_unit and place != EVERY else None
 
     def _of_unit(self, i: int, line: Line) -> Place:
-        if OPS[line.op].in_place:  # a total, where it is made
+        if line.args and line.args[0] in self.made and (line.op == "cast" or OPS[line.op].in_place):  # of a summand
             return self.of.get(line.args[0])
         if i in self._after:
             return self._after[i]
@@ -214,8 +214,7 @@ class _Places:
             fix = "an optimizer that reads each leaf apart, and of others numbers such as norms; or no pipeline"
             raise FzeroValueError("pipeline", "an update reads leaves of several stages at once", problems, fix)
         if leaves:
-            shapes = {self.values[a].shape for a in leaves}
-            self.leaf_like |= {v.name for v in line.out if v.numel > 1 and v.shape in shapes}
+            self.leaf_like |= {v.name for v in line.out if line.op != "call"}  # such as a shard of one
             return next(iter(leaves.values()))
         return EVERY if shared or any(self.of.get(a) is not None for a in names) else None
 
@@ -265,6 +264,7 @@ class _Projection:
                 if stage is not None and stage != EVERY and (others := self._runs(i) - {stage}):
                     self.crossing[a] |= others
                     of_units |= {a} if line.micro is not None else set()
+        self._check_order()
         for a in self.source.outputs:
             if (stage := self.places.of.get(a)) is not None and stage != EVERY:
                 self.crossing[a] |= {*range(self.n)} - {stage}
@@ -272,6 +272,22 @@ class _Projection:
         for a in sorted(self.crossing, key=lambda a: self.places.made.get(a, -1)):
             unit = self._unit(self.places.made[a]) if a in self.places.made else None
             self.handed[unit or ("before" if a in of_units or a in self.source.leaves else "behind")].append(a)
+
+    def _check_order(self) -> None:
+        """Raises where a forward reads what a later stage's makes, or a backward what an earlier one's does."""
+        problems = list[str]()
+        for i, line in enumerate(self.lines):
+            here, unit = self.places.of_line[i], self._unit(i)
+            for a in line.args if unit is not None and here is not None and here != EVERY else ():
+                made, stage = self.places.made.get(a), self.places.of.get(a)
+                of = None if made is None else self._unit(made)
+                if of is None or stage is None or stage == EVERY or unit is None or unit.backward > of.backward:
+                    continue
+                if of.backward > unit.backward or (stage < here if unit.backward else stage > here):
+                    problems.append(f"{a}, of stage {stage}: read by {line.fn or line.op} on stage {here}")
+        if problems:
+            fix = "let `stages` keep the blocks that it is of on one stage"
+            raise FzeroValueError("pipeline", "values go against the order of stages", problems[:5], fix)
 
     def _unit(self, i: int) -> Unit | None:
         micro = self.lines[i].micro

@@ -16,6 +16,7 @@ from fzero.transforms.base import Transform, applied
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload
 from fzero.transforms.once_a_step import OnceAStep
+from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.shard import Parallel
 
@@ -41,6 +42,8 @@ class Pipeline(Transform):
             return f"along {self.axis!r} every rank has the same rows: let {other.name} name another axis"
         if isinstance(other, _NOT_YET):
             return f"{other.name} knows nothing of leaves that a rank does not have"
+        if isinstance(other, MixedPrecision) and (other.watch or other.auto):
+            return "statistics of all blocks are one value, and a stage has its own blocks alone"
         return super().conflict(other)
 
     def idle(self, step: EvalStep) -> str | None:
@@ -83,10 +86,10 @@ def pipeline(
     Raises:
         FzeroTypeError: an `axis` that is not a name; `stages` that are not whole numbers.
         FzeroValueError: another schedule; when the program is built, a step without `accumulate`, or with mutable
-            leaves; more stages than blocks, or counts that do not add up; an update of leaves of two stages at once; a
-            memory budget.
+            leaves; more stages than blocks, or counts that do not add up; a backward that reads what an earlier stage's
+            makes; an update of leaves of two stages at once; a memory budget.
         TransformError: a loop over micro-batches; a parallel transform over `axis`; `offload`, `once_a_step`,
-            `redundant` or `fp8`; an evaluation.
+            `redundant`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
         VerifyError: stages that wait for each other.
 
     Papers: Huang et al., GPipe, 2019; Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training,
