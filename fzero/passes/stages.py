@@ -278,10 +278,12 @@ class _Projection:
         problems = list[str]()
         for i, line in enumerate(self.lines):
             here, unit = self.places.of_line[i], self._unit(i)
-            for a in line.args if unit is not None and here is not None and here != EVERY else ():
+            if unit is None or here is None or here == EVERY:
+                continue
+            for a in line.args:
                 made, stage = self.places.made.get(a), self.places.of.get(a)
                 of = None if made is None else self._unit(made)
-                if of is None or stage is None or stage == EVERY or unit is None or unit.backward > of.backward:
+                if of is None or stage is None or stage == EVERY or unit.backward > of.backward:
                     continue
                 if of.backward > unit.backward or (stage < here if unit.backward else stage > here):
                     problems.append(f"{a}, of stage {stage}: read by {line.fn or line.op} on stage {here}")
