@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fzero.transforms.fp8 import fp8
     from fzero.transforms.offload import offload
     from fzero.transforms.once_a_step import once_a_step
+    from fzero.transforms.pipeline import pipeline
     from fzero.transforms.precision import mixed_precision
     from fzero.transforms.redundant import redundant
     from fzero.transforms.remat import remat
@@ -76,6 +77,7 @@ _HOME = {
     "move": "state.move",
     "once_a_step": "transforms.once_a_step",
     "offload": "transforms.offload",
+    "pipeline": "transforms.pipeline",
     "redundant": "transforms.redundant",
     "remat": "transforms.remat",
     "reshard": "elastic.resharding",
@@ -129,6 +131,7 @@ __all__ = [
     "offload",
     "once_a_step",
     "optim",
+    "pipeline",
     "random",
     "redundant",
     "remat",

@@ -13,6 +13,9 @@ begins with the leaf's own axes, and padding is for the grid.
 left is a part of the leaf, row-major, and the other axes cut that flat. So where all of them cut along dims it rests
 1-D too. Parts are equal: a dim that does not divide is refused.
 
+[Note: only] A leaf may rest at one place along an axis alone (`Layout.only`), the stage of a pipeline that computes
+with it. Elsewhere its tensor is empty; the other axes shard it among the ranks that have it.
+
 [Note: blocks] A leaf of at least 16 x 256 elements is padded to a multiple of the number of shards times 256. So no
 *block*, 256 consecutive elements of the flattened leaf, is ever cut. Quantised blocks are the same on every mesh, and
 resharding moves whole blocks. A leaf with one number for each block of another has the shape [num_blocks, 1]; a last
@@ -44,23 +47,36 @@ GRADIENTS = "extras['gradients']"
 """The path of what gradients wait in that wait on disk."""
 
 
+class Only(NamedTuple):
+    """The one place along an axis where a leaf is."""
+
+    axis: str
+    index: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """The mesh axes a leaf is sharded over, the first cuts first (`()`: whole on every rank), its tier (one of `TIERS`)
-    and its dtype at rest. Also the axes it is padded for, if they are more than its own ([Note: several axes]), and its
-    cuts along dims ([Note: dims])."""
+    and its dtype at rest. Also the axes it is padded for, if they are more than its own ([Note: several axes]), its
+    cuts along dims ([Note: dims]), and the place where it is alone ([Note: only])."""
 
     dtype: torch.dtype
     axes: tuple[str, ...] = ()
     tier: str = "device"
     grid: tuple[str, ...] = ()
     dims: tuple[Dim, ...] = ()
+    only: Only | None = None
 
     def __post_init__(self) -> None:
         if self.grid:
             object.__setattr__(self, "grid", grid_of(self.axes, self.grid))
         if self.dims:
             object.__setattr__(self, "dims", self.dims[: len(self.axes)])
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes along which ranks hold different elements."""
+        return (*self.axes, *(() if self.only is None else (self.only.axis,)))
 
 
 class DiskFiles(Protocol):
@@ -122,23 +138,29 @@ class Leaf:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def is_on(self, mesh: AbstractMesh) -> bool:
+        """Whether this rank has a part of it: see [Note: only]. A mesh of no rank is that of one that has."""
+        only = self.layout.only
+        return only is None or not isinstance(mesh, Mesh) or mesh.index(only.axis) == only.index
+
     def cut(self, mesh: AbstractMesh) -> Cut:
-        """Its cut on a mesh; if it rests whole, into one."""
+        """Its cut on a mesh, among the ranks that have it; if it rests whole, into one."""
         return cut_over(mesh, self.layout.axes, self.layout.grid, self.layout.dims)
 
     def shard_numel(self, mesh: AbstractMesh) -> int:
         """Elements at rest on each rank: of the padded flat shard, or of the whole leaf."""
-        return self.cut(mesh).numel(self.shape)
+        return self.cut(mesh).numel(self.shape) if self.is_on(mesh) else 0
 
     def shard_bytes(self, mesh: AbstractMesh) -> int:
         return self.shard_numel(mesh) * self.dtype.itemsize
 
     def resting_shape(self, mesh: AbstractMesh) -> tuple[int, ...]:
-        return (self.shard_numel(mesh),) if self.layout.axes else self.shape
+        return (self.shard_numel(mesh),) if self.layout.axes or not self.is_on(mesh) else self.shape
 
     def boxes(self, mesh: Mesh) -> Boxes:
         """The elements that this rank holds, without padding."""
-        return self.cut(mesh).boxes(self.shape, mesh.index(self.layout.axes))
+        boxes = self.cut(mesh).boxes(self.shape, mesh.index(self.layout.axes))
+        return boxes if self.is_on(mesh) else boxes.within(0, 0)
 
     @property
     def master(self) -> str:
@@ -275,7 +297,7 @@ def apart(sizes: Sequence[int]) -> list[int]:
 def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     """This rank's resting tensor of `leaf`, a new tensor cut from the whole one (no communication)."""
     whole = whole.detach().to(dtype=leaf.dtype, device=mesh.device)
-    if not leaf.layout.axes:
+    if not leaf.layout.axes and leaf.is_on(mesh):
         return whole.clone(memory_format=torch.contiguous_format)
     boxes = leaf.boxes(mesh)
     out = torch.zeros(leaf.shard_numel(mesh), dtype=leaf.dtype, device=mesh.device)

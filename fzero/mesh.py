@@ -423,6 +423,17 @@ def group_along(axes: Mapping[str, int], axis: str, timeout: float, options: Any
     return group
 
 
+def ranks_along(mesh: Mesh, axis: str) -> list[int]:
+    """The ranks that differ from this one in their place along an axis only, in its order."""
+    stride = 1
+    for name in reversed(mesh.axes):
+        if name == axis:
+            break
+        stride *= mesh.axes[name]
+    base = mesh.rank - mesh.index(axis) * stride
+    return [base + i * stride for i in range(mesh.axes[axis])]
+
+
 def close_mesh() -> None:
     """Leaves the process group, if this process is in one. A script's last line.
 

@@ -167,7 +167,8 @@ class LateTransport:
 
     def __init__(self, mesh: fz.Mesh):
         self._now = ProcessGroups(mesh)
-        self.pool, self.begin = self._now.pool, self._now.begin
+        self.pool, self.begin, self.connect_pairs = self._now.pool, self._now.begin, self._now.connect_pairs
+        self.hand_start, self.take_start = self._now.hand_start, self._now.take_start
 
     def all_gather_start(self, shards: Tensors, axis: str, into: Tensors) -> Callable[[], Any]:
         kept = [x.clone() for x in shards]

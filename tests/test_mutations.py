@@ -76,6 +76,10 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.AbstractMesh(data=2, model=2),
     ),
     "whole": (fz.shard_params(axis=("data", "node")), fz.AbstractMesh(node=2, data=2)),
+    "pipeline": (
+        fz.compose(fz.accumulate(2, vertical=True), fz.pipeline(stages=[1, 1]), fz.shard_opt_state()),
+        fz.AbstractMesh(data=2, pipe=2),
+    ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
     "redundant": (fz.compose(fz.shard_params(), fz.redundant(every=2), fz.offload("cpu", "opt_state")), APART),
     "offload_nvme": (

@@ -198,6 +198,8 @@ def test_a_wait_before_its_start(stage3: Program, op: str) -> None:
     other = {
         "send_start": lambda: lowered(fz.shard_params(), fz.redundant()),
         "all_to_all_start": lambda: program_of("tensor"),
+        "hand_start": lambda: program_of("pipeline"),
+        "take_start": lambda: program_of("pipeline"),
     }
     program = other[op]() if op in other else stage3
     start, wait = transfers(program, op)[0]

@@ -139,7 +139,7 @@ def held(leaf: Leaf, mesh: Mesh) -> list[tuple[int, int]]:
 
 def _replicas(leaf: Leaf, mesh: Mesh) -> tuple[str, ...]:
     """The axes along which every rank holds the same of a leaf."""
-    return tuple(a for a, size in mesh.axes.items() if size > 1 and a not in leaf.layout.axes)
+    return tuple(a for a, size in mesh.axes.items() if size > 1 and a not in leaf.layout.apart)
 
 
 def _place(weights: Weights, runs: Sequence[ElementRun]) -> tuple[str, int]:

@@ -34,7 +34,7 @@ from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
 from fzero.errors import CheckpointError
-from fzero.layout import Cut, extent_of, leaf_of
+from fzero.layout import Cut, Only, extent_of, leaf_of
 from fzero.mesh import Mesh
 from fzero.ranks.together import Ranks, together, world
 from fzero.read_json import parsed
@@ -304,7 +304,7 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
         if (original := first.setdefault(id(tensor), name)) != name:
             aliases[name] = original
     leaves: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    holders: dict[tuple[str, ...], list[list[int]]] = {(): [list(range(size))]}
+    holders: dict[tuple[tuple[str, ...], Only | None], list[list[int]]] = {((), None): [list(range(size))]}
     loads = [0] * size
     parts: dict[str, list[tuple[int, Boxes]]] = {}
     shared: list[tuple[int, str, Boxes, list[int]]] = []
@@ -314,15 +314,16 @@ def make_plan(state: Any, rank: int, size: int, among: Sequence[int] | None = No
             continue
         tag = leaf_of(tensor)
         axes, shape = ((), tuple(tensor.shape)) if tag is None else (tag[0].layout.axes, tag[0].shape)
+        only = None if tag is None else tag[0].layout.only
         leaves[name], parts[name] = (shape, tensor.dtype), []
         if problem := _unstorable(tensor, rank, size):
             problems.append(f"{name}: {problem}")
             continue
-        if axes not in holders:
+        if (axes, only) not in holders:
             assert tag is not None
-            holders[axes] = _holders(tag[1], axes)
+            holders[axes, only] = _holders(tag[1], axes, only)
         cut = Cut((), 1) if tag is None else tag[0].cut(tag[1])
-        for index, ranks in enumerate(holders[axes]):
+        for index, ranks in enumerate(holders[axes, only]):
             boxes = cut.boxes(shape, index)
             nbytes = boxes.numel * tensor.dtype.itemsize
             ranks = ranks if among is None else [r for r in ranks if r in among]
@@ -458,11 +459,13 @@ def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
     return None
 
 
-def _holders(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+def _holders(mesh: Mesh, axes: tuple[str, ...], only: Only | None) -> list[list[int]]:
     """For every shard, the ranks that hold it."""
     out: list[list[int]] = [[] for _ in range(mesh.axis_size(axes))]
     for rank in range(mesh.size):
-        out[Mesh(mesh.axes, rank, torch.device("cpu")).index(axes)].append(rank)
+        there = Mesh(mesh.axes, rank, torch.device("cpu"))
+        if only is None or there.index(only.axis) == only.index:
+            out[there.index(axes)].append(rank)
     return out
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fzero import compat
 from fzero.comm.host import host_pool
 from fzero.errors import DivergenceError
-from fzero.mesh import Mesh, group_along
+from fzero.mesh import Mesh, group_along, ranks_along
 
 _LOOK = 0.5  # seconds between two looks whether what was abandoned is done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -43,6 +43,7 @@ class PendingTransfer:
         filled: the flats that then hold what came.
         on_host: whether it is gloo's, whose waits hold the host.
         parts: for each filled flat a buffer and in it the ranks' parts, [ranks, elements], which `op` is to combine.
+        kept: what is sent, which it keeps alive.
     """
 
     works: Sequence[Any]
@@ -50,6 +51,7 @@ class PendingTransfer:
     on_host: bool
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     op: str = ""
+    kept: Sequence[torch.Tensor] = ()
 
 
 class ProcessGroups:
@@ -62,6 +64,7 @@ class ProcessGroups:
         self.slept: dict[int | None, float] = {None: 0.0}  # seconds that the host waited: it does not know for whom
         self._sends: dict[str, Any] = {}  # by axis
         self._free: list[torch.Tensor] = []  # memory for the parts of other ranks, which no reduction uses now
+        self._pairs: dict[tuple[str, int, int], Any] = {}  # by axis, place of who hands and place of who takes
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the
@@ -169,6 +172,38 @@ class ProcessGroups:
                 works.append(dist.all_to_all_single(target, data, of, to, group, async_op=True))
         return self._moving(works, (), on_host=True)
 
+    def connect_pairs(self, pairs: Iterable[tuple[str, int, int]]) -> None:
+        """Makes a process group for each direction between two places along an axis, unless it is there: in a common
+        queue a rank would wait with what it hands for what it takes. All ranks call it together."""
+        for axis, of, to in sorted({*pairs} - {*self._pairs}):
+            for rank in range(self._mesh.size):
+                there = Mesh(self._mesh.axes, rank, self._mesh.device)
+                if there.index(axis) == of:
+                    ranks = [rank, ranks_along(there, axis)[to]]
+                    made = dist.new_group(ranks, timeout=datetime.timedelta(seconds=self._mesh.timeout))
+                    if self._mesh.rank in ranks:
+                        self._pairs[axis, of, to] = made
+            self._pairs.setdefault((axis, of, to), None)
+
+    def hand_start(self, value: torch.Tensor, axis: str, to: int) -> PendingTransfer:
+        """A value to the rank at another place along an axis."""
+        here = self._mesh.index(axis)
+        return self._handed(value.detach().contiguous(), axis, here, to, ())
+
+    def take_start(self, shape: Sequence[int], dtype: str, axis: str, of: int) -> PendingTransfer:
+        """The value of this shape and dtype that the rank at another place along an axis hands over."""
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=self._mesh.device)
+        return self._handed(value, axis, of, self._mesh.index(axis), (value,))
+
+    def _handed(
+        self, value: torch.Tensor, axis: str, of: int, to: int, filled: Sequence[torch.Tensor]
+    ) -> PendingTransfer:
+        """A value on its way from one place to another, which is alive until it is there."""
+        group, root = self._pairs[axis, of, to], ranks_along(self._mesh, axis)[of]
+        flat = value.view(-1).view(torch.uint8)
+        works = [dist.broadcast(flat, root, group, async_op=True)] if value.numel() else []
+        return self._moving(works, filled, kept=(value,))
+
     def wait(
         self, moving: PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
     ) -> Sequence[torch.Tensor]:
@@ -180,6 +215,8 @@ class ProcessGroups:
         for shard, (buffer, rows) in zip(moving.filled if moving.parts else (), moving.parts, strict=True):
             combine(shard.view(-1), list(rows), moving.op)
             self._free.append(buffer)
+        if not into:
+            into = moving.filled
         # sums that do not lie where the summands did
         apart = [(f, v) for f, v in zip(moving.filled, into, strict=True) if f.data_ptr() != v.data_ptr()]
         compat.copy_all([value for _, value in apart], [flat.view(value.shape) for flat, value in apart])
@@ -191,7 +228,7 @@ class ProcessGroups:
         works = [work for moving in self._under_way if moving.on_host for work in moving.works if work is not None]
         self._under_way.clear()
         if not _done(works):
-            groups = list(self._sends.values())
+            groups = [*self._sends.values(), *(x for x in self._pairs.values() if x is not None)]
             if self._mesh.device.type == "cpu":
                 groups += [self._mesh.joined, *map(self._mesh.group, self._mesh.axes)]
             threading.Thread(target=_outlast, args=(works, groups), name="fzero-abandoned", daemon=True).start()
@@ -211,8 +248,9 @@ class ProcessGroups:
         on_host: bool = False,
         parts: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         op: str = "",
+        kept: Sequence[torch.Tensor] = (),
     ) -> PendingTransfer:
-        moving = PendingTransfer(works, filled, on_host or self._mesh.device.type == "cpu", parts, op)
+        moving = PendingTransfer(works, filled, on_host or self._mesh.device.type == "cpu", parts, op, kept)
         self._under_way.add(moving)
         return moving
 

@@ -42,7 +42,7 @@ def replicas_of(named: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor | str,
         if not isinstance(x, torch.Tensor) or x.is_meta:
             continue
         tag = leaf_of(x)
-        axes = tag[0].layout.axes if tag else ()
+        axes = tag[0].layout.apart if tag else ()
         if not axes or tag[1].axis_size(axes) < tag[1].size:  # type: ignore[index]
             out[name] = x, axes
     return out

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from fzero import units
-from fzero.comm.collectives import CHUNK, COMBINE, merged, settle
+from fzero.comm.collectives import CHUNK, COMBINE, PendingTransfer, ProcessGroups, merged, settle
 from fzero.errors import DivergenceError, RankLost
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, ranks_along
 from fzero.ranks.notes import Notes, timed_out
 from fzero.ranks.rendezvous import absent, replaced
 
@@ -84,6 +84,9 @@ class SharedMemory:
             [fd for p in peers.values() for fd in (p.ours, p.theirs)],
             [p.connection for p in peers.values()],
         )
+        self._messages = ProcessGroups(mesh)  # for what is handed from one place to another
+        self.connect_pairs, self.hand_start = self._messages.connect_pairs, self._messages.hand_start
+        self.take_start = self._messages.take_start
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(CHUNK, dtype=torch.uint8, device="cpu") for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
@@ -197,10 +200,12 @@ class SharedMemory:
         return SharedTransfer("send", axis, "", {source: self._peers[source].told}, through, into)
 
     def wait(
-        self, moving: SharedTransfer, into: Sequence[torch.Tensor], together: bool = False
+        self, moving: SharedTransfer | PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
     ) -> Sequence[torch.Tensor]:
         """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this
         rank's as well."""
+        if isinstance(moving, PendingTransfer):
+            return self._messages.wait(moving, into)
         self._hear(moving.due)
         along, index = self._along[moving.axis], self._mesh.index(moving.axis)
         if moving.kind == "gather":
@@ -235,7 +240,8 @@ class SharedMemory:
         return into
 
     def abandon(self) -> None:
-        """Called when a run ended in the middle. Nothing is under way that somebody else carries out."""
+        """Called when a run ended in the middle. Nothing else is under way that somebody else carries out."""
+        self._messages.abandon()
 
     # --- reading ---
 
@@ -511,17 +517,6 @@ def _receive_fds(connection: socket.socket, num: int, rank: int, timeout: float)
     if not data or len(fds) != num:
         raise OSError(f"rank {rank} has left")
     return fds
-
-
-def ranks_along(mesh: Mesh, axis: str) -> list[int]:
-    """The ranks that differ from this one in their place along an axis only, in its order."""
-    stride = 1
-    for name in reversed(mesh.axes):
-        if name == axis:
-            break
-        stride *= mesh.axes[name]
-    base = mesh.rank - mesh.index(axis) * stride
-    return [base + i * stride for i in range(mesh.axes[axis])]
 
 
 def _part(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:

@@ -35,6 +35,7 @@ from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.once_a_step import OnceAStep
+from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
 
@@ -65,7 +66,8 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
     specs = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
     cutting = tuple(t for t in step.transforms if isinstance(t, Cutting))
-    for spec in cutting:
+    pipeline = find(step.transforms, Pipeline)
+    for spec in (*cutting, *([pipeline] if pipeline else [])):
         if spec.axis not in mesh.axes:
             fix = f"name an axis of the mesh, or make one: make_mesh({spec.axis}=2)"
             raise FzeroValueError(spec.name, "unknown mesh axis", [f"{spec.axis!r}: the mesh has {mesh}"], fix)
@@ -75,6 +77,7 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
         lambda leaf: precision is not None and precision.casts(leaf),
         find(step.transforms, OnceAStep),
         tuple(spec for spec in cutting if mesh.axes[spec.axis] > 1),
+        pipeline and pipeline.axis,
     )
     zero.check()
     return zero
@@ -107,6 +110,8 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     check_dims("compile", leaves, mesh)
     zero.check_once(leaves)
     leaves = [zero.rests(leaf) for leaf in leaves]
+    if (pipeline := find(step.transforms, Pipeline)) is not None and mesh.axes[pipeline.axis] > 1:
+        leaves = [leaf.with_layout(only=pipeline.only(leaf)) for leaf in leaves]
     _check_where(step, leaves, tied)
     if (fp8 := find(step.transforms, Fp8)) is not None:
         fp8.check(leaves)
@@ -203,6 +208,7 @@ def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequenc
             if param.layout.dims and has_blocks(leaves[i].shape) and leaves[i].shape != param.shape:
                 continue  # a matrix of another shape, which nothing cuts along dims
             layout = {"axes": zero.opt_state(param), "dims": param.layout.dims, "tier": tiers[mirrored].opt_state}
+            layout["only"] = param.layout.only
             leaves[i] = leaves[i].with_layout(**layout)
             if param.layout.dims and leaves[i].shape != param.shape:
                 blocks.append(f"{leaves[i]}, of {param}, cut over {over_axes(param.layout.axes, param.layout.dims)}")

@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from fzero.errors import FzeroTypeError
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.lowering.advice import advise
 from fzero.lowering.auto import resolve
 from fzero.lowering.base_program import lower_eval
 from fzero.lowering.budget import Budget, unmet
 from fzero.lowering.choose_rules import choose_rules
+from fzero.lowering.choose_stages import choose_stages
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.search import Search
@@ -32,6 +33,7 @@ from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan, plan
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
+from fzero.program.verify_stages import meeting
 from fzero.progress import within
 from fzero.step import EvalStep, Step
 from fzero.step.checks import check_arguments, check_params, no_step
@@ -114,7 +116,8 @@ def lower(
         if isinstance(step, Step):
             step, ruled = choose_rules(step, mesh, params, batch_inputs(batch))
             step, chosen, traced = resolve(step, mesh, params, batch_inputs(batch), budget, skip)
-            chosen = (*ruled, *chosen)
+            step, staged = choose_stages(step, mesh, params, batch_inputs(batch))
+            chosen, traced = (*ruled, *chosen, *staged), None if staged else traced
         inputs = params_inputs(step, mesh, params), batch_inputs(batch)
         lowered = lower_inputs(step, mesh, *inputs, budget, traced, skip=skip)
     return replace(lowered, device=rates, backend=backend, chosen=chosen)
@@ -146,12 +149,18 @@ def lower_inputs(
         limited = limited or (budget is not None and budget.nbytes is not None)
         starts, passes = variants.starts(first_choice(step, mesh, limited), budget), variants.passes
 
+    axis = zero_of(step, mesh).stages
+    here = mesh.index(axis) if axis and isinstance(mesh, Mesh) else 0
+    if axis and budget is not None and budget.nbytes is not None:
+        fix = "leave memory_budget out, and look at the plan of each stage: fz.lower(...).programs"
+        raise FzeroValueError("pipeline", "a memory budget chooses one program, and each stage has its own", fix=fix)
+
     def lowered(choice: Choice) -> Lowered:
-        program = variants.verified(choice)
+        programs = tuple(variants.verified(replace(choice, stage=n)) for n in range(mesh.axes[axis] if axis else 1))
         if traced is not None:
-            check_used(program, traced.slots)
+            check_used(programs[0], traced.slots)
         return Lowered(
-            (program,),
+            meeting(programs) if axis else programs,
             params,
             opt_state,
             batch,
@@ -160,7 +169,8 @@ def lower_inputs(
             choice,
             watched=watched,
             raises=raises,
-            stages=lambda: _stages(variants, choice),
+            stage=here,
+            stages=lambda: _stages(variants, replace(choice, stage=here)),
         )
 
     if budget is None:

@@ -25,7 +25,7 @@ class Lowered:
     """A step lowered for a mesh: its programs, and the structures of what goes in and comes out.
 
     `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
-    There is one stage, of all ranks.
+    Without `pipeline` there is one stage, of all ranks; on an abstract mesh `program` is that of the first.
 
     Example:
         >>> import torch, fzero as fz
@@ -48,6 +48,7 @@ class Lowered:
     chosen: tuple[PlanDecision, ...] = ()  # before it was lowered
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
     raises: tuple[str, ...] = ()  # the lines of conditions under which a training step raises
+    stage: int = 0  # of this rank
     # the programs on the way, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
 
@@ -57,8 +58,7 @@ class Lowered:
     @property
     def program(self) -> Program:
         """The program that this rank runs."""
-        (program,) = self.programs
-        return program
+        return self.programs[self.stage]
 
     @property
     def blocks(self) -> tuple[str, ...]:

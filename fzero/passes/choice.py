@@ -20,7 +20,8 @@ class Choice:
     and take the room; `host_share`: how much of what rests off the device is updated on the host, by bytes,
     `share_because`; `grads`: which gradients wait in host memory (`waiting_on_host` of passes/off_device.py); `guess`:
     the tiers whose leaves are updated on a guess (passes/speculate.py); `rests`: what `offload("auto")` moves off the
-    device, and where (lowering/auto.py)."""
+    device, and where (lowering/auto.py); `stage`: of
+    a pipeline, whose program it is."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
@@ -31,6 +32,7 @@ class Choice:
     grads: str = "update"
     guess: tuple[str, ...] = ()
     rests: tuple[Any, ...] = field(default=(), repr=False)
+    stage: int = 0
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)
 

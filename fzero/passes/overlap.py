@@ -384,6 +384,7 @@ class _Sinking:
         self.here = self.reduced - self.leaving  # those that an update passes, and one on the host
         self.kept = self.reduced - {*away}
         self.written = {x.out[0].name: {*x.writes} for x in lines if x.op == "disk_write_start"}
+        self.staying = {x.out[0].name for x in lines if x.op in STARTS and not STARTS[x.op].sinks}
         self.left: dict[str, int] = {}  # by what is not waited for yet, the blocks that may still pass its wait
         self.out: list[Line] = []
 
@@ -395,7 +396,7 @@ class _Sinking:
         for line in self.lines:
             if id(line) in further:
                 continue
-            if OPS[line.op].waits:
+            if OPS[line.op].waits and line.args[0] not in self.staying:
                 if line.args[0] not in self.leaving:
                     self.left[line.args[0]] = 1
                 continue

@@ -1,8 +1,8 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
     recorded program -- fuse, copies --> base program -- remat, cut, accumulate, shard, cut_update -->
-    lines in the base program's order -- deal, gradients, speculate, hoist_updates, tiers, overlap, redundant, rename,
-    pool, batch, device_waits --> finished program
+    lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
+    rename, pool, batch, device_waits --> finished program
 
 A pass is the unit of everything optional: it says when it is wanted, what a choice (choice.py) comes to for it, and
 which rules hold before and behind it. One that is not wanted does not run. Training steps and evaluations go through
@@ -19,7 +19,21 @@ from typing import Any, NamedTuple
 
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.layout import TIERS, Leaf, in_slot
-from fzero.passes import accumulate, batch, copies, cut, fuse, off_device, pool, redundant, remat, rules, shard, tiers
+from fzero.passes import (
+    accumulate,
+    batch,
+    copies,
+    cut,
+    fuse,
+    off_device,
+    pool,
+    redundant,
+    remat,
+    rules,
+    shard,
+    stages,
+    tiers,
+)
 from fzero.passes.choice import Choice, orders
 from fzero.passes.cut_update import cut_update
 from fzero.passes.deal import deal, gathers
@@ -234,6 +248,13 @@ PASSES = (
         option=lambda made, asked, choice: choice.guess,
     ),
     Pass("hoist_updates", lambda program, *_: hoist_updates(program), wanted=lambda program, *_: program.assigns),
+    Pass(
+        "stages",
+        lambda program, asked, stage: stages.project(program, stage),
+        wanted=lambda program, *_: stages.spec_of(program) is not None,
+        option=lambda made, asked, choice: choice.stage,
+        needed="a stage has leaves of its own alone",
+    ),
     Pass(
         "tiers",
         lambda program, asked, option: tiers.rewrite(program, *option),

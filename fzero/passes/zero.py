@@ -33,6 +33,7 @@ class Zero:
     casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
     once: OnceAStep | None = None
     cutting: tuple[Cutting, ...] = ()  # those that cut anything on this mesh, in order
+    stages: str | None = None  # the axis of a pipeline
     # by path of a leaf and stage, the axes of the specs that shard it: predicates are asked once
     _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -113,7 +114,7 @@ class Zero:
             )
         if self.once:
             self._check_once(self.once)
-        named = {*self.computed, *(a for r in self.specs for a in r.axes)}
+        named = {*self.computed, self.stages, *(a for r in self.specs for a in r.axes)}
         idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
         if idle:
             raise FzeroValueError(

@@ -240,6 +240,24 @@ class SendAttrs(Over):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandAttrs(Over):
+    """`peer`: the place along the axis of the other rank. `number`: that of the hand and its take, among all
+    between two ranks in one direction."""
+
+    peer: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeAttrs(HandAttrs):
+    """`shape` and `dtype`: of what comes, as a rank holds it. `own`: the axes along which each rank has its own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    own: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class WaitAttrs(Repeated, Guessed):
     """`together`: that every rank has read what went before when it returns (fzero/passes/pool.py); `host`: whether the
     host waits too, not the device alone (fzero/passes/device_waits.py)."""

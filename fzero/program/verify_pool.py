@@ -134,7 +134,7 @@ class _PoolChecker:
                 self._write(line, value.name, span, guard)
             self.places[value.name] = span
             self._own(span, value.name)
-        if not self.program.mesh.shared_memory or row.between != "ranks":
+        if not self.program.mesh.shared_memory or row.between != "ranks" or row.by_message:
             released.append(name)
         if row.holds_device_only or not line.says(WaitAttrs).host:
             self.sent[name] = [s for s in guard.spans if s[0] >= self.program.pool_bytes]

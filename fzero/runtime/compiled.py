@@ -30,6 +30,7 @@ from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan, PlanDecision
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
+from fzero.program.ops import handed
 from fzero.program.show import name_of
 from fzero.progress import moving, shown
 from fzero.ranks import agreement
@@ -154,7 +155,7 @@ class Compiled:
                 for name, f in self.program.functions.items()
             }
             assert self._lowered is not None
-            as_built = replace(self._lowered, programs=(replace(self.program, functions=functions),))
+            as_built = replace(self._lowered, programs=(replace(self.program, functions=functions),), stage=0)
             self._planned = self.program, as_built.plan_on(None, self.backend)
         return self._planned[1]
 
@@ -359,12 +360,14 @@ class Compiled:
             check(lowered.program, self.owner)
 
         def built() -> Callable[[], Callable[..., Any]]:
-            used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
+            # all stages', which the ranks divide among them
+            used = {line.fn for x in lowered.programs for line, _ in x.walk() if line.op == "call"}
             functions = build(
                 {n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh
             )
             captured = {} if self.graphs is False else {"graphs": self.graphs}
-            return functools.partial(executable, lowered.program, functions, self.mesh, **captured)
+            pairs = handed(lowered.programs)
+            return functools.partial(executable, lowered.program, functions, self.mesh, pairs=pairs, **captured)
 
         return lowered, built
 

@@ -102,6 +102,10 @@ class CompiledEval(Compiled):
         found = placed_inputs(params)
         check_model("eval_step", model_of(self.step.fn), abstract_params(found))
         expected = params_inputs(self.step, self.mesh, abstract_params(found), found.leaves)
+        if away := [f"{x}: {x.layout.only.axis}={x.layout.only.index} alone" for x in found.leaves if x.layout.only]:
+            what = "an evaluation reads all parameters, and these are on a stage of a pipeline alone"
+            fix = "lay the state out for a step without it: fz.reshard(state, train); or restore a checkpoint on one"
+            raise FzeroValueError("eval_step", what, away, fix)
         bare = unplaced(params)
         wrong = differences(found, expected, bare)
         if wrong:

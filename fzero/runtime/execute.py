@@ -5,7 +5,7 @@ What runs is the flat text of the program (`print(program)` shows it folded). Tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +28,18 @@ from fzero.runtime.out_of_range import explained
 
 
 def executable(
-    program: Program, functions: Mapping[str, Callable[..., Any]], mesh: Mesh, graphs: bool | None = False
+    program: Program,
+    functions: Mapping[str, Callable[..., Any]],
+    mesh: Mesh,
+    graphs: bool | None = False,
+    pairs: Iterable[tuple[str, int, int]] = (),
 ) -> Callable[..., tuple[Any, ...]]:
     """The program as a Python function of the trees it names. All ranks of the mesh make it together. `graphs`: whether
-    its runs are captured and replayed, where it can be; None: if a capture does not fail."""
+    its runs are captured and replayed, where it can be; None: if a capture does not fail. `pairs`: as of `handed`."""
     text = source(program)
     batch_axes = batch_axes_of(program)
     carrier = transport(mesh)
+    carrier.connect_pairs(pairs)
     tiers = TierTransport(mesh, any(line.op in COPIES and DISK in from_to(line) for line, _ in program.walk()))
     arenas = {"device": carrier.pool(program.pool_bytes, f"{name_of(program)} {program.name}")}
     if program.host_pool_bytes:

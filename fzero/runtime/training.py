@@ -24,6 +24,7 @@ from fzero.layout import Leaf, in_slot, leaf_of, shard
 from fzero.lowering.auto import check_auto, resolve
 from fzero.lowering.budget import Budget
 from fzero.lowering.choose_rules import check_batch_given, choose_rules, open_rules
+from fzero.lowering.choose_stages import choose_stages, open_stages
 from fzero.lowering.layouts import (
     abstract,
     abstract_params,
@@ -108,6 +109,10 @@ class CompiledStep(Compiled):
             check_auto(auto, limits, batch is not None)
         if open_rules(step, mesh):
             check_batch_given(batch is not None)
+        if open_stages(step, mesh) and batch is None:
+            problems = ["batch: the first state is laid out before the first batch is seen"]
+            fix = "fz.compile(step, mesh, batch=batch), where meta tensors will do"
+            raise FzeroValueError("pipeline", "stages are made of the blocks that a batch goes through", problems, fix)
         self._resolved = step
         self._batch = None if batch is None else batch_inputs(batch)
         precision = find(step.transforms, MixedPrecision)
@@ -329,6 +334,10 @@ class CompiledStep(Compiled):
             assert budget is not None and self._batch is not None
             self._resolved, more, _ = resolve(self.resolved, self.mesh, params, self._batch, budget)
             self._chosen = (*self._chosen, *more)
+        if open_stages(self.resolved, self.mesh):
+            assert self._batch is not None
+            self._resolved, more = choose_stages(self.resolved, self.mesh, params, self._batch)
+            self._chosen = (*self._chosen, *more)
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """Places in a new state for the leaves off the device."""
@@ -419,7 +428,7 @@ class CompiledStep(Compiled):
             DivergenceError: a rank that did not come: with sharded leaves all ranks call it.
         """
         check_state(state, "gather what train.init, train.restore or a step returned", "gather")
-        if any(leaf_of(x) is not None and leaf_of(x)[0].layout.axes for x in tree.leaves(state)):  # type: ignore[index]
+        if any(leaf_of(x) is not None and leaf_of(x)[0].layout.apart for x in tree.leaves(state)):  # type: ignore[index]
             agreement.everywhere(self.mesh, "gather", lambda: None)  # a rank that does not come is named
         with agreement.unbroken(self.mesh):
             return gather.whole(state, self.mesh)

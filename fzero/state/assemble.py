@@ -257,5 +257,6 @@ def _rests(leaf: Leaf, other: Leaf) -> str:
     whole = tree.form(leaf.shape, leaf.dtype)
     over = over_axes(leaf.layout.axes, leaf.layout.dims)
     text = f"{whole} sharded over {over}" if over else f"{whole} whole"
+    text += "" if leaf.layout.only is None else f" on {leaf.layout.only.axis}={leaf.layout.only.index} alone"
     text += f" (parts of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""
     return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fzero import tree
 from fzero.boxes import parts_of
 from fzero.comm.collectives import gather
 from fzero.layout import Leaf, leaf_of
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, ranks_along
 from fzero.state.storage import load
 from fzero.train_state import lasting
 
@@ -22,7 +23,7 @@ def whole(state: Any, mesh: Mesh) -> Any:
     def read(x: torch.Tensor) -> torch.Tensor:
         if id(x) not in done:
             known = leaf_of(x)
-            sharded = known is not None and bool(known[0].layout.axes)
+            sharded = known is not None and bool(known[0].layout.apart)
             value = load(x, mesh.device if sharded else torch.device("cpu"))
             if known is not None and sharded:
                 value = _whole(value, known[0], mesh)
@@ -33,7 +34,16 @@ def whole(state: Any, mesh: Mesh) -> Any:
 
 
 def _whole(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
-    """The whole of a leaf of which each rank has its shard: gathered over one axis after the other, the last first."""
+    """The whole of a leaf of which each rank has its shard, or some ranks alone have any: gathered over one axis after
+    the other, the last first, and then sent to the others."""
+    found = _joined(value, leaf, mesh) if leaf.is_on(mesh) else value.new_empty(leaf.shape)
+    if (only := leaf.layout.only) is not None:
+        found = found.contiguous()
+        dist.broadcast(found, ranks_along(mesh, only.axis)[only.index], mesh.group(only.axis))
+    return found
+
+
+def _joined(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     cut = leaf.cut(mesh)
     for axis in reversed(leaf.layout.axes):
         value = gather(mesh, value, axis)

@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from fzero import compat, tree
 from fzero.boxes import part_shape
+from fzero.errors import FzeroValueError
 from fzero.layout import Cut, Leaf, granule, shard
 from fzero.lowering.slots import Slots, declared
 from fzero.mesh import Mesh
@@ -116,7 +117,8 @@ def _of_params(
         graph = record(run, fakes, owner=owner, names=[f"p_{i}" for i in range(len(places))], source=source)
     given: dict[fx.Node, Load] = {p: functools.partial(load, i) for p, i in zip(graph.inputs, places, strict=True)}
     sharded = {p: params.leaves[i] for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.axes}
-    return _leaves(graph, given, sharded, inputs, wanted, mesh, put)
+    alone = {p: params.leaves[i] for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.only}
+    return _leaves(graph, given, sharded, inputs, wanted, mesh, put, owner, alone)
 
 
 def _leaves(
@@ -127,9 +129,12 @@ def _leaves(
     wanted: Sequence[int],
     mesh: Mesh,
     put: Put,
+    owner: str = "init",
+    alone: Mapping[fx.Node, Leaf] | None = None,
 ) -> dict[int, torch.Tensor]:
     """Results of the graph, those at these positions, from the values of its inputs and of other nodes of it.
-    `sharded`: the inputs that come as shards, and of what."""
+    `sharded`: the inputs that come as shards, and of what; `alone`: those that are on some ranks alone, whose values
+    leaves elsewhere cannot be made of."""
     outputs, stop = graph.outputs, set(values)
     known: dict[Any, tuple[Recorded, Recorded]] = {}  # the moments of an optimizer are made alike, leaf after leaf
     out = {}
@@ -154,6 +159,13 @@ def _leaves(
             functools.partial(_finer, values[p], sharded[p], axes, mesh) if axes else values[p]
             for p, axes in zip(read, comes, strict=True)
         ]
+        away = [alone[p] for p, node in zip(read, made.inputs, strict=True) if alone and p in alone and node.users]
+        if problems := [f"{leaf}, of {x}" for x in away if x.layout.only != leaf.layout.only]:
+            what, fix = "a leaf is made of values that not every rank has", "make it of shapes alone; or no pipeline"
+            raise FzeroValueError(owner, what, problems, fix)
+        if not leaf.is_on(mesh):
+            out[i] = put(None, leaf)
+            continue
         reads_shards = any(node.users for p, node in zip(read, made.inputs, strict=True) if p in sharded)
         num = 1 if leaf.layout.tier == "device" or reads_shards else _num_parts(leaf, mesh)
         finer, first = made_as or Cut((), 1), index * num

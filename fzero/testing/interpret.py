@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fzero.comm.collectives import gather
 from fzero.layout import Layout, Leaf, shard
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, ranks_along
 from fzero.program.attrs import ShardOfAttrs
 from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import OPS, batch_axes_of
@@ -42,6 +42,7 @@ class Interpreter:
         self.values: dict[str, torch.Tensor] = {v.name: leaves[v.name].detach().clone() for v in program.inputs}
         self.started: dict[str, tuple[Line, list[torch.Tensor]]] = {}
         self._axes = batch_axes_of(program)
+        self._handed: list[Any] = []  # kept until they are taken
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def run(self, line: Line, turn: int = 0) -> None:
@@ -83,6 +84,16 @@ class Interpreter:
 
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         dist.all_reduce(x, _OPS[op], self.mesh.group(axis))
+
+    def hand(self, x: torch.Tensor, axis: str, peer: int, number: int) -> None:
+        """Hands a value to the rank at another place along an axis, and goes on."""
+        kept, to = x.contiguous().clone(), ranks_along(self.mesh, axis)[peer]
+        self._handed.append((kept, dist.isend(kept, to, self.mesh.group(axis), number)))
+
+    def take(self, like: torch.Tensor, axis: str, peer: int, number: int) -> torch.Tensor:
+        """The value that the rank at another place along an axis hands over under this number."""
+        dist.recv(like, ranks_along(self.mesh, axis)[peer], self.mesh.group(axis), number)
+        return like
 
 
 def cut(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from fzero.layout import Leaf, shard
 from fzero.lowering.layouts import zero_of
 from fzero.lowering.lower import lower
 from fzero.lowering.lowered import Lowered
-from fzero.mesh import AbstractMesh, Mesh
+from fzero.mesh import AbstractMesh, Mesh, ranks_along
 from fzero.program.ir import Line, Program
 from fzero.step import State, Step
 from fzero.step.checks import check_batch
@@ -29,6 +28,7 @@ from fzero.testing.check import check_rows, leaves_of, rows
 from fzero.testing.interpret import Interpreter
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
+from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.precision import begun
 
 _JOIN = {"sum": lambda xs: xs.sum(0, dtype=xs.dtype), "max": lambda xs: xs.amax(0), "min": lambda xs: xs.amin(0)}
@@ -109,22 +109,47 @@ def _ranks(mesh: AbstractMesh) -> list[Mesh]:
     return [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
 
 
-@dataclass
 class _Board:
-    """Exchanges values between ranks; all of them come to every exchange."""
+    """Exchanges values between ranks. Those along an axis come to every exchange over it; what one hands another lies
+    there until that takes it."""
 
-    ranks: Sequence[Mesh]
-    barrier: threading.Barrier
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    def __init__(self, ranks: Sequence[Mesh]):
+        self._values: dict[Any, torch.Tensor] = {}
+        self._along = {(m.rank, axis): ranks_along(m, axis) for m in ranks for axis in m.axes}
+        self._barriers = {tuple(along): threading.Barrier(len(along)) for along in self._along.values()}
+        self._handed, self._failed = threading.Condition(), False
 
     def along(self, mesh: Mesh, axis: str, x: torch.Tensor) -> list[torch.Tensor]:
         """The values of the ranks along an axis, in their order."""
-        self.values[mesh.rank] = x.clone()
-        self.barrier.wait()
-        here = {a: i for a, i in mesh.coordinate.items() if a != axis}
-        found = [self.values[m.rank] for m in self.ranks if here.items() <= m.coordinate.items()]
-        self.barrier.wait()
+        ranks = self._along[mesh.rank, axis]
+        barrier = self._barriers[tuple(ranks)]
+        self._values[mesh.rank] = x.clone()
+        barrier.wait()
+        found = [self._values[rank] for rank in ranks]
+        barrier.wait()
         return found
+
+    def hand(self, mesh: Mesh, axis: str, peer: int, number: int, x: torch.Tensor) -> None:
+        with self._handed:
+            self._values[axis, mesh.rank, self._along[mesh.rank, axis][peer], number] = x.clone()
+            self._handed.notify_all()
+
+    def take(self, mesh: Mesh, axis: str, peer: int, number: int) -> torch.Tensor:
+        """The value handed to a rank under a number, once it is there."""
+        key = axis, self._along[mesh.rank, axis][peer], mesh.rank, number
+        with self._handed:
+            self._handed.wait_for(lambda: self._failed or key in self._values)
+            if self._failed:
+                raise threading.BrokenBarrierError
+            return self._values.pop(key)
+
+    def abort(self) -> None:
+        """Ends all exchanges: a rank has failed."""
+        for barrier in self._barriers.values():
+            barrier.abort()
+        with self._handed:
+            self._failed = True
+            self._handed.notify_all()
 
 
 class _Rank(Interpreter):
@@ -141,6 +166,12 @@ class _Rank(Interpreter):
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         x.copy_(_JOIN[op](torch.stack(self._board.along(self.mesh, axis, x))))
 
+    def hand(self, x: torch.Tensor, axis: str, peer: int, number: int) -> None:
+        self._board.hand(self.mesh, axis, peer, number, x)
+
+    def take(self, like: torch.Tensor, axis: str, peer: int, number: int) -> torch.Tensor:
+        return self._board.take(self.mesh, axis, peer, number)
+
     def lines(self, lines: Sequence[Line], turn: int = 0) -> None:
         """Runs lines in order, the body of a loop as often as the program says."""
         for line in lines:
@@ -153,17 +184,19 @@ class _Rank(Interpreter):
 def _one_step(
     lowered: Lowered, ranks: Sequence[Mesh], whole: State, parts: Sequence[Any]
 ) -> tuple[State, dict[str, Any]]:
-    program, leaves = lowered.program, leaves_of(whole, {})
-    board = _Board(ranks, threading.Barrier(len(ranks)))
+    leaves, board = leaves_of(whole, {}), _Board(ranks)
+    axis = find(lowered.program.transforms, Pipeline)
+    table = {name: leaf for program in lowered.programs for name, leaf in program.leaves.items()}
 
     def run(mesh: Mesh) -> _Rank:
+        program = lowered.programs[mesh.index(axis.axis) if axis else 0]
         batch = dict(tree.with_paths(parts[mesh.rank], "batch"))
         held = {name: shard(leaves[name], leaf, mesh) for name, leaf in program.leaves.items()}
         rank = _Rank(program, mesh, {**held, **batch}, board)
         try:
             rank.lines(program.lines)
         except BaseException:
-            board.barrier.abort()
+            board.abort()
             raise
         return rank
 
@@ -173,13 +206,13 @@ def _one_step(
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     ran = [f.result() for f in done]
-    put_together = {name: _whole(leaf, ran, leaves[name]) for name, leaf in program.leaves.items()}
+    put_together = {name: _whole(leaf, ran, leaves[name]) for name, leaf in table.items()}
     problems = [problem for _, found in put_together.values() for problem in found]
-    metrics = [tree.unflatten(lowered.structure, [rank.values[name] for name in program.outputs]) for rank in ran]
+    metrics = [tree.unflatten(lowered.structure, [rank.values[name] for name in rank.program.outputs]) for rank in ran]
     problems += _unequal(metrics)
     if problems:
         fix = "a reduction is missing, or over too few axes: look for the gradient or metric in print(fz.lower(...))"
-        raise DivergenceError("simulate", f"ranks of mesh {program.mesh} hold different values", problems, fix)
+        raise DivergenceError("simulate", f"ranks of mesh {lowered.program.mesh} hold different values", problems, fix)
     after = {name: leaf for name, (leaf, _) in put_together.items()}
     params, opt_state = (
         inputs and inputs.rebuild({i: after[inputs.leaves[i].path] for i in inputs.distinct})
@@ -204,7 +237,7 @@ def _whole(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torc
     numbers = torch.arange(1, leaf.numel + 1).reshape(leaf.shape)  # 0 is padding
     out, first = before.new_zeros(leaf.numel), torch.full((leaf.numel,), -1)
     problems = []
-    for rank in ran:
+    for rank in (x for x in ran if leaf.path in x.program.leaves):
         at = shard(numbers, leaf.with_layout(dtype=torch.int64), rank.mesh).reshape(-1)
         own = rank.values[leaf.path].reshape(-1)[at > 0].to(out.dtype)
         at = at[at > 0] - 1

@@ -5,12 +5,12 @@ fzero/program/verify.py refuses a line whose op is not in this table, and an att
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fzero.errors import FzeroTypeError
 from fzero.mesh import AbstractMesh
-from fzero.program.attrs import Attrs, SendAttrs, ill_typed, required
+from fzero.program.attrs import Attrs, HandAttrs, SendAttrs, ill_typed, required
 from fzero.program.ir import Line, Program, Value
 from fzero.program.ops import control, parts, transfers, values
 from fzero.program.ops.base import ANY, Op, Text, micro_of
@@ -98,6 +98,18 @@ def sends_of(program: Program) -> list[tuple[str, ...]]:
     return [said.leaves for said in sorted(found, key=lambda said: said.number)]
 
 
+def handed(programs: Sequence[Program]) -> set[tuple[str, int, int]]:
+    """The directions in which the stages of a pipeline hand values, by their programs: an axis, and the places of who
+    hands and of who takes."""
+    hands = transfers.Hand.name
+    return {
+        (line.axes[0], stage, line.attrs.peer)
+        for stage, program in enumerate(programs)
+        for line, _ in program.walk()
+        if line.op == hands and isinstance(line.attrs, HandAttrs)
+    }
+
+
 def transfer_bytes(line: Line, named: Mapping[str, Value], mesh: AbstractMesh) -> int:
     """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather
     or to reduce-scatter, twice that to all-reduce. A copy between tiers moves what the rank has of its values; between
@@ -128,6 +140,7 @@ __all__ = [
     "bring",
     "compared",
     "from_to",
+    "handed",
     "is_skipped",
     "micro_of",
     "misformed",

@@ -104,6 +104,8 @@ class Told(Protocol):
     def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor: ...
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor: ...
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None: ...
+    def hand(self, x: torch.Tensor, axis: str, peer: int, number: int) -> None: ...
+    def take(self, like: torch.Tensor, axis: str, peer: int, number: int) -> torch.Tensor: ...
 
 
 class Standing(Protocol):
@@ -261,6 +263,8 @@ class Start(Op[A]):
         meets: whether every rank along its axes takes part, each time: who has heard them knows that they are done with
             what came before.
         hands_out: whether its wait hands out what it has moved; what a rank keeps of another's is no value of a step.
+        by_message: whether ranks send it though they share memory.
+        sinks: whether its wait comes as late as what it brings is read; else it stays where it is.
         hoisted: where it starts (fzero/passes/overlap.py): "ahead" of what needs it, "at once" when what it moves is
             made, or, "", where it is.
     """
@@ -274,6 +278,8 @@ class Start(Op[A]):
     direct: ClassVar[bool] = False
     meets: ClassVar[bool] = True
     hands_out: ClassVar[bool] = True
+    by_message: ClassVar[bool] = False
+    sinks: ClassVar[bool] = True
     hoisted: ClassVar[str] = ""
 
     def channel(self, line: Line[A]) -> str:

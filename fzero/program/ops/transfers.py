@@ -12,7 +12,16 @@ import torch
 
 from fzero.boxes import Dim
 from fzero.mesh import AbstractMesh
-from fzero.program.attrs import CopyAttrs, GatherAttrs, ReduceAttrs, ScatterAttrs, SendAttrs, WaitAttrs
+from fzero.program.attrs import (
+    CopyAttrs,
+    GatherAttrs,
+    HandAttrs,
+    ReduceAttrs,
+    ScatterAttrs,
+    SendAttrs,
+    TakeAttrs,
+    WaitAttrs,
+)
 from fzero.program.ir import MOVING, Line, Place, Placement, Program, Value, local_bytes
 from fzero.program.ops.base import Op, Rules, Running, Standing, Start, Text, Told, into, over
 from fzero.units import size
@@ -272,6 +281,83 @@ class Send(Start[SendAttrs]):
         return [args[0].new_empty(0)]
 
 
+class Hand(Start[HandAttrs]):
+    """A value of one stage of a pipeline to the rank at another place along its axis, which takes it."""
+
+    name = "hand_start"
+    args = 1
+    attrs = HandAttrs
+    between = "ranks"
+    direct = True
+    meets = False
+    by_message = True
+    hands_out = False
+    sinks = False
+
+    def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(line, rules)
+        said, mesh = line.attrs, rules.program.mesh
+        if len(said.axes) != 1:
+            rules.bad(line, f"moves a value over {len(said.axes)} axes")
+        elif not 0 <= said.peer < mesh.axis_size(said.axes) or said.number < 0:
+            rules.bad(line, f"is number {said.number}, with place {said.peer} of {mesh.axis_size(said.axes)}")
+        for v in args:
+            if not {*said.axes}.isdisjoint(v.placement.own) or v.tier != "device":
+                rules.bad(line, f"{v.name} is {v}")
+
+    def filled(self, line: Line[HandAttrs]) -> Sequence[Place | None]:
+        return ()
+
+    def channel(self, line: Line[HandAttrs]) -> str:
+        return f"{self.name.removesuffix('_start')}:{','.join(line.attrs.axes)}"
+
+    def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        return sum(local_bytes(values[a], mesh) for a in line.args)
+
+    def text(self, line: Line[HandAttrs], program: Program) -> Text:
+        sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
+        said = line.attrs
+        return Text(f"hand_start({line.args[0]}, {over(line)}, to={said.peer})", f">>> number {said.number}, {sent}")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return getattr(on.carrier, self.name)
+
+    def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        told.started[line.out[0].name] = line, []
+        told.hand(args[0], line.axes[0], line.attrs.peer, line.attrs.number)
+        return [args[0].new_empty(0)]
+
+
+class Take(Hand):
+    """A value that the rank at another place along an axis hands over."""
+
+    name = "take_start"
+    args = 0
+    attrs = TakeAttrs
+    hands_out = True
+    sinks = True
+
+    def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        said = line.says(TakeAttrs)
+        return math.prod(said.shape) * said.dtype.itemsize
+
+    def text(self, line: Line[HandAttrs], program: Program) -> Text:
+        said, comes = line.says(TakeAttrs), size(self.moved_bytes(line, {}, program.mesh))
+        dtype = str(said.dtype).removeprefix("torch.")
+        code = f"take_start({[*said.shape]}, {dtype!r}, {over(line)}, of={said.peer})"
+        return Text(code, f"number {said.number}, {comes} comes")
+
+    def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        said = line.says(TakeAttrs)
+        told.started[line.out[0].name] = line, [torch.empty(said.shape, dtype=said.dtype, device=told.mesh.device)]
+        return [torch.empty(0)]
+
+    def handed_out(
+        self, line: Line[HandAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
+        return [told.take(moved[0], line.axes[0], line.attrs.peer, line.attrs.number)]
+
+
 class Copy(Start[CopyAttrs]):
     """Between two tiers of a rank. With `writes` it goes over leaves at rest: its arguments are those leaves, then the
     values for them."""
@@ -428,6 +514,12 @@ class Wait(Op[WaitAttrs]):
             return
         moved = STARTS[start.op].hands_out and not start.writes
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
+        if isinstance(start.attrs, TakeAttrs):
+            said, mesh = start.attrs, rules.program.mesh
+            comes = said.shape, said.dtype, said.own, "device"
+            if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in line.out] != [comes]:
+                rules.bad(line, "hands out another value than it takes")
+            return
         if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
             rules.bad(line, "hands back other shapes or dtypes than were sent")
             return
@@ -477,6 +569,8 @@ STARTS: Mapping[str, Start[Any]] = {
         AllReduce(),
         AllToAll(),
         Send(),
+        Hand(),
+        Take(),
         ToDevice(),
         ToHost(),
         DiskRead(),

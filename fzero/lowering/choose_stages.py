@@ -1,0 +1,136 @@
+"""Chooses the stages of a `pipeline`: the blocks of each, and the leaves that these read first.
+
+By default the cut is the one whose slowest stage multiplies least; what comes before the first block counts with that,
+and what comes behind the last with the last. Of equal cuts the one with fewer blocks on the last stages is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fzero.errors import FzeroValueError
+from fzero.lowering.choose_rules import Chosen
+from fzero.lowering.layouts import params_inputs, zero_of
+from fzero.lowering.traced import trace_step
+from fzero.mesh import AbstractMesh
+from fzero.passes.stages import block_numbers, leaf_stages
+from fzero.plan.plan import PlanDecision
+from fzero.program.ir import Program
+from fzero.program.lines import Inputs
+from fzero.step import Step
+from fzero.trace.flops import product_flops
+from fzero.transforms.accumulate import Accumulate
+from fzero.transforms.base import find
+from fzero.transforms.pipeline import Pipeline
+
+
+def open_stages(step: Step, mesh: AbstractMesh) -> Pipeline | None:
+    """The `pipeline` of a step of which it is not known yet where leaves are, if there is one."""
+    found = find(step.transforms, Pipeline)
+    if found is None or found.leaves is not None:
+        return None
+    zero_of(step, mesh)  # which checks the axis
+    return found
+
+
+def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> Chosen:
+    """The step with the stages of its `pipeline`; the step itself if it has none. On one rank it is left out.
+
+    Args:
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: that the blocks are counted for.
+
+    Raises:
+        FzeroValueError: a step that cannot be divided so.
+    """
+    spec = open_stages(step, mesh)
+    if spec is None:
+        return Chosen(step)
+    others, n = tuple(t for t in step.transforms if t != spec), mesh.axes[spec.axis]
+    if n == 1:
+        return Chosen(replace(step, transforms=others))
+    _check(step)
+    inputs = params_inputs(step, mesh, params)
+    program = trace_step(step, mesh, inputs, batch).base
+    numbers = block_numbers(program)
+    seconds = _work(program, numbers)
+    counts = _counts(spec, n, seconds)
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    first = leaf_stages(program, dict(zip(numbers, stages, strict=True)))
+    leaves = {x.path: first[inputs.leaves[t].path] for x, t in zip(inputs.leaves, inputs.ties, strict=True)}
+    chosen = replace(spec, stages=counts, leaves=leaves)
+    of = [sum(x for x, s in zip(seconds, stages, strict=True) if s == stage) for stage in range(n)]
+    why = f"of {len(numbers)} blocks; the slowest stage does {max(of) / (sum(of) or 1):.0%} of the products"
+    transforms = tuple(sorted((*others, chosen), key=lambda t: (t.order, str(t))))
+    return Chosen(replace(step, transforms=transforms), (PlanDecision(spec.name, f"stages={[*counts]}", why),))
+
+
+def _check(step: Step) -> None:
+    """Raises where a step has nothing that stages could pass on, or leaves that they cannot."""
+    found = find(step.transforms, Accumulate)
+    if found is None or found.num_micro_batches < 2:
+        what = "stages pass on micro-batches, and this step has one" if found else "stages pass on micro-batches"
+        fix = "add fz.accumulate(8, vertical=True), best with several micro-batches for each stage"
+        raise FzeroValueError("pipeline", what, [str(found)] if found else [], fix)
+    if step.mutable is not None:
+        fix = "leave pipeline out; or keep what changes in the optimizer's state"
+        raise FzeroValueError("pipeline", "a stage does not know the new values of mutable leaves of others", fix=fix)
+
+
+def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
+    if len(work) < n:
+        fix = f"mark the function of a layer with fz.block; or a mesh with {spec.axis}={max(len(work), 1)} or fewer"
+        raise FzeroValueError("pipeline", "more stages than blocks", [f"{n} stages, {len(work)} blocks"], fix)
+    if spec.stages is None:
+        return _even(work, n)
+    if len(spec.stages) != n or sum(spec.stages) != len(work):
+        problems = [f"stages={[*spec.stages]}: the mesh has {spec.axis}={n}, and the step {len(work)} blocks"]
+        fix = f"give {n} numbers that add up to {len(work)}, e.g. {[*_even(work, n)]}"
+        raise FzeroValueError("pipeline", "blocks per stage do not add up", problems, fix)
+    return spec.stages
+
+
+def _work(program: Program, numbers: Sequence[int]) -> list[float]:
+    """The operations of each block's products, forward and backward, with what comes before the first block and behind
+    the last."""
+    found, seen = dict.fromkeys(numbers, 0.0), 0
+    flops: dict[str, float] = {}
+    for line in program.lines:
+        if line.op != "call":
+            continue
+        if line.fn not in flops:
+            flops[line.fn] = sum(product_flops(node) for node in program.functions[line.fn].graph.graph.nodes)
+        seen += line.block is not None
+        number = line.block.number if line.block else numbers[0 if not seen or seen >= 2 * len(numbers) else -1]
+        found[number] += flops[line.fn]
+    return [*found.values()]
+
+
+def _even(work: Sequence[float], n: int) -> tuple[int, ...]:
+    """The counts of consecutive blocks whose slowest stage does least.
+
+    Example:
+        >>> _even([1.0, 1.0, 1.0, 1.0, 3.0], 2)
+        (4, 1)
+    """
+    least = max(work, default=0.0) * 1e-9 + 1e-12  # where nothing is multiplied, blocks count
+    before = [0.0]
+    for x in work:
+        before.append(before[-1] + x + least)
+    # by stages and blocks, the least that the slowest does, and where the last stage begins
+    best: list[list[tuple[float, int]]] = [[(0.0 if i == 0 else math.inf, 0) for i in range(len(work) + 1)]]
+    for stage in range(1, n + 1):
+        row = [(math.inf, 0)] * (len(work) + 1)
+        for end in range(stage, len(work) + 1):
+            row[end] = min((max(best[-1][i][0], before[end] - before[i]), -i) for i in range(stage - 1, end))
+            row[end] = row[end][0], -row[end][1]
+        best.append(row)
+    ends, end = list[int](), len(work)
+    for stage in range(n, 0, -1):
+        ends.append(end - best[stage][end][1])
+        end = best[stage][end][1]
+    return tuple(reversed(ends))

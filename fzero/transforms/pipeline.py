@@ -1,0 +1,120 @@
+"""Divides blocks among the ranks along a mesh axis, which pass micro-batches on: pipeline. Acts on the program, in
+passes/stages.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fzero.arguments import keywords
+from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.layout import Leaf, Only
+from fzero.step import EvalStep
+from fzero.transforms.accumulate import Accumulate
+from fzero.transforms.base import Transform, applied
+from fzero.transforms.fp8 import Fp8
+from fzero.transforms.offload import Offload
+from fzero.transforms.once_a_step import OnceAStep
+from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.redundant import Redundant
+from fzero.transforms.shard import Parallel
+
+SCHEDULES = ("1f1b", "gpipe")
+_NOT_YET = (Fp8, Offload, OnceAStep, Redundant)
+
+
+@dataclass(frozen=True)
+class Pipeline(Transform):
+    """`leaves`: the stage of each parameter, by its path, once that is known."""
+
+    axis: str = "pipe"
+    stages: tuple[int, ...] | None = None
+    schedule: str = "1f1b"
+    leaves: Mapping[str, int] | None = field(default=None, hash=False)
+    order: ClassVar[int] = 60
+    name: ClassVar[str] = "pipeline"
+
+    def conflict(self, other: Transform) -> str | None:
+        if isinstance(other, Accumulate) and not other.vertical:
+            return f"stages pass on micro-batches: fz.accumulate({other.num_micro_batches}, vertical=True)"
+        if isinstance(other, Parallel) and self.axis in other.axes:
+            return f"along {self.axis!r} every rank has the same rows: let {other.name} name another axis"
+        if isinstance(other, _NOT_YET):
+            return f"{other.name} knows nothing of leaves that a rank does not have"
+        if isinstance(other, MixedPrecision) and (other.watch or other.auto):
+            return "statistics of all blocks are one value, and a stage has its own blocks alone"
+        return super().conflict(other)
+
+    def idle(self, step: EvalStep) -> str | None:
+        return "its stages pass on the micro-batches of a training step"
+
+    def only(self, leaf: Leaf) -> Only | None:
+        """The place along the axis where a parameter is, if it is at one alone."""
+        return None if self.leaves is None else Only(self.axis, self.leaves[leaf.path])
+
+    def __str__(self) -> str:
+        stages = "" if self.stages is None else f", stages={[*self.stages]}"
+        return f"{self.name}(axis={self.axis!r}{stages}, schedule={self.schedule!r})"
+
+
+@keywords
+def pipeline(
+    step: Any = None, *, axis: str = "pipe", stages: Sequence[int] | None = None, schedule: str = "1f1b"
+) -> Any:
+    """Divides the blocks of a step among the ranks along `axis`: each computes with its own, and hands what comes out
+    on to the next, micro-batch by micro-batch.
+
+    Equal to the step with `accumulate(m, vertical=True)` alone, of which it needs one: in fp32 the same bits. A rank
+    has the parameters and optimizer state of its stage alone. A leaf that several stages read, such as a tied
+    embedding, belongs to the first of them. Every rank along `axis` gets the same rows, and returns the same metrics.
+    `fz.compile` takes a `batch` for it, as the stages are laid out before the first one is seen.
+
+    Args:
+        step: a training step; without one a transform is returned.
+        axis: the mesh axis.
+        stages: the number of blocks of each stage, one behind the other: `[7, 9]`. By default as even as their
+            products are, with the code before and behind the blocks.
+        schedule: "1f1b": a stage begins the backward of a micro-batch as soon as it can. "gpipe": all forwards first.
+
+    Communication: with p stages, for each micro-batch what passes between two stages, forward and backward; once a step
+        a number for each block. A leaf that several stages read goes to the others once a step, and its gradients come
+        back once a micro-batch. Waiting takes (p-1)/(m+p-1) of a step where stages are equal.
+    Memory: the parameters, gradients and optimizer state of a stage. "1f1b": activations of at most p - s micro-batches
+        on stage s. "gpipe": of all.
+
+    Raises:
+        FzeroTypeError: an `axis` that is not a name; `stages` that are not whole numbers.
+        FzeroValueError: another schedule. When the program is built: a step without `accumulate`, or with mutable
+            leaves; more stages than blocks, or counts that do not add up; a memory budget. Also a backward that reads
+            what an earlier stage's makes, and an update of leaves of two stages at once.
+        TransformError: a loop over micro-batches; a parallel transform over `axis`; `offload`, `once_a_step`,
+            `redundant`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
+        VerifyError: stages that wait for each other.
+
+    Papers: Huang et al., GPipe, 2019; Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training,
+        2019.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> layer = fz.block(lambda w, x: torch.tanh(x @ w))
+        >>> def loss(params, x):
+        ...     for w in params:
+        ...         x = layer(w, x)
+        ...     return x.square().mean()
+        >>> step = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline())(fz.train_step(loss, fz.optim.sgd(0.1)))
+        >>> params, x = [torch.empty(8, 8, device="meta")] * 4, torch.empty(16, 8, device="meta")
+        >>> lowered = fz.lower(step, fz.AbstractMesh(pipe=2), [x.clone() for x in params], x)
+        >>> [len(program.leaves) for program in lowered.programs]  # two of the weights, the step and the key
+        [4, 4]
+    """
+    problems = [] if isinstance(axis, str) and axis.isidentifier() else [f"axis={axis!r}: the name of a mesh axis"]
+    listed = isinstance(stages, Sequence) and not isinstance(stages, str)
+    if stages is not None and not (listed and stages and all(type(n) is int and n > 0 for n in stages)):
+        problems.append(f"stages={stages!r}: a number of blocks, at least 1, for each stage")
+    if problems:
+        raise FzeroTypeError("pipeline", "invalid arguments", problems, "e.g. fz.pipeline(axis='pipe', stages=[7, 9])")
+    if schedule not in SCHEDULES:
+        fix = f"one of {', '.join(map(repr, SCHEDULES))}"
+        raise FzeroValueError("pipeline", f"unknown schedule {schedule!r}", fix=fix)
+    return applied(Pipeline(axis, None if stages is None else tuple(stages), schedule), step)

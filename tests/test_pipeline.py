@@ -1,0 +1,338 @@
+"""pipeline: blocks divided among the ranks along an axis train as accumulate(m, vertical=True) alone does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
+from fzero.layout import leaf_of
+from fzero.mesh import AbstractMesh
+from fzero.passes.stages import schedule
+from fzero.program.ir import Line, Program
+from fzero.program.verify import verify
+from fzero.program.verify_stages import meeting
+
+WIDTH, WORDS, ROWS, LENGTH = 8, 12, 16, 4
+
+
+@fz.block
+def layer(p, x):
+    return x + torch.tanh(x @ p["w"] + p["b"]) * p.get("by", 1.0)
+
+
+def loss_fn(params, batch, *, key):
+    """Glue before, between and behind the blocks; a value that skips stages; a mask of the batch that all blocks read;
+    draws; the embedding, where it is tied, is the head's too."""
+    mask = (batch["x"] > 0).unsqueeze(-1).float()
+    x = first = params["emb"][batch["x"]]
+    x = fz.random.dropout(key, x, 0.1)
+    for i, p in enumerate(params["layers"]):
+        x = layer(p, x) * mask.to(x.dtype)
+        if i == 2:
+            x = x * params["gate"]
+    logits = (x + first) @ params.get("head", params["emb"]).T
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="none")
+    counted = (batch["y"] > 0).flatten().float()
+    return fz.weighted((loss * counted).sum(), counted.sum()), {"largest": logits.square().mean()}
+
+
+def params(layers: int = 5, tied: bool = True) -> Any:
+    g = torch.Generator().manual_seed(0)
+    made = lambda *shape: torch.randn(shape, generator=g) * 0.4  # noqa: E731
+    out = {
+        "emb": made(WORDS, WIDTH),
+        "layers": [{"w": made(WIDTH, WIDTH), "b": made(WIDTH), "by": made(WIDTH)} for _ in range(layers)],
+        "gate": made(WIDTH),
+    }
+    return out if tied else {**out, "head": made(WORDS, WIDTH)}
+
+
+def batch(parts: int = 1, index: int = 0) -> Any:
+    g = torch.Generator().manual_seed(1)
+    return {k: torch.randint(0, WORDS, (ROWS, LENGTH), generator=g).chunk(parts)[index] for k in "xy"}
+
+
+def plain(optimizer: Any = None) -> Any:
+    clipped = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05))
+    trained = lambda path, leaf: "by" not in path  # noqa: E731
+    return fz.train_step(loss_fn, optimizer or clipped, has_aux=True, trainable=trained)
+
+
+def pipelined(m: int, *more: Any, optimizer: Any = None, **how: Any) -> Any:
+    return fz.compose(*more, fz.accumulate(m, vertical=True), fz.pipeline(**how))(plain(optimizer))
+
+
+def equal(got: Any, want: Any, tolerance: float = 0.0) -> None:
+    for path, x, y in zip(fz.tree.paths(got), fz.tree.leaves(got), fz.tree.leaves(want), strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=lambda text, path=path: f"{path}: {text}")
+
+
+ALONE = [(2, 2, "1f1b"), (2, 8, "1f1b"), (4, 2, "1f1b"), (4, 8, "1f1b"), (3, 4, "gpipe"), (2, 4, "gpipe")]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_alone_it_has_the_bits_of_accumulate(tied: bool) -> None:
+    for p, m, how in ALONE:
+        whole = fz.compose(fz.accumulate(m, vertical=True))(plain())
+        want = fz.testing.simulate(whole, AbstractMesh(data=1), params(tied=tied), batch(), steps=3)
+        mesh = AbstractMesh(pipe=p)
+        equal(fz.testing.simulate(pipelined(m, schedule=how), mesh, params(tied=tied), batch(), steps=3), want)
+
+
+BESIDE = {
+    "replicas": ({"pipe": 2, "data": 2}, [fz.data_parallel()], {}),
+    "zero-1": ({"data": 2, "pipe": 2}, [fz.shard_opt_state()], {"schedule": "gpipe"}),
+    "zero-2": ({"pipe": 3, "data": 2}, [fz.shard_grads()], {}),
+    "zero-3": ({"pipe": 2, "data": 2}, [fz.shard_params(), fz.remat("full")], {"stages": [1, 4]}),
+    "bf16": ({"pipe": 2}, [fz.mixed_precision("bf16")], {}),
+    "tensor": ({"pipe": 2, "model": 2}, [fz.tensor_parallel(rules={"w": 1, "b": 0, "by": 0})], {}),
+    "all": ({"pipe": 2, "data": 2, "model": 2}, [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0})], {}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_others_it_equals_the_plain_step(name: str) -> None:
+    axes, more, how = BESIDE[name]
+    fz.testing.check_equivalent(pipelined(4, *more, **how), params(), batch(), AbstractMesh(**axes))
+
+
+@pytest.mark.parametrize("name", ["sgd", "lion", "lamb", "unclipped"])
+def test_other_optimizers(name: str) -> None:
+    made = {"sgd": optim.sgd(0.3, momentum=0.9), "lion": optim.lion(1e-2), "lamb": optim.lamb(1e-2)}
+    optimizer = made.get(name, optim.adamw(0.05))
+    want = fz.testing.simulate(
+        fz.accumulate(4, vertical=True)(plain(optimizer)), AbstractMesh(data=1), params(), batch(), steps=2
+    )
+    equal(
+        fz.testing.simulate(pipelined(4, optimizer=optimizer), AbstractMesh(pipe=2), params(), batch(), steps=2), want
+    )
+
+
+# --- on processes ---
+
+
+def on_ranks(axes: dict[str, int], more: list[Any], how: Any, path: str, backend: str = "eager") -> Any:
+    mesh = fz.make_mesh(**axes)
+    index, parts = (mesh.index("data"), axes["data"]) if "data" in axes else (0, 1)
+    rows = batch(parts, index)
+    train = fz.compile(pipelined(4, *more, **how), mesh, backend=backend, batch=rows)
+    state = train.init(params())
+    metrics: Any = {}
+    for _ in range(2):
+        state, metrics = train(state, rows)
+    held = {p: x.numel() for p, x in fz.tree.with_paths(state.params, "params")}
+    there = {p: leaf_of(x)[0].is_on(mesh) for p, x in fz.tree.with_paths(state.params, "params")}
+    assert all((held[p] > 0) == there[p] for p in held) and not all(there.values())
+    programs = train._lowered.programs
+    assert {p for p, x in train.program.leaves.items() if x.role == "params"} == {p for p in there if there[p]}
+    assert len({len(x.leaves) for x in programs}) >= 1
+    fz.checkpoint.save(path, state)
+    state, metrics = train(state, rows)
+    train.check_replicas(state)
+    return train.gather(state), {k: metrics[k] for k in ("loss", "grad_norm")}, held
+
+
+def expected(m: int = 4, steps: int = 3) -> Any:
+    return fz.testing.simulate(
+        fz.accumulate(m, vertical=True)(plain()), AbstractMesh(data=1), params(), batch(), steps=steps
+    )
+
+
+RANKS = {
+    "alone": (2, {"pipe": 2}, [], {}, "eager"),
+    "four": (4, {"pipe": 4}, [], {"schedule": "gpipe"}, "eager"),
+    "zero-3": (4, {"pipe": 2, "data": 2}, [fz.shard_params()], {}, "eager"),
+    "compiled": (2, {"pipe": 2}, [], {}, "inductor"),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_processes(run_ranks: Any, tmp_path: Path, name: str) -> None:
+    size, axes, more, how, backend = RANKS[name]
+    state, metrics = expected()
+    tolerance = 0.0 if name in ("alone", "four") else 2e-5
+    found = run_ranks(size, on_ranks, axes, more, how, str(tmp_path), backend, timeout=300)
+    for got, told, _ in found:
+        equal(got, state, tolerance)
+        equal(told, {k: metrics[k] for k in told}, max(tolerance, 1e-7))
+    if len(axes) == 1:
+        total = sum(x.numel() for x in fz.tree.leaves(params()))
+        assert sum(sum(held.values()) for *_, held in found) == total  # each leaf once
+    # what it has saved goes on without stages
+    train = fz.compile(plain(), fz.make_mesh(data=1), backend="eager")
+    restored = train.restore(tmp_path, params())
+    equal(fz.tree.leaves(restored), fz.tree.leaves(expected(steps=2)[0]), tolerance)
+
+
+def moved(path: str, axes: dict[str, int]) -> Any:
+    """A checkpoint of other stages read, and the state laid out for others while it lives."""
+    mesh = fz.make_mesh(**axes)
+    train = fz.compile(pipelined(4, stages=[1, 4] if axes["pipe"] == 2 else None), mesh, backend="eager", batch=batch())
+    state = train.restore(path, params())
+    before = train.gather(state)
+    other = fz.compile(
+        pipelined(4, stages=[3, 2] if axes["pipe"] == 2 else [2, 1, 1, 1]), mesh, backend="eager", batch=batch()
+    )
+    again = other.gather(fz.reshard(state, other))
+    equal(again, before)
+    return before
+
+
+def test_checkpoints_of_other_stages(run_ranks: Any, tmp_path: Path) -> None:
+    train = fz.compile(plain(), fz.make_mesh(data=1), backend="eager")
+    state = train.init(params())
+    fz.checkpoint.save(tmp_path, state)
+    for axes in ({"pipe": 2}, {"pipe": 4}):
+        for got in run_ranks(axes["pipe"], moved, str(tmp_path), axes):
+            equal(got, train.gather(state))
+
+
+# --- the programs together ---
+
+
+def programs(p: int = 2, m: int = 2, **how: Any) -> tuple[Program, ...]:
+    return fz.lower(pipelined(m, **how), AbstractMesh(pipe=p), params(), batch()).programs
+
+
+def broken(program: Program) -> Iterator[tuple[str, Program]]:
+    """A program with a hand, a take or the wait for one dropped, doubled, or put in place of the next of its kind."""
+    lines = program.lines
+    moves = [i for i, line in enumerate(lines) if line.op in ("hand_start", "take_start")]
+    ends = {line.args[0]: i for i, line in enumerate(lines) if line.op == "wait"}
+    put = lambda new: replace(program, lines=tuple(new))  # noqa: E731
+    for i in moves:
+        end = ends[lines[i].out[0].name]
+        yield f"{i} dropped", put(x for j, x in enumerate(lines) if j not in (i, end))
+        yield f"{i} alone dropped", put(x for j, x in enumerate(lines) if j != i)
+        yield f"{i} not awaited", put(x for j, x in enumerate(lines) if j != end)
+        yield f"{i} doubled", put([*lines[: i + 1], *lines[i:]])
+        yield f"{i} renumbered", put([*lines[:i], lines[i].saying(number=lines[i].attrs.number + 1), *lines[i + 1 :]])
+        yield f"{i} to another", put([*lines[:i], lines[i].saying(peer=(lines[i].attrs.peer + 1) % 3), *lines[i + 1 :]])
+    for op in ("hand_start", "take_start"):
+        own = [i for i in moves if lines[i].op == op]
+        for i, j in itertools.pairwise(own):
+            if lines[i].attrs.peer == lines[j].attrs.peer:
+                new = [*lines]
+                new[i], new[j] = lines[j], lines[i]
+                yield f"{i} and {j} swapped", put(new)
+
+
+def test_every_broken_hand_is_found() -> None:
+    made = programs(p=3)
+    meeting(made)
+    missed, tried = [], 0
+    for stage, program in enumerate(made):
+        for how, other in broken(program):
+            tried += 1
+            try:
+                verify(other)
+                meeting((*made[:stage], other, *made[stage + 1 :]))
+            except VerifyError:
+                continue
+            missed.append((stage, how))
+    assert tried > 100 and not missed
+
+
+def chain(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for p in params["layers"]:
+        x = layer(p, x)
+    return x.square().mean()
+
+
+def chained(optimizer: Any) -> tuple[Program, ...]:
+    step = fz.compose(fz.accumulate(2, vertical=True), fz.pipeline())(fz.train_step(chain, optimizer))
+    given = {"layers": [{"w": torch.eye(4), "b": torch.zeros(4)} for _ in range(2)]}
+    return fz.lower(step, AbstractMesh(pipe=2), given, torch.ones(4, 4)).programs
+
+
+def test_stages_that_wait_for_each_other_are_refused() -> None:
+    """Each stage waits at once for what it hands, and takes what it needs next: with buffers in between it went on."""
+
+    def at_once(program: Program) -> Program:
+        starts = {x.out[0].name: x for x in program.lines if x.op in ("hand_start", "take_start")}
+        ends = {x.args[0]: x for x in program.lines if x.op == "wait"}
+        out: list[Line] = []
+        for line in program.lines:
+            if line.op == "hand_start":
+                out += [line, ends[line.out[0].name]]
+            elif line.op == "wait" and starts[line.args[0]].op == "take_start":
+                out += [starts[line.args[0]], line]
+            elif line.op not in ("take_start", "wait"):
+                out.append(line)
+        return replace(program, lines=tuple(out))
+
+    first, last = meeting(chained(optim.sgd(0.1)))
+    meeting((at_once(first), last))
+    meeting((first, at_once(last)))
+    verify(at_once(first)), verify(at_once(last))
+    with pytest.raises(VerifyError, match=r"(?s)stages wait for each other.*stage 0 waits for hand.*stage 1 waits"):
+        meeting((at_once(first), at_once(last)))
+
+
+def test_units_in_flight() -> None:
+    """On stage s at most p - s micro-batches are between their forward and backward; with "gpipe" all."""
+    for p, m in ((2, 4), (4, 8), (4, 2)):
+        for stage in range(p):
+            for how, most in (("1f1b", min(p - stage, m)), ("gpipe", m)):
+                order, flying, largest = schedule(how, p, m, stage), 0, 0
+                for unit in order:
+                    flying += -1 if unit.backward else 1
+                    largest = max(largest, flying)
+                assert (largest, len(order)) == (most, 2 * m)
+
+
+def test_what_cannot_be_divided() -> None:
+    lower = lambda step, **axes: fz.lower(step, AbstractMesh(**axes), params(), batch())  # noqa: E731
+    with pytest.raises(FzeroValueError, match=r"stages pass on micro-batches\nFix: add fz.accumulate"):
+        lower(fz.pipeline()(plain()), pipe=2)
+    with pytest.raises(TransformError, match=r"fz.accumulate\(4, vertical=True\)"):
+        fz.compose(fz.accumulate(4), fz.pipeline())(plain())
+    with pytest.raises(FzeroValueError, match=r"more stages than blocks\n  8 stages, 5 blocks"):
+        lower(pipelined(2), pipe=8)
+    with pytest.raises(FzeroValueError, match=r"do not add up\n.*the step 5 blocks\nFix: give 2 numbers .* \[3, 2\]"):
+        lower(pipelined(2, stages=[2, 2]), pipe=2)
+    with pytest.raises(FzeroValueError, match="unknown mesh axis"):
+        lower(pipelined(2, fz.data_parallel()), data=2)
+    with pytest.raises(FzeroValueError, match="unknown schedule 'zb'"):
+        fz.pipeline(schedule="zb")
+    with pytest.raises(FzeroTypeError, match=r"stages=\[0, 2\]"):
+        fz.pipeline(stages=[0, 2])
+    with pytest.raises(TransformError, match="let data_parallel name another axis"):
+        pipelined(2, fz.data_parallel(axis="pipe"))
+    with pytest.raises(TransformError, match="offload knows nothing of leaves that a rank does not have"):
+        pipelined(2, fz.offload("cpu"))
+    with pytest.raises(TransformError, match="statistics of all blocks are one value"):
+        pipelined(2, fz.mixed_precision("bf16", watch=True))
+    with pytest.raises(TransformError, match="does nothing to an evaluation"):
+        fz.pipeline(fz.eval_step(chain))
+    with pytest.raises(FzeroValueError, match="a memory budget chooses one program"):
+        fz.lower(pipelined(2), AbstractMesh(pipe=2), params(), batch(), memory_budget="1GB")
+    with pytest.raises(FzeroValueError, match="stages are made of the blocks that a batch goes through"):
+        fz.compile(pipelined(2), fz.make_mesh(data=1, pipe=1), backend="eager")
+
+
+def together(grads: Any, state: Any, params: Any) -> Any:
+    """An update of each leaf by another one."""
+    layers = grads["layers"]
+    mixed = [{"w": -0.1 * (x["w"] + y["w"]), "b": -0.1 * x["b"]} for x, y in zip(layers, layers[::-1], strict=True)]
+    return {"layers": mixed}, state
+
+
+def test_an_update_of_leaves_of_two_stages_is_refused() -> None:
+    with pytest.raises(FzeroValueError, match=r"reads leaves of several stages at once\n.*: stage 0"):
+        chained(optim.GradientTransformation(lambda params: {}, together))
+
+
+def test_on_one_rank_along_the_axis_it_is_the_plain_step() -> None:
+    program = fz.lower(pipelined(2), AbstractMesh(pipe=1, data=1), params(), batch()).program
+    assert not any(line.op in ("hand_start", "take_start") for line in program.lines)
