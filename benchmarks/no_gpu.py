@@ -82,7 +82,7 @@ def main() -> None:
             (x,), said = ranks_of(env, 2 if plant == "no wait" else 1, [f"--plant={plant}"])
             wrong = judged(x)
             failed += not wrong
-            rows.append((plant, "found" if wrong else "MISSED", "; ".join(wrong)[:200]))
+            rows.append((plant, "found" if wrong else "MISSED", " ".join("; ".join(wrong).split())[:200]))
             print(*rows[-1], sep=": ", file=sys.stderr, flush=True)
         columns, title, name = ("planted", "", "by"), "Faults that are planted", f"{args.name}_planted"
     else:
@@ -100,7 +100,7 @@ def main() -> None:
                     peak = f"{x['peak_mib']:.1f} ({x['peak_mib'] / x['planned_mib'] - 1:+.1%})"
                     cpu = (f"{told['cpu_ms']:.1f}", f"{replayed['cpu_ms']:.1f}")
                     waits = f"{told['waits']}, {replayed['waits']}"
-                    title, outcome = f"{size}: {x['case']}", "; ".join(wrong) or "ok"
+                    title, outcome = f"{size}: {x['case']}", " ".join("; ".join(wrong).split()) or "ok"
                     rows.append((title, told["launches"], replayed["launches"], waits, *cpu, peak, outcome))
         columns = (
             "ranks: step",

@@ -54,7 +54,7 @@ class Case:
     graphs: bool | None = None
 
 
-RULES = {"qkv": (1, 3), "out": 0, "up": 1, "down": 0}
+RULES = {"qkv": (0, 3), "o": 1, "up": 0, "down": 1}
 OFFLOADED = ("opt_state", "params", "activations")
 CASES = [
     Case("fp32", 1, compiled=True),
@@ -79,6 +79,7 @@ CASES = [
     Case("ZeRO-3, fp8", 2, [BF16, fz.shard_params(), fz.fp8()], graphs=True),
     Case("ZeRO-3, offload", 2, [BF16, fz.shard_params(), fz.remat("full"), fz.offload("cpu", OFFLOADED)]),
     Case("ZeRO-3, redundant", 2, [BF16, fz.shard_params(), fz.redundant(axis="data")]),
+    Case("pipeline", 2, [BF16, fz.accumulate(2, vertical=True), fz.pipeline()], {"pipe": 2}),
     Case("replicas", 4, [BF16, fz.shard_params(), fz.data_parallel(axis="replica"), fz.accumulate(2)],
          {"replica": 2}, graphs=True),
     Case("once_a_step", 4, [BF16, fz.shard_params(axis=("data", "node")), fz.once_a_step(axis="node"),
@@ -105,7 +106,9 @@ class Counts:
 def told(counts: dict[str, int], cpu: float) -> dict[str, Any]:
     """A step in the numbers that matter. `pageable`: copies from or to memory that is not locked."""
     waits = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
-    copies = {name.removeprefix("memcpy "): n for name, n in counts.items() if name.startswith("memcpy")}
+    copies = {
+        name.removeprefix("memcpy "): n for name, n in counts.items() if name.startswith("memcpy") and name[-1] != "s"
+    }
     return {
         "launches": counts.get("launches", 0) + counts.get("cudaGraphLaunch", 0),
         "graphs": counts.get("cudaGraphLaunch", 0),
@@ -142,14 +145,14 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
     transforms = [*case.transforms, *([case.path(folder)] if case.path else [])]
     step = fz.compose(*transforms)(fz.train_step(planted(make_loss(config), plant), optimizer))
-    train = fz.compile(step, mesh, backend=backend, cuda_graphs=case.graphs)
-    state = train.init(make_init(config), fz.random.key(0))
-    axes = tuple(a for a in mesh.axes if a not in ("model", "seq"))
+    axes = tuple(a for a in mesh.axes if a not in ("model", "seq", "pipe"))
     parts, device = mesh.axis_size(axes), torch.device("cpu") if plant == "pageable" else mesh.device
     batches = [
         tuple(x.chunk(parts)[mesh.index(axes)].contiguous().to(device) for x in batch)
         for batch in make_batches(config, 2)
     ]
+    train = fz.compile(step, mesh, backend=backend, cuda_graphs=case.graphs, batch=batches[0])
+    state = train.init(make_init(config), fz.random.key(0))
     found: dict[str, Any] = {"case": case.name, "ranks": int(os.environ["WORLD_SIZE"]), "backend": backend}
     found["host_works"] = any(isinstance(t, Offload | Redundant) for t in step.transforms)
     for number in range(REPLAYED + 1):
