@@ -20,6 +20,7 @@ from fzero.comm import host
 from fzero.comm.copies import Streams, Unified, copies
 from fzero.comm.host import host_pool, host_tensors
 from fzero.comm.late_copies import LateCopies
+from fzero.comm.staged import Staged
 from fzero.errors import TierError
 
 MIB = 1 << 20
@@ -357,3 +358,31 @@ def test_a_state_beside_a_gpu_lies_in_huge_pages(monkeypatch: pytest.MonkeyPatch
         (x,) = host.host_tensors([((1 << 20,), torch.float32)], SimpleNamespace(device=torch.device(kind)))  # type: ignore[arg-type]
         assert x.shape == (1 << 20,) and not x.any()
     assert asked == [True, False]
+
+
+def test_batches_go_through_a_ring_of_buffers(monkeypatch):
+    """What is copied from them is there before they are used again; a batch that is larger makes them larger."""
+
+    class Event:
+        waited = 0
+
+        def record(self):
+            pass
+
+        def query(self):
+            return False
+
+        def synchronize(self):
+            Event.waited += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    staged, places = Staged(torch.device("cpu")), set()
+    for step in range(6):
+        rows = torch.randn(4 + step % 2, 3, generator=torch.Generator().manual_seed(step))
+        given = [rows.T, torch.tensor(step), torch.zeros(0, 2), rows > 0, rows.bfloat16()]
+        out = staged(given)
+        assert all(
+            torch.equal(a, b) and a.dtype == b.dtype and a.is_contiguous() for a, b in zip(out, given, strict=True)
+        )
+        places.add(out[0].data_ptr())
+    assert len(places) >= 4 and Event.waited == 2

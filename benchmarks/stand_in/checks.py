@@ -52,6 +52,7 @@ class Case:
     path: Callable[[str], Any] | None = None
     compiled: bool = False
     graphs: bool | None = None
+    pageable: bool = False  # batches
 
 
 RULES = {"qkv": (0, 3), "o": 1, "up": 0, "down": 1}
@@ -59,6 +60,7 @@ OFFLOADED = ("opt_state", "params", "activations")
 CASES = [
     Case("fp32", 1, compiled=True),
     Case("bf16", 1, [BF16], compiled=True),
+    Case("bf16, batches in pageable memory", 1, [BF16], pageable=True),
     Case("fp16", 1, [fz.mixed_precision("fp16")]),
     Case("params in bf16", 1, [fz.mixed_precision("bf16", params="bf16")]),
     Case("accumulate", 1, [BF16, fz.accumulate(2)], compiled=True),
@@ -146,7 +148,7 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
     transforms = [*case.transforms, *([case.path(folder)] if case.path else [])]
     step = fz.compose(*transforms)(fz.train_step(planted(make_loss(config), plant), optimizer))
     axes = tuple(a for a in mesh.axes if a not in ("model", "seq", "pipe"))
-    parts, device = mesh.axis_size(axes), torch.device("cpu") if plant == "pageable" else mesh.device
+    parts, device = mesh.axis_size(axes), torch.device("cpu") if case.pageable else mesh.device
     batches = [
         tuple(x.chunk(parts)[mesh.index(axes)].contiguous().to(device) for x in batch)
         for batch in make_batches(config, 2)
@@ -201,6 +203,8 @@ def planted(loss: Any, plant: str) -> Any:
     """The loss with a fault in it, or with one planted elsewhere."""
     if plant == "no wait":
         collectives.ProcessGroups._finish = lambda self, work, on_host: None  # type: ignore[method-assign]
+    if plant == "pageable":
+        torch.Tensor.is_pinned = lambda self: True  # type: ignore[method-assign]
     if plant not in ("synchronisation", "allocation", "index"):
         return loss
     return lambda params, batch: _fault(loss(params, batch), plant)
@@ -217,7 +221,8 @@ def main() -> None:
     training.check_finite = lambda *given: None  # type: ignore[assignment]
     replicas.same = lambda mesh, owner, held, fix: held()  # type: ignore[assignment]
     config, size, rank = Config(4, 512, 8, 128, 8, 2048), int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
-    plants = [next(x for x in CASES if x.ranks == size and (size == 1 or x.graphs))] if args.plant else []
+    wanted = [x for x in CASES if x.ranks == size and (size == 1 or x.graphs)]
+    plants = [next(x for x in wanted if x.pageable == (args.plant == "pageable"))] if args.plant else []
     cases = plants or [x for x in CASES if x.ranks == size and (not args.only or x.name in args.only)]
     for case in (x for x in cases if args.backend == "eager" or x.compiled):
         with tempfile.TemporaryDirectory(prefix="fzero-stand-in-") as folder:

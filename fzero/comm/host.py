@@ -100,12 +100,16 @@ def _unlock(address: int, mapped: mmap.mmap) -> None:
     runtime.cudaHostUnregister(address)
 
 
+_INSTEAD = {
+    "offload": "offload less of the state, or to disk",
+    "checkpoint.save": "save with wait=True, which copies nothing",
+    "step": "give smaller batches, or batches on the device",
+}
+
+
 def _refused(owner: str, nbytes: int, what: str, reason: str) -> TierError:
-    less = (
-        "offload less of the state, or to disk" if owner == "offload" else "save with wait=True, which copies nothing"
-    )
-    fix = f"{less}; `ulimit -v` and a container's limit bound what a process may have, `ulimit -l` what it may lock"
-    return TierError(owner, f"{size(nbytes)} of host memory {what}", [reason], fix)
+    limits = "`ulimit -v` and a container's limit bound what a process may have, `ulimit -l` what it may lock"
+    return TierError(owner, f"{size(nbytes)} of host memory {what}", [reason], f"{_INSTEAD[owner]}; {limits}")
 
 
 def _numa_node(device: torch.device) -> int:

@@ -221,11 +221,11 @@ note expert_parallel | read only where the section is enabled, which is refused
     num_expert_groups num_limited_groups score_func top_k load_balance_coeff routed_scaling_factor expert_w1 expert_w2
     expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern
     expert_activation
-note - | of expert parallelism, which is not there
+note - | of its layers of experts: fz.expert_parallel(where=...) cuts those of any model
   flag use_data_before_expert_parallelism
-refused pipeline ["auto", null, 0, 1] | pipeline parallelism is not there
+refused pipeline ["auto", null, 0, 1] | stages are no key here: wrap the step with fz.pipeline()
   ["auto",null,0,1] stages
-note pipeline | of pipeline parallelism, which is not there
+note pipeline | of PipelineModule: fz.pipeline() divides the blocks of any model
   any partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant
 refused hybrid_engine [false] | generation in training is not there
   flag enabled

@@ -19,6 +19,7 @@ import torch
 from fzero import tree
 from fzero.build.build import build, check_backend
 from fzero.build.cache import logger
+from fzero.comm.staged import Staged
 from fzero.errors import FzeroValueError, attribute_of
 from fzero.layout import storage_of, ties
 from fzero.lowering.budget import Budget
@@ -111,6 +112,7 @@ class Compiled:
         self._budget: Budget | None = None
         self._chosen: tuple[PlanDecision, ...] = ()  # for what the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
+        self._staged: Staged | None = None
         # when a program was called last, and how long a look at its settings takes
         self._called, self._looking = (0.0, 0.0)
         self._said = False  # that programs are made and dropped again
@@ -304,9 +306,15 @@ class Compiled:
         found = [
             x
             if x.device == self.mesh.device and x.is_contiguous() and not (x.requires_grad or x.is_conj() or x.is_neg())
-            else x.detach().resolve_conj().resolve_neg().to(self.mesh.device, non_blocking=True).contiguous()
+            else x.detach().resolve_conj().resolve_neg()
             for x in flat
         ]
+        if self.mesh.device.type == "cuda":
+            pageable = [i for i, x in enumerate(found) if x.device.type == "cpu" and not x.is_pinned()]
+            self._staged = self._staged or Staged(self.mesh.device)
+            for i, x in zip(pageable, self._staged([found[i] for i in pageable]) if pageable else (), strict=True):
+                found[i] = x
+        found = [x.to(self.mesh.device, non_blocking=True).contiguous() for x in found]
         return [x.clone() if storage_of(x) in written else x for x in found]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
