@@ -27,13 +27,19 @@ COLUMNS = ("who", "CPU s", "wall s", "last loss")
 
 
 def arguments(
-    doc: str | None, name: str, titles: Iterable[str], there: Sequence[str], small: Mapping[str, int], **model: int
+    doc: str | None,
+    name: str,
+    titles: Iterable[str],
+    there: Sequence[str],
+    small: Mapping[str, int],
+    steps: int = 4,
+    **model: int,
 ) -> argparse.Namespace:
     """The flags of a contest. `titles`: the contestants; `there`: those that can run here; `small`: a tiny model."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
     model_flags(parser, **model)
     parser.add_argument("--processes", type=int, nargs="+", choices=[2, 4], default=[2, 4])
-    parser.add_argument("--steps", type=int, default=4, help="a round")
+    parser.add_argument("--steps", type=int, default=steps, help="a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a tiny model, two rounds")
     parser.add_argument("--only", nargs="+", choices=list(titles), default=there)
@@ -84,12 +90,14 @@ def stepped(train: Any, state: Any) -> Step:
     return run
 
 
-def contest(args: argparse.Namespace, script: str, size: int, alone: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def contest(
+    args: argparse.Namespace, script: str, size: int, others: Mapping[str, int] | None = None
+) -> dict[str, dict[str, Any]]:
     """By contestant its losses and, for each round, seconds a step and process and bytes that all ranks sent a step.
 
     Args:
         script: the file whose `worker` is a rank's.
-        size: processes of a contestant, but for those that are `alone`.
+        size: processes of a contestant; of some, `others` has another number.
     """
     found, groups = dict[str, dict[str, Any]](), dict[str, Group]()
     with contextlib.ExitStack() as stack:
@@ -103,7 +111,7 @@ def contest(args: argparse.Namespace, script: str, size: int, alone: Sequence[st
 
         for name in args.only:
             given = [f"--contestant={name}", *passed_on(args, *MODEL, "backend")]
-            groups[name] = stack.enter_context(Group(script, 1 if name in alone else size, given, timeout=300))
+            groups[name] = stack.enter_context(Group(script, (others or {}).get(name, size), given, timeout=300))
             groups[name].ask("build")
             found[name] = {"losses": [], "rounds": []}
             measured(name)  # compiles

@@ -178,7 +178,7 @@ def main() -> None:
     if args.worker:
         serve(worker(args))
         return
-    found = contest(args, __file__, 2, alone=["dense"])
+    found = contest(args, __file__, 2, {"dense": 1})
     notes = [
         f"A GPT of {args.layers} layers, width {args.width}, {EXPERTS} experts of width {2 * args.width}, each "
         f"token's {CHOICES} best, sequence {args.seq}, global batch {args.batch}; fp32, gloo, a thread a process.",
