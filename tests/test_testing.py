@@ -86,7 +86,7 @@ OPTIMIZER = lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2
 
 
 def maximum_for_sum(patch):
-    patch.setitem(shared._COMBINE, "sum", torch.maximum)
+    patch.setitem(shared.COMBINE, "sum", torch.maximum)
 
 
 def run_as(patch, op, wrong):
