@@ -231,6 +231,10 @@ def test_on_ranks(run_ranks, shared):
 
 def test_compiled(run_ranks):
     run_ranks(2, on_ranks, {"seq": 2}, [], "inductor", "auto", timeout=300)
+
+
+@pytest.mark.exhaustive
+def test_compiled_over_two_axes(run_ranks):
     two = [fz.tensor_parallel(rules=RULES), fz.shard_grads(axis="seq")]
     run_ranks(4, on_ranks, {"seq": 2, "model": 2}, two, "inductor", "heads", timeout=300)
 

@@ -98,7 +98,8 @@ class ProcessGroups:
                 continue
             parts = whole.split(shard.numel())
             settle([shard], [parts[index]])
-            works += [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
+            data = [part.view(torch.uint8) for part in parts]  # gloo knows no float8
+            works += [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(data)]
         return self._moving(works, into)
 
     def reduce_scatter_start(

@@ -77,7 +77,8 @@ class SharedMemory:
         self._pool: _Pool | None = None
         self._names: list[str] = []  # of the programs, by the number of their pool
         self._runs = 0
-        self.slept: dict[int, float] = dict.fromkeys(peers, 0.0)  # seconds, by the rank that was waited for
+        # seconds, by the rank that was waited for; None: for what is handed, it is not known for whom
+        self.slept: dict[int | None, float] = {None: 0.0, **dict.fromkeys(peers, 0.0)}
         weakref.finalize(
             self,
             _close,
@@ -85,6 +86,7 @@ class SharedMemory:
             [p.connection for p in peers.values()],
         )
         self._messages = ProcessGroups(mesh)  # for what is handed from one place to another
+        self._messages.slept = self.slept
         self.connect_pairs, self.hand_start = self._messages.connect_pairs, self._messages.hand_start
         self.take_start = self._messages.take_start
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}

@@ -5,13 +5,16 @@ CUDA may have the host wait for the device before it reads pageable memory. A pa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from fzero.comm.host import host_bytes
+from fzero.errors import TierError
 from fzero.layout import apart, padded
 
+logger = logging.getLogger("fzero")
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _DEPTH = 4  # steps that the host may be ahead of the device before it waits for a buffer
 
@@ -34,7 +37,7 @@ class Staged:
         if not self._buffers or end > len(self._buffers[0]):
             for number in range(_DEPTH):
                 self._wait(number)
-            self._buffers = host_bytes(_DEPTH * end, self._device, "step").chunk(_DEPTH) if end else [_EMPTY] * _DEPTH
+            self._buffers = self._locked(end).chunk(_DEPTH) if end else [_EMPTY] * _DEPTH
         number, self._next = self._next, (self._next + 1) % _DEPTH
         self._wait(number)
         out = []
@@ -44,6 +47,14 @@ class Staged:
         event = self._copied[number] = torch.cuda.Event()
         event.record()
         return out
+
+    def _locked(self, nbytes: int) -> torch.Tensor:
+        """Memory for all buffers; what cannot be page-locked is copied as pageable memory is."""
+        try:
+            return host_bytes(_DEPTH * nbytes, self._device, "step")
+        except TierError as error:
+            logger.warning("fzero.step: batches are copied from pageable memory, which may hold the host up: %s", error)
+            return torch.empty(_DEPTH * nbytes, dtype=torch.uint8, device="cpu")
 
     def _wait(self, number: int) -> None:
         """Until the device has read a buffer."""

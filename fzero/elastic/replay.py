@@ -7,7 +7,7 @@ A step is a function of a state and a batch: with deterministic operations it co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,12 @@ from fzero.elastic.health import Finding
 from fzero.elastic.vault import held, on_host, serves
 from fzero.errors import FzeroValueError
 from fzero.layout import leaf_of
+from fzero.measure.profile import LinePlace
 from fzero.mesh import Mesh
 from fzero.program.ir import Line, Program
 from fzero.program.ops import COLLECTIVES
 from fzero.ranks import agreement
-from fzero.runtime.observe import Follower
+from fzero.runtime.observe import observe
 from fzero.runtime.training import CompiledStep
 from fzero.state import storage
 from fzero.step import State, lasting
@@ -175,26 +176,13 @@ def _numbers(given: Sequence[tuple[Line, torch.Tensor]]) -> list[int]:
 @contextmanager
 def _watching(run: Callable[..., Any], program: Program) -> Iterator[list[tuple[Line, torch.Tensor]]]:
     """Notes the sums of what is given to transfers between ranks in the one run of an executable in the body."""
-    namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
-    before: Mapping[str, Callable[..., Any]] = {
-        name: namespace[name] for name in {line.fn or line.op for line, _ in program.walk() if not line.body}
-    }
-    following = Follower(program, run.guessing)  # type: ignore[attr-defined]
     given: list[tuple[Line, torch.Tensor]] = []
 
-    def watched(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            place = following.called(name)
-            if place[0].op in COLLECTIVES:
-                given.append((place[0], torch.stack([word_sum(x) for x in args[0]]).sum()))
-            result = fn(*args, **kwargs)
-            following.returned(place, result)
-            return result
+    def sums(place: LinePlace, args: tuple[Any, ...]) -> None:
+        line = place[0]
+        if line.op in COLLECTIVES and line.op != "take_start":  # which is given no value
+            values = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            given.append((line, torch.stack([word_sum(x) for x in values]).sum()))
 
-        return call
-
-    namespace.update({name: watched(name, fn) for name, fn in before.items()})
-    try:
+    with observe(run, program, sums, lambda *_: None):
         yield given
-    finally:
-        namespace.update(before)

@@ -93,6 +93,8 @@ def obstacles(program: Program) -> list[str]:
             found.setdefault(line.op, f"{line.op}: moves values from {' to '.join(from_to(line))}")
         elif line.op == "send_start":
             found.setdefault(line.op, "send_start: sends parts of the state to other hosts")
+        elif line.op in ("hand_start", "take_start"):
+            found.setdefault("hands", f"{line.op}: hands values from stage to stage of a pipeline")
         elif line.op == "redo":
             found.setdefault(line.op, "redo: waits for the device, to see whether a guess was right")
         elif line.on_host:
@@ -107,7 +109,7 @@ class NotCaptured(FzeroValueError):
 def check(program: Program, owner: str) -> None:
     """Raises FzeroValueError if a program cannot be captured."""
     if problems := obstacles(program):
-        fix = "leave out cuda_graphs=True, or the offload"
+        fix = "leave out cuda_graphs=True, or what moves values: offload, redundant, pipeline"
         what = f"{program.name} touches more than the device, and cannot be captured as a CUDA graph"
         raise FzeroValueError(owner, what, problems, fix)
 
