@@ -114,7 +114,7 @@ def test_beside_other_transforms():
     )
 
 
-@pytest.mark.parametrize("make", [small, gated])
+@pytest.mark.parametrize("make", [small, pytest.param(gated, marks=pytest.mark.exhaustive)])
 def test_it_trains_as_the_plain_step_and_its_rules_can_be_pasted_back(make):
     step, params, batch = make(2)
     fz.testing.check_equivalent(fz.tensor_parallel(step), params, batch, MESH)
@@ -140,7 +140,7 @@ def model_of(kind: str, layers: int) -> Any:
     return fz.functionalize(transformers.AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 def test_models_of_the_library_are_cut_as_its_own_plan_cuts_them(kind):
     def make(layers: int) -> Any:
         model = model_of(kind, layers)
