@@ -1,6 +1,6 @@
 """Muon over ranks beside one process: `fz.optim.muon` under ZeRO-3 and with offload, torch.optim.Muon, and DeepSpeed's.
 
-    python benchmarks/muon_peers.py                      # one to four processes: about 6 minutes on 2 cores
+    python benchmarks/muon_peers.py                      # one to four processes: about 15 minutes on 2 cores
     python benchmarks/muon_peers.py --steps 3 --small    # to see that it works
 
 One GPT; the same values, batches, Muon of the layers' matrices and AdamW of the rest for all, in fp32; Muon iterates in
