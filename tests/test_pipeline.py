@@ -336,3 +336,34 @@ def test_an_update_of_leaves_of_two_stages_is_refused() -> None:
 def test_on_one_rank_along_the_axis_it_is_the_plain_step() -> None:
     program = fz.lower(pipelined(2), AbstractMesh(pipe=1, data=1), params(), batch()).program
     assert not any(line.op in ("hand_start", "take_start") for line in program.lines)
+
+
+@fz.block
+def turned(p, x):
+    return torch.tanh(x @ p["w"]).transpose(1, 2)
+
+
+def of_turned_values(stages: list[int]) -> tuple[float, float]:
+    """The losses of a pipeline whose stages hand transposed values to each other, compiled, and of the plain step."""
+    g = torch.Generator().manual_seed(0)
+    given = [{"w": torch.randn(n, n, generator=g) * 0.4} for n in (8, 6, 8)]
+    x = torch.randn(8, 6, 8, generator=g)
+
+    def loss(params, x):
+        for p in params:
+            x = turned(p, x)
+        return x.square().mean()
+
+    step = fz.train_step(loss, optim.adamw(1e-2))
+    made = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline(stages=stages))(step)
+    train = fz.compile(made, fz.make_mesh(pipe=2), batch=x)
+    state, alone = train.init(given), step.init(given, fz.random.key(0))
+    for _ in range(2):
+        state, metrics = train(state, x)
+        alone, plainly = step(alone, x)
+    return float(metrics["loss"]), float(plainly["loss"])
+
+
+def test_values_that_lie_transposed(run_ranks: Any) -> None:
+    for got, want in run_ranks(2, of_turned_values, [1, 2], timeout=300):
+        assert got == pytest.approx(want, rel=1e-6)

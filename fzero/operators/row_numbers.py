@@ -61,4 +61,4 @@ ROWS_AT: Any = define(
 numbers of the elements of `index` that read it."""
 
 WRITTEN_OUT: dict[Any, Callable[..., torch.Tensor]] = {SLOTS: _slots, CHOICES: _choices, ROWS_AT: _rows_at}
-"""What devices run in their place."""
+"""The functions that devices run in place of these operators."""

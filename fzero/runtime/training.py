@@ -428,7 +428,7 @@ class CompiledStep(Compiled):
             DivergenceError: a rank that did not come: with sharded leaves all ranks call it.
         """
         check_state(state, "gather what train.init, train.restore or a step returned", "gather")
-        if any(leaf_of(x) is not None and leaf_of(x)[0].layout.apart for x in tree.leaves(state)):  # type: ignore[index]
+        if any((of := leaf_of(x)) is not None and of[0].layout.apart for x in tree.leaves(state)):
             agreement.everywhere(self.mesh, "gather", lambda: None)  # a rank that does not come is named
         with agreement.unbroken(self.mesh):
             return gather.whole(state, self.mesh)

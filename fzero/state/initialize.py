@@ -133,7 +133,7 @@ def _leaves(
     alone: Mapping[fx.Node, Leaf] | None = None,
 ) -> dict[int, torch.Tensor]:
     """Results of the graph, those at these positions, from the values of its inputs and of other nodes of it.
-    `sharded`: the inputs that come as shards, and of what; `alone`: those that are on some ranks alone, whose values
+    `sharded`: the inputs that come as shards, with their leaves; `alone`: the inputs of some ranks, whose values
     leaves elsewhere cannot be made of."""
     outputs, stop = graph.outputs, set(values)
     known: dict[Any, tuple[Recorded, Recorded]] = {}  # the moments of an optimizer are made alike, leaf after leaf

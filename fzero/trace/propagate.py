@@ -123,7 +123,7 @@ def _keeps_to_elements(target: Any) -> bool:
 
 def is_reduction(node: fx.Node) -> bool:
     """Whether a node reduces all of a tensor with more than one element to one."""
-    return node.target in REDUCTIONS and num_elements(node) == 1 and num_elements(node.args[0]) != 1  # type: ignore[arg-type]
+    return node.target in REDUCTIONS and num_elements(node) == 1 != num_elements(node.all_input_nodes[0])
 
 
 class Sharded(NamedTuple):
