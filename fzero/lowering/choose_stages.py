@@ -114,7 +114,7 @@ def _even(work: Sequence[float], n: int) -> tuple[int, ...]:
     """The counts of consecutive blocks whose slowest stage does least.
 
     Example:
-        >>> _even([1.0, 1.0, 1.0, 1.0, 3.0], 2)
+        >>> _even([1.0, 1.0, 1.0, 1.0, 4.0], 2)
         (4, 1)
     """
     least = max(work, default=0.0) * 1e-9 + 1e-12  # where nothing is multiplied, blocks count
