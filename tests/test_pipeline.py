@@ -18,6 +18,8 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, Verify
 from fzero.layout import leaf_of
 from fzero.mesh import AbstractMesh
 from fzero.passes.stages import schedule
+from fzero.plan.memory import resting_bytes
+from fzero.plan.timeline import simulate_stages
 from fzero.program.ir import Line, Program
 from fzero.program.verify import verify
 from fzero.program.verify_stages import meeting
@@ -289,6 +291,28 @@ def test_units_in_flight() -> None:
                     flying += -1 if unit.backward else 1
                     largest = max(largest, flying)
                 assert (largest, len(order)) == (most, 2 * m)
+
+
+def test_the_plan_of_all_stages() -> None:
+    """Where stages are equal each waits for (p - 1) / (m + p - 1) of the step. A budget holds for every stage."""
+    parts = {"forward": 1.0, "backward": 2.0, "both": 3.0}
+    one = lambda line, program: parts[line.block.part] if line.block else 0.0  # noqa: E731
+    for p, m, how in ((2, 4, "1f1b"), (4, 8, "1f1b"), (4, 4, "1f1b")):
+        step = fz.compose(fz.accumulate(m, vertical=True), fz.pipeline(schedule=how))(
+            fz.train_step(chain, optim.sgd(0.1))
+        )
+        given = {"layers": [{"w": torch.eye(4), "b": torch.zeros(4)} for _ in range(8)]}
+        lowered = fz.lower(step, AbstractMesh(pipe=p), given, torch.ones(2 * m, 4), device="h100")
+        found = simulate_stages(lowered.programs, one, asynchronous=True)
+        seconds = max(x.step_seconds for x in found)
+        assert [1 - x.compute_seconds / seconds for x in found] == pytest.approx([(p - 1) / (m + p - 1)] * p), how
+    plan = lowered.plan
+    assert [x.num_blocks for x in plan.stages] == [2] * 4 and plan.peak_bytes == plan.stages[0].peak_bytes
+    assert [x.resting_bytes for x in plan.stages] == [resting_bytes(x) for x in lowered.programs]
+    assert plan.step_seconds >= max(x.compute_seconds for x in plan.stages) and 0 < plan.bubble < 1
+    highest = max(x.peak_bytes for x in plan.stages)
+    assert fz.fits(plan, highest) and not fz.fits(plan, highest - 1)
+    assert "bubble" in str(plan) and '"stages"' in plan.to_json()
 
 
 def test_what_cannot_be_divided() -> None:
