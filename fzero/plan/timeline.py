@@ -18,7 +18,6 @@ once both have started and the direction between the two is free: each direction
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -83,9 +82,9 @@ def simulate_stages(
         programs: of all stages, which were verified to meet.
         seconds, asynchronous: as for `simulate`.
     """
-    meeting = _Meeting()
+    meeting = _Rendezvous()
     stages = [
-        _Simulation(program, functools.partial(seconds, program=program), asynchronous, meeting, stage)
+        _Simulation(program, lambda line, program=program: seconds(line, program), asynchronous, meeting, stage)
         for stage, program in enumerate(programs)
     ]
     left = [list(stage.numbered()) for stage in stages]
@@ -101,7 +100,7 @@ def simulate_stages(
 
 
 @dataclass
-class _Meeting:
+class _Rendezvous:
     """The hands and takes of all stages, by direction and number.
 
     Attributes:
@@ -127,7 +126,7 @@ class _Simulation:
         program: Program,
         seconds: Callable[[Line], float],
         asynchronous: bool,
-        meeting: _Meeting | None = None,
+        meeting: _Rendezvous | None = None,
         stage: int = 0,
     ):
         self.program, self.asynchronous, self.meeting, self.stage = program, asynchronous, meeting, stage
