@@ -19,7 +19,7 @@ from fzero.layout import leaf_of
 from fzero.mesh import AbstractMesh
 from fzero.passes.schedules import table, when
 from fzero.plan.memory import resting_bytes
-from fzero.plan.timeline import simulate_stages
+from fzero.plan.timeline import simulate
 from fzero.program.ir import Line, Program
 from fzero.program.verify import verify
 from fzero.program.verify_stages import meeting
@@ -312,7 +312,7 @@ def test_the_plan_of_all_stages() -> None:
         )
         given = {"layers": [{"w": torch.eye(4), "b": torch.zeros(4)} for _ in range(8)]}
         lowered = fz.lower(step, AbstractMesh(pipe=p), given, torch.ones(2 * m, 4), device="h100")
-        found = simulate_stages(lowered.programs, one, asynchronous=True)
+        found = simulate(lowered.programs, one, asynchronous=True)
         seconds = max(x.step_seconds for x in found)
         assert [1 - x.compute_seconds / seconds for x in found] == pytest.approx([(p - 1) / (m + p - 1)] * p), how
     plan = lowered.plan
@@ -322,6 +322,27 @@ def test_the_plan_of_all_stages() -> None:
     highest = max(x.peak_bytes for x in plan.stages)
     assert fz.fits(plan, highest) and not fz.fits(plan, highest - 1)
     assert "bubble" in str(plan) and '"stages"' in plan.to_json()
+
+
+def test_a_memory_budget_is_for_every_stage() -> None:
+    """The search keeps what fits on the stage that takes most, and an error names that stage."""
+    given = {"layers": [{"w": torch.empty(64, 64, device="meta"), "b": torch.zeros(64)} for _ in range(6)]}
+    step = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline(), fz.remat("auto"))(
+        fz.train_step(chain, optim.sgd(0.1))
+    )
+    rows = torch.empty(4 * 256, 64, device="meta")
+    lower = lambda **budget: fz.lower(step, AbstractMesh(pipe=2), given, rows, device="h100", **budget)  # noqa: E731
+    peak = lambda lowered: max(x.peak_bytes for x in lowered.plan.stages)  # noqa: E731
+    free, least = (
+        peak(lower()),
+        peak(fz.lower(step, AbstractMesh(pipe=2), given, rows, device="h100", memory_budget=10**9)),
+    )
+    assert free == least
+    tight = int(0.8 * free)
+    found = lower(memory_budget=tight)
+    assert peak(found) <= tight and [d.what for d in found.plan.decisions][:2] == ["pipeline", "remat"]
+    with pytest.raises(fz.errors.BudgetError, match=r"of a pipeline: stage [01] of 2"):
+        lower(memory_budget="200KiB")
 
 
 def test_tables_of_units() -> None:
@@ -380,8 +401,6 @@ def test_what_cannot_be_divided() -> None:
         pipelined(2, fz.mixed_precision("bf16", watch=True))
     with pytest.raises(TransformError, match="does nothing to an evaluation"):
         fz.pipeline(fz.eval_step(chain))
-    with pytest.raises(FzeroValueError, match="a memory budget chooses one program"):
-        fz.lower(pipelined(2), AbstractMesh(pipe=2), params(), batch(), memory_budget="1GB")
     with pytest.raises(FzeroValueError, match="stages are made of the blocks that a batch goes through"):
         fz.compile(pipelined(2), fz.make_mesh(data=1, pipe=1), backend="eager")
 

@@ -30,7 +30,7 @@ from fzero.plan.cost import (
 )
 from fzero.plan.devices import Device, get_device
 from fzero.plan.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes, ward_bytes
-from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate, simulate_stages
+from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate
 from fzero.program.ir import Program
 from fzero.program.ops import transfer_bytes
 from fzero.program.show import statements
@@ -265,14 +265,10 @@ def plan(
     walked = list(program.walk())
     line_of = statements(program)
     memory = _memory(program, found, backend)
-    if len(stages) > 1:
-        timelines = _timelines(stages, found, backend)
-        timeline = timelines[next(i for i, x in enumerate(stages) if x is program)]
-        step_seconds = max(x.step_seconds for x in timelines)
-        staged = tuple(_stage(x, t, step_seconds, found, backend) for x, t in zip(stages, timelines, strict=True))
-    else:
-        timeline, staged, timelines = _timeline(program, found, backend), (), []
-        step_seconds = timeline.step_seconds
+    stages = stages or (program,)
+    timelines = _timelines(stages, found, backend)
+    timeline = timelines[next(i for i, x in enumerate(stages) if x is program)]
+    step_seconds = max(x.step_seconds for x in timelines)
     sent: dict[str, int] = {}
     for line, times in walked:
         queue = channel(line)
@@ -318,8 +314,12 @@ def plan(
         lines=tuple(line_of),
         decisions=tuple(decisions),
         ward_bytes=ward_bytes(program),
-        stages=staged,
-        stage_events=tuple(tuple(x.events) for x in timelines),
+        stages=tuple(
+            _stage(x, of, step_seconds, found, backend)
+            for x, of in zip(stages, timelines, strict=True)
+            if len(stages) > 1
+        ),
+        stage_events=tuple(tuple(x.events) for x in timelines if len(stages) > 1),
     )
 
 
@@ -346,22 +346,21 @@ def peak_bytes(program: Program, device: Device, backend: str) -> tuple[int, int
     return max(sample.total for sample in memory), max(sample.host for sample in memory), disk_bytes(program)
 
 
-def step_seconds(program: Program, device: Device, backend: str) -> float:
-    """Seconds of a step, as of `plan`, alone."""
-    return _timeline(program, device, backend).step_seconds
-
-
-def queue_seconds(program: Program, device: Device, backend: str) -> tuple[float, dict[str, float]]:
+def queue_seconds(programs: Sequence[Program], device: Device, backend: str) -> tuple[float, dict[str, float]]:
     """Seconds of the step; and how long it takes at least for each queue: as long as that is busy, and, under "then
-    ...", as long as compute before the first update and that queue from there on."""
-    found = _timeline(program, device, backend)
-    busy, first = {COMPUTE: found.compute_seconds, **found.busy_seconds}, found.before_update
-    then = {
-        f"then {queue}": first.get(COMPUTE, 0.0) + seconds - first.get(queue, 0.0)
-        for queue, seconds in busy.items()
-        if queue != COMPUTE
-    }
-    return found.step_seconds, {**busy, **then}
+    ...", as long as compute before the first update and that queue from there on. `programs`: of all stages."""
+    found = _timelines(programs, device, backend)
+    least: dict[str, float] = {}
+    for timeline in found:
+        busy, first = {COMPUTE: timeline.compute_seconds, **timeline.busy_seconds}, timeline.before_update
+        then = {
+            f"then {queue}": first.get(COMPUTE, 0.0) + seconds - first.get(queue, 0.0)
+            for queue, seconds in busy.items()
+            if queue != COMPUTE
+        }
+        for queue, taken in {**busy, **then}.items():
+            least[queue] = max(taken, least.get(queue, 0.0))
+    return max(x.step_seconds for x in found), least
 
 
 def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
@@ -369,16 +368,9 @@ def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
     return memory_of(program, functools.partial(temporaries, backend=backend, device=here))
 
 
-def _timeline(program: Program, device: Device, backend: str) -> Timeline:
-    rates = as_used(device, program)
-    return simulate(
-        program, functools.partial(seconds, program=program, device=rates, backend=backend), device.asynchronous
-    )
-
-
 def _timelines(programs: Sequence[Program], device: Device, backend: str) -> list[Timeline]:
     rates = as_used(device, programs[0])
-    return simulate_stages(programs, lambda line, program: seconds(line, program, rates, backend), device.asynchronous)
+    return simulate(programs, lambda line, program: seconds(line, program, rates, backend), device.asynchronous)
 
 
 def fits(plan: Plan, budget: str | int) -> bool:

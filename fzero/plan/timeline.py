@@ -62,27 +62,17 @@ class Timeline:
         return sum(self.exposed.values())
 
 
-def simulate(program: Program, seconds: Callable[[Line], float], asynchronous: bool) -> Timeline:
-    """The queues of one step.
-
-    Args:
-        program: ordered.
-        seconds: of one execution of a line; of a start, of its transfer.
-        asynchronous: whether transfers progress while the device computes, which a thread of the host tells what to do.
-    """
-    return _Simulation(program, seconds, asynchronous).run()
-
-
-def simulate_stages(
+def simulate(
     programs: Sequence[Program], seconds: Callable[[Line, Program], float], asynchronous: bool
 ) -> list[Timeline]:
-    """The queues of one step of each stage of a pipeline: see [Note: stages in time].
+    """The queues of one step, for each program.
 
     Args:
-        programs: of all stages, which were verified to meet.
-        seconds, asynchronous: as for `simulate`.
+        programs: of all stages of a pipeline, which were verified to meet; or one. Ordered.
+        seconds: of one execution of a line of a program; of a start, of its transfer.
+        asynchronous: whether transfers progress while the device computes, which a thread of the host tells what to do.
     """
-    meeting = _Rendezvous()
+    meeting = _Rendezvous() if len(programs) > 1 else None
     stages = [
         _Simulation(program, lambda line, program=program: seconds(line, program), asynchronous, meeting, stage)
         for stage, program in enumerate(programs)
@@ -126,8 +116,8 @@ class _Simulation:
         program: Program,
         seconds: Callable[[Line], float],
         asynchronous: bool,
-        meeting: _Rendezvous | None = None,
-        stage: int = 0,
+        meeting: _Rendezvous | None,
+        stage: int,
     ):
         self.program, self.asynchronous, self.meeting, self.stage = program, asynchronous, meeting, stage
         self.meets: dict[str, tuple[int, int, int]] = {}  # by handle, of transfers between stages
@@ -145,10 +135,6 @@ class _Simulation:
         self.free: dict[str, float] = {}  # when a link has done all it was given
         # a handle's channel, and when its transfer is done, or how long it will take
         self.moving: dict[str, tuple[str, float]] = {}
-
-    def run(self) -> Timeline:
-        self._lines(self.program.lines, 0, 0)
-        return self.finish()
 
     def finish(self) -> Timeline:
         self._catch_up(0)

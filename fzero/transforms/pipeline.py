@@ -104,7 +104,7 @@ def pipeline(
         FzeroTypeError: an `axis` that is not a name; `stages` that are not whole numbers.
         FzeroValueError: another schedule, `chunks` that do not go with it, a table that does not fit the step or whose
             ranks wait for each other. When the program is built: a step without `accumulate`, or with mutable
-            leaves; more stages than blocks, or counts that do not add up; a memory budget. Also a backward that reads
+            leaves; more stages than blocks, or counts that do not add up. Also a backward that reads
             what an earlier stage's makes, and an update of leaves of two stages at once.
         TransformError: a loop over micro-batches; a parallel transform over `axis`; `offload`, `once_a_step`,
             `redundant`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
