@@ -20,6 +20,7 @@ import torch.fx as fx
 from fzero import compat
 from fzero.boxes import Dim
 from fzero.errors import FzeroValueError
+from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER
 from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
     OWN,
@@ -221,7 +222,7 @@ class _RowPropagation:
 
     def _meets(self, node: fx.Node) -> bool:
         """Whether a product with experts' parameters reads a value, so that its rows are exchanged anyway."""
-        products = (u for u in node.users if u.target in (aten.bmm.default, aten.baddbmm.default))
+        products = (u for u in node.users if u.target in _PRODUCTS)
         return any(self._of_experts(x) for u in products for x in u.args[-2:] if x is not node)
 
     def _of_experts(self, node: Any) -> bool:
@@ -231,7 +232,7 @@ class _RowPropagation:
         return node.op == "placeholder" and self.form[node] == Dim(0)
 
     def _cost(self, node: fx.Node, form: Form) -> float:
-        if form in self.made[node] or isinstance(form, Dim):
+        if form in self.made[node] or isinstance(form, Dim) or self._is_alike(node, form):
             return 0.0
         if form is None and self._remade(node) is not None:
             return 0.0
@@ -302,6 +303,10 @@ class _RowPropagation:
             if form is None and self._remade(node) is not None:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._get(a, None))
                 made[form] = self.write(node.target, *args, **kwargs)
+            elif self._is_alike(node, form):
+                assert isinstance(form, Met)
+                mine = self.write.converted(made[None], None, Dim(form.dim))
+                made[form] = self.write(aten.cat.default, [mine] * self.n, form.rows)
             elif way is not None:
                 made[form] = self._written(node, way)  # type: ignore[assignment]
             elif form is not None and natural is not None:
@@ -309,6 +314,10 @@ class _RowPropagation:
             else:
                 made[form] = self.write.converted(made[natural], natural, form)
         return made[form]
+
+    def _is_alike(self, node: fx.Node, form: Form) -> bool:
+        """Whether every rank has the rows of a value that all ranks have, such as ones."""
+        return isinstance(form, Met) and node not in self.own and self.form[node] is None
 
     def _in_view(self, node: fx.Node, met: Met) -> Way | None:
         """A view of a value that has all rows in its turn: so that it is exchanged once, and kept so."""
@@ -334,7 +343,9 @@ class _RowPropagation:
 
     def _ways(self, node: fx.Node) -> Iterator[Way]:
         target = node.target
-        if target in (aten.bmm.default, aten.baddbmm.default):
+        if target in (EXPERT_MM, EXPERT_OUTER):
+            yield from self._numbered(node)
+        elif target in _PRODUCTS:
             yield from self._products(node)
         elif target in VIEWS:
             yield from self._views(node)
@@ -358,6 +369,17 @@ class _RowPropagation:
                 yield Way(want | {x: met, y: Dim(0)}, (met,))  # type: ignore[arg-type]
         if self._leads(node) and a is not b and not added:
             yield Way({a: Met(0, 2), b: Met(0, 1)}, (Dim(0),))
+
+    def _numbered(self, node: fx.Node) -> Iterator[Way]:
+        """Rows of several experts with a parameter, and the sum over all rows."""
+        expert, a, b = node.args[:3]
+        assert isinstance(expert, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        met = Met(0, 1)
+        if node.target is EXPERT_OUTER:
+            if self._leads(node) and a is not b:
+                yield Way({expert: met, a: Met(0, 2), b: met}, (Dim(0),))
+        elif b not in self.own and self.form[b] == Dim(0) and expert in self.own:
+            yield Way({expert: met, a: met, b: Dim(0)}, (met,))
 
     def _met(self, node: fx.Node) -> list[tuple[fx.Node, Met]]:
         return [(a, m) for a in node.all_input_nodes for m in self.made[a] if isinstance(m, Met)]
@@ -460,6 +482,8 @@ _ORDERS: dict[Any, Callable[[WholeOp], list[int]]] = {
     aten.permute.default: lambda op: [d % len(op["dims"]) for d in op["dims"]],
     aten.transpose.int: _transposed,
 }
+_PRODUCTS = {aten.bmm.default, aten.baddbmm.default, EXPERT_MM}
+"""Operations whose last two arguments are rows and a parameter of experts."""
 _ALONG = {
     aten._softmax.default,
     aten._log_softmax.default,
