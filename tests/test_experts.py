@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -17,6 +18,7 @@ import fzero as fz
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.mesh import AbstractMesh
+from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER, mm_on_gpu, outer_on_gpu
 from fzero.program.ops import COLLECTIVES
 from fzero.program.verify import verify
 
@@ -24,8 +26,10 @@ EXPERTS, WIDTH, HIDDEN, WORDS, LENGTH = 4, 16, 24, 32, 8
 BOTH = ("expert", "data")
 
 
-def loss_of(capacity: float = EXPERTS / 2, regularized: float = 0.0) -> Any:
-    """A GPT whose feed-forward is a mixture of experts, each token's two best; a capacity that drops nothing."""
+def loss_of(capacity: float = EXPERTS / 2, regularized: float = 0.0, ranks: int = 0) -> Any:
+    """A GPT whose feed-forward is a mixture of experts, each token's two best; a capacity that drops nothing. `ranks`:
+    the rows of so many groups of experts together."""
+    of: dict[str, Any] = {"capacity": ("rank", 2.0), "ranks": ranks} if ranks else {"capacity": capacity}
 
     @fz.block
     def layer(p, x):
@@ -35,9 +39,10 @@ def loss_of(capacity: float = EXPERTS / 2, regularized: float = 0.0) -> Any:
         x = x + y.transpose(1, 2).flatten(2) @ p["out"]
         h = F.layer_norm(x, (WIDTH,), p["norm2"]).flatten(0, 1)
         weights, chosen = (h @ p["router"]).softmax(-1).topk(2, -1)
-        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS, capacity=capacity)
-        gate, up = (rows @ p["up"]).chunk(2, -1)
-        rows = (F.silu(gate) * up) @ p["down"] + p["bias"][:, None]
+        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS, **of)
+        gate, up = fz.experts.matmul(rows, p["up"], back).chunk(2, -1)
+        bias = fz.experts.matmul(rows.new_ones(*rows.shape[:2], 1), p["bias"][:, None], back)
+        rows = fz.experts.matmul(F.silu(gate) * up, p["down"], back) + (bias if ranks else p["bias"][:, None])
         return x + fz.experts.combine(rows, back).view_as(x)
 
     def loss(p, batch):
@@ -140,6 +145,32 @@ def test_positions_are_cut_over_another_axis(way):
     rows = [v for x, _ in program.walk() if x.op == "all_to_all_start" for v in x.args]
     assert all(program.values_by_name[a].numel <= EXPERTS * 2 * 4 * LENGTH * WIDTH for a in rows)
     fz.testing.check_equivalent(made, params(), batch(), at)
+
+
+RANKS = {
+    "experts alone": ({"expert": 4}, [fz.accumulate(2), fz.remat(policy="none")], 4),
+    "groups": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)], 4),
+    "positions": ({"expert": 2, "seq": 2}, [fz.sequence_parallel()], 2),
+}
+
+
+@pytest.mark.parametrize("way", RANKS)
+def test_rows_of_a_rank_are_of_all_its_experts(way):
+    """Beside its rows, once, the numbers of their experts are exchanged. A bias multiplies ones, which all ranks have."""
+    axes, transforms, ranks = RANKS[way]
+    made, at = step(*transforms, loss=loss_of(ranks=ranks)), AbstractMesh(**axes)
+    shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch()))
+    program = fz.lower(made, at, *shapes).program
+    times = 2 if way == "groups" else 1
+    assert moved(program)["all_to_all_start", "expert"] == 10 * times and not program.notes
+    sent = [program.values_by_name[a] for x, _ in program.walk() if x.op == "all_to_all_start" for a in x.args]
+    assert sum(v.dtype == torch.int64 for v in sent) == 2 * times
+    fz.testing.check_equivalent(made, params(), batch(), at)
+
+
+def test_groups_that_do_not_divide_are_named():
+    with pytest.raises(FzeroValueError, match=r"(?s)would be computed whole.*fzero.expert_mm.*multiple"):
+        lowered(AbstractMesh(expert=4), loss=loss_of(ranks=2), whole_bytes="1KiB")
 
 
 @pytest.mark.parametrize("remat", ["none", "min_cut"])
@@ -371,16 +402,18 @@ def test_a_number_added_to_a_gradient_of_experts():
     torch.testing.assert_close(cut["grad_norm"], spread["grad_norm"], rtol=1e-5, atol=1e-6)
 
 
-def on_ranks(axes: dict[str, int], transforms: list[Any], backend: str, tolerance: float = 1e-5, **options: Any) -> str:
+def on_ranks(
+    axes: dict[str, int], transforms: list[Any], backend: str, tolerance: float = 1e-5, ranks: int = 0, **options: Any
+) -> str:
     mesh = fz.make_mesh(**axes, **options)
     batch_axes = tuple(axis for axis in axes if axis != "seq")
     part = (mesh.index(batch_axes), mesh.axis_size(batch_axes))
-    made = step(*transforms)
+    made, loss_fn = step(*transforms, loss=loss_of(ranks=ranks)), loss_of(ranks=ranks)
     report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend)
-    evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_of()), where=of_experts))
+    evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_fn), where=of_experts))
     state = fz.compile(made, mesh, backend=backend).init(params())
     loss = fz.compile(evaluation, mesh, backend=backend)(state.params, batch(*part))
-    torch.testing.assert_close(loss, loss_of()(params(), batch(*part)), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(loss, loss_fn(params(), batch(*part)), rtol=tolerance, atol=tolerance)
     return str(report)
 
 
@@ -393,12 +426,13 @@ def test_on_ranks(run_ranks, shared):
     else:
         run_ranks(2, on_ranks, {"expert": 2}, [fz.accumulate(2)], "eager")
         more = [*both, fz.mixed_precision("bf16"), fz.accumulate(2)]
-        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, more, "eager", 3e-2)
+        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, more, "eager", 3e-2, 4)
         run_ranks(4, on_ranks, {"data": 2, "expert": 2}, [*both, fz.offload("cpu")], "eager")
 
 
-def test_compiled(run_ranks):
-    run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", timeout=300)
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_compiled(run_ranks, ranks):
+    run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", ranks=ranks, timeout=300)
 
 
 def test_what_cannot_be_cut():
@@ -452,6 +486,38 @@ def test_what_has_no_row_is_dropped(tokens, k, num, capacity):
     wanted, dropped = by_hand(x, chosen, weights, size)
     torch.testing.assert_close(made, wanted)
     assert back.dropped.item() == pytest.approx(dropped / (tokens * k))
+
+
+@pytest.mark.parametrize(("ranks", "factor", "dropped"), [(1, 1.0, 0), (2, 2.0, 0), (4, 4, 0), (2, 0.5, 20)])
+def test_rows_of_ranks_by_hand(ranks, factor, dropped):
+    """Those of first choices, of tokens in their order; products and gradients are those of each choice alone."""
+    g = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(*s, generator=g, dtype=torch.float64, requires_grad=True) for s in ((20, 6), (EXPERTS, 6, 3)))
+    weights, chosen = torch.randn(20, EXPERTS, generator=g, dtype=torch.float64).softmax(-1).topk(2, -1)
+    given: dict[str, Any] = {"num_experts": EXPERTS, "capacity": ("rank", factor), "ranks": ranks}
+    rows, back = fz.experts.dispatch(x, chosen, weights, **given)
+    made = fz.experts.combine(fz.experts.matmul(rows, w, back).tanh(), back)
+    size, taken, kept = math.ceil(factor * 40 / ranks), Counter[int](), torch.zeros(20, 2)
+    for choice, token in itertools.product(range(2), range(20)):
+        taken[group := int(chosen[token, choice]) * ranks // EXPERTS] += 1
+        kept[token, choice] = taken[group] <= size
+    each = torch.einsum("tf,tkfh->tkh", x, w[chosen]).tanh() * (weights * kept)[..., None]
+    torch.testing.assert_close(made, each.sum(1))
+    assert back.dropped.item() == pytest.approx(dropped / 40) == 1 - kept.mean().item()
+    gradients = [torch.autograd.grad(y.square().sum(), (x, w), retain_graph=True) for y in (made, each.sum(1))]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 6), (torch.bfloat16, 16), (torch.bfloat16, 6)])
+def test_what_a_gpu_multiplies(dtype, width):
+    """By a kernel in bfloat16, else all rows by all matrices of their group: as a CPU does expert by expert."""
+    g = torch.Generator().manual_seed(6)
+    expert = torch.tensor([[-1, 0, 2, 0, -1], [1] * 5, [-1] * 5])
+    rows, grad = (torch.randn(3, 5, n, generator=g).to(dtype) for n in (width, width + 8))
+    w = torch.randn(9, width, width + 8, generator=g).to(dtype)
+    for a, b in ((rows, w), (grad, w.mT)):
+        torch.testing.assert_close(mm_on_gpu(expert, a, b), EXPERT_MM(expert, a, b))
+    torch.testing.assert_close(outer_on_gpu(expert, rows.mT, grad, 3), EXPERT_OUTER(expert, rows.mT, grad, 3))
 
 
 CROWDED, EVEN = torch.tensor([[1.0, 0.0]] * 4), torch.tensor([[1.0, 0.0], [-1.0, 0.0]] * 2)
@@ -509,7 +575,18 @@ def test_dispatch_says_what_is_wrong():
         fz.experts.dispatch(x, chosen.float(), weights, **good)
     with pytest.raises(FzeroValueError, match=r"(?s)capacity=0.*x \[tokens, features\].*\[6, 2\]"):
         fz.experts.dispatch(x, chosen[:3], weights[:3], num_experts=2, capacity=0)
-    with pytest.raises(FzeroValueError, match=r"capacity=\('rank', 1.25\): a factor(.|\n)*overflow='stop': 'drop' or"):
-        fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=("rank", 1.25), overflow="stop")  # type: ignore
+    with pytest.raises(FzeroValueError, match=r"capacity=\('host', 1.25\): a factor(.|\n)*overflow='stop': 'drop' or"):
+        fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=("host", 1.25), overflow="stop")  # type: ignore
+    of_ranks: dict[str, Any] = {"num_experts": 2, "capacity": ("rank", 0.5), "overflow": "error"}
+    for wrong, said in (({}, "ranks=None: "), ({"ranks": 3}, "ranks=3: 2 experts do not divide among them")):
+        with pytest.raises(FzeroValueError, match=said):
+            fz.experts.dispatch(x, chosen, weights, **of_ranks, **wrong)
+    with pytest.raises(FzeroValueError, match=r"ranks=2: of capacity=\('rank', factor\) alone"):
+        fz.experts.dispatch(x, chosen, weights, **good, ranks=2)
+    with pytest.raises(FzeroValueError, match=r"exceed the capacity of a rank\n  3 rows"):
+        fz.experts.dispatch(x, chosen, weights, **of_ranks, ranks=1)
+    rows, back = fz.experts.dispatch(x, chosen, weights, **good)
+    with pytest.raises(FzeroValueError, match=r"rows float32\[2, 3, 2\], w float32\[2, 3, 2\], for 2 groups"):
+        fz.experts.matmul(rows, torch.zeros(2, 3, 2), back)
     with pytest.raises(FzeroValueError, match=r"num_experts=0: must be at least 1"):
         fz.experts.dispatch(x, chosen, weights, num_experts=0, capacity=1.0)

@@ -29,7 +29,10 @@ class ExpertParallel(Cutting):
     order: ClassVar[int] = 43
     name: ClassVar[str] = "expert_parallel"
     cuts_batch: ClassVar[bool] = True
-    way_out: ClassVar[str] = "let `where` accept the parameters of products alone: torch.bmm(rows, w), w [experts, ...]"
+    way_out: ClassVar[str] = (
+        "let `where` accept the parameters of products alone: torch.bmm(rows, w), w [experts, ...]; let `ranks` of "
+        "dispatch be a multiple of the axis"
+    )
 
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, TensorParallel):
