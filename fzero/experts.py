@@ -234,6 +234,17 @@ class _ExpertOuter(torch.autograd.Function):
         return None, d_rows, _ExpertMm.apply(expert, rows, d_w) if wanted[2] else None, None
 
 
+def capacity_problems(capacity: Any, ranks: Any) -> list[str]:
+    """The problems of a capacity and a number of ranks."""
+    of_rank = isinstance(capacity, tuple) and len(capacity) == 2 and capacity[0] == "rank"
+    factor = capacity[1] if of_rank else capacity
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        return [f"capacity={capacity!r}: a factor above 0, of tokens x k / experts, or ('rank', factor)"]
+    if of_rank:
+        return count("ranks", ranks)
+    return [] if ranks is None else [f"ranks={ranks!r}: of capacity=('rank', factor) alone"]
+
+
 def _check(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -251,17 +262,9 @@ def _check(
         problems.append(f"x and weights: of a floating dtype, got {describe(x)} and {describe(weights)}")
     if problems:
         raise FzeroTypeError("experts.dispatch", "invalid arguments", problems, "see its example")
-    problems = count("num_experts", num_experts)
-    of_rank = isinstance(capacity, tuple) and len(capacity) == 2 and capacity[0] == "rank"
-    factor = capacity[1] if isinstance(capacity, tuple) and of_rank else capacity
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        problems.append(f"capacity={capacity!r}: a factor above 0, of tokens x k / experts, or ('rank', factor)")
-    if of_rank and not problems:
-        problems += count("ranks", ranks)
-        if not problems and num_experts % ranks:  # type: ignore[operator]
-            problems.append(f"ranks={ranks}: {num_experts} experts do not divide among them")
-    elif not of_rank and ranks is not None:
-        problems.append(f"ranks={ranks!r}: of capacity=('rank', factor) alone")
+    problems = [*count("num_experts", num_experts), *capacity_problems(capacity, ranks)]
+    if not problems and ranks is not None and num_experts % ranks:
+        problems.append(f"ranks={ranks}: {num_experts} experts do not divide among them")
     if overflow not in ("drop", "error"):
         problems.append(f"overflow={overflow!r}: 'drop' or 'error'")
     if x.dim() != 2 or experts.dim() != 2 or experts.shape != weights.shape or experts.shape[:1] != x.shape[:1]:

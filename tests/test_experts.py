@@ -156,7 +156,7 @@ RANKS = {
 
 @pytest.mark.parametrize("way", RANKS)
 def test_rows_of_a_rank_are_of_all_its_experts(way):
-    """Beside its rows, once, the numbers of their experts are exchanged. A bias multiplies ones, which all ranks have."""
+    """The numbers of their experts are exchanged once. A bias multiplies ones, which all ranks have."""
     axes, transforms, ranks = RANKS[way]
     made, at = step(*transforms, loss=loss_of(ranks=ranks)), AbstractMesh(**axes)
     shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch()))
@@ -289,15 +289,15 @@ def test_draws_on_rows_are_those_of_each_rank():
         torch.testing.assert_close(cut[name], spread[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_mixtures_of_transformers(family):
+@pytest.mark.parametrize(("family", "of"), [("mixtral", {}), ("gpt_oss", {"capacity": ("rank", 2.0), "ranks": 2})])
+def test_mixtures_of_transformers(family, of):
     """Their losses are those of the library's own way, and they train as the plain step does."""
     pytest.importorskip("transformers")
     import architectures
 
     made = architectures.MODELS[family]()
     before = made.module(**made.inputs).loss
-    made.module.set_experts_implementation(fz.hf.expert_rows())
+    made.module.set_experts_implementation(fz.hf.expert_rows(**of))
     torch.testing.assert_close(made.module(**made.inputs).loss, before)
     model = fz.functionalize(made.module)
     rows = torch.randint(0, architectures.VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(4))
@@ -326,7 +326,8 @@ def test_rows_meet_for_a_gradient_that_is_narrower():
 def test_a_capacity_of_transformers_is_a_factor():
     pytest.importorskip("transformers")
     assert fz.hf.expert_rows(1.25) == "fzero_rows_1.25"
-    with pytest.raises(FzeroValueError, match=r"capacity=-1\nFix: a factor above 0"):
+    assert fz.hf.expert_rows(("rank", 1.5), ranks=4) == "fzero_rows_rank_4_1.5"
+    with pytest.raises(FzeroValueError, match=r"capacity=-1: (.|\n)*Fix: a factor above 0"):
         fz.hf.expert_rows(-1)
 
 
