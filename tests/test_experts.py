@@ -239,24 +239,6 @@ def test_a_module_with_experts(norm):
     fz.testing.check_equivalent(made, model.params, x, at)
 
 
-def test_the_same_norm_however_it_is_cut():
-    """Every mesh finds the norm of the plain step, which clips."""
-    ways = [
-        (AbstractMesh(data=1), []),
-        (AbstractMesh(expert=2), []),
-        (AbstractMesh(expert=4), [fz.shard_params(axis="expert")]),
-        (AbstractMesh(data=2, expert=2), [fz.shard_opt_state()]),
-        (AbstractMesh(data=2, expert=2), [fz.shard_params(axis=("data", "expert"))]),
-        (AbstractMesh(expert=2, seq=2), [fz.sequence_parallel(), fz.shard_grads(axis=("expert", "seq"))]),
-    ]
-    norms = []
-    for mesh, transforms in ways:
-        made = step(*transforms) if "expert" in mesh.axes else fz.train_step(loss_of(), tensor.OPTIMIZER)
-        norms.append(fz.testing.simulate(made, mesh, params(), batch())[1]["grad_norm"].item())
-    assert norms[0] > 0.5  # clipped
-    assert norms == pytest.approx([norms[0]] * len(ways), rel=1e-5)
-
-
 def test_a_loss_that_reads_experts_besides():
     """The gradient of a term of the parameters alone adds to that of rows: each rank has the whole of it."""
     made = step(fz.shard_params(axis=BOTH), loss=loss_of(regularized=0.3))
