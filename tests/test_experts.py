@@ -168,6 +168,32 @@ def test_rows_of_a_rank_are_of_all_its_experts(way):
     fz.testing.check_equivalent(made, params(), batch(), at)
 
 
+HALVES = {
+    "everything kept": ({"expert": 2}, [fz.remat(policy="none")], 0),
+    "parameters over both": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2)], 4),
+}
+
+
+@pytest.mark.parametrize("way", HALVES)
+def test_rows_in_two_halves(way):
+    """As many bytes are exchanged. The second half travels while the first is multiplied, and the other way."""
+    axes, transforms, ranks = HALVES[way]
+    shapes, at = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch())), AbstractMesh(**axes)
+    made = {n: step(*transforms, loss=loss_of(ranks=ranks), chunks=n) for n in (1, 2)}
+    one, two = (fz.lower(made[n], at, *shapes).program for n in (1, 2))
+    sent = [
+        [p.values_by_name[a] for x, _ in p.walk() if x.op == "all_to_all_start" for a in x.args] for p in (one, two)
+    ]
+    one_size, two_size = (sum(v.numel for v in values if v.dtype == torch.float32) for values in sent)
+    assert one_size == two_size
+    if not ranks:
+        assert len(sent[1]) == 2 * len(sent[0]) == 16
+        at_block = next(i for i, x in enumerate(two.lines) if x.fn == "layer_seg0")
+        said = [x.op.removeprefix("all_to_all_") for x in two.lines[at_block : at_block + 11]]
+        assert " ".join(said) == "call start start wait call start wait call start wait wait"
+    fz.testing.check_equivalent(made[2], params(), batch(), at)
+
+
 def test_groups_that_do_not_divide_are_named():
     with pytest.raises(FzeroValueError, match=r"(?s)would be computed whole.*fzero.expert_mm.*multiple"):
         lowered(AbstractMesh(expert=4), loss=loss_of(ranks=2), whole_bytes="1KiB")
@@ -233,7 +259,8 @@ def test_a_module_with_experts(norm):
     names = ("['up']", "['down']", "['bias']", "['scale']")
     plain = fz.train_step(lambda p, x: model.apply(p, x).square().mean(), tensor.OPTIMIZER)
     where = lambda path, leaf: path.endswith(names) and "router" not in path and "[2]" not in path  # noqa: E731
-    made = fz.compose(fz.shard_params(axis=BOTH), fz.accumulate(2))(fz.expert_parallel(plain, where=where))
+    experts = fz.expert_parallel(plain, where=where, chunks=2 if norm else 1)
+    made = fz.compose(fz.shard_params(axis=BOTH), fz.accumulate(2))(experts)
     x, at = torch.randn(8, 3, WIDTH), AbstractMesh(data=2, expert=2)
     assert not fz.lower(made, at, model.params, x).program.notes
     fz.testing.check_equivalent(made, model.params, x, at)
@@ -386,14 +413,21 @@ def test_a_number_added_to_a_gradient_of_experts():
 
 
 def on_ranks(
-    axes: dict[str, int], transforms: list[Any], backend: str, tolerance: float = 1e-5, ranks: int = 0, **options: Any
+    axes: dict[str, int],
+    transforms: list[Any],
+    backend: str,
+    tolerance: float = 1e-5,
+    ranks: int = 0,
+    chunks: int = 1,
+    **options: Any,
 ) -> str:
     mesh = fz.make_mesh(**axes, **options)
     batch_axes = tuple(axis for axis in axes if axis != "seq")
     part = (mesh.index(batch_axes), mesh.axis_size(batch_axes))
-    made, loss_fn = step(*transforms, loss=loss_of(ranks=ranks)), loss_of(ranks=ranks)
+    loss_fn = loss_of(ranks=ranks)
+    made = step(*transforms, loss=loss_fn, chunks=chunks)
     report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend)
-    evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_fn), where=of_experts))
+    evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_fn), where=of_experts, chunks=chunks))
     state = fz.compile(made, mesh, backend=backend).init(params())
     loss = fz.compile(evaluation, mesh, backend=backend)(state.params, batch(*part))
     torch.testing.assert_close(loss, loss_fn(params(), batch(*part)), rtol=tolerance, atol=tolerance)
@@ -410,12 +444,12 @@ def test_on_ranks(run_ranks, shared):
         run_ranks(2, on_ranks, {"expert": 2}, [fz.accumulate(2)], "eager")
         more = [*both, fz.mixed_precision("bf16"), fz.accumulate(2)]
         run_ranks(4, on_ranks, {"data": 2, "expert": 2}, more, "eager", 3e-2, 4)
-        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, [*both, fz.offload("cpu")], "eager")
+        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, [*both, fz.offload("cpu")], "eager", chunks=2)
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_compiled(run_ranks, ranks):
-    run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", ranks=ranks, timeout=300)
+@pytest.mark.parametrize(("ranks", "chunks"), [(0, 1), pytest.param(2, 2, marks=pytest.mark.exhaustive)])
+def test_compiled(run_ranks, ranks, chunks):
+    run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", ranks=ranks, chunks=chunks, timeout=300)
 
 
 def test_what_cannot_be_cut():
@@ -427,6 +461,11 @@ def test_what_cannot_be_cut():
         lowered(AbstractMesh(data=2), fz.data_parallel())
     with pytest.raises(TransformError, match="leave one out"):
         step(fz.tensor_parallel(rules={"qkv": (1, 3)}))
+    with pytest.raises(TransformError, match="leave chunks out"):
+        step(fz.sequence_parallel(), chunks=2)
+    for wrong in (0, 3, True):
+        with pytest.raises(FzeroTypeError, match=rf"chunks={wrong}: 1 or 2"):
+            step(chunks=wrong)
     with pytest.raises(FzeroTypeError, match=r"where='up': a predicate"):
         fz.expert_parallel(where="up")
     with pytest.raises(FzeroTypeError, match=r"where"):
