@@ -463,6 +463,10 @@ def test_what_cannot_be_cut():
         step(fz.tensor_parallel(rules={"qkv": (1, 3)}))
     with pytest.raises(TransformError, match="leave chunks out"):
         step(fz.sequence_parallel(), chunks=2)
+    flat = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))
+    with pytest.raises(FzeroValueError, match="chunks=2 does nothing: no block"):
+        made = fz.expert_parallel(flat, where=lambda path, leaf: True, chunks=2)
+        fz.lower(made, AbstractMesh(expert=2), {"w": torch.ones(2, 4, 4)}, torch.ones(2, 4, 4))
     for wrong in (0, 3, True):
         with pytest.raises(FzeroTypeError, match=rf"chunks={wrong}: 1 or 2"):
             step(chunks=wrong)

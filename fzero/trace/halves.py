@@ -30,9 +30,12 @@ aten = torch.ops.aten
 Pair = tuple[fx.Node, fx.Node]
 
 
-def in_halves(graph: Recorded, leaves: Collection[int]) -> Recorded:
-    """The function with rows in halves. Args: the function; the numbers of inputs that are parameters of experts."""
-    return _Halves(graph, leaves).result()
+def in_halves(graph: Recorded, leaves: Collection[int]) -> Recorded | None:
+    """The function with rows in halves, None if it has none. Args: the function; the numbers of inputs that are
+    parameters of experts."""
+    writer = _Halves(graph, leaves)
+    made = writer.result()
+    return made if writer.halves or writer.sliced else None
 
 
 class _Halves:
