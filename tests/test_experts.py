@@ -148,7 +148,6 @@ def test_positions_are_cut_over_another_axis(way):
 
 
 RANKS = {
-    "experts alone": ({"expert": 4}, [fz.accumulate(2), fz.remat(policy="none")], 4),
     "groups": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)], 4),
     "positions": ({"expert": 2, "seq": 2}, [fz.sequence_parallel()], 2),
 }

@@ -87,12 +87,10 @@ def grid(mesh: str) -> list[Case]:
 
 
 QUICK = [
-    Case("seq=2", "none", "once"),
     Case("data=2 x seq=2", "shard_opt_state", "accumulate(2)"),
     Case("seq=2 x model=2", "shard_grads", "once"),
     Case("data=2 x expert=2", "shard_grads", "vertical"),
     Case("expert=2 x seq=2", "shard_params", "once"),
-    Case("expert=2, capacity of ranks", "shard_params", "accumulate(2)"),
 ]
 
 
