@@ -125,6 +125,8 @@ def matmul(rows: torch.Tensor, w: torch.Tensor, back: Back) -> torch.Tensor:
         A bias is the product of `rows.new_ones(*rows.shape[:2], 1)` with it as [experts, 1, outputs].
 
     Memory: of a capacity of ranks the rows and products once more, in the order of experts.
+    Time: a sort of the numbers of rows. A GPU has one kernel in bfloat16, for widths that are multiples of 8; else it
+        multiplies every row by all matrices of its rank.
 
     Raises:
         FzeroValueError: shapes or dtypes that do not go together.

@@ -105,8 +105,8 @@ def expert_parallel(
 
     Raises:
         FzeroTypeError: a `where` that cannot be called, an `axis` that is not a name.
-        FzeroValueError: when the program is built, a number of experts that does not divide; a `where` that accepts
-            no parameter; an operation above `whole_bytes`; two chunks where no block has rows of experts.
+        FzeroValueError: when the program is built, a number of experts that does not divide; a `where`, or two chunks,
+            with nothing to act on; an operation above `whole_bytes`.
         TransformError: `tensor_parallel` or `fp8`; `sequence_parallel` beside two chunks; one of two tied names.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
