@@ -58,6 +58,7 @@ HELP = {
     "device": "name or calibration file to plan with",
     "rows": "of the table, from the top",
     "first": "number of the first composition",
+    "smaller": "widths are divided by it",
 }
 CONTEST = {"optimizer": "fused", "backend": "inductor"}
 EAGER = {**TINY, "backend": "eager"}
@@ -206,6 +207,12 @@ CASES = {
         "plans of long sequences, whose positions are cut", 1, plans.sequence_plans,
         flags={"layers": 8, "shorter": 1},
         small={"layers": 1, "shorter": 64},
+        how="Planned",
+    ),
+    "expert_plans": Case(
+        "plans of experts, whose rows are exchanged in two parts", 1, plans.expert_plans,
+        flags={"layers": 4, "smaller": 1},
+        small={"layers": 1, "smaller": 8},
         how="Planned",
     ),
     "determinism": Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -17,6 +18,7 @@ import fzero as fz
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.mesh import AbstractMesh
+from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER, mm_on_gpu, outer_on_gpu
 from fzero.program.ops import COLLECTIVES
 from fzero.program.verify import verify
 
@@ -24,8 +26,10 @@ EXPERTS, WIDTH, HIDDEN, WORDS, LENGTH = 4, 16, 24, 32, 8
 BOTH = ("expert", "data")
 
 
-def loss_of(capacity: float = EXPERTS / 2, regularized: float = 0.0) -> Any:
-    """A GPT whose feed-forward is a mixture of experts, each token's two best; a capacity that drops nothing."""
+def loss_of(capacity: float = EXPERTS / 2, regularized: float = 0.0, ranks: int = 0) -> Any:
+    """A GPT whose feed-forward is a mixture of experts, each token's two best; a capacity that drops nothing. `ranks`:
+    the rows of so many groups of experts together."""
+    of: dict[str, Any] = {"capacity": ("rank", 2.0), "ranks": ranks} if ranks else {"capacity": capacity}
 
     @fz.block
     def layer(p, x):
@@ -35,9 +39,10 @@ def loss_of(capacity: float = EXPERTS / 2, regularized: float = 0.0) -> Any:
         x = x + y.transpose(1, 2).flatten(2) @ p["out"]
         h = F.layer_norm(x, (WIDTH,), p["norm2"]).flatten(0, 1)
         weights, chosen = (h @ p["router"]).softmax(-1).topk(2, -1)
-        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS, capacity=capacity)
-        gate, up = (rows @ p["up"]).chunk(2, -1)
-        rows = (F.silu(gate) * up) @ p["down"] + p["bias"][:, None]
+        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=EXPERTS, **of)
+        gate, up = fz.experts.matmul(rows, p["up"], back).chunk(2, -1)
+        bias = fz.experts.matmul(rows.new_ones(*rows.shape[:2], 1), p["bias"][:, None], back)
+        rows = fz.experts.matmul(F.silu(gate) * up, p["down"], back) + (bias if ranks else p["bias"][:, None])
         return x + fz.experts.combine(rows, back).view_as(x)
 
     def loss(p, batch):
@@ -142,6 +147,57 @@ def test_positions_are_cut_over_another_axis(way):
     fz.testing.check_equivalent(made, params(), batch(), at)
 
 
+RANKS = {
+    "groups": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)], 4),
+    "positions": ({"expert": 2, "seq": 2}, [fz.sequence_parallel()], 2),
+}
+
+
+@pytest.mark.parametrize("way", RANKS)
+def test_rows_of_a_rank_are_of_all_its_experts(way):
+    """The numbers of their experts are exchanged once. A bias multiplies ones, which all ranks have."""
+    axes, transforms, ranks = RANKS[way]
+    made, at = step(*transforms, loss=loss_of(ranks=ranks)), AbstractMesh(**axes)
+    shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch()))
+    program = fz.lower(made, at, *shapes).program
+    times = 2 if way == "groups" else 1
+    assert moved(program)["all_to_all_start", "expert"] == 10 * times and not program.notes
+    sent = [program.values_by_name[a] for x, _ in program.walk() if x.op == "all_to_all_start" for a in x.args]
+    assert sum(v.dtype == torch.int64 for v in sent) == 2 * times
+    fz.testing.check_equivalent(made, params(), batch(), at)
+
+
+HALVES = {
+    "everything kept": ({"expert": 2}, [fz.remat(policy="none")], 0),
+    "parameters over both": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2)], 4),
+}
+
+
+@pytest.mark.parametrize("way", HALVES)
+def test_rows_in_two_halves(way):
+    """As many bytes are exchanged. The second half travels while the first is multiplied, and the other way."""
+    axes, transforms, ranks = HALVES[way]
+    shapes, at = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch())), AbstractMesh(**axes)
+    made = {n: step(*transforms, loss=loss_of(ranks=ranks), chunks=n) for n in (1, 2)}
+    one, two = (fz.lower(made[n], at, *shapes).program for n in (1, 2))
+    sent = [
+        [p.values_by_name[a] for x, _ in p.walk() if x.op == "all_to_all_start" for a in x.args] for p in (one, two)
+    ]
+    one_size, two_size = (sum(v.numel for v in values if v.dtype == torch.float32) for values in sent)
+    assert one_size == two_size
+    if not ranks:
+        assert len(sent[1]) == 2 * len(sent[0]) == 16
+        at_block = next(i for i, x in enumerate(two.lines) if x.fn == "layer_seg0")
+        said = [x.op.removeprefix("all_to_all_") for x in two.lines[at_block : at_block + 11]]
+        assert " ".join(said) == "call start start wait call start wait call start wait wait"
+    fz.testing.check_equivalent(made[2], params(), batch(), at)
+
+
+def test_groups_that_do_not_divide_are_named():
+    with pytest.raises(FzeroValueError, match=r"(?s)would be computed whole.*fzero.expert_mm.*multiple"):
+        lowered(AbstractMesh(expert=4), loss=loss_of(ranks=2), whole_bytes="1KiB")
+
+
 @pytest.mark.parametrize("remat", ["none", "min_cut"])
 def test_a_layer_exchanges_rows_twice_each_way(remat):
     few, many = (lowered(AbstractMesh(expert=2), fz.remat(policy=remat), layers=n).program for n in (2, 6))
@@ -202,28 +258,11 @@ def test_a_module_with_experts(norm):
     names = ("['up']", "['down']", "['bias']", "['scale']")
     plain = fz.train_step(lambda p, x: model.apply(p, x).square().mean(), tensor.OPTIMIZER)
     where = lambda path, leaf: path.endswith(names) and "router" not in path and "[2]" not in path  # noqa: E731
-    made = fz.compose(fz.shard_params(axis=BOTH), fz.accumulate(2))(fz.expert_parallel(plain, where=where))
+    experts = fz.expert_parallel(plain, where=where, chunks=2 if norm else 1)
+    made = fz.compose(fz.shard_params(axis=BOTH), fz.accumulate(2))(experts)
     x, at = torch.randn(8, 3, WIDTH), AbstractMesh(data=2, expert=2)
     assert not fz.lower(made, at, model.params, x).program.notes
     fz.testing.check_equivalent(made, model.params, x, at)
-
-
-def test_the_same_norm_however_it_is_cut():
-    """Every mesh finds the norm of the plain step, which clips."""
-    ways = [
-        (AbstractMesh(data=1), []),
-        (AbstractMesh(expert=2), []),
-        (AbstractMesh(expert=4), [fz.shard_params(axis="expert")]),
-        (AbstractMesh(data=2, expert=2), [fz.shard_opt_state()]),
-        (AbstractMesh(data=2, expert=2), [fz.shard_params(axis=("data", "expert"))]),
-        (AbstractMesh(expert=2, seq=2), [fz.sequence_parallel(), fz.shard_grads(axis=("expert", "seq"))]),
-    ]
-    norms = []
-    for mesh, transforms in ways:
-        made = step(*transforms) if "expert" in mesh.axes else fz.train_step(loss_of(), tensor.OPTIMIZER)
-        norms.append(fz.testing.simulate(made, mesh, params(), batch())[1]["grad_norm"].item())
-    assert norms[0] > 0.5  # clipped
-    assert norms == pytest.approx([norms[0]] * len(ways), rel=1e-5)
 
 
 def test_a_loss_that_reads_experts_besides():
@@ -258,15 +297,15 @@ def test_draws_on_rows_are_those_of_each_rank():
         torch.testing.assert_close(cut[name], spread[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_mixtures_of_transformers(family):
+@pytest.mark.parametrize(("family", "of"), [("mixtral", {}), ("gpt_oss", {"capacity": ("rank", 2.0), "ranks": 2})])
+def test_mixtures_of_transformers(family, of):
     """Their losses are those of the library's own way, and they train as the plain step does."""
     pytest.importorskip("transformers")
     import architectures
 
     made = architectures.MODELS[family]()
     before = made.module(**made.inputs).loss
-    made.module.set_experts_implementation(fz.hf.expert_rows())
+    made.module.set_experts_implementation(fz.hf.expert_rows(**of))
     torch.testing.assert_close(made.module(**made.inputs).loss, before)
     model = fz.functionalize(made.module)
     rows = torch.randint(0, architectures.VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(4))
@@ -295,7 +334,8 @@ def test_rows_meet_for_a_gradient_that_is_narrower():
 def test_a_capacity_of_transformers_is_a_factor():
     pytest.importorskip("transformers")
     assert fz.hf.expert_rows(1.25) == "fzero_rows_1.25"
-    with pytest.raises(FzeroValueError, match=r"capacity=-1\nFix: a factor above 0"):
+    assert fz.hf.expert_rows(("rank", 1.5), ranks=4) == "fzero_rows_rank_4_1.5"
+    with pytest.raises(FzeroValueError, match=r"capacity=-1: (.|\n)*Fix: a factor above 0"):
         fz.hf.expert_rows(-1)
 
 
@@ -371,16 +411,25 @@ def test_a_number_added_to_a_gradient_of_experts():
     torch.testing.assert_close(cut["grad_norm"], spread["grad_norm"], rtol=1e-5, atol=1e-6)
 
 
-def on_ranks(axes: dict[str, int], transforms: list[Any], backend: str, tolerance: float = 1e-5, **options: Any) -> str:
+def on_ranks(
+    axes: dict[str, int],
+    transforms: list[Any],
+    backend: str,
+    tolerance: float = 1e-5,
+    ranks: int = 0,
+    chunks: int = 1,
+    **options: Any,
+) -> str:
     mesh = fz.make_mesh(**axes, **options)
     batch_axes = tuple(axis for axis in axes if axis != "seq")
     part = (mesh.index(batch_axes), mesh.axis_size(batch_axes))
-    made = step(*transforms)
+    loss_fn = loss_of(ranks=ranks)
+    made = step(*transforms, loss=loss_fn, chunks=chunks)
     report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend)
-    evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_of()), where=of_experts))
+    evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_fn), where=of_experts, chunks=chunks))
     state = fz.compile(made, mesh, backend=backend).init(params())
     loss = fz.compile(evaluation, mesh, backend=backend)(state.params, batch(*part))
-    torch.testing.assert_close(loss, loss_of()(params(), batch(*part)), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(loss, loss_fn(params(), batch(*part)), rtol=tolerance, atol=tolerance)
     return str(report)
 
 
@@ -393,12 +442,13 @@ def test_on_ranks(run_ranks, shared):
     else:
         run_ranks(2, on_ranks, {"expert": 2}, [fz.accumulate(2)], "eager")
         more = [*both, fz.mixed_precision("bf16"), fz.accumulate(2)]
-        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, more, "eager", 3e-2)
-        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, [*both, fz.offload("cpu")], "eager")
+        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, more, "eager", 3e-2, 4)
+        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, [*both, fz.offload("cpu")], "eager", chunks=2)
 
 
-def test_compiled(run_ranks):
-    run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", timeout=300)
+@pytest.mark.parametrize(("ranks", "chunks"), [(0, 1), pytest.param(2, 2, marks=pytest.mark.exhaustive)])
+def test_compiled(run_ranks, ranks, chunks):
+    run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", ranks=ranks, chunks=chunks, timeout=300)
 
 
 def test_what_cannot_be_cut():
@@ -410,6 +460,15 @@ def test_what_cannot_be_cut():
         lowered(AbstractMesh(data=2), fz.data_parallel())
     with pytest.raises(TransformError, match="leave one out"):
         step(fz.tensor_parallel(rules={"qkv": (1, 3)}))
+    with pytest.raises(TransformError, match="leave chunks out"):
+        step(fz.sequence_parallel(), chunks=2)
+    flat = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))
+    with pytest.raises(FzeroValueError, match="chunks=2 does nothing: no block"):
+        made = fz.expert_parallel(flat, where=lambda path, leaf: True, chunks=2)
+        fz.lower(made, AbstractMesh(expert=2), {"w": torch.ones(2, 4, 4)}, torch.ones(2, 4, 4))
+    for wrong in (0, 3, True):
+        with pytest.raises(FzeroTypeError, match=rf"chunks={wrong}: 1 or 2"):
+            step(chunks=wrong)
     with pytest.raises(FzeroTypeError, match=r"where='up': a predicate"):
         fz.expert_parallel(where="up")
     with pytest.raises(FzeroTypeError, match=r"where"):
@@ -452,6 +511,38 @@ def test_what_has_no_row_is_dropped(tokens, k, num, capacity):
     wanted, dropped = by_hand(x, chosen, weights, size)
     torch.testing.assert_close(made, wanted)
     assert back.dropped.item() == pytest.approx(dropped / (tokens * k))
+
+
+@pytest.mark.parametrize(("ranks", "factor", "dropped"), [(1, 1.0, 0), (2, 2.0, 0), (4, 4, 0), (2, 0.5, 20)])
+def test_rows_of_ranks_by_hand(ranks, factor, dropped):
+    """Those of first choices, of tokens in their order; products and gradients are those of each choice alone."""
+    g = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(*s, generator=g, dtype=torch.float64, requires_grad=True) for s in ((20, 6), (EXPERTS, 6, 3)))
+    weights, chosen = torch.randn(20, EXPERTS, generator=g, dtype=torch.float64).softmax(-1).topk(2, -1)
+    given: dict[str, Any] = {"num_experts": EXPERTS, "capacity": ("rank", factor), "ranks": ranks}
+    rows, back = fz.experts.dispatch(x, chosen, weights, **given)
+    made = fz.experts.combine(fz.experts.matmul(rows, w, back).tanh(), back)
+    size, taken, kept = math.ceil(factor * 40 / ranks), Counter[int](), torch.zeros(20, 2)
+    for choice, token in itertools.product(range(2), range(20)):
+        taken[group := int(chosen[token, choice]) * ranks // EXPERTS] += 1
+        kept[token, choice] = taken[group] <= size
+    each = torch.einsum("tf,tkfh->tkh", x, w[chosen]).tanh() * (weights * kept)[..., None]
+    torch.testing.assert_close(made, each.sum(1))
+    assert back.dropped.item() == pytest.approx(dropped / 40) == 1 - kept.mean().item()
+    gradients = [torch.autograd.grad(y.square().sum(), (x, w), retain_graph=True) for y in (made, each.sum(1))]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 6), (torch.bfloat16, 16), (torch.bfloat16, 6)])
+def test_what_a_gpu_multiplies(dtype, width):
+    """By a kernel in bfloat16, else all rows by all matrices of their group: as a CPU does expert by expert."""
+    g = torch.Generator().manual_seed(6)
+    expert = torch.tensor([[-1, 0, 2, 0, -1], [1] * 5, [-1] * 5])
+    rows, grad = (torch.randn(3, 5, n, generator=g).to(dtype) for n in (width, width + 8))
+    w = torch.randn(9, width, width + 8, generator=g).to(dtype)
+    for a, b in ((rows, w), (grad, w.mT)):
+        torch.testing.assert_close(mm_on_gpu(expert, a, b), EXPERT_MM(expert, a, b))
+    torch.testing.assert_close(outer_on_gpu(expert, rows.mT, grad, 3), EXPERT_OUTER(expert, rows.mT, grad, 3))
 
 
 CROWDED, EVEN = torch.tensor([[1.0, 0.0]] * 4), torch.tensor([[1.0, 0.0], [-1.0, 0.0]] * 2)
@@ -509,7 +600,18 @@ def test_dispatch_says_what_is_wrong():
         fz.experts.dispatch(x, chosen.float(), weights, **good)
     with pytest.raises(FzeroValueError, match=r"(?s)capacity=0.*x \[tokens, features\].*\[6, 2\]"):
         fz.experts.dispatch(x, chosen[:3], weights[:3], num_experts=2, capacity=0)
-    with pytest.raises(FzeroValueError, match=r"capacity=\('rank', 1.25\): a factor(.|\n)*overflow='stop': 'drop' or"):
-        fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=("rank", 1.25), overflow="stop")  # type: ignore
+    with pytest.raises(FzeroValueError, match=r"capacity=\('host', 1.25\): a factor(.|\n)*overflow='stop': 'drop' or"):
+        fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=("host", 1.25), overflow="stop")  # type: ignore
+    of_ranks: dict[str, Any] = {"num_experts": 2, "capacity": ("rank", 0.5), "overflow": "error"}
+    for wrong, said in (({}, "ranks=None: "), ({"ranks": 3}, "ranks=3: 2 experts do not divide among them")):
+        with pytest.raises(FzeroValueError, match=said):
+            fz.experts.dispatch(x, chosen, weights, **of_ranks, **wrong)
+    with pytest.raises(FzeroValueError, match=r"ranks=2: of capacity=\('rank', factor\) alone"):
+        fz.experts.dispatch(x, chosen, weights, **good, ranks=2)
+    with pytest.raises(FzeroValueError, match=r"exceed the capacity of a rank\n  3 rows"):
+        fz.experts.dispatch(x, chosen, weights, **of_ranks, ranks=1)
+    rows, back = fz.experts.dispatch(x, chosen, weights, **good)
+    with pytest.raises(FzeroValueError, match=r"rows float32\[2, 3, 2\], w float32\[2, 3, 2\], for 2 groups"):
+        fz.experts.matmul(rows, torch.zeros(2, 3, 2), back)
     with pytest.raises(FzeroValueError, match=r"num_experts=0: must be at least 1"):
         fz.experts.dispatch(x, chosen, weights, num_experts=0, capacity=1.0)

@@ -176,24 +176,6 @@ def test_gradients_are_reduced_once_over_data_and_positions():
     assert all(x.layout.axes == BOTH for x in program.leaves.values() if x.role == "params" and x.numel > 100)
 
 
-def test_the_same_norm_however_it_is_cut():
-    """Every mesh finds the norm of the plain step, which clips."""
-    ways = [
-        (AbstractMesh(data=1), []),
-        (AbstractMesh(seq=2), []),
-        (AbstractMesh(seq=2), [fz.shard_params(axis="seq")]),
-        (AbstractMesh(data=2, seq=2), [fz.shard_opt_state()]),
-        (AbstractMesh(data=2, seq=2), [fz.shard_params(axis=("seq", "data"))]),
-        (AbstractMesh(seq=2, model=2), [fz.tensor_parallel(rules=RULES), fz.shard_grads(axis="seq")]),
-    ]
-    norms = []
-    for mesh, transforms in ways:
-        made = step(*transforms) if "seq" in mesh.axes else fz.train_step(loss_of(), tensor.OPTIMIZER)
-        norms.append(fz.testing.simulate(made, mesh, params(), batch())[1]["grad_norm"].item())
-    assert norms[0] > 0.5  # clipped
-    assert norms == pytest.approx([norms[0]] * len(ways), rel=1e-5)
-
-
 def on_ranks(
     axes: dict[str, int],
     transforms: list[Any],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -247,3 +248,87 @@ def _long(layers: int, length: int, rows: int, mesh: dict[str, int], kept: str) 
         "seconds": plan.step_seconds,
         "tokens": rows * length,
     }
+
+
+# --- experts ---
+
+MIXTURES = {
+    "width 4096, 2 of 8 experts of 14336": (4096, 14336, 8, 2),
+    "width 2048, 6 of 64 experts of 1408": (2048, 1408, 64, 6),
+    "width 7168, 8 of 64 experts of 2048": (7168, 2048, 64, 8),
+}
+PLACED = {"8 devices of a host": ("expert", {"expert": 8}), "8 hosts of 8": ("node", {"node": 8, "data": 8})}
+
+
+def expert_plans(args: argparse.Namespace) -> Table:
+    """What `expert_parallel(chunks=2)` saves and costs by plan, with experts over the devices of a host and over hosts.
+
+    A GPT of mixtures in bf16 with AdamW and a sharded optimizer state, 8,192 tokens a device, by the rates of H100.
+    """
+    rows, found, apart = [], [], []
+    for (name, sizes), (place, (axis, mesh)) in itertools.product(MIXTURES.items(), PLACED.items()):
+        small = (sizes[0] // args.smaller, sizes[1] // args.smaller, *sizes[2:])
+        pair = [_mixture(args.layers, small, axis, mesh, chunks) for chunks in (1, 2)]
+        for chunks, case in enumerate(pair, 1):
+            milliseconds = (f"{1e3 * case[k]:.1f}" for k in ("seconds", "compute", "exposed"))
+            rows.append([name, place, chunks, *milliseconds, f"{case['peak'] / 1e9:.1f}"])
+            found.append({"model": name, "experts": place, "chunks": chunks, **case})
+        apart.append(f"{name}, {place}: {pair[1]['seconds'] / pair[0]['seconds'] - 1:+.1%} with two chunks")
+    columns = ("model", "experts over", "chunks", "ms a step", "ms compute", "ms exposed", "peak GB")
+    return Table(f"{args.layers} layers", columns, rows, [PREDICTED, *apart], {"cases": found})
+
+
+def _mixture(
+    layers: int, sizes: tuple[int, int, int, int], axis: str, mesh: dict[str, int], chunks: int
+) -> dict[str, float]:
+    """The plan of a step, in numbers of a rank. `sizes`: widths of the model and of an expert, experts, choices."""
+    import torch
+    import torch.nn.functional as F
+
+    import fzero as fz
+    from fzero import optim
+    from fzero.plan.devices import get_device
+
+    width, hidden, experts, k = sizes
+
+    @fz.block
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        h = F.rms_norm(x, (width,))
+        q, key, v = (t.unflatten(-1, (-1, 128)).transpose(1, 2) for t in (h @ p["qkv"]).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, key, v, is_causal=True).transpose(1, 2).flatten(2) @ p["out"]
+        h = F.rms_norm(x, (width,)).flatten(0, 1)
+        weights, chosen = (h @ p["router"]).softmax(-1).topk(k, -1)
+        rows, back = fz.experts.dispatch(h, chosen, weights, num_experts=experts, capacity=1.25)
+        gate, up = (rows @ p["up"]).chunk(2, -1)
+        return x + fz.experts.combine((F.silu(gate) * up) @ p["down"], back).view_as(x)
+
+    def loss_fn(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+        x = params["emb"][tokens]
+        for p in params["layers"]:
+            x = layer(p, x)
+        labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+        return F.cross_entropy((x @ params["emb"].T).flatten(0, 1), labels.flatten())
+
+    def empty(*shape: int, **options: Any) -> torch.Tensor:
+        return torch.empty(*shape, device="meta", **options)
+
+    def mixture() -> dict[str, torch.Tensor]:
+        products = {"qkv": empty(width, 3 * width), "out": empty(width, width), "router": empty(width, experts)}
+        return products | {"up": empty(experts, width, 2 * hidden), "down": empty(experts, hidden, width)}
+
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
+    step = fz.expert_parallel(
+        fz.train_step(loss_fn, optimizer), axis=axis, where=lambda path, leaf: leaf.ndim == 3, chunks=chunks
+    )
+    step = fz.shard_opt_state(fz.mixed_precision(step, "bf16"), axis=tuple(mesh))
+    params = {"emb": empty(32000, width), "layers": [mixture() for _ in range(layers)]}
+    where = fz.AbstractMesh(device_type="cuda", **mesh)
+    tokens = empty(2, 4096, dtype=torch.int64)
+    plan = fz.lower(step, where, params, tokens, device=get_device("h100")).plan
+    names = {
+        "seconds": "step_seconds",
+        "compute": "compute_seconds",
+        "exposed": "exposed_seconds",
+        "peak": "peak_bytes",
+    }
+    return {name: getattr(plan, of) for name, of in names.items()}

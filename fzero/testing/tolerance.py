@@ -65,7 +65,7 @@ WAYS = (1, -1)
 NUM_MOVED = 4
 """Runs with other parameters."""
 
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "expert_mm", "expert_outer")
 _NORMALISED = ("softmax", "layer_norm", "native_batch_norm")
 
 

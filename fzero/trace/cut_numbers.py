@@ -1,4 +1,5 @@
-"""Lists ways to number the rows of experts on parts of the tokens: each rank fills a run of every expert's rows.
+"""Lists ways to number the rows of experts on parts of the tokens, each rank filling a run of every expert's rows, and
+to multiply a part of the rows.
 
 What is cut by nature has numbers of the whole that lie in a rank's own part. These are made the part's, and again the
 whole's.
@@ -14,8 +15,9 @@ import torch
 import torch.fx as fx
 
 from fzero.boxes import Dim
+from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER
 from fzero.operators.row_numbers import CHOICES, ROWS_AT, SLOTS
-from fzero.trace.cut_rules import Strategy, WholeOp, Writer, divides, moves, rule, shape_of
+from fzero.trace.cut_rules import PARTIAL, Strategy, WholeOp, Writer, divides, moves, rule, shape_of, unique
 
 aten = torch.ops.aten
 
@@ -60,6 +62,22 @@ def _rows_at(op: WholeOp) -> Iterator[Strategy]:
 
         yield Strategy({index: at, back: rows, x: rows}, at, write)
     yield from moves(op, x)
+
+
+@rule(EXPERT_MM)
+def _expert_mm(op: WholeOp) -> Iterator[Strategy]:
+    expert, rows, w = op.node.args
+    for p in unique(p for _, p in op.cut(expert, rows)):
+        if p.dim == 1 and expert is not rows:
+            yield Strategy({expert: p, rows: p, w: None}, p)  # type: ignore[dict-item]
+
+
+@rule(EXPERT_OUTER)
+def _expert_outer(op: WholeOp) -> Iterator[Strategy]:
+    expert, a, b, _ = op.node.args
+    for p in unique(p for _, p in op.cut(expert, b)):
+        if p.dim == 1 and a is not b:
+            yield Strategy({expert: p, a: Dim(2, p.groups), b: p}, PARTIAL)  # type: ignore[dict-item]
 
 
 def _runs(shape: tuple[int, ...], place: Dim, n: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch.fx as fx
 from torch.fx.node import map_aggregate
 
 from fzero import compat
+from fzero.operators import expert_products
 from fzero.operators.index_sums import IN_ORDER
 from fzero.operators.recurrent import LSTM
 from fzero.operators.row_numbers import WRITTEN_OUT
@@ -29,7 +30,8 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
 
     Matrix products in bfloat16 and float16 run in float32 if the device has no native ones (`slow`: these dtypes, asked
     of the device without it), and in 8 bits by the device's means (fzero/operators/scaled_matmul.py). Numbers of rows
-    are written out (fzero/operators/row_numbers.py). A CPU adds at indices in their order
+    are written out (fzero/operators/row_numbers.py), and products of several experts' rows where there is no CPU
+    (fzero/operators/expert_products.py). A CPU adds at indices in their order
     (fzero/operators/index_sums.py), and has its own LSTM layers (fzero/operators/recurrent.py) and batch norms of two
     dtypes.
 
@@ -49,7 +51,8 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
         else {}
     )
     rules |= {scaled_mm: multiply, **WRITTEN_OUT}
-    return substituted(graph, {**rules, **IN_ORDER, **LSTM, **_NORMS} if device.type == "cpu" else rules)
+    on_cpu = IN_ORDER | LSTM | _NORMS
+    return substituted(graph, rules | (on_cpu if device.type == "cpu" else expert_products.ON_GPU))
 
 
 def by_operation(graph: Recorded) -> Callable[..., Any]:
@@ -135,6 +138,8 @@ _MATMULS = {
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
+    expert_products.EXPERT_MM,
+    expert_products.EXPERT_OUTER,
     aten.convolution.default,
     aten.convolution_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,

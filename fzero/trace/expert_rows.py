@@ -20,8 +20,10 @@ import torch.fx as fx
 from fzero import compat
 from fzero.boxes import Dim
 from fzero.errors import FzeroValueError
+from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER
 from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
+    HALF,
     OWN,
     PARTIAL,
     Anywhere,
@@ -221,17 +223,17 @@ class _RowPropagation:
 
     def _meets(self, node: fx.Node) -> bool:
         """Whether a product with experts' parameters reads a value, so that its rows are exchanged anyway."""
-        products = (u for u in node.users if u.target in (aten.bmm.default, aten.baddbmm.default))
+        products = (u for u in node.users if u.target in _PRODUCTS)
         return any(self._of_experts(x) for u in products for x in u.args[-2:] if x is not node)
 
     def _of_experts(self, node: Any) -> bool:
         """Whether a value is a cut parameter, or a view of one."""
-        while node.op == "call_function" and node.target in VIEWS | set(_ORDERS):
+        while node.op == "call_function" and node.target in VIEWS | set(ORDERS):
             (node,) = node.all_input_nodes
         return node.op == "placeholder" and self.form[node] == Dim(0)
 
     def _cost(self, node: fx.Node, form: Form) -> float:
-        if form in self.made[node] or isinstance(form, Dim):
+        if form in self.made[node] or isinstance(form, Dim) or self._is_alike(node, form):
             return 0.0
         if form is None and self._remade(node) is not None:
             return 0.0
@@ -296,12 +298,17 @@ class _RowPropagation:
 
     def _get(self, node: fx.Node, form: Form) -> fx.Node:
         made = self.made[node]
+        self.write.half = node.meta.get(HALF)
         if form not in made:
             natural = self.form[node]
             way = self._in_view(node, form) if isinstance(form, Met) and natural is None else None
             if form is None and self._remade(node) is not None:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._get(a, None))
                 made[form] = self.write(node.target, *args, **kwargs)
+            elif self._is_alike(node, form):
+                assert isinstance(form, Met)
+                mine = self.write.converted(made[None], None, Dim(form.dim))
+                made[form] = self.write(aten.cat.default, [mine] * self.n, form.rows)
             elif way is not None:
                 made[form] = self._written(node, way)  # type: ignore[assignment]
             elif form is not None and natural is not None:
@@ -310,22 +317,26 @@ class _RowPropagation:
                 made[form] = self.write.converted(made[natural], natural, form)
         return made[form]
 
+    def _is_alike(self, node: fx.Node, form: Form) -> bool:
+        """Whether every rank has the rows of a value that all ranks have, such as ones."""
+        return isinstance(form, Met) and node not in self.own and self.form[node] is None
+
     def _in_view(self, node: fx.Node, met: Met) -> Way | None:
         """A view of a value that has all rows in its turn: so that it is exchanged once, and kept so."""
-        if node.op != "call_function" or node.target not in VIEWS | set(_ORDERS):
+        if node.op != "call_function" or node.target not in VIEWS | set(ORDERS):
             return None
         (x,) = node.all_input_nodes
-        if node.target in _ORDERS:
-            order = _ORDERS[node.target](self._op(node))
+        if node.target in ORDERS:
+            order = ORDERS[node.target](self._op(node))
             return Way({x: Met(order[met.dim], order[met.rows])}, (met,))
-        at = [_same_dim(node, list(node.meta["val"].shape), shape_of(x), d) for d in (met.dim, met.rows)]
+        at = [same_dim(node, list(node.meta["val"].shape), shape_of(x), d) for d in (met.dim, met.rows)]
         if at[0] is None or at[1] is None:
             return None
         return next((way for way in self._views(node, Met(at[0], at[1])) if way.out == (met,)), None)
 
     def _remade(self, node: fx.Node) -> fx.Node | None:
         """The value that another is a view of, where that is as it was recorded."""
-        if node.op != "call_function" or node.target not in VIEWS | set(_ORDERS):
+        if node.op != "call_function" or node.target not in VIEWS | set(ORDERS):
             return None
         (source,) = node.all_input_nodes
         return source if None in self.made[source] else None
@@ -334,15 +345,17 @@ class _RowPropagation:
 
     def _ways(self, node: fx.Node) -> Iterator[Way]:
         target = node.target
-        if target in (aten.bmm.default, aten.baddbmm.default):
+        if target in (EXPERT_MM, EXPERT_OUTER):
+            yield from self._numbered(node)
+        elif target in _PRODUCTS:
             yield from self._products(node)
         elif target in VIEWS:
             yield from self._views(node)
-        elif target in _ORDERS:
+        elif target in ORDERS:
             yield from self._orders(node)
         elif target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default):
             yield from self._reduced(node)
-        elif target in _ALONG:
+        elif target in ALONG:
             yield from self._along(node)
         elif rule_of(target) is pointwise:
             yield from self._pointwise(node)
@@ -358,6 +371,17 @@ class _RowPropagation:
                 yield Way(want | {x: met, y: Dim(0)}, (met,))  # type: ignore[arg-type]
         if self._leads(node) and a is not b and not added:
             yield Way({a: Met(0, 2), b: Met(0, 1)}, (Dim(0),))
+
+    def _numbered(self, node: fx.Node) -> Iterator[Way]:
+        """Rows of several experts with a parameter, and the sum over all rows."""
+        expert, a, b = node.args[:3]
+        assert isinstance(expert, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        met = Met(0, 1)
+        if node.target is EXPERT_OUTER:
+            if self._leads(node) and a is not b:
+                yield Way({expert: met, a: Met(0, 2), b: met}, (Dim(0),))
+        elif b not in self.own and self.form[b] == Dim(0) and expert in self.own:
+            yield Way({expert: met, a: met, b: Dim(0)}, (met,))
 
     def _met(self, node: fx.Node) -> list[tuple[fx.Node, Met]]:
         return [(a, m) for a in node.all_input_nodes for m in self.made[a] if isinstance(m, Met)]
@@ -390,7 +414,7 @@ class _RowPropagation:
         (x,) = node.all_input_nodes
         old, new = shape_of(x), list(node.meta["val"].shape)
         for m in (*(m for _, m in self._met(node)), *more):
-            at = [_same_dim(node, old, new, d) for d in (m.dim, m.rows)]
+            at = [same_dim(node, old, new, d) for d in (m.dim, m.rows)]
             if at[0] is not None and at[1] is not None:
                 met = Met(at[0], at[1])
                 size = part(new, met, self.n)
@@ -401,7 +425,7 @@ class _RowPropagation:
 
     def _orders(self, node: fx.Node) -> Iterator[Way]:
         (x,) = node.all_input_nodes
-        order = _ORDERS[node.target](self._op(node))
+        order = ORDERS[node.target](self._op(node))
         for _, m in self._met(node):
             yield Way({x: m}, (Met(order.index(m.dim), order.index(m.rows)),))
 
@@ -440,7 +464,7 @@ def _is_sum(node: fx.Node) -> bool:
     return node.target in _ADDS and all(isinstance(a, fx.Node) for a in added)  # type: ignore[union-attr]
 
 
-def _same_dim(node: fx.Node, old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
+def same_dim(node: fx.Node, old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
     """The dim of a view that is a dim of what it is a view of; or the other way."""
     if node.target is aten.expand.default:  # dims are lined up at the last
         at = dim + len(new) - len(old)
@@ -456,11 +480,13 @@ def _transposed(op: WholeOp) -> list[int]:
     return order
 
 
-_ORDERS: dict[Any, Callable[[WholeOp], list[int]]] = {
+ORDERS: dict[Any, Callable[[WholeOp], list[int]]] = {
     aten.permute.default: lambda op: [d % len(op["dims"]) for d in op["dims"]],
     aten.transpose.int: _transposed,
 }
-_ALONG = {
+_PRODUCTS = {aten.bmm.default, aten.baddbmm.default, EXPERT_MM}
+"""Operations whose last two arguments are rows and a parameter of experts."""
+ALONG = {
     aten._softmax.default,
     aten._log_softmax.default,
     aten._softmax_backward_data.default,
@@ -475,7 +501,7 @@ _ALONG = {
 }
 _LINEAR = {
     *VIEWS,
-    *_ORDERS,
+    *ORDERS,
     aten._to_copy.default,
     aten.clone.default,
     aten.neg.default,

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER
 from fzero.operators.scaled_matmul import scaled_mm
 from fzero.trace.storages import is_view
 
@@ -23,6 +24,8 @@ PRODUCTS = {
     aten.baddbmm,
     aten._scaled_mm,
     scaled_mm.overloadpacket,
+    EXPERT_MM.overloadpacket,
+    EXPERT_OUTER.overloadpacket,
     aten.convolution,
     aten.convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu,
