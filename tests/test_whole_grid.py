@@ -217,17 +217,17 @@ def write() -> list[str]:
     reports = {case: report(*case) for case in GRID if case not in REFUSED}
     wrong = [str(case) for case, x in reports.items() if not x.equivalent]
     notes = [
-        f"The largest relative difference of a loss from one process without transforms, over {STEPS} steps of ZeRO-1, 2 "
-        "and 3 on real processes over gloo, with the optimizer's state on each tier. Wanted: 1e-5 at most, but where 8 "
-        "bits or bf16 round what differs in its last bit.",
+        f"The largest relative difference of a loss from one process without transforms, over {STEPS} steps of ZeRO-1, "
+        "2 and 3 on real processes over gloo, with the optimizer's state on each tier. Wanted: 1e-5 at most, but where "
+        "8 bits or bf16 round what differs in its last bit.",
         f"A GPT of 2 layers and width {WIDTH} in fp32, eager, a global batch of {models.BATCH}; Muon of the layers' "
         "matrices, of a fused qkv three, and AdamW of the rest.",
         f"muon beside torch.optim.Muon with its cast to bf16 left out: {apart(want['muon'], exact):.1e}. With bf16 "
         f"iterations beside torch.optim.Muon as it is: {apart(want['muon, bf16 iterations'], theirs):.1e}; torch's own "
         f"in bf16 and in fp32 are {apart(theirs, exact):.1e} apart.",
         f"`check_equivalent`, simulated on 2 and 4 ranks: {len(reports) - len(wrong)} of {len(reports)} compositions "
-        f"equivalent ({', '.join(OPTIMIZERS)}; ZeRO-1, 2, 3; {', '.join(BESIDE)}). Refused by name: 8 bits under tensor "
-        "parallel, where blocks of 256 elements lie on several ranks.",
+        f"equivalent ({', '.join(OPTIMIZERS)}; ZeRO-1, 2, 3; {', '.join(BESIDE)}). Refused by name: 8 bits under "
+        "tensor parallel, where blocks of 256 elements lie on several ranks.",
         f"torch {torch.__version__}; {(time.monotonic() - begin) / 60:.0f} minutes on two shared cores.",
     ]
     PAGE.write_text(table(found, notes))

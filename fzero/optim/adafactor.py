@@ -3,12 +3,14 @@ arXiv:1804.04235)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from fzero import tree
 from fzero.arguments import keywords, number
+from fzero.errors import FzeroValueError
 from fzero.optim.base import GradientTransformation
 from fzero.optim.leaves import (
     check,
@@ -91,13 +93,12 @@ def adafactor(
     def init(params: Tree) -> AdafactorState:
         check_floating(_WHERE, params)
 
-        def zeros(p: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-            return torch.zeros(shape, dtype=compute_dtype(p), device=p.device)
+        def zeros(p: torch.Tensor, kind: int) -> torch.Tensor | None:
+            shape = _shapes(p)[kind]
+            return None if shape is None else torch.zeros(shape, dtype=compute_dtype(p), device=p.device)
 
-        rows = tree.map(lambda p: zeros(p, p.shape[:-1] + (1,)) if p.dim() > 1 else None, params)
-        columns = tree.map(lambda p: zeros(p, p.shape[:-2] + (1, p.shape[-1])) if p.dim() > 1 else None, params)
         return AdafactorState(
-            new_count(params), rows, columns, tree.map(lambda p: None if p.dim() > 1 else zeros(p, p.shape), params)
+            new_count(params), *(tree.map(lambda p, kind=kind: zeros(p, kind), params) for kind in range(3))
         )
 
     def update(grads: Tree, state: AdafactorState, params: Tree = None) -> tuple[Tree, AdafactorState]:
@@ -105,7 +106,7 @@ def adafactor(
         count = state.count + 1
         t, size = count.to(torch.float64), torch.as_tensor(rate(_WHERE, lr, state.count), dtype=torch.float64)
         at = scalars(t**beta2_decay, torch.minimum(size, t**-0.5), size * weight_decay)
-        means = state.rows, state.columns, state.nu
+        means = _checked(state, grads)
         before = [iter(tree.leaves(x)) for x in means]
         after: list[list[torch.Tensor]] = [[], [], []]
 
@@ -136,7 +137,24 @@ def _factored(
     g: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, share: torch.Tensor, least: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient over the root of its second moments, and the new means along rows and columns."""
-    squares = g * g
-    rows, columns = (torch.lerp(x, squares.mean(d, keepdim=True), share) for x, d in ((rows, -1), (columns, -2)))
+    means = ((g * g).sum(d, keepdim=True) / max(1, g.shape[d]) for d in (-1, -2))
+    rows, columns = (torch.lerp(x, mean, share) for x, mean in zip((rows, columns), means, strict=True))
     nu = rows @ columns / rows.mean(-2, keepdim=True).clamp(min=least)
     return g * nu.clamp(min=least * least).rsqrt(), rows, columns
+
+
+def _shapes(leaf: torch.Tensor) -> tuple[Sequence[int] | None, ...]:
+    """Of a leaf's means along rows, along columns and of squares; None of those that it has not."""
+    *others, rows, columns = leaf.shape if leaf.dim() > 1 else (0, 0)
+    return ([*others, rows, 1], [*others, 1, columns], None) if leaf.dim() > 1 else (None, None, leaf.shape)
+
+
+def _checked(state: AdafactorState, grads: Tree) -> tuple[Tree, Tree, Tree]:
+    """The means of a state, which are of these leaves."""
+    means = state.rows, state.columns, state.nu
+    for kind, found in enumerate(means):
+        wanted = tree.map(lambda g, kind=kind: None if _shapes(g)[kind] is None else g, grads)
+        shapes = [list(_shapes(g)[kind] or ()) for g in tree.leaves(wanted)]
+        if tree.structure(found) != tree.structure(wanted) or shapes != [list(x.shape) for x in tree.leaves(found)]:
+            raise FzeroValueError(_WHERE, "the state is of other params", fix="make the state with init(params)")
+    return means

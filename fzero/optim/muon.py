@@ -13,7 +13,7 @@ from fzero import tree
 from fzero.arguments import count, keywords, shown
 from fzero.optim.base import GradientTransformation
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
-from fzero.optim.matrices import Where, for_matrices, is_matrix
+from fzero.optim.matrices import Where, for_matrices, is_matrix, num_matrices
 from fzero.optim.quantized import SIGNED, Coded, new_codes
 from fzero.optim.schedules import Schedule
 from fzero.optim.whole import whole
@@ -22,7 +22,7 @@ from fzero.tree import Tree
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _WHERE = "optim.muon"
 SCALES: dict[str, Callable[[int, int], float]] = {
-    "spectral": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "spectral": lambda rows, columns: math.sqrt(max(1, rows / max(1, columns))),
     "match_rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 """Factors of the learning rate of a matrix: `torch.optim.Muon`'s "original" and "match_rms_adamw"."""
@@ -112,7 +112,7 @@ def muon(
     problems += [] if state_dtype in ("fp32", "int8") else [f"state_dtype={shown(state_dtype)}: one of 'fp32', 'int8'"]
     reject(_WHERE, problems)
 
-    num_matrices = where or is_matrix
+    where = where or is_matrix
 
     def init(params: Tree) -> MuonState | QuantizedMuonState:
         if state_dtype == "fp32":
@@ -123,7 +123,7 @@ def muon(
         need_params(_WHERE, grads, params)
         size = -rate(_WHERE, lr, state.count)
         at = scalars(size, size * weight_decay)
-        numbers = tree.map_with_path(lambda *leaf: int(num_matrices(*leaf)), params, root="params")
+        numbers = tree.map_with_path(lambda *leaf: num_matrices(_WHERE, where, *leaf), params, root="params")
 
         def leaf(g: torch.Tensor, m: torch.Tensor, p: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
             step, decay = at(m.dtype)
@@ -141,7 +141,7 @@ def muon(
         count = state.count + 1
         return updates, QuantizedMuonState(count, mu, *coded.scales()) if coded else MuonState(count, mu)
 
-    return for_matrices(_WHERE, GradientTransformation(init, update), num_matrices, other, several=True)
+    return for_matrices(_WHERE, GradientTransformation(init, update), where, other, several=True)
 
 
 @whole
