@@ -38,12 +38,12 @@ class AdafactorState(NamedTuple):
     Example:
         >>> state = adafactor(0.1).init({"b": torch.ones(2), "w": torch.ones(1, 2)})
         >>> state.rows, state.columns, state.nu
-        ({'b': None, 'w': tensor([[0.]])}, {'b': None, 'w': tensor([[0., 0.]])}, {'b': tensor([0., 0.]), 'w': None})
+        ({'b': None, 'w': tensor([0.])}, {'b': None, 'w': tensor([0., 0.])}, {'b': tensor([0., 0.]), 'w': None})
     """
 
     count: torch.Tensor  # int64[], updates done
-    rows: Tree  # [..., m, 1] of a leaf [..., m, n]: running means of squared gradients along rows; None of vectors
-    columns: Tree  # [..., 1, n]: along columns
+    rows: Tree  # [..., m] of a leaf [..., m, n]: running means of squared gradients along rows; None of vectors
+    columns: Tree  # [..., n]: along columns
     nu: Tree  # like params, of vectors and numbers: running mean of squared gradients; None of matrices
 
 
@@ -59,7 +59,7 @@ def adafactor(
     """Adafactor, equal to `torch.optim.Adafactor`: `updates = -alpha * u / max(1, rms(u) / clip) - lr * weight_decay *
     params`, with `u = grads / sqrt(nu)` and `alpha = max(eps2, rms(params)) * min(lr, 1 / sqrt(t))`.
 
-    Means move by `t**beta2_decay` of the way in update number t = 1, 2, ...; `nu = rows @ columns / mean(rows)` of the
+    Means move by `t**beta2_decay` of the way in update number t = 1, 2, ...; `nu = rows x columns / mean(rows)` of the
     last two dims of a leaf that has them.
 
     Args:
@@ -137,16 +137,16 @@ def _factored(
     g: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, share: torch.Tensor, least: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient over the root of its second moments, and the new means along rows and columns."""
-    means = ((g * g).sum(d, keepdim=True) / max(1, g.shape[d]) for d in (-1, -2))
+    means = ((g * g).sum(d) / max(1, g.shape[d]) for d in (-1, -2))
     rows, columns = (torch.lerp(x, mean, share) for x, mean in zip((rows, columns), means, strict=True))
-    nu = rows @ columns / rows.mean(-2, keepdim=True).clamp(min=least)
+    nu = rows[..., None] * (columns / rows.mean(-1, keepdim=True).clamp(min=least))[..., None, :]
     return g * nu.clamp(min=least * least).rsqrt(), rows, columns
 
 
 def _shapes(leaf: torch.Tensor) -> tuple[Sequence[int] | None, ...]:
     """Of a leaf's means along rows, along columns and of squares; None of those that it has not."""
     *others, rows, columns = leaf.shape if leaf.dim() > 1 else (0, 0)
-    return ([*others, rows, 1], [*others, 1, columns], None) if leaf.dim() > 1 else (None, None, leaf.shape)
+    return ([*others, rows], [*others, columns], None) if leaf.dim() > 1 else (None, None, leaf.shape)
 
 
 def _checked(state: AdafactorState, grads: Tree) -> tuple[Tree, Tree, Tree]:
