@@ -120,7 +120,8 @@ class _Places:
         self.made: dict[str, int] = {}
         self._of_block, self._started = of_block, dict[str, Line]()
         self._after: dict[int, int] = {}
-        # leaves of one stage, their gradients, and what lines other than calls make of them
+        self._cut = {line.args[0] for line in program.lines if line.op == "take_shard"}
+        # leaves of one stage, their gradients, and what is made of them but numbers
         self.leaf_like = {*self.of, *program.grads.values()}
         for i, line in enumerate(program.lines):
             self.made.update((v.name, i) for v in line.out)
@@ -142,7 +143,9 @@ class _Places:
             self._started[line.out[0].name], place = line, EVERY
             self.divided.add(i)
         elif row.waits and start is not None:
-            self.of.update((v.name, self.of.get(a)) for v, a in zip(line.out, start.args, strict=True))
+            for v, a in zip(line.out, start.args, strict=True):
+                self.of[v.name] = self.of.get(a)
+                self.leaf_like |= {v.name} if of_step and a in self.leaf_like else set()
             self.of_line.append(EVERY)
             self.divided.add(i)
             return
@@ -214,9 +217,14 @@ class _Places:
             fix = "an optimizer that reads each leaf apart, and of others numbers such as norms; or no pipeline"
             raise FzeroValueError("pipeline", "an update reads leaves of several stages at once", problems, fix)
         if leaves:
-            self.leaf_like |= {v.name for v in line.out if line.op != "call"}  # such as a shard of one
+            self.leaf_like |= {v.name for v in line.out if line.op != "call" or self._is_leaf_like(v)}
             return next(iter(leaves.values()))
         return EVERY if shared or any(self.of.get(a) is not None for a in names) else None
+
+
+    def _is_leaf_like(self, v: Value) -> bool:
+        """Whether a function of leaves makes a shard, or what one is cut of, and no number."""
+        return v.placement.kind in ("shard", "local") or v.name in self._cut
 
 
 class _Projection:
