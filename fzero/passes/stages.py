@@ -215,7 +215,6 @@ class _Places:
             return next(iter(leaves.values()))
         return EVERY if shared or any(self.of.get(a) is not None for a in names) else None
 
-
     def _is_leaf_like(self, v: Value) -> bool:
         """Whether a function of leaves makes a shard, or what one is cut of, and no number."""
         return v.placement.kind in ("shard", "local") or v.name in self._cut
