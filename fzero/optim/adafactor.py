@@ -56,11 +56,11 @@ def adafactor(
     clip: float = 1.0,
     weight_decay: float = 0.0,
 ) -> GradientTransformation:
-    """Adafactor, equal to `torch.optim.Adafactor`: `updates = -alpha * u / max(1, rms(u) / clip) - lr * weight_decay *
-    params`, with `u = grads / sqrt(nu)` and `alpha = max(eps2, rms(params)) * min(lr, 1 / sqrt(t))`.
+    """Adafactor, equal to `torch.optim.Adafactor`.
 
-    Means move by `t**beta2_decay` of the way in update number t = 1, 2, ...; `nu = rows x columns / mean(rows)` of the
-    last two dims of a leaf that has them.
+    `updates = -alpha * u / max(1, rms(u) / clip) - lr * weight_decay * params`, with `u = grads / sqrt(nu)` and
+    `alpha = max(eps2, rms(params)) * min(lr, 1 / sqrt(t))`. Means move by `t**beta2_decay` of the way in update number
+    t = 1, 2, ...; `nu = rows x columns / mean(rows)` of the last two dims of a leaf that has them.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
@@ -71,7 +71,7 @@ def adafactor(
         clip: the largest root mean square of `u`, at least 1; torch's `d`.
         weight_decay: at least 0, multiplied by the learning rate.
 
-    Communication: on shards the squared gradients of matrices are gathered, as of `optim.whole`; two all_reduces of 4
+    Communication: on shards the gradients of matrices are gathered, as of `optim.whole`; two all_reduces of 4
         bytes a leaf, before coalescing.
 
     Memory: `4 (m + n)` bytes of a matrix [m, n], on every rank; 4 bytes an element of a vector (8 for float64).
