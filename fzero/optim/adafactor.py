@@ -144,7 +144,7 @@ def _factored(
 
 
 def _shapes(leaf: torch.Tensor) -> tuple[Sequence[int] | None, ...]:
-    """Of a leaf's means along rows, along columns and of squares; None of those that it has not."""
+    """The shapes of a leaf's means along rows, along columns and of squares; None of each that it has not."""
     *others, rows, columns = leaf.shape if leaf.dim() > 1 else (0, 0)
     return ([*others, rows], [*others, columns], None) if leaf.dim() > 1 else (None, None, leaf.shape)
 
