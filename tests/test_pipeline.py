@@ -107,7 +107,11 @@ BESIDE = {
     "zero-3": ({"pipe": 2, "data": 2}, [fz.shard_params(), fz.remat("full")], {"stages": [1, 4]}),
     "bf16": ({"pipe": 2}, [fz.mixed_precision("bf16")], {}),
     "tensor": ({"pipe": 2, "model": 2}, [fz.tensor_parallel(rules={"w": 1, "b": 0, "by": 0})], {}),
-    "all": ({"pipe": 2, "data": 2, "model": 2}, [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0})], {}),
+    "all": (
+        {"pipe": 2, "data": 2, "model": 2},
+        [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0, "emb": 0})],
+        {},
+    ),
 }
 
 
@@ -335,6 +339,16 @@ def test_the_plan_of_all_stages() -> None:
     highest = max(x.peak_bytes for x in plan.stages)
     assert fz.fits(plan, highest) and not fz.fits(plan, highest - 1)
     assert "bubble" in str(plan) and '"stages"' in plan.to_json()
+
+
+def test_no_stage_gets_the_leaves_and_gradients_of_another() -> None:
+    """Parts of leaves stay on their stage, but for a tied embedding's; gradients too, and what is made of them."""
+    axes, more, how = BESIDE["all"]
+    lowered = fz.lower(pipelined(2, *more, **how), AbstractMesh(**axes), params(), batch())
+    for program in lowered.programs:
+        hands = [line for line in program.lines if line.op == "hand_start"]
+        large = {a for line in hands for a in line.args if program.values_by_name[a].held(program.mesh)}
+        assert not [a for a in large if "layers" in a or "gate" in a or "total" in a], large
 
 
 def test_a_memory_budget_is_for_every_stage() -> None:

@@ -8,8 +8,8 @@ for its order.
   - a block's to that of the block;
   - another one's of a micro-batch to the last stage that it reads of, in the forward;
   - in the backward to the last stage whose forward it reads, or which reads it; else to the first that it reads of;
-  - one of the step to that of what it reads or writes, such as a gather, a sum or an update of leaves. A transfer of
-    several stages is divided.
+  - one of the step to that of the leaves that it reads or writes, or of all else that it reads, such as a gather, a sum
+    or an update of leaves. A transfer of several stages is divided.
 A line that reads nothing of any stage is wherever it is read. One that reads values of several stages is on every one
 of them: those are numbers, such as norms. Leaves of several ranks it may not read. A rank has several stages where the
 schedule is interleaved: what one of them makes for another of the same rank is not handed.
@@ -105,13 +105,13 @@ class _Places:
             for path, leaf in program.leaves.items()
             if leaf.layout.only is not None
         }
+        self.values = program.values_by_name
         self.of_line: list[Place] = []
         self.divided: set[int] = set()
         self.made: dict[str, int] = {}
         self._of_block, self._started = of_block, dict[str, Line]()
         self._after: dict[int, int] = {}
-        self._cut = {line.args[0] for line in program.lines if line.op == "take_shard"}
-        # leaves of one stage, their gradients, and what is made of them but numbers
+        # leaves of one stage, their gradients, and what lines other than calls make of them
         self.leaf_like = {*self.of, *program.grads.values()}
         for i, line in enumerate(program.lines):
             self.made.update((v.name, i) for v in line.out)
@@ -139,7 +139,7 @@ class _Places:
         elif row.waits and start is not None:
             for v, a in zip(line.out, start.args, strict=True):
                 self.of[v.name] = self.of.get(a)
-                self.leaf_like |= {v.name} if of_step and a in self.leaf_like else set()
+                self.leaf_like |= {v.name} if a in self.leaf_like else set()
             self.of_line.append(EVERY)
             self.divided.add(i)
             return
@@ -211,13 +211,14 @@ class _Places:
             fix = "an optimizer that reads each leaf apart, and of others numbers such as norms; or no pipeline"
             raise FzeroValueError("pipeline", "an update reads leaves of several stages at once", problems, fix)
         if leaves:
-            self.leaf_like |= {v.name for v in line.out if line.op != "call" or self._is_leaf_like(v)}
+            self.leaf_like |= {v.name for v in line.out if line.op != "call"}  # such as a shard of one
             return next(iter(leaves.values()))
-        return EVERY if shared or any(self.of.get(a) is not None for a in names) else None
-
-    def _is_leaf_like(self, v: Value) -> bool:
-        """Whether a function of leaves makes a shard, or what one is cut of, and no number."""
-        return v.placement.kind in ("shard", "local") or v.name in self._cut
+        places = [s for a in names if (s := self.of.get(a)) is not None]
+        alone = not shared and EVERY not in places and len({*map(self.rank, places)}) == 1
+        numbers = not any(
+            self.values[a].shape for a in names
+        )  # which are handed at less cost than what is made of them
+        return places[0] if alone and not numbers else EVERY if shared or places else None
 
 
 class _Projection:

@@ -93,6 +93,7 @@ class Roundoff:
     store: torch.dtype
     given: torch.dtype  # in which the plain step rests and computes
     operands: torch.dtype  # that products round to
+    kept: frozenset[str] = frozenset()  # the paths of parameters that are not cast, such as buffers of a module
 
     @property
     def value(self) -> float:
@@ -133,7 +134,11 @@ def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
         store = max((x.dtype for x in values), key=unit, default=coarsest)
     sums = torch.float64 if unit(compute) < unit(torch.float32) else torch.float32
     operands = compute if find(step.transforms, Fp8) is None else E5M2
-    return Roundoff(longest_chain(base), parts, sums, reduced, compute, store, coarsest, operands)
+    keeps = step.exact if precision is not None and step.exact is not None else lambda path, compute: False
+    kept = frozenset(
+        path for path in tree.paths(params, "params") if keeps(path, precision.compute if precision else "")
+    )
+    return Roundoff(longest_chain(base), parts, sums, reduced, compute, store, coarsest, operands, kept)
 
 
 def longest_chain(program: Program) -> int:
@@ -195,16 +200,15 @@ def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]
         draw = fzrandom.uniform(fzrandom.fold_in(key, number), tuple(x.shape)).to(x.device)
         return x * (1 + by * ((draw < 0.5).to(x.dtype) * 2 - 1)) if x.is_floating_point() else x
 
-    def lower(values: Any) -> Any:
-        return tree.map(
-            lambda x: x.to(size.compute) if x.is_floating_point() and unit(size.compute) > unit(x.dtype) else x, values
-        )
+    def lower(x: torch.Tensor, path: str = "") -> torch.Tensor:
+        cast = x.is_floating_point() and unit(size.compute) > unit(x.dtype) and path not in size.kept
+        return x.to(size.compute) if cast else x
 
     def loss_fn(params: Any, batch: Any, **kwargs: Any) -> Any:
         flat, structure = tree.flatten(params)
-        return step.loss_fn(
-            lower(tree.unflatten(structure, [nudged(x, i) for i, x in enumerate(flat)])), lower(batch), **kwargs
-        )
+        paths = tree.paths(params, "params")
+        near = [lower(nudged(x, i), path) for i, (x, path) in enumerate(zip(flat, paths, strict=True))]
+        return step.loss_fn(tree.unflatten(structure, near), tree.map(lower, batch), **kwargs)
 
     def with_key(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
         return loss_fn(params, batch, key=key)
