@@ -91,6 +91,11 @@ TORCH = {
         optim.adamw(0.01, 0.8, 0.95, 1e-3, 0.3),
         lambda p: torch.optim.AdamW(p, 0.01, (0.8, 0.95), 1e-3, 0.3),
     ),
+    "adafactor": (optim.adafactor(0.3), lambda p: torch.optim.Adafactor(p, 0.3)),
+    "adafactor_clipped": (
+        optim.adafactor(0.3, -0.5, 1e-5, 0.1, 2.0, 0.1),
+        lambda p: torch.optim.Adafactor(p, 0.3, -0.5, (1e-5, 0.1), 2.0, 0.1),
+    ),
     "scale_by_adam": (
         optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(0.01)),
         lambda p: torch.optim.Adam(p, 0.01),
@@ -186,6 +191,27 @@ def test_lion_and_lamb_follow_their_papers(dtype):
     assert_close(
         run(optim.lamb(0.01, 0.8, 0.9, 1e-6, 0.3), params)[0], lamb_reference(params, 0.01, 0.8, 0.9, 1e-6, 0.3), tol
     )
+
+
+def test_adafactor_of_odd_leaves():
+    """Frozen ones, vectors, stacks of matrices and no elements at all; a state of other params is refused."""
+    params = {
+        "x": None,
+        "b": torch.ones(3),
+        "w": torch.ones(2, 4, 3),
+        "none": torch.ones(4, 0),
+        "neither": torch.ones(0, 4),
+    }
+    opt = optim.adafactor(optim.constant(0.1))
+    state = opt.init(params)
+    assert [tuple(m.shape) for m in tree.leaves(state.rows)] == [(0,), (4,), (2, 4)]
+    updates, state = opt.update(params, state, params)
+    assert updates["x"] is None and all(x.isfinite().all() for x in tree.leaves((updates, state)))
+    for other in ({"b": torch.ones(3)}, {**params, "w": torch.ones(2, 5, 3)}):
+        with pytest.raises(FzeroValueError, match="the state is of other params"):
+            opt.update(other, state, other)
+    with pytest.raises(FzeroValueError, match=r"clip=0.5: must be at least 1\n  beta2_decay=0.1: must be at most 0"):
+        optim.adafactor(0.1, 0.1, clip=0.5)
 
 
 def test_trust_ratio_is_one_where_a_norm_is_zero():

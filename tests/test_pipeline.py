@@ -133,6 +133,19 @@ def test_other_optimizers(name: str) -> None:
     )
 
 
+def test_whole_matrices_are_dealt_on_each_stage() -> None:
+    """Of two layers a pair on the first; of three one is left over on the second. No stage computes another's."""
+    other = optim.adamw(0.01)
+    muon = pipelined(4, fz.shard_params(), optimizer=optim.muon(0.02, ns_dtype="fp32", other=other), stages=[2, 3])
+    mesh = AbstractMesh(pipe=2, data=2)
+    shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch(2)))
+    programs = fz.lower(muon, mesh, *shapes).programs
+    found = [[x.fn for x in p.lines if x.by == "optimizer" and x.fn.startswith("whole")] for p in programs]
+    assert [len(x) for x in found] == [2, 2]  # with that of the embedding
+    shampoo = pipelined(4, fz.shard_opt_state(), optimizer=optim.shampoo(0.01, eps=1e-2, other=other))
+    fz.testing.check_equivalent(shampoo, params(), batch(), mesh)
+
+
 # --- on processes ---
 
 

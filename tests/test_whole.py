@@ -95,7 +95,11 @@ def test_what_muon_refuses() -> None:
     for num in (3, -1):
         with pytest.raises(FzeroValueError, match=rf"(?s)is not so many matrices.*params\['w'\] \[4, 3\]: {num}"):
             optim.muon(0.1, where=lambda path, leaf, num=num: num, other=OTHER).init({"w": params["w"]})
+    for num in (None, 1.5, "one"):
+        with pytest.raises(FzeroValueError, match=rf"`where` returns no whole number\n  params\['b'\]: {num!r}"):
+            optim.muon(0.1, where=lambda path, leaf, num=num: num, other=OTHER).init(params)
     wrong: dict[str, Any] = {"ns_steps": 100, "scale": "rms", "ns_dtype": "fp16", "other": 3, "eps": 0.0}
+    wrong["state_dtype"] = "int4"
     for name, value in wrong.items():
         with pytest.raises(FzeroValueError, match=f"optim.muon: invalid arguments.*\n.*{name}"):
             optim.muon(0.1, **{name: value})

@@ -6,7 +6,7 @@ Here the transforms that decide about layouts meet: sharding, precision, offload
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,8 @@ from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
+
+Shape = tuple[int, ...]
 
 
 def precision_of(step: Step | EvalStep) -> Precision:
@@ -168,9 +170,9 @@ def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[i
 
 
 def opt_state_inputs(step: Step, mesh: AbstractMesh, params: Inputs) -> Inputs:
-    """The leaf table of the optimizer's state. A leaf mirrors a parameter if its path ends in the parameter's and it
-    has its shape, or one number for each of its blocks. Such a leaf is sharded as the parameter's state; any other is
-    whole. Its leaves are never tied: each is written in place."""
+    """The leaf table of the optimizer's state. A leaf is a parameter's if its path ends in the parameter's, and mirrors
+    it if it has its shape, too, or one number for each of its blocks. Such a leaf is sharded as the parameter's state;
+    any other is whole. Its leaves are never tied: each is written in place."""
     mode = compat.FakeTensorMode()
     whole = faked(params, mode)
     with mode, Remembering():
@@ -202,13 +204,14 @@ def as_opt_state(step: Step, mesh: AbstractMesh, params: Inputs, leaves: Sequenc
     """Leaves laid out as optimizer state: those that mirror a parameter as its state, the others whole."""
     zero, leaves = zero_of(step, mesh), list(leaves)
     tiers, blocks = tiers_of(offloads(step), params.leaves, params.ties, zero.casts), list[str]()
+    for i, of in enumerate(_parameters(leaves, params)):
+        leaves[i] = leaves[i] if of is None else leaves[i].with_layout(only=params.leaves[of].layout.only)
     for i, mirrored in enumerate(mirrors(leaves, params)):
         if mirrored is not None:
             param = params.leaves[mirrored]
             if param.layout.dims and has_blocks(leaves[i].shape) and leaves[i].shape != param.shape:
                 continue  # a matrix of another shape, which nothing cuts along dims
             layout = {"axes": zero.opt_state(param), "dims": param.layout.dims, "tier": tiers[mirrored].opt_state}
-            layout["only"] = param.layout.only
             leaves[i] = leaves[i].with_layout(**layout)
             if param.layout.dims and leaves[i].shape != param.shape:
                 blocks.append(f"{leaves[i]}, of {param}, cut over {over_axes(param.layout.axes, param.layout.dims)}")
@@ -272,16 +275,24 @@ def leaves_made_anew(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) 
 
 def mirrors(leaves: Sequence[Leaf], params: Inputs) -> list[int | None]:
     """For each leaf of the optimizer's state the position of the parameter that it mirrors, if there is one."""
+    return _parameters(leaves, params, _alike)
+
+
+def _parameters(
+    leaves: Sequence[Leaf], params: Inputs, fits: Callable[[Shape, Shape], bool] = lambda leaf, param: True
+) -> list[int | None]:
+    """For each leaf of the optimizer's state the position of the parameter whose path it ends in, if one's shape
+    fits."""
     by_path = {leaf.path.removeprefix("params"): i for i, leaf in enumerate(params.leaves)}
 
-    def mirrored(leaf: Leaf) -> int | None:
+    def found(leaf: Leaf) -> int | None:
         endings = (by_path.get(leaf.path[i:]) for i in range(len(leaf.path) + 1))  # the longest first
-        return next((i for i in endings if i is not None and _alike(leaf.shape, params.leaves[i].shape)), None)
+        return next((i for i in endings if i is not None and fits(leaf.shape, params.leaves[i].shape)), None)
 
-    return [mirrored(leaf) for leaf in leaves]
+    return [found(leaf) for leaf in leaves]
 
 
-def _alike(shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
+def _alike(shape: Shape, param: Shape) -> bool:
     """Whether a leaf of the optimizer's state has a number for each element of a parameter, or for each block; or is a
     large matrix beside a matrix, such as a preconditioner."""
     blocks = has_blocks(param) and shape == blocks_shape(param)

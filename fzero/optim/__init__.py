@@ -19,6 +19,7 @@ Arithmetic and state are float32, or float64 for float64 leaves, whatever the dt
 from typing import NoReturn
 
 from fzero.errors import no_attribute
+from fzero.optim.adafactor import AdafactorState, adafactor
 from fzero.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
 from fzero.optim.base import EmptyState, GradientTransformation, apply_updates, chain, global_norm, identity
 from fzero.optim.lamb import lamb, scale_by_trust_ratio
@@ -51,6 +52,7 @@ from fzero.optim.transforms import (
 from fzero.optim.whole import whole
 
 __all__ = [
+    "AdafactorState",
     "EmptyState",
     "GradientTransformation",
     "LionState",
@@ -62,6 +64,7 @@ __all__ = [
     "Schedule",
     "ShampooState",
     "TraceState",
+    "adafactor",
     "adam",
     "adamw",
     "add_decayed_weights",

@@ -21,6 +21,19 @@ def is_matrix(path: str, leaf: torch.Tensor) -> int:
     return leaf.dim() == 2
 
 
+def num_matrices(owner: str, where: Where, path: str, leaf: torch.Tensor) -> int:
+    """The number of matrices of a leaf, as `where` says.
+
+    Raises:
+        FzeroValueError: it says no whole number.
+    """
+    num = where(path, leaf)
+    if not isinstance(num, int):
+        fix = "return the number of equal matrices along dim 0: True of one matrix, 0 of a leaf for `other`"
+        raise FzeroValueError(owner, "`where` returns no whole number", [f"{path}: {shown(num)}"], fix)
+    return int(num)
+
+
 def for_matrices(
     owner: str, made: GradientTransformation, where: Where, other: GradientTransformation | None, several: bool = False
 ) -> GradientTransformation:
@@ -32,14 +45,14 @@ def for_matrices(
 
     Raises:
         FzeroValueError: when it is called: an argument of another kind. In `init`: a leaf that is not as many matrices
-            as `where` says, or that nothing updates.
+            as `where` says, or that nothing updates; no whole number.
     """
     problems = function("where", where, "path", "leaf")
     problems += [] if other is None or is_transformation(other) else [f"other={shown(other)}: no optimizer"]
     reject(owner, problems)
 
     def label(path: str, leaf: torch.Tensor) -> str:
-        num = int(where(path, leaf))
+        num = num_matrices(owner, where, path, leaf)
         if not num and other is None:
             fix = "other=optim.adamw(3e-4), say, for biases, norms and embeddings"
             raise FzeroValueError(owner, "nothing updates a leaf", [f"{path} {list(leaf.shape)}"], fix)

@@ -6,7 +6,8 @@ The cut of an update gathers what is to be read as a whole, and every rank compu
     s_0 = whole(whole_0); s_1 = whole(whole_1)
     x = take_shard(s_0); y = take_shard(s_1)
 
-Of calls of one function, N at a time, each in its own block or not, rank r gets the r-th:
+Of calls of one function, N at a time, each in its own block or not, rank r gets the r-th (of those on one stage of a
+pipeline):
 
     mine = all_to_all(stack_shards([a, b]))  # this rank's row: all shards of one
     x, y = unstack_shards(all_to_all(whole_dealt(mine)))
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +61,7 @@ class _Dealer:
     def __init__(self, program: Program):
         self.program, self.lines, self.values = program, [*program.lines], program.values_by_name
         self.names, self.functions = Names(self.values), Functions(program.functions)
+        self.leaf_of = {grad: leaf for leaf, grad in program.grads.items()}
         self.made = {v.name: i for i, line in enumerate(self.lines) for v in line.out}
         self.readers: dict[str, list[int]] = defaultdict(list)
         for i, line in enumerate(self.lines):
@@ -106,10 +108,17 @@ class _Dealer:
         return _Dealt(at, shards, [readers[0] for readers in cuts])
 
     def _key(self, line: Line, call: _Dealt) -> Hashable:
-        """Equal for calls of one function that differ in their shards alone."""
+        """Equal for calls of one function, on one stage of a pipeline, that differ in their shards alone."""
         shards = tuple((v.shape, v.dtype, v.placement) for v in call.shards.values())
         args = tuple("" if a in call.shards else a for a in line.args)
-        return line.fn, args, shards, tuple(self.lines[c].axes for c in call.cuts)
+        return line.fn, args, shards, tuple(self.lines[c].axes for c in call.cuts), self._stages(call.shards.values())
+
+    def _stages(self, shards: Iterable[Value]) -> frozenset[int]:
+        """The stages of a pipeline that have the leaves which these are made of."""
+        names = {v.name for v in shards}
+        names |= {a for x in names if x in self.made for a in self.lines[self.made[x]].args}
+        leaves = (self.program.leaves.get(self.leaf_of.get(x, x)) for x in names)
+        return frozenset(leaf.layout.only.index for leaf in leaves if leaf is not None and leaf.layout.only is not None)
 
     def _deal(self, group: Sequence[_Dealt], axis: tuple[str, ...]) -> list[Line]:
         """The lines of one deal."""

@@ -282,7 +282,8 @@ def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff
         most = {}
         for path, x in now.items():
             if not x.is_floating_point():
-                most[path] = 0.0
+                codes = path.startswith("opt_state") and x.dtype in (torch.int8, torch.uint8)
+                most[path] = 2 * _farthest([run[t][path] for run in others], x) + LAMBDA if codes and t else 0.0
                 continue
             metric = path.startswith("metrics")
             come = norm(x) if metric else norm(x.to(torch.float64) - exact[0][path].to(torch.float64))

@@ -32,7 +32,9 @@ a leaf may lie off, in the Euclidean norm, by
 
     2 moved + lambda (roundoff come + stored)
 
-so a small learning rate makes a small tolerance, and the norm of a leaf hides nothing.
+so a small learning rate makes a small tolerance, and the norm of a leaf hides nothing. Codes of 8 bits in an
+optimizer's state may lie off by `2 moved + lambda` of their steps: lambda^2 elements may be on an edge that no run
+crossed.
 """
 
 from __future__ import annotations
