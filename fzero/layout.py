@@ -365,11 +365,6 @@ def home_of(tensor: torch.Tensor) -> Home:
     return home or Home(known[0].layout.tier, extent_of(tensor))
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """The memory that a tensor lies in, by the address of what PyTorch knows of it."""
-    return tensor.untyped_storage()._cdata
-
-
 def ties(flat: list[Any]) -> list[int]:
     """For each leaf, the index of the first leaf that is the same tensor object (its own index if it is the first).
 

@@ -23,7 +23,7 @@ from fzero.layout import TIERS, Cut, cut_over
 from fzero.passes import hops
 from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
 from fzero.program.attrs import Attrs, CastAttrs, CutAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs
-from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
+from fzero.program.ir import WHOLE, Line, Placement, Program, Value, moving
 from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace.propagate import Sharded, all_reduce, cut, draw_start, gather, num_valid, propagate
@@ -315,7 +315,7 @@ class _Cutter:
         values = {
             n: Value(self.name[x], self.placed[x][0], x.meta["val"].dtype, self.placed[x][1]) for n, x in shards.items()
         }
-        handle = lambda: Value(self.names("gather_whole"), (), torch.uint8, MOVING)  # noqa: E731
+        handle = lambda: moving(self.names("gather_whole"))  # noqa: E731
         named = {n: f"whole_{len(self.gathered) + i}" for i, n in enumerate(nodes)}
         whole, lines = hops.gathered(values, {}, lambda n: named[n], self.names, handle, "optimizer")
         self.gathered |= named
@@ -371,7 +371,7 @@ class _Cutter:
             group: dict[fx.Node, tuple[str, ...]] = {n: n.args[2] for n in nodes if n.args[1] == op}  # type: ignore[misc]
             while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
                 here = [n for n, axes in group.items() if left[0] in axes]
-                handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
+                handle = moving(self.names("reduce_norms"))
                 args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
                 self.lines.append(
                     Line(

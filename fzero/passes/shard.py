@@ -18,15 +18,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from fzero.boxes import Dim
 from fzero.layout import Leaf
 from fzero.passes import hops
 from fzero.passes.zero import Zero
 from fzero.precision.fp8_gather import on_shards
 from fzero.program.attrs import AddAttrs, CutAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
-from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats, resting
+from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, moving, repeats, resting
 from fzero.program.lines import Functions
 from fzero.program.names import Names, identifier
 from fzero.program.ops import STARTS
@@ -63,7 +61,6 @@ class _Rewrite:
         self.leaf_of: dict[str, tuple[str, Line | None]] = {}
         self.kept: dict[str, str] = {}  # whole copies made once a step
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
-        self.started: dict[str, int] = {}  # transfers of each kind
         self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
         names = [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.cutting]
         self.by = names[0] if names else ""
@@ -273,13 +270,11 @@ class _Rewrite:
     ) -> tuple[dict[str, Value], list[Line]]:
         """Gathers values, by any key, until they are cut over these axes alone: over one axis after the other, what
         goes over the same together."""
-        now, lines = hops.gathered(values, to, named, self.names, lambda: self._handle("gather"), self.by)
+        now, lines = hops.gathered(
+            values, to, named, self.names, lambda: moving(self.names.numbered("gather")), self.by
+        )
         self.placement.update((v.name, v.placement) for line in lines for v in line.out)
         return now, lines
-
-    def _handle(self, what: str) -> Value:
-        number = self.started[what] = self.started.get(what, -1) + 1
-        return Value(self.names(f"{what}_{number}"), (), torch.uint8, MOVING)
 
     # --- gradients and sums ---
 
@@ -380,7 +375,7 @@ class _Rewrite:
                 dims = self._param_of(n).layout.dims
                 if len(cut[n]) < len(dims):
                     lines.append(self._split(now, n, axis, self._finest(n), dims[: len(cut[n]) + 1]))
-            handle, arrives = self._handle("scatter"), STARTS["reduce_scatter_start"].arrives
+            handle, arrives = moving(self.names.numbered("scatter")), STARTS["reduce_scatter_start"].arrives
             start = Line(
                 "reduce_scatter_start",
                 tuple(now[n] for n in here),
@@ -432,7 +427,7 @@ class _Rewrite:
             if not here:
                 continue
             placed = next((spec.name for spec in self.zero.cutting if spec.axis == axis), by)
-            handle, arrives = self._handle("reduce"), STARTS["all_reduce_start"].arrives
+            handle, arrives = moving(self.names.numbered("reduce")), STARTS["all_reduce_start"].arrives
             start = Line(
                 "all_reduce_start",
                 tuple(now[n] for n in here),

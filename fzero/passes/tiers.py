@@ -15,13 +15,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from fzero.layout import Leaf
 from fzero.passes.accumulate import loop_totals
 from fzero.passes.off_device import known_last, no_gradients, saved_activations, update_lines
 from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs
-from fzero.program.ir import MOVING, Function, Line, Program, Value, repeats, resting
+from fzero.program.ir import Function, Line, Program, Value, moving, repeats, resting
 from fzero.program.names import Names, identifier
 from fzero.transforms.offload import Offload
 
@@ -63,7 +61,6 @@ class _TierRewrite:
         # by value: the names under which it lies on each tier, if not just where it is made
         self.lies: dict[str, dict[str, str]] = {}
         self.casts: dict[str, Line] = {}  # of parameters that come to every reader anew
-        self.started: dict[str, int] = {}
         self.streams = any("params" in r.of for r in records)
         self.on_device = on_device
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
@@ -292,7 +289,7 @@ class _TierRewrite:
             replace(self.values[n], name=self.names(f"{identifier(c)}{ending}"), tier=tier)
             for n, c in zip(names, called, strict=True)
         ]
-        handle = self._handle(how)
+        handle = moving(self.names.numbered(how))
         lines = [
             Line(f"{how}_start", tuple(names), (handle,), by="offload"),
             Line("wait", (handle.name,), tuple(out), by="offload"),
@@ -320,15 +317,11 @@ class _TierRewrite:
                     Line("assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer")
                 )
             elif targets:
-                handle = self._handle(how)
+                handle = moving(self.names.numbered(how))
                 args = (*targets, *(written[t] for t in targets))
                 lines.append(self._made(Line(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload")))
                 lines.append(Line("wait", (handle.name,), by="offload"))
         return lines
-
-    def _handle(self, how: str) -> Value:
-        number = self.started[how] = self.started.get(how, -1) + 1
-        return Value(self.names(f"{how}_{number}"), (), torch.uint8, MOVING)
 
     def _made(self, line: Line) -> Line:
         self.values.update((v.name, v) for v in line.out)
@@ -355,7 +348,7 @@ class _TierRewrite:
             return []
         on_host = replace(value, name=self.names(f"{value.name}_host"))
         lines = self._on("host", replace(line, out=(on_host,)))
-        handle = self._handle("to_device")
+        handle = moving(self.names.numbered("to_device"))
         lines.append(self._made(Line("to_device_start", (on_host.name,), (handle,), by="offload")))
         lines.append(self._made(Line("wait", (handle.name,), (value,), by="offload")))
         return lines

@@ -15,7 +15,7 @@ told before goes on meanwhile. If the device runs out of work, that is exposed t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,7 +78,7 @@ class _Simulation:
         self.on_host = [asynchronous and on_host(line, program) for line, _ in program.walk()]
         # channels whose waits hold the host's thread
         self.holds = {DISK} if program.mesh.unified_memory else {DISK, "to_host"}
-        self.size = [1 + sum(1 for _ in _inner(line)) for line, _ in program.walk()]
+        self.size = [sum(1 for _ in line.with_body()) for line, _ in program.walk()]
         self.found = Timeline()
         self.clock = 0.0  # when compute has done all it was given
         self.thread = 0.0  # when the host's thread is free: see [Note: the host's thread]
@@ -199,9 +199,3 @@ class _Simulation:
         of a thread that was held in this turn."""
         found = {q: max(0.0, t - self.clock) for q, t in self.free.items()}
         return {**found, HOST: self.thread - self.clock} if self.thread > begin else found
-
-
-def _inner(line: Line) -> Iterator[Line]:
-    for x in line.body:
-        yield x
-        yield from _inner(x)

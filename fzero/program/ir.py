@@ -187,6 +187,11 @@ class Value:
         return text if self.tier == "device" else f"{text} on {self.tier}"
 
 
+def moving(name: str) -> Value:
+    """The result of a start, which only its wait reads."""
+    return Value(name, (), torch.uint8, MOVING)
+
+
 @dataclass(frozen=True)
 class Place:
     """A tensor in the pool of an arena, "device" or "host": bytes from its start, elements, dtype; with `part`, this
@@ -290,6 +295,12 @@ class Line(Generic[A]):
         """The number of turns or parts."""
         count = self.attrs.count if isinstance(self.attrs, Counted) else None
         return 1 if count is None else count
+
+    def with_body(self) -> Iterator[Line]:
+        """The line, and all lines that it repeats."""
+        yield self
+        for line in self.body:
+            yield from line.with_body()
 
     def says(self, kind: type[K]) -> K:
         """Its attributes, of which it is known what they are."""

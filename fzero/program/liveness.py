@@ -97,6 +97,6 @@ def _numbered(
         yield line, span
         at += 1
         if line.body:
-            size = sum(1 + len(x.body) for x in line.body)
+            size = sum(1 for _ in line.with_body()) - 1
             yield from _numbered(line.body, (at, at + size - 1) if OPS[line.op].turns(line) > 1 else span, at)
             at += size

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fzero import tree
+from fzero import compat, tree
 from fzero.build.build import build, check_backend
 from fzero.build.cache import logger
 from fzero.comm.staged import Staged
 from fzero.errors import FzeroValueError, attribute_of
-from fzero.layout import storage_of, ties
+from fzero.layout import ties
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import batch_inputs
 from fzero.lowering.lower import lower_inputs
@@ -315,7 +315,7 @@ class Compiled:
             for i, x in zip(pageable, self._staged([found[i] for i in pageable]) if pageable else (), strict=True):
                 found[i] = x
         found = [x.to(self.mesh.device, non_blocking=True).contiguous() for x in found]
-        return [x.clone() if storage_of(x) in written else x for x in found]
+        return [x.clone() if compat.memory_of(x) in written else x for x in found]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
         """Lowers the step. If tracing changed a value that the user's functions read, or they read the clock, it is

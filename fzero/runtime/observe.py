@@ -90,8 +90,4 @@ class Follower:
                 yield line, number, turn
             if line.op == "redo" and self._again:
                 yield from self._visit(line.body, number + 1, turn)
-            number += 1 + _size(line)
-
-
-def _size(line: Line) -> int:
-    return sum(1 + _size(x) for x in line.body)
+            number += sum(1 for _ in line.with_body())

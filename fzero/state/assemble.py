@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.compat import memory_of
 from fzero.errors import FzeroValueError
 from fzero.layout import (
     COMPUTE,
@@ -21,7 +22,6 @@ from fzero.layout import (
     leaf_of,
     over_axes,
     place,
-    storage_of,
     ties,
 )
 from fzero.lowering.layouts import (
@@ -77,7 +77,7 @@ def check_memory(owner: str, **parts: Any) -> None:
         if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
             wrong.append(f"{path}: {tree.describe(x)}, expanded")
         length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        spans.append((storage_of(x), x.storage_offset() * x.itemsize, (x.storage_offset() + length) * x.itemsize, path))
+        spans.append((memory_of(x), x.storage_offset() * x.itemsize, (x.storage_offset() + length) * x.itemsize, path))
     spans.sort()
     wrong += [f"{a[3]} and {b[3]} share memory" for a, b in itertools.pairwise(spans) if a[0] == b[0] and b[1] < a[2]]
     if wrong:
@@ -112,7 +112,7 @@ class Last:
         self.inputs, self.trees, self.begun, self._first = inputs, trees, False, _first_leaves(*trees)
         self._extras = extras
         self._contents = tree.Contents(*trees)
-        self.storages = frozenset(map(storage_of, tree.leaves(trees)))
+        self.storages = frozenset(map(memory_of, tree.leaves(trees)))
 
     def let_go(self) -> None:
         self.trees, self.storages, self._contents, self._first = None, frozenset(), tree.Contents(), []

@@ -84,4 +84,4 @@ def _refusal(owner: str, what: str, where: list[str]) -> TraceError:
 
 
 def _storage(x: torch.Tensor) -> int | None:
-    return x.untyped_storage()._cdata if x.layout is torch.strided else None
+    return compat.memory_of(x) if x.layout is torch.strided else None
