@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.errors import DivergenceError, FzeroError, VerifyError
+from fzero.processes import restarts_left
 
 _NUM_FRAMES = 5  # of the user's code, above an error
 _PATIENCE = 30.0  # seconds that a rank with nothing to tell lets the one that tells leave first
@@ -99,8 +100,7 @@ def stopped() -> bool:
 
 def starts_again() -> bool:
     """Whether torchrun will start the ranks again when they fail."""
-    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return count < most and not stopped()
+    return restarts_left() and not stopped()
 
 
 def install_excepthook() -> None:

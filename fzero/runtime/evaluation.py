@@ -15,7 +15,7 @@ from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
-from fzero.runtime.out_of_memory import raise_out_of_memory
+from fzero.runtime.told_errors import raise_out_of_memory
 from fzero.state.assemble import Last, check_values, differences, placed_inputs, unplaced
 from fzero.state.expect import check_model, model_of
 from fzero.step import EvalStep

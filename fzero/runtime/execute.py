@@ -24,7 +24,7 @@ from fzero.program.show import name_of, source
 from fzero.ranks import agreement
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
 from fzero.runtime.observe import observed
-from fzero.runtime.out_of_range import explained
+from fzero.runtime.told_errors import indices_explained
 
 
 def executable(
@@ -73,7 +73,7 @@ def executable(
             replayed.prepare(*trees)
         if limits is not None:
             limits.begin()
-        with agreement.unbroken(mesh), explained(owner, trees[-1]):
+        with agreement.unbroken(mesh), indices_explained(owner, trees[-1]):
             carrier.begin(memory)
             tiers.begin(guesses)
             try:

@@ -48,8 +48,8 @@ from fzero.ranks import agreement
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.observe import observe
-from fzero.runtime.out_of_memory import raise_out_of_memory
 from fzero.runtime.promote import Safer
+from fzero.runtime.told_errors import raise_out_of_memory
 from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, Raised, check_finite
 from fzero.state import gather, initialize, load, local, storage
 from fzero.state.assemble import (

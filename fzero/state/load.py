@@ -188,13 +188,4 @@ def _nested(tensors: Mapping[str, torch.Tensor], path: Place) -> Any:
     if problems:
         fix = "pass as params a dict from each dotted name to a tensor of its shape and dtype"
         raise CheckpointError("load", f"the names in {path} do not make a tree", problems, fix)
-    return _listed(root)
-
-
-def _listed(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
-    inner = {key: _listed(child) for key, child in node.items()}
-    if inner and set(inner) == {str(i) for i in range(len(inner))}:
-        return [inner[str(i)] for i in range(len(inner))]
-    return inner
+    return tree.listed(root)

@@ -71,9 +71,7 @@ class MixedPrecision(Transform):
             return False
         if leaf.role == "params" and self.exact is not None and self.exact(leaf.path, self.compute):
             return False
-        return (
-            self.where is None or leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
-        )
+        return leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def add(self, step: Any) -> Any:
         """The step with this record, about the leaves that its function does not have as they are."""
