@@ -57,7 +57,7 @@ def rewrite(program: Program) -> Program:
 
 
 def _writers(program: Program) -> dict[str, int]:
-    """By leaf the number of the first line that writes it, or what lies in its memory."""
+    """By leaf the number of the first line that writes the leaf, or a value in its memory."""
     views, found = Views(program), dict[str, int]()
     for number, line in enumerate(program.lines):
         for x in line.with_body():

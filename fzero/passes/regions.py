@@ -10,7 +10,7 @@ from fzero.passes.packing import Item, pack
 from fzero.program.ir import Place, Value
 from fzero.program.liveness import Interval
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+ALIGNMENT = 64  # bytes: a cache line, and the alignment of vector instructions
 
 
 @dataclass(eq=False)
