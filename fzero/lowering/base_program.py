@@ -35,10 +35,10 @@ from fzero.trace.recorder import Recorded
 
 
 class BaseProgram(NamedTuple):
-    """A program and what is needed to hand its outputs back as the user's trees."""
+    """A program, and the structures by which its outputs become the user's trees again."""
 
     program: Program
-    structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
+    structure: tree.TreeSpec  # of the metrics, or of the results of an evaluation
     watched: Watched | None = None
     raises: tuple[str, ...] = ()  # the lines of conditions under which the loss raises
 

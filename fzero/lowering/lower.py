@@ -133,7 +133,7 @@ def lower_inputs(
     limited: bool = False,
     skip: frozenset[str] = frozenset(),
 ) -> Lowered:
-    """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already; `limited`: the choice that
+    """As `lower`, from leaf tables. `traced`: the step as `resolve` has traced it already; `limited`: the choice that
     takes least memory is asked for, without a budget."""
     opt_state = watched = None
     raises = ()
@@ -188,7 +188,7 @@ def lower_inputs(
 
 
 def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:
-    """Transforms that lower the peak of a plan, with what each comes to."""
+    """Transforms that lower the peak of a plan, each with the new peak."""
 
     def asked(more: Step) -> Program:
         leaves = params_inputs(more, mesh, abstract_params(params))

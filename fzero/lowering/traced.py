@@ -1,4 +1,4 @@
-"""Traces a training step to its base program, and to what that can become under the choices it leaves open."""
+"""Traces a training step to its base program, and to the leaves and functions that open choices may need."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def with_leaves(step: Step, mesh: AbstractMesh, params: Inputs) -> tuple[dict[st
 
 
 def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any, num_parts: int | None = None) -> Program:
-    """The base program of a step (see lowering/base_program.py): what every other is made from.
+    """The base program of a step (see lowering/base_program.py): every other program is made from it.
 
     Args:
         step, mesh: as for `lower`.

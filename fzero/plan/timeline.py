@@ -9,8 +9,8 @@ that is not, a transfer takes its time where it is waited for. Time that compute
 
 [Note: the host's thread] On an asynchronous device one thread of the host tells the device what to do. Issuing takes no
 time, and three things hold it: a function on the host (the queue `host`), a wait for `disk`, and a wait for `to_host`
-unless the device alone waits. Lines that come later begin no sooner than the thread is free again; what the device was
-told before goes on meanwhile. If the device runs out of work, that is exposed time of what holds the thread.
+unless the device alone waits. Later lines begin no sooner than the thread is free again; earlier work of the device
+goes on meanwhile. If the device runs out of work, the time is exposed time of the queue that holds the thread.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def simulate(program: Program, seconds: Callable[[Line], float], asynchronous: b
     Args:
         program: ordered.
         seconds: of one execution of a line; of a start, of its transfer.
-        asynchronous: whether transfers progress while the device computes, which a thread of the host tells what to do.
+        asynchronous: whether transfers progress while the device computes; a thread of the host launches the device's
+            work.
     """
     return _Simulation(program, seconds, asynchronous).run()
 
@@ -82,7 +83,7 @@ class _Simulation:
         self.found = Timeline()
         self.clock = 0.0  # when compute has done all it was given
         self.thread = 0.0  # when the host's thread is free: see [Note: the host's thread]
-        # what held it since compute last had nothing to do, each with its queue
+        # its holders since compute last had nothing to do, each with its queue
         self.held: list[tuple[Event, str]] = []
         self.free: dict[str, float] = {}  # when a link has done all it was given
         # a handle's channel, and when its transfer is done, or how long it will take

@@ -9,8 +9,7 @@
   moving         a transfer has been started and not yet waited for
 
 A whole or a local may also be `cut(axes along dims)`: a rank has one of the equal parts that these axes cut it in, as a
-tensor of its own.
-Any of them may also be `partial(axes)`: each rank has a summand, and the value is the sum over those
+tensor of its own. Any of them may also be `partial(axes)`: each rank has a summand, and the value is the sum over those
 axes; `by` another reduction it is the largest or smallest. No partial value rests in a state, and only a `whole` or an
 uncut `local` is returned. Each value has axes of its own: one program has shards over `data`, and, padded for the same
 `grid` of axes, the shards over `data` and `node` that those are cut in (see [Note: several axes] in fzero/layout.py). A

@@ -48,8 +48,7 @@ class CompiledEval(Compiled):
 
     @alone("eval_step")
     def __call__(self, params: Any, *batch: Any) -> Any:
-        """The outputs of `fn(params, *batch)`: those that are `fz.weighted` of the whole mesh, all others of this
-        rank's part.
+        """The outputs of `fn(params, *batch)`: `fz.weighted` ones over the whole mesh, all others of this rank's part.
 
         Args:
             params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards

@@ -93,7 +93,7 @@ def executable(
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # whose functions observe.py acts around
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
     whole_run.replayed = replayed  # type: ignore[attr-defined]  # a GPU's, if its runs can be captured
-    whole_run.limits = limits  # type: ignore[attr-defined]  # what a training step adds to its metrics
+    whole_run.limits = limits  # type: ignore[attr-defined]  # entries that a training step adds to its metrics
     return whole_run
 
 

@@ -1,5 +1,5 @@
-"""Observes a running program: acts before and after each function and transfer that its source names, so what is
-observed is what runs."""
+"""Observes a running program: acts before and after each function and transfer that its source names. So it observes
+the program that runs."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def placed_inputs(values: Any, role: str = "params", mutable: Callable[[Any], Se
 
 
 def without_values(values: Any, role: str) -> list[str]:
-    """The leaves of a tree that are on the meta device, other than those that rest on disk."""
+    """The leaves of a tree that are on the meta device and do not rest on disk."""
     flat = tree.with_paths(values, role)
     return [
         f"{p}: {tree.describe(x)} on the meta device"
@@ -90,20 +90,19 @@ def check_memory(owner: str, **parts: Any) -> None:
 
 
 class Last:
-    """The trees that a step was last called with, or made: what was found of them holds as long as they are the
-    same."""
+    """The trees that a step was last called with, or made. Facts about them hold as long as they are the same."""
 
     def __init__(self) -> None:
         self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
         self.trees: tuple[Any, ...] | None = None
         self._extras: Any = None
-        self._contents = tree.Contents()  # theirs, by which it is seen that a leaf was put in place of another
+        self._contents = tree.Contents()  # theirs: they show that a leaf was put in place of another
         self.begun = False  # whether they have been looked at as a training step does before their first
         self.storages: frozenset[int] = frozenset()  # of the leaves of all trees
         self._first: list[torch.Tensor] = []
 
     def holds(self, *trees: Any, extras: Any = None) -> bool:
-        """`extras`: what a state carries besides, known by its identity alone."""
+        """`extras`: further parts of a state, known by identity alone."""
         if self.trees is None or any(x is not y for x, y in zip(trees, self.trees, strict=True)):
             return False
         return extras is self._extras and self._contents.same()
@@ -189,7 +188,7 @@ def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inpu
 
 
 def _same_model(found: Inputs, expected: Inputs) -> bool:
-    """Whether leaves differ in nothing but how they rest in memory, so that `fz.reshard` lays them out anew."""
+    """Whether leaves differ only in their layout in memory, so that `fz.reshard` lays them out anew."""
     same = [(x.path, x.shape, x.dtype) for x in found.leaves] == [(x.path, x.shape, x.dtype) for x in expected.leaves]
     return same and found.structure == expected.structure and all(x.layout.tier != "disk" for x in found.leaves)
 
@@ -205,8 +204,8 @@ def unplaced(values: Any, role: str = "params") -> dict[str, str]:
 
 
 def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> list[str]:
-    """The differences between the leaves of a state and those that a step expects; tied leaves rest as the first of
-    them. `bare`: see `unplaced`."""
+    """The differences between the leaves of a state and the leaves that a step expects; tied leaves rest as the first
+    of them. `bare`: see `unplaced`."""
     if found.structure != expected.structure:
         here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
         missing = [f"{p}: not in the state" for p in sorted(there - here)] + [
@@ -253,7 +252,7 @@ def _first_leaves(*trees: Any) -> list[torch.Tensor]:
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:
-    """The layout of a leaf as text; its tier only if that is what sets it apart from the other."""
+    """The layout of a leaf as text; its tier only if no other part differs from the other leaf's."""
     whole = tree.form(leaf.shape, leaf.dtype)
     over = over_axes(leaf.layout.axes, leaf.layout.dims)
     text = f"{whole} sharded over {over}" if over else f"{whole} whole"

@@ -52,8 +52,8 @@ class Joint:
 
 
 def _of_results(graph: Recorded) -> Any:
-    """The operations that make a function's results. An operation without results, such as the checks of torch.linalg,
-    is none of that."""
+    """The operations that make a function's results. An operation without results, such as a check of torch.linalg, is
+    left out."""
     merge_equal(graph.graph)
     return Subgraph(graph, graph.inputs, graph.outputs).signature
 

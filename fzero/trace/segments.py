@@ -1,7 +1,7 @@
 """Cuts a function at its collectives: into functions, and what ranks tell each other between them.
 
-What need not wait for a collective runs between its start and its wait. A value that one segment makes and another
-reads is contiguous, for compiled code relies on strides; a view is made again where it is read.
+Operations that need not wait for a collective run between its start and its wait. A value that one segment makes and
+another reads is contiguous, for compiled code relies on strides; a view is made again where it is read.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Segments:
         inputs: of the whole function; behind them, if it has one, the rank's number.
         results: the outputs of the whole function, each made by a step.
         steps: in order.
-        own: what each rank has its own of.
+        own: the values that differ between ranks.
     """
 
     inputs: Sequence[fx.Node]
@@ -118,7 +118,7 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
             begun = [x for x in steps if isinstance(x, ExchangeStep) and made[x.markers[0]] == number - 1]
             steps += [WaitStep(x) for x in begun]
     own = {*cut.varies}
-    for x in graph.nodes:  # what was copied is as it was
+    for x in graph.nodes:  # results of these collectives are the same on every rank
         same = x.target in (all_reduce, all_gather) or x.op == "output"
         own |= {x} if not same and not own.isdisjoint(x.all_input_nodes) else set()
     results = [Result(*x) for x in zip(outputs, cut.places, strict=True)]
@@ -186,7 +186,7 @@ def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]
         sources = [m.args[0] for m in markers if level[m] == k]
         first = ancestors(sources, stop=marked) if sources else {*here}  # type: ignore[arg-type]
         rest = [x for x in here if x not in first]
-        late = 1 if any(product_flops(x) for x in rest) else 0  # what takes no time waits with the others
+        late = 1 if any(product_flops(x) for x in rest) else 0  # views take no time, so they wait with the others
         made.update((x, 2 * k if x in first else 2 * k + late) for x in here)
     for x in body:  # what an operation makes several of leaves with it
         if x.target is operator.getitem:
@@ -205,7 +205,7 @@ def _leaves(node: fx.Node, made: dict[fx.Node, int], outputs: set[fx.Node]) -> b
 
 
 def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> None:
-    """Makes views again where later segments read them, and contiguous what later segments read else."""
+    """Makes views again for later segments that read them, and their other arguments contiguous."""
     again: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def here(x: fx.Node, number: int) -> fx.Node:
@@ -246,7 +246,8 @@ def _is_part(node: fx.Node) -> bool:
 
 
 def _traced_again(graph: fx.Graph, made: dict[fx.Node, int], copies: set[fx.Node]) -> None:
-    """Gives what reads these copies the strides that it has now. A view that these do not allow is one of a copy."""
+    """Traces the readers of these copies again, with the copies' strides. A view that these do not allow is one of a
+    copy."""
     changed, mode = {*copies}, next(x.meta["val"].fake_mode for x in copies)
     for x in list(graph.nodes):
         if x.op != "call_function" or x.target in MARKERS or changed.isdisjoint(x.all_input_nodes):

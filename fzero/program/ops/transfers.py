@@ -40,7 +40,8 @@ def _starts(line: Line, rules: Rules) -> None:
 
 
 class Collective(Start[GatherAttrs]):
-    """Over one mesh axis; several axes take several transfers, one after the other. Bytes are those of ring algorithms."""
+    """Over one mesh axis; several axes take several transfers, one after the other. Bytes are those of ring
+    algorithms."""
 
     attrs = GatherAttrs
     computes = "device"

@@ -1,4 +1,5 @@
-"""Follows the memory of arguments and of blocks' results through a trace: what is written, and what must not be read.
+"""Follows the memory of arguments and of blocks' results through a trace: written tensors, and tensors that must not be
+read.
 
 In PyTorch two of them may lie in one memory, which in a trace, where each fake tensor has its own, no one sees.
 """
@@ -21,8 +22,8 @@ class Stale(NamedTuple):
 
 
 class ArgumentMemory:
-    """The memory of a traced function's arguments, and of what blocks return. `written` has, by an argument's label,
-    the line that writes to it."""
+    """The memory of a traced function's arguments, and of blocks' results. `written` has, by an argument's label, the
+    line that writes to it."""
 
     def __init__(self) -> None:
         self.written: dict[str, str | None] = {}
@@ -46,7 +47,7 @@ class ArgumentMemory:
         return memory_of(tensor) in self._crossed
 
     def share(self, tensors: Sequence[torch.Tensor], owner: str) -> None:
-        """In PyTorch these have one memory, by a block of this name; here each has its own. What is written to one must
+        """In PyTorch these have one memory, by a block of this name; here each has its own. A value written to one must
         not be read from another."""
         storages = [memory_of(t) for t in tensors]
         before = {k: name for s in storages for k, name in self._shared.get(s, {}).items()}

@@ -1,5 +1,5 @@
-"""Guards arguments from writes while a function runs: those of the plain step, as in the compiled step while that is
-traced; and their gradients."""
+"""Guards arguments, and their gradients, from writes while a function runs: in the plain step, as the trace of a
+compiled step does."""
 
 from __future__ import annotations
 
