@@ -145,7 +145,7 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
     if otherwise is not None:
         otherwise()
     if teller.split(" ")[0] == me:
-        text = brief(error, frames)
+        text = error_text(error, frames)
         if file and summary and not starts_again() and not isinstance(error, DivergenceError):
             # which torchrun's SIGTERM may follow at once: it would be lost
             facts = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
@@ -158,7 +158,7 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
         time.sleep(_PATIENCE)
 
 
-def brief(error: BaseException, frames: TracebackType | None = None) -> str:
+def error_text(error: BaseException, frames: TracebackType | None = None) -> str:
     """An error's text below the user's own last lines that led to it."""
     theirs = [f for f in traceback.extract_tb(frames) if not _is_inside(f.filename)]
     return "".join(traceback.format_list(theirs[-_NUM_FRAMES:])) + str(error)

@@ -274,7 +274,7 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // SECTOR) * SECTOR
 
 
-def apart(sizes: Sequence[int]) -> list[int]:
+def host_offsets(sizes: Sequence[int]) -> list[int]:
     """The beginnings of leaves of these bytes that lie one behind the other in host memory, and where the last one
     ends: each at a sector, with a gap of 68 KiB behind every 16 MiB.
 
@@ -283,7 +283,7 @@ def apart(sizes: Sequence[int]) -> list[int]:
     takes two to six times as long. With the gaps no multiple of 2^28 below 2^40 stays one.
 
     Example:
-        >>> apart([10, 1 << 24, 10])
+        >>> host_offsets([10, 1 << 24, 10])
         [0, 4096, 16850944, 16850954]
     """
     out, at, end = [], 0, 0

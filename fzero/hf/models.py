@@ -86,7 +86,7 @@ class Pretrained(Functional):
         """A tensor as the library initialises it, over memory that held this number."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            if self._base_names is not None and (found := adapters.begun(self.module, name, fill)) is not None:
+            if self._base_names is not None and (found := adapters.initial(self.module, name, fill)) is not None:
                 return found
         owner, _, attribute = name.rpartition(".")
         part = self.module.get_submodule(owner)

@@ -18,7 +18,7 @@ from fzero import random as fzrandom
 from fzero.errors import TraceError
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.lowering.seed import DTYPE, SCALE, SEED, CountAhead, made_ahead, rounded, seed_of
-from fzero.lowering.training import DType, Found, Precision, Training, grad_name
+from fzero.lowering.training_source import DType, Found, Precision, Training, grad_name
 from fzero.lowering.update_graph import AGREED, RAISED, record_update
 from fzero.mesh import AbstractMesh
 from fzero.precision.fp8_gather import in_8_bits

@@ -17,7 +17,7 @@ from fzero.arguments import accepts_none
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import COMPUTE, GRADIENTS, Layout, Leaf, check_dims, over_axes, ties, torn_ties
-from fzero.lowering.training import Precision
+from fzero.lowering.training_source import Precision
 from fzero.mesh import AbstractMesh
 from fzero.operators.quant_blocks import blocks_shape, has_blocks
 from fzero.passes.zero import Zero

@@ -24,7 +24,7 @@ from fzero.lowering.layouts import (
     zero_of,
 )
 from fzero.lowering.slots import Slots, slots_of
-from fzero.lowering.training import Precision, Training
+from fzero.lowering.training_source import Precision, Training
 from fzero.lowering.variants import Variants
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.pipeline import Asked
@@ -33,10 +33,10 @@ from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.step import Step
 from fzero.step.checks import no_trainable, wants_key
-from fzero.trace.record import uncollected
+from fzero.trace.record import without_gc
 from fzero.transforms import accumulate
 from fzero.transforms.base import find
-from fzero.transforms.precision import begun
+from fzero.transforms.precision import with_first_dtype
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def trace_step(
     if not any(trains):
         raise no_trainable(abstract_params(params))
     opt_state, slots = opt_state_inputs(step, mesh, params), slots_of(step, mesh, params)
-    with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
+    with without_gc(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
         program, structure, watched, raises = lower_train(
             Training(
                 name=step.name,
@@ -134,6 +134,6 @@ def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any, num_pa
         batch: one rank's batch.
         num_parts: that the global batch is cut in, if not as the step says.
     """
-    step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
+    step = with_first_dtype(step, mesh.device if isinstance(mesh, Mesh) else None)
     inputs = params_inputs(step, mesh, params), batch_inputs(batch)
     return trace_step(step, mesh, *inputs, num_parts=num_parts).base

@@ -12,7 +12,7 @@ import torch
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.loss import agreeing
-from fzero.lowering.training import ROUNDING_STREAM, Found, Training
+from fzero.lowering.training_source import ROUNDING_STREAM, Found, Training
 from fzero.optim import global_norm
 from fzero.optim.apply import apply_optimizer
 from fzero.precision.statistics import Watched, gradient_statistics, output_maxima

@@ -21,7 +21,7 @@ from fzero.passes.pipeline import FIRST, Asked, Pass, check_after, passes_of, si
 from fzero.passes.speculate import TIERS, num_guessable
 from fzero.program.ir import Program
 from fzero.step import Step
-from fzero.trace.record import uncollected
+from fzero.trace.record import without_gc
 from fzero.transforms import remat
 from fzero.transforms.base import find
 from fzero.transforms.once_a_step import OnceAStep
@@ -114,7 +114,7 @@ class Variants:
         Raises:
             FzeroValueError: a pass to skip has nothing to do.
         """
-        with uncollected():
+        with without_gc():
             *_, program = self._verified(self.stages(choice))
         if self._idle:
             ran = ", ".join(passed.name for passed, _ in self.stages(choice))

@@ -40,7 +40,7 @@ from fzero.passes.deal import deal, gathers
 from fzero.passes.device_waits import mark
 from fzero.passes.hoist_updates import hoist_updates
 from fzero.passes.overlap import overlap, sharable
-from fzero.passes.rename import apart
+from fzero.passes.rename import rename_functions
 from fzero.passes.reuse_cut import cut_as
 from fzero.passes.speculate import speculate
 from fzero.passes.zero import Zero, keeps_gathers
@@ -283,7 +283,7 @@ PASSES = (
     ),
     Pass(
         "rename",
-        lambda program, *_: apart(program),
+        lambda program, *_: rename_functions(program),
         wanted=lambda program, *_: not program.values_by_name.keys().isdisjoint(program.functions),
         needed="a leaf would hide the function that is called like it",
     ),

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fzero import layout
-from fzero.passes.out_variants import with_functions
+from fzero.passes.out_variants import with_out_variants
 from fzero.passes.regions import ALIGNMENT, Region, RegionSlot, assign
 from fzero.program.attrs import ScatterAttrs
 from fzero.program.ir import Line, Program, Value
@@ -91,7 +91,7 @@ class _Placer:
             return tuple(out)
 
         lines = visit(self.program.lines)
-        return with_functions(
+        return with_out_variants(
             replace(self.program, lines=lines, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes)
         )
 

@@ -33,7 +33,7 @@ class Region:
     def add_leaves(self, numels: Mapping[Value, int]) -> list[RegionSlot]:
         """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same
         cache sets hold another."""
-        *offsets, self.nbytes = layout.apart([n * value.dtype.itemsize for value, n in numels.items()])
+        *offsets, self.nbytes = layout.host_offsets([n * value.dtype.itemsize for value, n in numels.items()])
         self.align, self.nbytes = layout.SECTOR, layout.padded(self.nbytes)
         return [RegionSlot(self, at, n, value) for at, (value, n) in zip(offsets, numels.items(), strict=True)]
 

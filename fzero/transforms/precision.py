@@ -320,7 +320,7 @@ def _short(dtype: Any) -> Any:
     return DTYPE_NAMES.get(text, text) if isinstance(text, str) else text
 
 
-def begun(step: Step | EvalStep, device: torch.device | None) -> Any:
+def with_first_dtype(step: Step | EvalStep, device: torch.device | None) -> Any:
     """The step with the dtype that its `mixed_precision("auto")` begins in on a device, if that is left open; None: one
     that computes in bf16."""
 
