@@ -3,9 +3,8 @@ else is made anew.
 
 A storage is known by the node that makes it. All questions for the memory of a value are answered here. They come from
 passes/split.py (saved values of a block), trace/subgraph.py (views to remake), passes/hoist_updates.py (memory still
-read), plan/memory.py (memory kept alive) and plan/inductor/fusion.py (kernels). trace/propagate.py differs: there a
-view is an operation under which a flat shard stays a shard, with or without shared memory. Where a value's strides are
-the trace's guess alone is said here too.
+read), plan/memory.py (memory kept alive) and plan/inductor/fusion.py (kernels). In trace/propagate.py a view is another
+thing: an operation under which a flat shard stays a shard. This file also tells strides that the trace alone guesses.
 """
 
 from __future__ import annotations

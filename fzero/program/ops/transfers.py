@@ -192,7 +192,7 @@ class AllReduce(Collective):
 
 class AllToAll(Collective):
     """Rows of dim 0, one for each rank along the axis, to the rows that these ranks have for this one. Its places are
-    first those that it sends from, then those that it receives to."""
+    first its operands', then its results'."""
 
     name = "all_to_all_start"
     pool = "exchange"
