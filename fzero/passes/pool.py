@@ -132,7 +132,8 @@ class _Placer:
         """Totals that are added to in place: each lives from its first line to its last reader, padded like totals of a
         loop. The summands lie in the pool too, as long as they must: one function makes both."""
         num, parts = len(line.out), self._region()
-        for value, total, part in zip(line.out, line.args[:num], line.args[num:], strict=True):
+        for i, value in enumerate(line.out):
+            total, part = line.args[i], line.args[num + i]
             slot = self.slots.get(total)
             if slot is None:
                 region = self._region()

@@ -126,7 +126,7 @@ class _PoolChecker:
         if line.says(WaitAttrs).together:
             released += [n for n, g in self.guards.items() if g.waited and g.line.axes == guard.line.axes]
         row = STARTS[guard.line.op]
-        for value, place, filled in zip(line.out, line.into, row.filled(guard.line), strict=False):
+        for value, (place, filled) in zip(line.out, zip(line.into, row.filled(guard.line), strict=False), strict=False):
             if place is None or filled is None:
                 continue
             span, source = self._span(place), self._span(filled)

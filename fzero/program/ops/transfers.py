@@ -169,8 +169,8 @@ class ReduceScatter(Collective):
         moved = list(super().handed_out(line, moved, out, told))
         if line.says(ScatterAttrs).rows:
             return [x.chunk(told.mesh.axis_size(line.axes))[told.mesh.index(line.axes)].clone() for x in moved]
-        sources = (told.program.values_by_name[a] for a in line.args)
-        return [told.cut(x, source, v) for x, source, v in zip(moved, sources, out, strict=True)]
+        sources = [told.program.values_by_name[a] for a in line.args]
+        return [told.cut(x, sources[i], out[i]) for i, x in enumerate(moved)]
 
 
 class AllReduce(Collective):
