@@ -76,9 +76,8 @@ def move(op: str, arg: str, out: str, tier: str) -> tuple[Line, Line]:
 
 def timed(lines: list[Line], times: dict[str, float], asynchronous: bool = True) -> Any:
     program = Program("hand", APART, (Value("x", (1,), F32),), {}, tuple(lines), (), {})
-    return simulate(
-        program, lambda line: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0), asynchronous
-    )
+    taken = lambda line, _: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0)  # noqa: E731
+    return simulate([program], taken, asynchronous)[0]
 
 
 def update_on_host() -> list[Line]:

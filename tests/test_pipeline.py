@@ -17,7 +17,9 @@ from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.layout import leaf_of
 from fzero.mesh import AbstractMesh
-from fzero.passes.stages import schedule
+from fzero.passes.schedules import table, when
+from fzero.plan.memory import resting_bytes
+from fzero.plan.timeline import simulate
 from fzero.program.ir import Line, Program
 from fzero.program.verify import verify
 from fzero.program.verify_stages import meeting
@@ -77,21 +79,30 @@ def equal(got: Any, want: Any, tolerance: float = 0.0) -> None:
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=lambda text, path=path: f"{path}: {text}")
 
 
-ALONE = [(2, 2, "1f1b"), (2, 8, "1f1b"), (4, 2, "1f1b"), (4, 8, "1f1b"), (3, 4, "gpipe"), (2, 4, "gpipe")]
+OWN = [["F0", "F1", "F0.1", "B0.1", "B0", "F1.1", "B1.1", "B1"]] * 2
+ALONE = [
+    *((p, m, {}) for p, m in ((2, 2), (2, 8), (4, 2), (4, 8))),
+    *((p, m, {"schedule": "gpipe"}) for p, m in ((3, 4), (2, 4))),
+    *((p, m, {"schedule": "interleaved", "chunks": 2}) for p, m in ((2, 2), (2, 4))),
+    (2, 2, {"schedule": OWN, "chunks": 2}),
+]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_alone_it_has_the_bits_of_accumulate(tied: bool) -> None:
+def test_alone_it_has_the_bits_of_accumulate() -> None:
+    want: dict[tuple[int, bool], Any] = {}
     for p, m, how in ALONE:
-        whole = fz.compose(fz.accumulate(m, vertical=True))(plain())
-        want = fz.testing.simulate(whole, AbstractMesh(data=1), params(tied=tied), batch(), steps=3)
-        mesh = AbstractMesh(pipe=p)
-        equal(fz.testing.simulate(pipelined(m, schedule=how), mesh, params(tied=tied), batch(), steps=3), want)
+        for tied in (True, False) if p == 2 else (p == 4,):
+            mesh, one = AbstractMesh(pipe=p), AbstractMesh(data=1)
+            if (m, tied) not in want:
+                whole = fz.compose(fz.accumulate(m, vertical=True))(plain())
+                want[m, tied] = fz.testing.simulate(whole, one, params(tied=tied), batch(), steps=2)
+            equal(fz.testing.simulate(pipelined(m, **how), mesh, params(tied=tied), batch(), steps=2), want[m, tied])
 
 
 BESIDE = {
     "replicas": ({"pipe": 2, "data": 2}, [fz.data_parallel()], {}),
     "zero-1": ({"data": 2, "pipe": 2}, [fz.shard_opt_state()], {"schedule": "gpipe"}),
+    "interleaved": ({"data": 2, "pipe": 2}, [fz.shard_params()], {"schedule": "interleaved", "chunks": 2}),
     "zero-2": ({"pipe": 3, "data": 2}, [fz.shard_grads()], {}),
     "zero-3": ({"pipe": 2, "data": 2}, [fz.shard_params(), fz.remat("full")], {"stages": [1, 4]}),
     "bf16": ({"pipe": 2}, [fz.mixed_precision("bf16")], {}),
@@ -149,7 +160,7 @@ def expected(m: int = 4, steps: int = 3) -> Any:
 
 
 RANKS = {
-    "alone": (2, {"pipe": 2}, [], {}, "eager"),
+    "alone": (2, {"pipe": 2}, [], {"schedule": "interleaved", "chunks": 2}, "eager"),
     "four": (4, {"pipe": 4}, [], {"schedule": "gpipe"}, "eager"),
     "zero-3": (4, {"pipe": 2, "data": 2}, [fz.shard_params()], {}, "eager"),
     "compiled": (2, {"pipe": 2}, [], {}, "inductor"),
@@ -282,13 +293,88 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
 def test_units_in_flight() -> None:
     """On stage s at most p - s micro-batches are between their forward and backward; with "gpipe" all."""
     for p, m in ((2, 4), (4, 8), (4, 2)):
-        for stage in range(p):
-            for how, most in (("1f1b", min(p - stage, m)), ("gpipe", m)):
-                order, flying, largest = schedule(how, p, m, stage), 0, 0
+        for how in ("1f1b", "gpipe"):
+            for stage, order in enumerate(table(how, p, 1, m)):
+                most, flying, largest = m if how == "gpipe" else min(p - stage, m), 0, 0
                 for unit in order:
                     flying += -1 if unit.backward else 1
                     largest = max(largest, flying)
                 assert (largest, len(order)) == (most, 2 * m)
+
+
+def test_the_plan_of_all_stages() -> None:
+    """Where stages are equal each waits for (p - 1) / (m + p - 1) of the step. A budget holds for every stage."""
+    parts = {"forward": 1.0, "backward": 2.0, "both": 3.0}
+    one = lambda line, program: parts[line.block.part] if line.block else 0.0  # noqa: E731
+    for p, m, how in ((2, 4, "1f1b"), (4, 8, "1f1b"), (4, 4, "1f1b")):
+        step = fz.compose(fz.accumulate(m, vertical=True), fz.pipeline(schedule=how))(
+            fz.train_step(chain, optim.sgd(0.1))
+        )
+        given = {"layers": [{"w": torch.eye(4), "b": torch.zeros(4)} for _ in range(8)]}
+        lowered = fz.lower(step, AbstractMesh(pipe=p), given, torch.ones(2 * m, 4), device="h100")
+        found = simulate(lowered.programs, one, asynchronous=True)
+        seconds = max(x.step_seconds for x in found)
+        assert [1 - x.compute_seconds / seconds for x in found] == pytest.approx([(p - 1) / (m + p - 1)] * p), how
+    plan = lowered.plan
+    assert [x.num_blocks for x in plan.stages] == [2] * 4 and plan.peak_bytes == plan.stages[0].peak_bytes
+    assert [x.resting_bytes for x in plan.stages] == [resting_bytes(x) for x in lowered.programs]
+    assert plan.step_seconds >= max(x.compute_seconds for x in plan.stages) and 0 < plan.bubble < 1
+    highest = max(x.peak_bytes for x in plan.stages)
+    assert fz.fits(plan, highest) and not fz.fits(plan, highest - 1)
+    assert "bubble" in str(plan) and '"stages"' in plan.to_json()
+
+
+def test_a_memory_budget_is_for_every_stage() -> None:
+    """The search keeps what fits on the stage that takes most, and an error names that stage."""
+    given = {"layers": [{"w": torch.empty(64, 64, device="meta"), "b": torch.zeros(64)} for _ in range(6)]}
+    step = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline(), fz.remat("auto"))(
+        fz.train_step(chain, optim.sgd(0.1))
+    )
+    rows = torch.empty(4 * 256, 64, device="meta")
+    lower = lambda **budget: fz.lower(step, AbstractMesh(pipe=2), given, rows, device="h100", **budget)  # noqa: E731
+    peak = lambda lowered: max(x.peak_bytes for x in lowered.plan.stages)  # noqa: E731
+    free, least = (
+        peak(lower()),
+        peak(fz.lower(step, AbstractMesh(pipe=2), given, rows, device="h100", memory_budget=10**9)),
+    )
+    assert free == least
+    tight = int(0.8 * free)
+    found = lower(memory_budget=tight)
+    assert peak(found) <= tight and [d.what for d in found.plan.decisions][:2] == ["pipeline", "remat"]
+    with pytest.raises(fz.errors.BudgetError, match=r"of a pipeline: stage [01] of 2"):
+        lower(memory_budget="200KiB")
+
+
+def test_tables_of_units() -> None:
+    """Every named one is run through, with the bubble of its paper; a rank has units of all its chunks."""
+    for p, chunks, m in itertools.product((2, 3, 4), (1, 2, 3), (1, 2, 3, 4, 5, 8, 12)):
+        for how in ("gpipe", "1f1b") if chunks == 1 else ("interleaved",):
+            orders = table(how, p, chunks, m)
+            seconds = max(end for _, end in when(orders, p * chunks).values())
+            assert [len({*order}) for order in orders] == [2 * m * chunks] * p == [len(order) for order in orders]
+            if m % p == 0:
+                assert 1 - 3 * m * chunks / seconds == pytest.approx((p - 1) / (m * chunks + p - 1))
+    wrong = {
+        "rank 0 lacks B1": [["F0", "F1", "B0"], ["F0", "B0", "F1", "B1"]],
+        "rank 1 has besides F2": [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "F2", "B1"]],
+        "rank 0 repeats F0": [["F0", "F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]],
+        "1 orders, and 2 ranks": [["F0", "F1", "B0", "B1"]],
+        "rank 1 has behind a later micro-batch of its kind and chunk B0": [
+            ["F0", "F1", "B0", "B1"],
+            ["F0", "F1", "B1", "B0"],
+        ],
+        "rank 0 waits at B0 for B0 of stage 1": [["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]],
+    }
+    for text, orders in wrong.items():
+        with pytest.raises(FzeroValueError) as found:
+            fz.lower(pipelined(2, schedule=orders), AbstractMesh(pipe=2), params(), batch())
+        assert text in str(found.value)
+    for given in ([["F0", "X"]], [3], 3, [["F0", 1]]):
+        with pytest.raises(FzeroTypeError, match="a schedule is a name, or a list of units for each rank"):
+            fz.pipeline(schedule=given)
+    for how, chunks in (("interleaved", 1), ("1f1b", 2)):
+        with pytest.raises(FzeroValueError, match=f"schedule='{how}' with chunks={chunks}"):
+            fz.pipeline(schedule=how, chunks=chunks)
 
 
 def test_what_cannot_be_divided() -> None:
@@ -315,8 +401,6 @@ def test_what_cannot_be_divided() -> None:
         pipelined(2, fz.mixed_precision("bf16", watch=True))
     with pytest.raises(TransformError, match="does nothing to an evaluation"):
         fz.pipeline(fz.eval_step(chain))
-    with pytest.raises(FzeroValueError, match="a memory budget chooses one program"):
-        fz.lower(pipelined(2), AbstractMesh(pipe=2), params(), batch(), memory_budget="1GB")
     with pytest.raises(FzeroValueError, match="stages are made of the blocks that a batch goes through"):
         fz.compile(pipelined(2), fz.make_mesh(data=1, pipe=1), backend="eager")
 

@@ -184,9 +184,8 @@ def test_the_pool_counts_once_for_all_that_lies_in_it():
 
 def timed(program, times, asynchronous):
     """`times`: seconds by name of the function or of the handle."""
-    return simulate(
-        program, lambda line: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0), asynchronous
-    )
+    taken = lambda line, _: times.get(line.fn or (line.out[0].name if line.out else ""), 0.0)  # noqa: E731
+    return simulate([program], taken, asynchronous)[0]
 
 
 @functools.cache

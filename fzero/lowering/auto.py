@@ -200,7 +200,7 @@ class _Tiers:
     besides: dict[Choice, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.search = Search(lambda c: self.variants(c.rests)(replace(c, rests=())), (), self.budget)
+        self.search = Search(lambda c: (self.variants(c.rests)(replace(c, rests=())),), (), self.budget)
         self.likes = functools.cache(_likes)  # asked of every candidate, after every try
 
     def best(self) -> tuple[Shares, str]:

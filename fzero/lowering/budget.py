@@ -137,6 +137,7 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] =
             needs = f"a rank needs {size(use.peak)}{named[use.tier]}"
             problems.append(f"{needs}, {exact_size(use.over)} more than the {size(use.limit)} it may have")
             if use.tier == "device":
+                problems += [f"of a pipeline: {program.notes[-1]}"] if found.stages else []
                 problems += [f"at: {brief(found.peak_line.text.strip(), 100)}", *filling(program, found)]
     over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
     fixes = ["apply what lowers it most"] if advice else []

@@ -58,13 +58,14 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
     program = trace_step(step, mesh, inputs, batch).base
     numbers = block_numbers(program)
     seconds = _work(program, numbers)
-    counts = _counts(spec, n, seconds)
+    counts = _counts(spec, n * spec.chunks, seconds)
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     first = leaf_stages(program, dict(zip(numbers, stages, strict=True)))
     leaves = {x.path: first[inputs.leaves[t].path] for x, t in zip(inputs.leaves, inputs.ties, strict=True)}
     chosen = replace(spec, stages=counts, leaves=leaves)
-    of = [sum(x for x, s in zip(seconds, stages, strict=True) if s == stage) for stage in range(n)]
-    why = f"of {len(numbers)} blocks; the slowest stage does {max(of) / (sum(of) or 1):.0%} of the products"
+    of = [sum(x for x, s in zip(seconds, stages, strict=True) if s % n == rank) for rank in range(n)]
+    most, who = max(of) / (sum(of) or 1), "rank" if spec.chunks > 1 else "stage"
+    why = f"of {len(numbers)} blocks; the slowest {who} does {most:.0%} of the products"
     transforms = tuple(sorted((*others, chosen), key=lambda t: (t.order, str(t))))
     return Chosen(replace(step, transforms=transforms), (PlanDecision(spec.name, f"stages={[*counts]}", why),))
 
@@ -83,12 +84,14 @@ def _check(step: Step) -> None:
 
 def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
     if len(work) < n:
-        fix = f"mark the function of a layer with fz.block; or a mesh with {spec.axis}={max(len(work), 1)} or fewer"
+        fewer = max(len(work) // spec.chunks, 1)
+        fix = f"mark the function of a layer with fz.block; or a mesh with {spec.axis}={fewer} or fewer"
         raise FzeroValueError("pipeline", "more stages than blocks", [f"{n} stages, {len(work)} blocks"], fix)
     if spec.stages is None:
         return _even(work, n)
     if len(spec.stages) != n or sum(spec.stages) != len(work):
-        problems = [f"stages={[*spec.stages]}: the mesh has {spec.axis}={n}, and the step {len(work)} blocks"]
+        ranks = f"{spec.axis}={n // spec.chunks}{f' of {spec.chunks} chunks' if spec.chunks > 1 else ''}"
+        problems = [f"stages={[*spec.stages]}: the mesh has {ranks}, and the step {len(work)} blocks"]
         fix = f"give {n} numbers that add up to {len(work)}, e.g. {[*_even(work, n)]}"
         raise FzeroValueError("pipeline", "blocks per stage do not add up", problems, fix)
     return spec.stages
@@ -114,7 +117,7 @@ def _even(work: Sequence[float], n: int) -> tuple[int, ...]:
     """The counts of consecutive blocks whose slowest stage does least.
 
     Example:
-        >>> _even([1.0, 1.0, 1.0, 1.0, 3.0], 2)
+        >>> _even([1.0, 1.0, 1.0, 1.0, 4.0], 2)
         (4, 1)
     """
     least = max(work, default=0.0) * 1e-9 + 1e-12  # where nothing is multiplied, blocks count

@@ -9,11 +9,11 @@ devices: `lower` works for any mesh on abstract tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.errors import FzeroTypeError
 from fzero.lowering.advice import advise
 from fzero.lowering.auto import resolve
 from fzero.lowering.base_program import lower_eval
@@ -30,7 +30,7 @@ from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FIRST, Asked
 from fzero.plan.devices import Device, get_device
-from fzero.plan.plan import Plan, plan
+from fzero.plan.plan import Plan, peak_bytes, plan
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.program.verify_stages import meeting
@@ -151,12 +151,10 @@ def lower_inputs(
 
     axis = zero_of(step, mesh).stages
     here = mesh.index(axis) if axis and isinstance(mesh, Mesh) else 0
-    if axis and budget is not None and budget.nbytes is not None:
-        fix = "leave memory_budget out, and look at the plan of each stage: fz.lower(...).programs"
-        raise FzeroValueError("pipeline", "a memory budget chooses one program, and each stage has its own", fix=fix)
+    stages = range(mesh.axes[axis] if axis else 1)
 
     def lowered(choice: Choice) -> Lowered:
-        programs = tuple(variants.verified(replace(choice, stage=n)) for n in range(mesh.axes[axis] if axis else 1))
+        programs = tuple(variants.verified(replace(choice, stage=n)) for n in stages)
         if traced is not None:
             check_used(programs[0], traced.slots)
         return Lowered(
@@ -175,12 +173,13 @@ def lower_inputs(
 
     if budget is None:
         return lowered(starts[0][0])
-    search = Search(variants, passes, budget)
+    search = Search(lambda choice: tuple(variants(replace(choice, stage=n)) for n in stages), passes, budget)
     with within("planning", "the fastest program that fits"):
         choice = next(filter(None, map(search.best, starts)), None)
     if choice is None:
-        program = variants.verified(starts[-1][0])
-        found = plan(program, budget.device, backend=budget.backend)
+        programs = [variants.verified(replace(starts[-1][0], stage=n)) for n in stages]
+        program = _largest(programs, budget)
+        found = plan(program, budget.device, backend=budget.backend, stages=programs)
         over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
         advice = advice_on(step, mesh, params, batch, budget, found) if over and isinstance(step, Step) else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
@@ -192,9 +191,14 @@ def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, bud
 
     def asked(more: Step) -> Program:
         leaves = params_inputs(more, mesh, abstract_params(params))
-        return lower_inputs(more, mesh, leaves, batch, limited=True).program
+        return _largest(lower_inputs(more, mesh, leaves, batch, limited=True).programs, budget)
 
     return advise(step, mesh, params, budget, found, asked)
+
+
+def _largest(programs: Sequence[Program], budget: Budget) -> Program:
+    """The program that takes most of the device's memory."""
+    return max(programs, key=lambda program: peak_bytes(program, budget.device, budget.backend)[0])
 
 
 def _stages(variants: Variants, choice: Choice) -> dict[str, Program]:

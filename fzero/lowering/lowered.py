@@ -106,4 +106,5 @@ class Lowered:
             device,
             backend=backend,
             decisions=(*self.chosen, *decided(self.program, self.choice, self.budget)),
+            stages=self.programs,
         )

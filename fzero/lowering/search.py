@@ -41,41 +41,48 @@ SAME = 1e-3  # predictions that differ by less are the same
 
 @dataclass(eq=False)
 class CostOfChoice:
-    """The predicted cost of a program on a budget's device, each part found when it is asked for."""
+    """The predicted cost of a program on a budget's device, each part found when it is asked for; of a pipeline, of the
+    programs of all stages."""
 
-    program: Program
+    programs: tuple[Program, ...]
     budget: Budget
+
+    @property
+    def program(self) -> Program:
+        """The one whose options are open; of a pipeline that of the first stage."""
+        return self.programs[0]
 
     @functools.cached_property
     def peaks(self) -> tuple[int, int, int]:
-        """Bytes on the device, the host and the disk."""
-        return peak_bytes(self.program, self.budget.device, self.budget.backend)
+        """The most bytes of a rank on the device, the host and the disk."""
+        found = [peak_bytes(program, self.budget.device, self.budget.backend) for program in self.programs]
+        return max(x[0] for x in found), max(x[1] for x in found), max(x[2] for x in found)
 
     @functools.cached_property
     def queues(self) -> tuple[float, dict[str, float]]:
         """Seconds of a step, and of each queue (`queue_seconds`)."""
-        return queue_seconds(self.program, self.budget.device, self.budget.backend)
+        return queue_seconds(self.programs, self.budget.device, self.budget.backend)
 
 
 class Search:
     """The costs of choices, and the best of them.
 
     Args:
-        build: the finished program of a choice, the same object for choices that come to the same.
+        build: the finished programs of a choice, of all stages, the same objects for choices that come to the same.
         passes: whose options are open, under a budget of memory.
         budget: to fit.
     """
 
-    def __init__(self, build: Callable[[Choice], Program], passes: Sequence[Pass], budget: Budget):
+    def __init__(self, build: Callable[[Choice], tuple[Program, ...]], passes: Sequence[Pass], budget: Budget):
         self.build, self.budget = build, budget
         self.passes = passes if budget.nbytes is not None else ()
         self.tried: dict[Choice, CostOfChoice] = {}
-        self._of: dict[int, CostOfChoice] = {}  # by program
+        self._of: dict[tuple[int, ...], CostOfChoice] = {}  # by programs
 
     def cost(self, choice: Choice) -> CostOfChoice:
         if choice not in self.tried:
-            program = self.build(choice)
-            self.tried[choice] = self._of.setdefault(id(program), CostOfChoice(program, self.budget))
+            programs = self.build(choice)
+            self.tried[choice] = self._of.setdefault(tuple(map(id, programs)), CostOfChoice(programs, self.budget))
         return self.tried[choice]
 
     def fits(self, choice: Choice) -> bool:

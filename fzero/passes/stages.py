@@ -11,21 +11,25 @@ for its order.
   - one of the step to that of what it reads or writes, such as a gather, a sum or an update of leaves. A transfer of
     several stages is divided.
 A line that reads nothing of any stage is wherever it is read. One that reads values of several stages is on every one
-of them: those are numbers, such as norms. Leaves of several stages it may not read.
+of them: those are numbers, such as norms. Leaves of several ranks it may not read. A rank has several stages where the
+schedule is interleaved: what one of them makes for another of the same rank is not handed.
 
-[Note: hands] A value that other stages read is handed to each of them, at the end of the unit that makes it: a unit is
-the forward or backward of a micro-batch. What of the step units read is handed before the first unit, other values of
-the step behind the last, in the order of their lines. A take starts a unit ahead, a hand is waited for two units later.
+[Note: hands] A value that other ranks read is handed to each of them, at the end of the unit that makes it
+(fzero/passes/schedules.py). Values of the step that units read are handed before the first unit, other values of the
+step behind the last, in the order of their lines. A take starts a unit ahead of its first reader, and before the takes
+of what its rank hands later. A hand is waited for two units later, or when its take has started, by the times of
+units. So in the order of those times every wait comes behind the other side's start, and no ranks wait for each other.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from fzero.errors import FzeroValueError
+from fzero.passes.schedules import Unit, table, when
 from fzero.program.attrs import HandAttrs, TakeAttrs
 from fzero.program.ir import Line, Program, moving
 from fzero.program.names import Names, identifier
@@ -36,14 +40,7 @@ from fzero.transforms.pipeline import Pipeline
 EVERY = -1
 """The place of what every stage has."""
 Place = int | None
-"""A stage, or `EVERY`; None: wherever it is read."""
-
-
-class Unit(NamedTuple):
-    """The forward or backward of a micro-batch on a stage."""
-
-    backward: bool
-    micro: int
+"""A stage or a rank, or `EVERY`; None: wherever it is read."""
 
 
 def spec_of(program: Program) -> Pipeline | None:
@@ -80,28 +77,16 @@ def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]
     return {x.path: found.get(x.path, 0) for x in program.leaves.values() if x.role == "params"}
 
 
-def schedule(kind: str, stages: int, micro: int, stage: int) -> list[Unit]:
-    """The order of a stage's units.
-
-    Example:
-        >>> [f"{'FB'[u.backward]}{u.micro}" for u in schedule("1f1b", 2, 3, 0)]
-        ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-    """
-    ahead = micro if kind == "gpipe" else min(stages - stage - 1, micro)
-    forward, backward = ([Unit(b, m) for m in range(micro)] for b in (False, True))
-    steady = [u for pair in zip(forward[ahead:], backward, strict=False) for u in pair]
-    return [*forward[:ahead], *steady, *backward[micro - ahead :]]
-
-
-def project(program: Program, stage: int) -> Program:
-    """The program of one stage. It has the leaves of that stage alone."""
-    return _Projection(program, stage).program
+def project(program: Program, rank: int) -> Program:
+    """The program of the ranks at one place along the axis. It has the leaves of their stages alone."""
+    return _Projection(program, rank).program
 
 
 class _Places:
     """The stages of a program's values and lines: see [Note: stages].
 
     Attributes:
+        num_ranks: along the axis; None of a base program, whose leaves are nowhere yet.
         of: the place of each value. Those that are not there are the batch's, and leaves that every rank has.
         of_line: of each line; of a transfer of the step, whose values have places of their own, `EVERY`.
         divided: the numbers of such transfers and of their waits.
@@ -110,8 +95,13 @@ class _Places:
 
     def __init__(self, program: Program, of_block: Mapping[int, int]):
         self.program = program
+        spec = spec_of(program)
+        known = (spec and spec.leaves) or {}
+        self.num_ranks = program.mesh.axes[spec.axis] if spec and known else None
         self.of: dict[str, Place] = {
-            path: leaf.layout.only.index for path, leaf in program.leaves.items() if leaf.layout.only is not None
+            path: known.get(path, leaf.layout.only.index)
+            for path, leaf in program.leaves.items()
+            if leaf.layout.only is not None
         }
         self.of_line: list[Place] = []
         self.divided: set[int] = set()
@@ -128,6 +118,10 @@ class _Places:
         self._after = self._of_readers()
         for i in range(self.backward, len(program.lines)):
             self._add(i, program.lines[i])
+
+    def rank(self, place: Place) -> Place:
+        """The rank of a stage; `EVERY` and None as they are."""
+        return place if place is None or place == EVERY or self.num_ranks is None else place % self.num_ranks
 
     def _add(self, i: int, line: Line) -> None:
         row, start = OPS[line.op], self._started.get(line.args[0]) if line.args else None
@@ -206,7 +200,7 @@ class _Places:
         # gradients are handed to where leaves are
         leaves = {a: s for a, s in found.items() if a in self.program.leaves} or found
         shared = any(self.of.get(w) is None for w in line.writes)  # such as the number of the step
-        if len({*leaves.values()}) > 1 or (leaves and shared):
+        if len({*map(self.rank, leaves.values())}) > 1 or (leaves and shared):
             grads = {g: leaf for leaf, g in self.program.grads.items()}
             problems = [f"{grads.get(a, a)}: stage {s}" for a, s in leaves.items()]
             fix = "an optimizer that reads each leaf apart, and of others numbers such as norms; or no pipeline"
@@ -231,45 +225,86 @@ class _Projection:
         owner = [stage for stage, count in enumerate(spec.stages) for _ in range(count)]
         self.places = _Places(program, dict(zip(numbers, owner, strict=True)))
         self.lines, self.values = program.lines, program.values_by_name
+        micro = next((line.micro[1] for line in self.lines if line.micro is not None), 1)
+        self.table = table(spec.schedule, self.n, spec.chunks, micro)
+        self.when = when(self.table, len(spec.stages))
+        self.index = {unit: i for order in self.table for i, unit in enumerate(order)}
         self.names = Names(self.values)
         self._find_crossing()
+        self.needed = self._needed()
+        self.posts = [self._posts(rank) for rank in range(self.n)]
         self.out: list[Line] = []
         self.emitted: set[int] = set()
         self.here: dict[str, str] = {}  # what leaves of other stages are called here
         self.taken: dict[str, Line] = {}  # by value, the take that is not waited for yet
         self.posted: set[str] = set()
-        self.waits: list[tuple[int, Line]] = []  # for what is handed, with the number of the unit
+        self.waits: list[tuple[int, Line]] = []  # for what is handed, with the unit before which
         self.counts: dict[tuple[bool, int], int] = defaultdict(int)
         self._emit_all()
         self.program = self._made()
 
     # --- what crosses ---
 
+    def _rank_of(self, a: str) -> Place:
+        """The rank that has a value; `EVERY`, or None: wherever it is read."""
+        return self.places.rank(self.places.of.get(a))
+
     def _runs(self, i: int) -> set[int]:
-        """The stages that run a line; of one that is wherever it is read, none."""
-        place = self.places.of_line[i]
+        """The ranks that run a line; of one that is wherever it is read, none."""
+        place = self.places.rank(self.places.of_line[i])
         return set() if place is None else {*range(self.n)} if place == EVERY else {place}
 
     def _find_crossing(self) -> None:
-        """Finds the values that other stages read, with those stages, and when each is handed."""
+        """Finds the values that other ranks read, with those ranks, and when each is handed."""
         self.crossing: dict[str, set[int]] = defaultdict(set)
         of_units = set[str]()
         for i, line in enumerate(self.lines):
             if i in self.places.divided:
                 continue
             for a in line.args:
-                stage = self.places.of.get(a)
-                if stage is not None and stage != EVERY and (others := self._runs(i) - {stage}):
+                rank = self._rank_of(a)
+                if rank is not None and rank != EVERY and (others := self._runs(i) - {rank}):
                     self.crossing[a] |= others
                     of_units |= {a} if line.micro is not None else set()
         self._check_order()
         for a in self.source.outputs:
-            if (stage := self.places.of.get(a)) is not None and stage != EVERY:
-                self.crossing[a] |= {*range(self.n)} - {stage}
+            if (rank := self._rank_of(a)) is not None and rank != EVERY:
+                self.crossing[a] |= {*range(self.n)} - {rank}
         self.handed: dict[Unit | str, list[str]] = defaultdict(list)
         for a in sorted(self.crossing, key=lambda a: self.places.made.get(a, -1)):
             unit = self._unit(self.places.made[a]) if a in self.places.made else None
             self.handed[unit or ("before" if a in of_units or a in self.source.leaves else "behind")].append(a)
+
+    def _needed(self) -> dict[str, dict[int, int]]:
+        """The number of the unit in which each rank first needs a value."""
+        found: dict[str, dict[int, int]] = defaultdict(dict)
+        for a in self.source.outputs:
+            found[a] = {rank: len(order) for rank, order in enumerate(self.table)}
+        for i in reversed(range(len(self.lines))):
+            line, unit = self.lines[i], self._unit(i)
+            if unit is not None and unit in self.index:
+                when = {unit.stage % self.n: self.index[unit]}
+            else:  # where its results are needed, at the latest behind the units
+                when = {} if unit is not None else {rank: len(self.table[rank]) for rank in self._runs(i)}
+                for v in line.out:
+                    for rank, number in found[v.name].items():
+                        when[rank] = min(number, when.get(rank, number))
+            for a in line.args if i not in self.places.divided else ():
+                for rank, number in when.items():
+                    found[a][rank] = min(number, found[a].get(rank, number))
+        return found
+
+    def _posts(self, me: int) -> dict[str, int]:
+        """The number of the unit before which a rank starts to take each value that units of others make."""
+        needed, found = self.needed, dict[str, int]()
+        for rank in range(self.n):
+            number = len(self.table[me])
+            for unit in reversed(self.table[rank]) if rank != me else ():
+                for a in reversed(self.handed[unit]):
+                    if me in self.crossing[a]:
+                        number = max(0, min(number, needed[a].get(me, number) - 1))
+                        found[a] = number
+        return dict(reversed(found.items()))  # those of one rank in the order in which it hands them
 
     def _check_order(self) -> None:
         """Raises where a forward reads what a later stage's makes, or a backward what an earlier one's does."""
@@ -290,29 +325,31 @@ class _Projection:
             raise FzeroValueError("pipeline", "values go against the order of stages", problems[:5], fix)
 
     def _unit(self, i: int) -> Unit | None:
-        micro = self.lines[i].micro
-        return None if micro is None else Unit(i >= self.places.backward, micro[0])
+        """The unit of a line, on no stage if it is wherever it is read; None of a line of the step."""
+        micro, stage = self.lines[i].micro, self.places.of_line[i]
+        return None if micro is None else Unit(i >= self.places.backward, micro[0], EVERY if stage is None else stage)
 
     # --- lines ---
 
     def _emit_all(self) -> None:
-        num = next((line.micro[1] for line in self.lines if line.micro is not None), 1)
-        units = schedule(self.spec.schedule, self.n, num, self.me)
+        units = self.table[self.me]
         own: dict[Unit, list[int]] = defaultdict(list)
-        for i, place in enumerate(self.places.of_line):
-            if place == self.me and (unit := self._unit(i)) is not None:
+        for i in range(len(self.lines)):
+            if (unit := self._unit(i)) is not None:
                 own[unit].append(i)
+        takes: dict[int, list[str]] = defaultdict(list)
+        for a, number in sorted(self.posts[self.me].items(), key=lambda item: item[1]):
+            takes[number].append(a)
         for a in self.handed["before"]:
-            self._pass_on(a, -1)
+            self._pass_on(a, 1)
         for number, unit in enumerate(units):
-            for now in units[number : number + 2]:
-                for a in self.handed[now]:
-                    self._take(a)
-            self._finish(number - 2)
+            for a in takes[number]:
+                self._take(a)
+            self._finish(number)
             for i in own[unit]:
                 self._emit(i)
             for a in self.handed[unit]:
-                self._hand(a, number)
+                self._hand(a, number + 2)
         self._finish(len(units))
         behind = {*self.handed["behind"]}
         for i, line in enumerate(self.lines):
@@ -325,25 +362,25 @@ class _Projection:
             self._need(a)
         self._finish(len(units))
 
-    def _pass_on(self, a: str, unit: int) -> None:
+    def _pass_on(self, a: str, before: int) -> None:
         self._take(a)
-        if self.places.of[a] == self.me:
+        if self._rank_of(a) == self.me:
             self._need(a)
-            self._hand(a, unit)
+            self._hand(a, before)
 
     def _take(self, a: str) -> None:
-        """Starts to take a value, if it comes to this stage."""
-        stage = self.places.of[a]
-        if self.me not in self.crossing[a] or a in self.posted or stage is None:
+        """Starts to take a value, if it comes to this rank."""
+        rank = self._rank_of(a)
+        if self.me not in self.crossing[a] or a in self.posted or rank is None:
             return
         self.posted.add(a)
         value = self.values[a]
-        number = self.counts[False, stage]
-        self.counts[False, stage] += 1
+        number = self.counts[False, rank]
+        self.counts[False, rank] += 1
         handle = moving(self.names(f"take_{identifier(a)}"))
         attrs = TakeAttrs(
             axes=(self.axis,),
-            peer=stage,
+            peer=rank,
             number=number,
             shape=value.held(self.source.mesh),
             dtype=value.dtype,
@@ -354,9 +391,10 @@ class _Projection:
             self.here[a] = self.names(f"{identifier(a)}_taken")
         self.taken[a] = Line("wait", (handle.name,), (replace(value, name=self.here.get(a, a)),), by=self.spec.name)
 
-    def _hand(self, a: str, unit: int) -> None:
-        """Hands a value of this stage to the stages that read it."""
-        if self.places.of[a] != self.me:
+    def _hand(self, a: str, before: int) -> None:
+        """Hands a value of this rank to those that read it. It is waited for before a unit, or a later one if its take
+        starts later."""
+        if self._rank_of(a) != self.me:
             return
         for peer in sorted(self.crossing[a]):
             number = self.counts[True, peer]
@@ -364,17 +402,24 @@ class _Projection:
             handle = moving(self.names(f"hand_{identifier(a)}"))
             attrs = HandAttrs(axes=(self.axis,), peer=peer, number=number)
             self.out.append(Line("hand_start", (a,), (handle,), attrs=attrs, by=self.spec.name))
-            self.waits.append((unit, Line("wait", (handle.name,), by=self.spec.name)))
+            self.waits.append((self._awaited(a, peer, before), Line("wait", (handle.name,), by=self.spec.name)))
+
+    def _awaited(self, a: str, peer: int, before: int) -> int:
+        post, order = self.posts[peer].get(a), self.table[self.me]
+        if post is None:
+            return before
+        starts = self.when[self.table[peer][post]][0] if post < len(self.table[peer]) else math.inf
+        return next((i for i in range(before, len(order)) if self.when[order[i]][0] >= starts), len(order))
 
     def _finish(self, unit: int) -> None:
-        """Waits for what was handed in units up to this one."""
+        """Waits for what is to be waited for before a unit, or one before it."""
         self.out += [line for number, line in self.waits if number <= unit]
         self.waits = [(number, line) for number, line in self.waits if number > unit]
 
     def _need(self, a: str) -> None:
         """Has a value here, before the line that reads it."""
-        if self.places.of.get(a) not in (None, EVERY, self.me):
-            assert a in self.posted, f"{a} is read on stage {self.me} before it is taken"
+        if self._rank_of(a) not in (None, EVERY, self.me):
+            assert a in self.posted, f"{a} is read on rank {self.me} before it is taken"
             if a in self.taken:
                 self.out.append(self.taken.pop(a))
         elif a in self.places.made:
@@ -395,13 +440,14 @@ class _Projection:
 
     def _own_part(self, i: int, line: Line) -> Line:
         """A transfer of the step, or its wait, as far as it is of values that this stage has."""
-        has = lambda a: self.places.of.get(a) in (None, EVERY, self.me)  # noqa: E731
+        has = lambda a: self._rank_of(a) in (None, EVERY, self.me)  # noqa: E731
         if line.op in STARTS:
             return replace(line, args=tuple(a for a in line.args if has(a)))
         return replace(line, out=tuple(v for v in line.out if has(v.name)))
 
     def _made(self) -> Program:
-        program = self.source
+        program, chunks = self.source, self.spec.chunks
+        stages = ", ".join(str(self.me + chunk * self.n) for chunk in range(chunks))
         own = {p for p, leaf in program.leaves.items() if leaf.layout.only in (None, (self.axis, self.me))}
         made = {v.name for line in self.out for v in line.out} | own
         written = {w for line in self.out for w in line.writes}
@@ -413,5 +459,5 @@ class _Projection:
             owners={p: n for p, n in program.owners.items() if p in own},
             assigns=tuple(a for a in program.assigns if a in written),
             grads={p: g for p, g in program.grads.items() if g in made and p in own},
-            notes=(*program.notes, f"stage {self.me} of {self.n}"),
+            notes=(*program.notes, f"stage{'s' * (chunks > 1)} {stages} of {self.n * chunks}"),
         )

@@ -32,12 +32,20 @@ def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - of the extra `plan`
     except ImportError as error:
         raise FzeroValueError("plan", "a picture needs matplotlib", [str(error)], "pip install matplotlib") from error
-    shown: dict[str, Sequence[Event]] = {f"predicted: {duration(plan.step_seconds)} a step": plan.events}
+    shown: dict[str, Sequence[Event]] = {}
+    if plan.stages:
+        shown[f"stages, of which {plan.bubble:.1%} is bubble"] = [
+            e._replace(queue=f"stage {n}")
+            for n, events in enumerate(plan.stage_events)
+            for e in events
+            if e.queue == COMPUTE
+        ]
+    shown[f"predicted: {duration(plan.step_seconds)} a step"] = plan.events
     if measured:
         shown[f"measured: {duration(max(e.start + e.seconds for e in measured))} a step"] = measured
     ends = [plan.step_seconds, *(e.start + e.seconds for events in shown.values() for e in events)]
     scale, unit = next((s for s in _SECONDS if max(ends) >= s[0]), _SECONDS[-1])
-    queues = [list(dict.fromkeys([COMPUTE, *sorted({e.queue for e in events})])) for events in shown.values()]
+    queues = [sorted({e.queue for e in events}, key=lambda q: (q != COMPUTE, len(q), q)) for events in shown.values()]
     heights = [0.6 + 0.42 * len(rows) for rows in queues]
     figure = Figure(figsize=(11, sum(heights) + 3.9), layout="constrained")
     *lanes, memory = figure.subplots(len(shown) + 1, 1, sharex=True, height_ratios=[*heights, 3.6])

@@ -72,6 +72,26 @@ class WaitTime(NamedTuple):
     seconds: float
 
 
+class StagePlan(NamedTuple):
+    """The predicted cost of one stage of a pipeline, on each of its ranks.
+
+    Attributes:
+        num_blocks: that it has.
+        compute_seconds: in which functions run.
+        bubble: the share of the step in which it waits for other stages, or is done before the last of them.
+        peak_bytes, host_peak_bytes, resting_bytes: as of `Plan`.
+        sent_bytes: what it hands to other stages in a step.
+    """
+
+    num_blocks: int
+    compute_seconds: float
+    bubble: float
+    peak_bytes: int
+    host_peak_bytes: int
+    resting_bytes: int
+    sent_bytes: int
+
+
 class PlanDecision(NamedTuple):
     """Something that a step leaves open: how it was decided for this program, and why."""
 
@@ -109,6 +129,9 @@ class Plan:
         events: the timeline.
         lines: the text of every line.
         decisions: what the step left open, how it was decided, and why.
+        stages: of a `pipeline`, each of its stages; else (). All else is of the stage that this rank has, but for
+            `step_seconds`, which is of all.
+        bubble: the mean of theirs.
 
     Example:
         >>> import torch, fzero as fz
@@ -147,11 +170,17 @@ class Plan:
     lines: tuple[str, ...] = field(repr=False)
     decisions: tuple[PlanDecision, ...] = ()
     ward_bytes: int = 0
+    stages: tuple[StagePlan, ...] = ()
+    stage_events: tuple[tuple[Event, ...], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         from fzero.plan.render import table
 
         return table(self)
+
+    @property
+    def bubble(self) -> float:
+        return sum(stage.bubble for stage in self.stages) / len(self.stages) if self.stages else 0.0
 
     @property
     def busy(self) -> dict[str, float]:
@@ -215,6 +244,7 @@ def plan(
     *,
     backend: str = "inductor",
     decisions: Sequence[PlanDecision] = (),
+    stages: Sequence[Program] = (),
 ) -> Plan:
     """Predicts the cost of a finished program on each rank in one step. No device is touched.
 
@@ -224,6 +254,7 @@ def plan(
             machine's.
         backend: that its functions will be built with: it decides what a call holds in between.
         decisions: that made it this program.
+        stages: the programs of all stages of a pipeline, of which `program` is one.
 
     Raises:
         FzeroValueError: an unknown device.
@@ -233,7 +264,11 @@ def plan(
     )
     walked = list(program.walk())
     line_of = statements(program)
-    timeline, memory = _timeline(program, found, backend), _memory(program, found, backend)
+    memory = _memory(program, found, backend)
+    stages = stages or (program,)
+    timelines = _timelines(stages, found, backend)
+    timeline = timelines[next(i for i, x in enumerate(stages) if x is program)]
+    step_seconds = max(x.step_seconds for x in timelines)
     sent: dict[str, int] = {}
     for line, times in walked:
         queue = channel(line)
@@ -254,7 +289,7 @@ def plan(
         mesh=str(program.mesh),
         device=found,
         backend=backend,
-        step_seconds=timeline.step_seconds,
+        step_seconds=step_seconds,
         compute_seconds=timeline.compute_seconds,
         exposed_seconds=timeline.exposed_seconds,
         channels={
@@ -272,13 +307,36 @@ def plan(
         disk_bytes=disk_bytes(program),
         pool_bytes=program.pool_bytes,
         model_flops=flops,
-        mfu=flops / timeline.step_seconds / stated if stated and timeline.step_seconds else None,
-        speed_of_light=flops / timeline.step_seconds / found.rate(dtype) if timeline.step_seconds else 0.0,
+        mfu=flops / step_seconds / stated if stated and step_seconds else None,
+        speed_of_light=flops / step_seconds / found.rate(dtype) if step_seconds else 0.0,
         memory=tuple(memory),
         events=tuple(timeline.events),
         lines=tuple(line_of),
         decisions=tuple(decisions),
         ward_bytes=ward_bytes(program),
+        stages=tuple(
+            _stage(x, of, step_seconds, found, backend)
+            for x, of in zip(stages, timelines, strict=True)
+            if len(stages) > 1
+        ),
+        stage_events=tuple(tuple(x.events) for x in timelines if len(stages) > 1),
+    )
+
+
+def _stage(program: Program, timeline: Timeline, step_seconds: float, device: Device, backend: str) -> StagePlan:
+    hands = [line for line in program.lines if line.op == "hand_start"]
+    # from the end of its own work, it waits for other stages
+    waits = step_seconds - timeline.step_seconds
+    waits += sum(s for n, s in timeline.exposed.items() if timeline.waited[n].startswith(("hand:", "take:")))
+    peak, host, _ = peak_bytes(program, device, backend)
+    return StagePlan(
+        num_blocks=len({line.block.number for line in program.lines if line.block is not None}),
+        compute_seconds=timeline.compute_seconds,
+        bubble=waits / step_seconds if step_seconds else 0.0,
+        peak_bytes=peak,
+        host_peak_bytes=host,
+        resting_bytes=resting_bytes(program),
+        sent_bytes=sum(transfer_bytes(line, program.values_by_name, program.mesh) for line in hands),
     )
 
 
@@ -288,22 +346,21 @@ def peak_bytes(program: Program, device: Device, backend: str) -> tuple[int, int
     return max(sample.total for sample in memory), max(sample.host for sample in memory), disk_bytes(program)
 
 
-def step_seconds(program: Program, device: Device, backend: str) -> float:
-    """Seconds of a step, as of `plan`, alone."""
-    return _timeline(program, device, backend).step_seconds
-
-
-def queue_seconds(program: Program, device: Device, backend: str) -> tuple[float, dict[str, float]]:
+def queue_seconds(programs: Sequence[Program], device: Device, backend: str) -> tuple[float, dict[str, float]]:
     """Seconds of the step; and how long it takes at least for each queue: as long as that is busy, and, under "then
-    ...", as long as compute before the first update and that queue from there on."""
-    found = _timeline(program, device, backend)
-    busy, first = {COMPUTE: found.compute_seconds, **found.busy_seconds}, found.before_update
-    then = {
-        f"then {queue}": first.get(COMPUTE, 0.0) + seconds - first.get(queue, 0.0)
-        for queue, seconds in busy.items()
-        if queue != COMPUTE
-    }
-    return found.step_seconds, {**busy, **then}
+    ...", as long as compute before the first update and that queue from there on. `programs`: of all stages."""
+    found = _timelines(programs, device, backend)
+    least: dict[str, float] = {}
+    for timeline in found:
+        busy, first = {COMPUTE: timeline.compute_seconds, **timeline.busy_seconds}, timeline.before_update
+        then = {
+            f"then {queue}": first.get(COMPUTE, 0.0) + seconds - first.get(queue, 0.0)
+            for queue, seconds in busy.items()
+            if queue != COMPUTE
+        }
+        for queue, taken in {**busy, **then}.items():
+            least[queue] = max(taken, least.get(queue, 0.0))
+    return max(x.step_seconds for x in found), least
 
 
 def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
@@ -311,15 +368,13 @@ def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
     return memory_of(program, functools.partial(temporaries, backend=backend, device=here))
 
 
-def _timeline(program: Program, device: Device, backend: str) -> Timeline:
-    rates = as_used(device, program)
-    return simulate(
-        program, functools.partial(seconds, program=program, device=rates, backend=backend), device.asynchronous
-    )
+def _timelines(programs: Sequence[Program], device: Device, backend: str) -> list[Timeline]:
+    rates = as_used(device, programs[0])
+    return simulate(programs, lambda line, program: seconds(line, program, rates, backend), device.asynchronous)
 
 
 def fits(plan: Plan, budget: str | int) -> bool:
-    """Whether a plan's peak stays within a budget of memory.
+    """Whether a plan's peak, of a pipeline that of every stage, stays within a budget of memory.
 
     Args:
         plan: of a step.
@@ -336,7 +391,7 @@ def fits(plan: Plan, budget: str | int) -> bool:
         >>> fits(plan, "80GB"), fits(plan, "1KiB")
         (True, False)
     """
-    return plan.peak_bytes <= parse_bytes(budget)
+    return max([plan.peak_bytes, *(stage.peak_bytes for stage in plan.stages)]) <= parse_bytes(budget)
 
 
 def compute_dtype(program: Program) -> torch.dtype:

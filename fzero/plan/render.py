@@ -48,12 +48,21 @@ def tables(plan: Plan) -> list[TextTable]:
         ("exposed transfers", duration(plan.exposed_seconds), f"{share:.1%} of the step"),
         ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
         ("model FLOPs", f"{plan.model_flops:.3g}", _utilisation(plan)),
+        *([("bubble", f"{plan.bubble:.1%}", "of the step, stages wait for each other")] if plan.stages else []),
     ]
     out = [
         TextTable(
             f"{plan.name} on mesh {plan.mesh} of {plan.device.name}", ("a step of each rank", "predicted", ""), totals
         )
     ]
+    if plan.stages:
+        columns = ("stage", "blocks", "peak", "at rest", "compute", "bubble", "hands on")
+        rows = [
+            (str(n), str(x.num_blocks), size(x.peak_bytes), size(x.resting_bytes), duration(x.compute_seconds))
+            + (f"{x.bubble:.1%}", size(x.sent_bytes))
+            for n, x in enumerate(plan.stages)
+        ]
+        out.append(TextTable("stages", columns, rows))
     roles = [(role, size(n), f"{n / plan.peak_bytes:.1%}") for role, n in plan.breakdown.items() if n]
     out.append(TextTable("at the peak", ("", "bytes", "share"), roles))
     if plan.host_peak_bytes or plan.disk_bytes:
@@ -177,7 +186,7 @@ def brief(text: str, width: int = 84) -> str:
 def as_json(plan: Plan) -> str:
     """Every field but the timeline. `memory` has a row a sample: line, turn, then bytes in the order of
     `memory_columns`."""
-    data = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in ("events", "lines")}
+    data = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in ("events", "lines", "stage_events")}
     data |= {
         "device": plan.device.name,
         "peak_line": plan.peak_line._asdict(),
@@ -190,6 +199,8 @@ def as_json(plan: Plan) -> str:
             {"line": w.line.index, "text": w.line.text, "channel": w.channel, "seconds": w.seconds} for w in plan.waits
         ],
         "decisions": [d._asdict() for d in plan.decisions],
+        "stages": [stage._asdict() for stage in plan.stages],
+        "bubble": plan.bubble,
         "memory_columns": ["line", "turn", *ROLES],
         "memory": [[s.line, s.turn, *s.by_role] for s in plan.memory],
         "host_memory": [s.host for s in plan.memory],

@@ -11,16 +11,19 @@ that is not, a transfer takes its time where it is waited for. Time that compute
 time, and three things hold it: a function on the host (the queue `host`), a wait for `disk`, and a wait for `to_host`
 unless the device alone waits. Later lines begin no sooner than the thread is free again; earlier work of the device
 goes on meanwhile. If the device runs out of work, the time is exposed time of the queue that holds the thread.
+
+[Note: stages in time] The stages of a pipeline are simulated together. What one hands another moves, on any device,
+once both have started and the direction between the two is free: each direction of two stages is a link of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fzero.plan.cost import DISK, HOST, channel, on_host
-from fzero.program.attrs import WaitAttrs
+from fzero.program.attrs import HandAttrs, TakeAttrs, WaitAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.ops import OPS
 
@@ -59,21 +62,66 @@ class Timeline:
         return sum(self.exposed.values())
 
 
-def simulate(program: Program, seconds: Callable[[Line], float], asynchronous: bool) -> Timeline:
-    """The queues of one step.
+def simulate(
+    programs: Sequence[Program], seconds: Callable[[Line, Program], float], asynchronous: bool
+) -> list[Timeline]:
+    """The queues of one step, for each program.
 
     Args:
-        program: ordered.
-        seconds: of one execution of a line; of a start, of its transfer.
+        programs: of all stages of a pipeline, which were verified to meet; or one. Ordered.
+        seconds: of one execution of a line of a program; of a start, of its transfer.
         asynchronous: whether transfers progress while the device computes; a thread of the host launches the device's
             work.
     """
-    return _Simulation(program, seconds, asynchronous).run()
+    meeting = _Rendezvous() if len(programs) > 1 else None
+    stages = [
+        _Simulation(program, lambda line, program=program: seconds(line, program), asynchronous, meeting, stage)
+        for stage, program in enumerate(programs)
+    ]
+    left = [list(stage.numbered()) for stage in stages]
+    at = [0] * len(stages)
+    while any(i < len(lines) for i, lines in zip(at, left, strict=True)):
+        before = [*at]
+        for n, stage in enumerate(stages):
+            while at[n] < len(left[n]) and stage.can_run(line := left[n][at[n]][0]):
+                stage.one(line, left[n][at[n]][1], 0)
+                at[n] += 1
+        assert at != before, "stages wait for each other"
+    return [stage.finish() for stage in stages]
+
+
+@dataclass
+class _Rendezvous:
+    """The hands and takes of all stages, by direction and number.
+
+    Attributes:
+        begun: when the first side started.
+        done: when the transfer is done, once both sides have started.
+        free: by direction, when it has moved all that it was given.
+    """
+
+    begun: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    done: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    free: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def start(self, key: tuple[int, int, int], now: float, seconds: float) -> None:
+        if key not in self.begun:
+            self.begun[key] = now
+            return
+        self.done[key] = self.free[key[:2]] = max(now, self.begun[key], self.free.get(key[:2], 0.0)) + seconds
 
 
 class _Simulation:
-    def __init__(self, program: Program, seconds: Callable[[Line], float], asynchronous: bool):
-        self.program, self.asynchronous = program, asynchronous
+    def __init__(
+        self,
+        program: Program,
+        seconds: Callable[[Line], float],
+        asynchronous: bool,
+        meeting: _Rendezvous | None,
+        stage: int,
+    ):
+        self.program, self.asynchronous, self.meeting, self.stage = program, asynchronous, meeting, stage
+        self.meets: dict[str, tuple[int, int, int]] = {}  # by handle, of transfers between stages
         self.seconds = [seconds(line) for line, _ in program.walk()]
         self.line_channel = [channel(line) for line, _ in program.walk()]
         self.on_host = [asynchronous and on_host(line, program) for line, _ in program.walk()]
@@ -89,25 +137,42 @@ class _Simulation:
         # a handle's channel, and when its transfer is done, or how long it will take
         self.moving: dict[str, tuple[str, float]] = {}
 
-    def run(self) -> Timeline:
-        self._lines(self.program.lines, 0, 0)
+    def finish(self) -> Timeline:
         self._catch_up(0)
         self.found.step_seconds = max([self.clock, *self.free.values()])
         return self.found
 
+    def numbered(self) -> Iterator[tuple[Line, int]]:
+        """The lines of the program, without those of loops, with their numbers."""
+        number = 0
+        for line in self.program.lines:
+            yield line, number
+            number += self.size[number]
+
+    def can_run(self, line: Line) -> bool:
+        """Whether a line waits for nothing that another stage has not started."""
+        key = self.meets.get(line.args[0]) if line.args and OPS[line.op].waits else None
+        return key is None or self.meeting is None or key in self.meeting.done
+
+    def one(self, line: Line, number: int, turn: int) -> None:
+        if line.op == "loop":
+            self._loop(line, number)
+        elif line.op != "redo":
+            self._line(line, number, turn)
+
     def _lines(self, lines: Sequence[Line], number: int, turn: int) -> None:
         for line in lines:
-            if line.op == "loop":
-                self._loop(line, number)
-            elif line.op != "redo":
-                self._line(line, number, turn)
+            self.one(line, number, turn)
             number += self.size[number]
 
     def _line(self, line: Line, number: int, turn: int) -> None:
         seconds, queue = self.seconds[number], self.line_channel[number]
         if line.fn and line.writes and not self.found.before_update:
             self.found.before_update = {COMPUTE: self.found.compute_seconds, **self.found.busy_seconds}
-        if queue is not None:
+        if self.meeting is not None and isinstance(said := line.attrs, HandAttrs):
+            way = (said.peer, self.stage) if isinstance(said, TakeAttrs) else (self.stage, said.peer)
+            self._meet(line.out[0].name, queue or "", (*way, said.number), seconds)
+        elif queue is not None:
             self._start(line.out[0].name, queue, seconds, number, turn)
         elif OPS[line.op].waits:
             self._wait(line.args[0], number, turn, line.says(WaitAttrs).host)
@@ -131,8 +196,23 @@ class _Simulation:
         self.moving[handle] = queue, begins + seconds
         self.found.events.append(Event(queue, handle, begins, seconds, number, turn))
 
+    def _meet(self, handle: str, queue: str, key: tuple[int, int, int], seconds: float) -> None:
+        """Starts one side of a transfer between two stages."""
+        assert self.meeting is not None
+        self._count(queue, seconds)
+        self.meets[handle] = key
+        self.moving[handle] = queue, seconds
+        self.meeting.start(key, max(self.clock, self.thread), seconds)
+
     def _wait(self, handle: str, number: int, turn: int, host: bool) -> None:
         queue, done = self.moving.pop(handle)
+        if self.meeting is not None and (key := self.meets.pop(handle, None)) is not None:
+            self.found.waited[number] = queue
+            moved, done = done, self.meeting.done[key]
+            self.found.events.append(Event(queue, handle, done - moved, moved, number, turn))
+            self._catch_up(turn)
+            self._expose(handle, max(0.0, done - self.clock), number, turn)
+            return
         self.found.waited[number] = queue
         self.found.exposed.setdefault(number, 0.0)
         if self.asynchronous and queue in self.holds and host:

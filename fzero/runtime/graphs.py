@@ -26,7 +26,7 @@ from fzero.build.cache import logger
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.program.ir import Program
-from fzero.program.ops import COPIES, from_to
+from fzero.program.ops import COPIES, OPS, from_to
 from fzero.ranks import agreement
 from fzero.ranks.turns import before_leaving
 
@@ -91,12 +91,8 @@ def obstacles(program: Program) -> list[str]:
     for line, _ in program.walk():
         if line.op in COPIES:
             found.setdefault(line.op, f"{line.op}: moves values from {' to '.join(from_to(line))}")
-        elif line.op == "send_start":
-            found.setdefault(line.op, "send_start: sends parts of the state to other hosts")
-        elif line.op in ("hand_start", "take_start"):
-            found.setdefault("hands", f"{line.op}: hands values from stage to stage of a pipeline")
-        elif line.op == "redo":
-            found.setdefault(line.op, "redo: waits for the device, to see whether a guess was right")
+        elif reason := OPS[line.op].uncaptured:
+            found.setdefault(reason, f"{line.op}: {reason}")
         elif line.on_host:
             found.setdefault("on the host", f"{line.fn or line.op}: runs on the host")
     return list(found.values())

@@ -3,6 +3,7 @@ passes/stages.py."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -20,7 +21,9 @@ from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.shard import Parallel
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+UNIT = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
+"""A unit of a table of one's own: forward or backward, the micro-batch, the chunk."""
 _NOT_YET = (Fp8, Offload, OnceAStep, Redundant)
 
 
@@ -30,7 +33,8 @@ class Pipeline(Transform):
 
     axis: str = "pipe"
     stages: tuple[int, ...] | None = None
-    schedule: str = "1f1b"
+    schedule: str | tuple[tuple[str, ...], ...] = "1f1b"
+    chunks: int = 1
     leaves: Mapping[str, int] | None = field(default=None, hash=False)
     order: ClassVar[int] = 60
     name: ClassVar[str] = "pipeline"
@@ -51,16 +55,25 @@ class Pipeline(Transform):
 
     def only(self, leaf: Leaf) -> Only | None:
         """The place along the axis where a parameter is, if it is at one alone."""
-        return None if self.leaves is None else Only(self.axis, self.leaves[leaf.path])
+        if self.leaves is None or self.stages is None:
+            return None
+        return Only(self.axis, self.leaves[leaf.path] % (len(self.stages) // self.chunks))
 
     def __str__(self) -> str:
         stages = "" if self.stages is None else f", stages={[*self.stages]}"
-        return f"{self.name}(axis={self.axis!r}{stages}, schedule={self.schedule!r})"
+        schedule = self.schedule if isinstance(self.schedule, str) else [[*order] for order in self.schedule]
+        chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
+        return f"{self.name}(axis={self.axis!r}{stages}, schedule={schedule!r}{chunks})"
 
 
 @keywords
 def pipeline(
-    step: Any = None, *, axis: str = "pipe", stages: Sequence[int] | None = None, schedule: str = "1f1b"
+    step: Any = None,
+    *,
+    axis: str = "pipe",
+    stages: Sequence[int] | None = None,
+    schedule: str | Sequence[Sequence[str]] = "1f1b",
+    chunks: int = 1,
 ) -> Any:
     """Divides the blocks of a step among the ranks along `axis`: each computes with its own, and hands what comes out
     on to the next, micro-batch by micro-batch.
@@ -76,17 +89,22 @@ def pipeline(
         stages: the number of blocks of each stage, one behind the other: `[7, 9]`. By default as even as their
             products are, with the code before and behind the blocks.
         schedule: "1f1b": a stage begins the backward of a micro-batch as soon as it can. "gpipe": all forwards first.
+            "interleaved": 1F1B with several stages a rank, `chunks`. Or a table: for each rank the order of its units,
+            `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`; `F0.1` is the forward of micro-batch 0 on chunk 1.
+        chunks: the stages of a rank. Stage s is on rank s mod p.
 
     Communication: with p stages, for each micro-batch what passes between two stages, forward and backward; once a step
         a number for each block. A leaf that several stages read goes to the others once a step, and its gradients come
-        back once a micro-batch. Waiting takes (p-1)/(m+p-1) of a step where stages are equal.
+        back once a micro-batch. Waiting takes (p-1)/(m+p-1) of a step where stages are equal, (p-1)/(m*chunks+p-1)
+        interleaved, which hands on `chunks` times as often.
     Memory: the parameters, gradients and optimizer state of a stage. "1f1b": activations of at most p - s micro-batches
         on stage s. "gpipe": of all.
 
     Raises:
         FzeroTypeError: an `axis` that is not a name; `stages` that are not whole numbers.
-        FzeroValueError: another schedule. When the program is built: a step without `accumulate`, or with mutable
-            leaves; more stages than blocks, or counts that do not add up; a memory budget. Also a backward that reads
+        FzeroValueError: another schedule, `chunks` that do not go with it, a table that does not fit the step or whose
+            ranks wait for each other. When the program is built: a step without `accumulate`, or with mutable
+            leaves; more stages than blocks, or counts that do not add up. Also a backward that reads
             what an earlier stage's makes, and an update of leaves of two stages at once.
         TransformError: a loop over micro-batches; a parallel transform over `axis`; `offload`, `once_a_step`,
             `redundant`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
@@ -112,9 +130,30 @@ def pipeline(
     listed = isinstance(stages, Sequence) and not isinstance(stages, str)
     if stages is not None and not (listed and stages and all(type(n) is int and n > 0 for n in stages)):
         problems.append(f"stages={stages!r}: a number of blocks, at least 1, for each stage")
+    if type(chunks) is not int or chunks < 1:
+        problems.append(f"chunks={chunks!r}: the number of stages of a rank, at least 1")
     if problems:
         raise FzeroTypeError("pipeline", "invalid arguments", problems, "e.g. fz.pipeline(axis='pipe', stages=[7, 9])")
-    if schedule not in SCHEDULES:
-        fix = f"one of {', '.join(map(repr, SCHEDULES))}"
-        raise FzeroValueError("pipeline", f"unknown schedule {schedule!r}", fix=fix)
-    return applied(Pipeline(axis, None if stages is None else tuple(stages), schedule), step)
+    order = schedule if isinstance(schedule, str) else _table(schedule)
+    if isinstance(order, str):
+        if order not in SCHEDULES:
+            fix = f"one of {', '.join(map(repr, SCHEDULES))}"
+            raise FzeroValueError("pipeline", f"unknown schedule {schedule!r}", fix=fix)
+        if (order == "interleaved") != (chunks > 1):
+            fix = "schedule='interleaved' with chunks=2 or more, any other with 1"
+            raise FzeroValueError("pipeline", f"schedule={order!r} with chunks={chunks}", fix=fix)
+    return applied(Pipeline(axis, None if stages is None else tuple(stages), order, chunks), step)
+
+
+def _table(schedule: Any) -> tuple[tuple[str, ...], ...]:
+    """The orders of a user's table."""
+    lists = isinstance(schedule, Sequence) and all(isinstance(x, Sequence) and not isinstance(x, str) for x in schedule)
+    problems = [f"rank {r}: {u!r}" for r, x in enumerate(schedule) for u in x if not _is_unit(u)] if lists else []
+    if problems or not lists:
+        fix = "e.g. [['F0', 'F1', 'B0', 'B1'], ['F0', 'B0', 'F1', 'B1']]; F0.1 is of the chunk behind"
+        raise FzeroTypeError("pipeline", "a schedule is a name, or a list of units for each rank", problems[:5], fix)
+    return tuple(tuple(order) for order in schedule)
+
+
+def _is_unit(text: Any) -> bool:
+    return isinstance(text, str) and UNIT.fullmatch(text) is not None

@@ -145,6 +145,7 @@ class Op(Generic[A]):
         makes_own: whether its results share memory with nothing.
         overwrites: whether it writes its leaves without reading them.
         batched: whether one line of it may do to several values what several lines do to one each.
+        uncaptured: why a CUDA graph cannot hold it; "" if one can.
     """
 
     name: ClassVar[str]
@@ -165,6 +166,7 @@ class Op(Generic[A]):
     makes_own: ClassVar[bool] = False
     overwrites: ClassVar[bool] = False
     batched: ClassVar[bool] = False
+    uncaptured: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
         """Raises FzeroTypeError, when the class is defined, if a field has a value that no row can have."""

@@ -84,6 +84,7 @@ class Redo(Op[TurnsAttrs]):
     attrs = TurnsAttrs
     body = True
     computes = ""
+    uncaptured = "waits for the device, to see whether a guess was right"
 
     def check(self, line: Line[TurnsAttrs], args: list[Value], rules: Rules) -> None:
         if line.attrs.count or not line.body or len(args) % 2 or not args:

@@ -230,6 +230,7 @@ class Send(Start[SendAttrs]):
     direct = True
     meets = False
     hands_out = False
+    uncaptured = "sends parts of the state to other hosts"
 
     def check(self, line: Line[SendAttrs], args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
@@ -294,6 +295,7 @@ class Hand(Start[HandAttrs]):
     by_message = True
     hands_out = False
     sinks = False
+    uncaptured = "hands values from stage to stage of a pipeline"
 
     def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
