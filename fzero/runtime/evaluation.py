@@ -16,8 +16,15 @@ from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.told_errors import raise_out_of_memory
-from fzero.state.assemble import Last, check_values, differences, placed_inputs, unplaced
-from fzero.state.expect import check_model, model_of
+from fzero.state.assemble import (
+    Last,
+    check_model,
+    check_values,
+    differences,
+    model_of,
+    placed_inputs,
+    unplaced,
+)
 from fzero.step import EvalStep
 from fzero.step.checks import check_params
 from fzero.train_state import check_whole

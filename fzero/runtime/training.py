@@ -58,11 +58,12 @@ from fzero.state.assemble import (
     assembled,
     check_layouts,
     check_memory,
+    check_model,
     check_values,
+    model_of,
     placed_inputs,
     state_leaves,
 )
-from fzero.state.expect import check_model, model_of
 from fzero.step import INIT_STREAM, State, Step, lasting
 from fzero.step.checks import check_one_batch, check_params, check_state, no_backward, state_and_batch
 from fzero.trace.subgraph import signature
