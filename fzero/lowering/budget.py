@@ -121,7 +121,7 @@ def _of_order(order: Order) -> Iterator[PlanDecision]:
     yield PlanDecision("coalesced", size(order.coalesced), "transfers that send less than this travel together")
 
 
-def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] = (), rows: int = 1) -> BudgetError:
+def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str], rows: int) -> BudgetError:
     """The error of a step whose least plan does not fit its budgets.
 
     Args:

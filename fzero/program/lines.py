@@ -72,7 +72,7 @@ def run_traced(
     inputs: Sequence[tuple[str, torch.Size | tuple[int, ...], torch.dtype]],
     device: str,
     source: Any,
-    casts: bool = False,
+    casts: bool,
     watch: bool = False,
 ) -> Recorded:
     """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes. `casts`: blocks cast their arguments

@@ -65,7 +65,7 @@ def trace_joint(
     mode: compat.FakeTensorMode,
     signature: tuple[Any, ...],
     labels: Sequence[str],
-    of: Collection[int] | None = None,
+    of: Collection[int] | None,
 ) -> Joint:
     """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks
     inside are inlined. `of`: the outputs that it has a backward of; None: all that can have one."""
