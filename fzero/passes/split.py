@@ -1,12 +1,12 @@
 """Splits a block's joint graph in two: a forward that returns saved values beside its outputs, and a vjp that takes
 them and recomputes the rest.
 
-What can be kept are storages: of a value and its views the value, for a view holds all of it. What parameters alone
-enter, their views or themselves rounded, is always recomputed, unless it is a number or a row of numbers; so is what no
-input enters. The choice among the others is a minimum cut. Every node of the forward that the backward depends on is
-kept (for its bytes), recomputed from available inputs (for its FLOPs), or not needed. A weight of bytes against FLOPs
-gives each cut. Its solutions for all weights are the corners of the trade of memory for time; between two corners nodes
-are taken one by one.
+Only storages can be kept: of a value and its views the value, for a view holds all of it. What parameters alone enter,
+their views or themselves rounded, is always recomputed, unless it is a number or a row of numbers; so is what no input
+enters. The choice among the others is a minimum cut. Every node of the forward that the backward depends on is kept
+(for its bytes), recomputed from available inputs (for its FLOPs), or not needed. A weight of bytes against FLOPs gives
+each cut. Its solutions for all weights are the corners of the trade of memory for time; between two corners nodes are
+taken one by one.
 """
 
 from __future__ import annotations

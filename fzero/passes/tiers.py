@@ -3,10 +3,11 @@ back to their home tier.
 
 Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the
 host, all of them or a share, and gradients travel to them. Gradients that wait, for the norm of all or for the next
-micro-batch, wait where their update reads them (`off_device.py`); or on disk, in leaves that the step writes
-behind each backward and reads before each update. A parameter that rests elsewhere comes anew to every line that reads
-it. In an evaluation masters are cast on the host; a step reads the copies of passes/copies.py. What moves for one line
-moves together. What a block's backward has read from disk its update does not read again, if it follows at once.
+micro-batch, wait where their update reads them (`off_device.py`); or on disk, in leaves that the step writes behind
+each backward and reads before each update. A parameter that rests elsewhere comes anew to every line that reads it. In
+an evaluation masters are cast on the host; a step reads the copies of passes/copies.py. All values that move for one
+line move together. An update that follows its backward at once does not read leaves again that the backward has read
+from disk.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def rewrite(
         program: to be rewritten.
         on_device: leaves off the device that are updated there, of `off_device.updated_on_device`.
         waiting: gradients that wait in host memory, of `off_device.waiting_on_host`.
-        on_disk: the leaves in which others wait on disk.
+        on_disk: the leaves in which gradients wait on disk.
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
     return _TierRewrite(program, records, on_device, waiting, dict(on_disk)).run()
@@ -65,10 +66,10 @@ class _TierRewrite:
         self.on_device = on_device
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
-        self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of what it was
+        self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of its old value
         # activations that are on the host from forward to backward, gradients until their update
         self.resting: dict[str, str] = {}
-        self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
+        self.shared: dict[str, str] = {}  # values brought for a line and its repetitions for other micro-batches
         self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
         self.waiting, self.on_disk = waiting | on_disk.keys(), on_disk
         self.unwritten: dict[str, str] = {}  # by a leaf that gradients wait in the copy that it is to be written from
@@ -158,8 +159,8 @@ class _TierRewrite:
         )
 
     def _is_late(self, line: Line) -> bool:
-        """Whether a line of the optimizer comes after what waits has been made: an update that is not on a guess, or
-        what knows something of all gradients."""
+        """Whether a line of the optimizer comes after the waiting gradients are made: an update without a guess, or a
+        line that depends on all gradients."""
         return (
             line.by == "optimizer"
             and line.op == "call"
@@ -181,7 +182,7 @@ class _TierRewrite:
         return self.lies.get(name) or {self._tier(name): name}
 
     def _on(self, tier: str, line: Line) -> list[Line]:
-        """The line on a tier, with the lines that bring what it reads and take back what it writes."""
+        """The line on a tier, with the lines that bring its arguments and take back its results."""
         given, lines = self._bring(line, tier)
         names = {a: given.get(a) or self._at(a)[tier] for a in line.args}
         written = tuple(names[w] for w in line.writes)
@@ -193,7 +194,7 @@ class _TierRewrite:
         return lines + self._store({w: u for w, u in zip(line.writes, written, strict=True) if w != u}, tier)
 
     def _for_host(self, fn: str) -> str:
-        """The function for the host, where that is another device."""
+        """The function for the host, if the host is another device."""
         if self.program.mesh.device_type == "cpu":
             return fn
         name = f"{fn}_on_host"
@@ -209,7 +210,7 @@ class _TierRewrite:
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
         stored = self._stored(line)
         absent = [a for a in self._absent(line, tier, stored) if a not in shared]
-        # what the optimizer makes of all leaves is read by many lines: it comes once, on its own
+        # many lines read a value that the optimizer makes of all leaves: it comes once, on its own
         scalars = [a for a in absent if a in self.scalars]
         names, lines = self._move(f"to_{tier}", scalars, scalars)
         self.lies |= {a: {**self._at(a), tier: names[a]} for a in scalars}
@@ -279,8 +280,7 @@ class _TierRewrite:
         return self.program.leaves[name].role if name in self.program.leaves else ""
 
     def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
-        """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its
-        wait."""
+        """Copies of values on another tier: the names of the copies by their sources, and a start and its wait."""
         if not names:
             return {}, []
         tier = "host" if how == "disk_read" else how.removeprefix("to_")
@@ -354,7 +354,7 @@ class _TierRewrite:
         return lines
 
     def _assign(self, line: Line) -> list[Line]:
-        """Values put over leaves: those that rest on the device where they are, the others travel."""
+        """Values put over leaves: in place if the leaf rests on the device; the others travel."""
         pairs = dict(zip(line.args[: len(line.writes)], line.args[len(line.writes) :], strict=True))
         here = [t for t in pairs if self._tier(t) == "device"]
         lines = (
@@ -391,11 +391,11 @@ class _TierRewrite:
             if ws
         ]
 
-    # --- what waits on the host, or on disk ---
+    # --- values that wait on the host, or on disk ---
 
     def _rest(self, line: Line) -> list[Line]:
-        """Copies to the host of what a block leaves for its backward, and the gradients for an update, as soon as all
-        of them are made."""
+        """Copies to the host of a block's saved values, and of the gradients for an update, as soon as all of them are
+        made."""
         lines: list[Line] = []
         for names in (
             [v.name for v in line.out if v.name in self.saved],
@@ -403,7 +403,7 @@ class _TierRewrite:
         ):
             copies, more = self._move("to_host", names, names)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
-            # a redo reads the host's copy of what was updated on a guess
+            # a redo reads the host's copy of a leaf that was updated on a guess
             self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}
             self.unwritten |= {self.on_disk[n]: copy for n, copy in copies.items() if n in self.on_disk}
             lines += more
