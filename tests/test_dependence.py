@@ -151,11 +151,11 @@ def lowered(name: str, unified: bool) -> Program:
 def test_every_order_keeps_the_rules(name: str, unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of programs after every pass, and those of the pool."""
     orders = {tuple(line.op for line in lowered(name, unified).lines)}
-    for seed in range(6):
+    for seed in range(3):
         with monkeypatch.context() as patch:
             any_order(patch, seed)
             orders.add(tuple(line.op for line in lowered(name, unified).lines))
-    assert len(orders) == 7
+    assert len(orders) == 4
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_every_order_computes_the_same(transforms: Any, monkeypatch: pytest.Monk
         return fz.tree.leaves(fz.testing.simulate(step, fz.AbstractMesh(data=2), params, batch, steps=2))
 
     expected = run()
-    for seed in range(3):
+    for seed in range(2):
         any_order(monkeypatch, seed)
         assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
 

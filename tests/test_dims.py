@@ -230,7 +230,7 @@ def restored(root: str, pairs: dict[str, list[str]]) -> list[Any]:
 
 @pytest.mark.timeout(600)
 def test_what_any_layout_saved_any_other_restores_to_the_bit(run_ranks, tmp_path, request):
-    """Without --exhaustive each restores what the two before it saved."""
+    """Without --exhaustive each restores what the one before it saved."""
     whole_grid = request.config.getoption("--exhaustive")
     root, ways = str(tmp_path), ["one rank", "flat", "groups", "rows x grads", "model outside", "two cuts", "blocks"]
     there = [(axes, [way for way in on(axes) if way in ways]) for axes in ALL]
@@ -238,7 +238,7 @@ def test_what_any_layout_saved_any_other_restores_to_the_bit(run_ranks, tmp_path
         for found in run_ranks(math.prod(axes.values()), went, here, root=root):
             assert found == [(way, True, True) for way in here]
     for axes, here in there:
-        pairs = {w: ways if whole_grid else [ways[ways.index(w) - n] for n in (1, 2)] for w in here}
+        pairs = {w: ways if whole_grid else [ways[ways.index(w) - n] for n in (1,)] for w in here}
         assert not any(run_ranks(math.prod(axes.values()), restored, root, pairs))
     for way in ways:
         index = fz.checkpoint.describe(f"{root}/{way}")

@@ -79,6 +79,7 @@ def _call(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.exhaustive
 def test_the_script_goes_on_where_it_was(hour: Any, tmp_path: Path) -> None:
     """What is done is not done again; what failed, or had no time, is."""
     said = _call(tmp_path, "3", "5", "--only", *APART)

@@ -7,6 +7,7 @@ weighs the outputs by a pattern that is another one on each rank. What PyTorch i
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import sys
 import time
@@ -35,6 +36,10 @@ def databases() -> Databases:
     modules = pytest.importorskip("torch.testing._internal.common_modules").module_db
     operators = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
     torch.backends.__allow_nonbracketed_mutation_flag = True  # which importing them forbids to the whole process
+    # for each sample it asks the stack which unittest runs, with the source of every frame: here none does
+    utils = importlib.import_module("torch.testing._internal.common_utils")
+    if hasattr(utils, "extract_test_fn"):
+        utils.extract_test_fn = lambda: None
     differentiable = [op for op in operators if op.supports_autograd and torch.float32 in op.dtypes]
     return Databases({m.name: m for m in modules}, {op.formatted_name: op for op in differentiable})
 
