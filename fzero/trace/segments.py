@@ -186,7 +186,7 @@ def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]
         sources = [m.args[0] for m in markers if level[m] == k]
         first = ancestors(sources, stop=marked) if sources else {*here}  # type: ignore[arg-type]
         rest = [x for x in here if x not in first]
-        late = 1 if any(product_flops(x) for x in rest) else 0  # without products they take no time, and wait
+        late = 1 if any(product_flops(x) for x in rest) else 0  # what takes no time waits with the others
         made.update((x, 2 * k if x in first else 2 * k + late) for x in here)
     for x in body:  # what an operation makes several of leaves with it
         if x.target is operator.getitem:
