@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import re
 import sys
 from collections import Counter
@@ -22,6 +23,10 @@ from common import SOURCE, publish, script_flags, verdict
 PACKAGE = SOURCE / "fzero"
 FOLDERS = ("passes", "program", "lowering")
 BRANCHES = 30
+SEARCH = ("passes/pipeline", "passes/choice", *(f"lowering/{x}" for x in (
+    "variants", "search", "budget", "auto", "bounds", "advice", "lower", "at_rest"
+)))  # fmt: skip
+"""The files that choose among the programs of a step: one search of at most half the lines of the three before."""
 
 
 def main() -> None:
@@ -78,9 +83,17 @@ def main() -> None:
         if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "zip" and len(n.args) > 2
     ]
     row(f"zips of three or more lists in {', '.join(FOLDERS)}", len(zips), 0, zips)
+    search = [PACKAGE / f"{name}.py" for name in SEARCH]
+    row("the choice of a program: lines", sum(map(_lines, search)), 1_050, (f"{_name(p)}: {_lines(p)}" for p in search))
+    waits = [_name(p) for p in files if "timed out after {" in p.read_text()]
+    row("files that say 'timed out after'", len(waits), 1, waits)
     sys.path.insert(0, str(SOURCE / "tests"))
     from test_layers import closure
+    from test_words import _POINTS, sentences
 
+    said = [(p, s) for p, tree in trees.items() for text in _texts(tree) for s in sentences(text)]
+    twice = [f"{_name(p)}: {s[:60]}" for p, s in said if len(s.split()) > 40 or len(_POINTS.findall(s)) > 3]
+    row("sentences of docstrings of over 40 words, or four of that, which, what, those, where", len(twice), 0, twice)
     saving = closure("fzero.checkpoint.saving")
     row("files that the writer of checkpoints imports", len(saving), 75, saving)
 
@@ -114,6 +127,12 @@ def _lines(path: Path) -> int:
 
 def _name(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
+
+
+def _texts(tree: ast.Module) -> list[str]:
+    """The docstrings of a module, of attributes too."""
+    nodes = (n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+    return [inspect.cleandoc(n.value) for n in nodes if isinstance(n.value, str)]
 
 
 def _twice(names: Counter[str], limit: int | None = 0) -> tuple[int, int | None, list[str]]:

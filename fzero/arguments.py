@@ -160,13 +160,13 @@ def predicate(name: str, value: Any) -> list[str]:
     return [p.replace("must be a function", "a predicate is a function") for p in problems]
 
 
-def accepts(owner: str, name: str, asked: Predicate, path: str, leaf: torch.Tensor) -> bool:
-    """The answer of a predicate about a leaf.
+def accepts(owner: str, name: str, asked: Predicate | None, path: str, leaf: torch.Tensor) -> bool:
+    """The answer of a predicate about a leaf; without a predicate True.
 
     Raises:
         FzeroTypeError: it says neither True nor False.
     """
-    answer = asked(path, leaf)
+    answer = asked is None or asked(path, leaf)
     if not isinstance(answer, bool):
         what = f"`{name}` answers neither True nor False"
         fix = "return a bool: leaf.ndim >= 2, 'bias' in path, re.search(pattern, path) is not None"

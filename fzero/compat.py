@@ -639,6 +639,11 @@ def data_pointer_function() -> int:
     return torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """The identity of the memory that a tensor lies in."""
+    return tensor.untyped_storage()._cdata
+
+
 COMPILER = "torch._dynamo"
 """The module that PyTorch imports when it first compiles, for seconds."""
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.errors import DivergenceError, FzeroError, VerifyError
+from fzero.processes import restarts_left
 
 _NUM_FRAMES = 5  # of the user's code, above an error
 _PATIENCE = 30.0  # seconds that a rank with nothing to tell lets the one that tells leave first
@@ -99,8 +100,7 @@ def stopped() -> bool:
 
 def starts_again() -> bool:
     """Whether torchrun will start the ranks again when they fail."""
-    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return count < most and not stopped()
+    return restarts_left() and not stopped()
 
 
 def install_excepthook() -> None:
@@ -145,7 +145,7 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
     if otherwise is not None:
         otherwise()
     if teller.split(" ")[0] == me:
-        text = brief(error, frames)
+        text = error_text(error, frames)
         if file and summary and not starts_again() and not isinstance(error, DivergenceError):
             # which torchrun's SIGTERM may follow at once: it would be lost
             facts = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
@@ -158,7 +158,7 @@ def tell(error: FzeroError, frames: TracebackType | None = None, otherwise: Call
         time.sleep(_PATIENCE)
 
 
-def brief(error: BaseException, frames: TracebackType | None = None) -> str:
+def error_text(error: BaseException, frames: TracebackType | None = None) -> str:
     """An error's text below the user's own last lines that led to it."""
     theirs = [f for f in traceback.extract_tb(frames) if not _is_inside(f.filename)]
     return "".join(traceback.format_list(theirs[-_NUM_FRAMES:])) + str(error)

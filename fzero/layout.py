@@ -274,7 +274,7 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // SECTOR) * SECTOR
 
 
-def apart(sizes: Sequence[int]) -> list[int]:
+def host_offsets(sizes: Sequence[int]) -> list[int]:
     """The beginnings of leaves of these bytes that lie one behind the other in host memory, and where the last one
     ends: each at a sector, with a gap of 68 KiB behind every 16 MiB.
 
@@ -283,7 +283,7 @@ def apart(sizes: Sequence[int]) -> list[int]:
     takes two to six times as long. With the gaps no multiple of 2^28 below 2^40 stays one.
 
     Example:
-        >>> apart([10, 1 << 24, 10])
+        >>> host_offsets([10, 1 << 24, 10])
         [0, 4096, 16850944, 16850954]
     """
     out, at, end = [], 0, 0
@@ -363,11 +363,6 @@ def home_of(tensor: torch.Tensor) -> Home:
     known, home = leaf_of(tensor), getattr(tensor, "_fzero_home", None)
     assert known is not None
     return home or Home(known[0].layout.tier, extent_of(tensor))
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """The memory that a tensor lies in, by the address of what PyTorch knows of it."""
-    return tensor.untyped_storage()._cdata
 
 
 def ties(flat: list[Any]) -> list[int]:

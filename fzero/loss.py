@@ -39,7 +39,7 @@ class Loss(NamedTuple):
     count: torch.Tensor | None
 
 
-def split_loss(result: Any, has_aux: bool, mutates: bool = False) -> tuple[Loss, Any, Any]:
+def split_loss(result: Any, has_aux: bool, mutates: bool) -> tuple[Loss, Any, Any]:
     """Checks what a loss function returned and splits it into the loss, the auxiliary values and the tree of new
     values, None for what it does not return."""
     asked = {"aux": "has_aux=True"} if has_aux else {}

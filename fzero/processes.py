@@ -108,3 +108,9 @@ class Processes(NamedTuple):
         if LOCAL in axes.values():
             said.append(f"LOCAL_WORLD_SIZE: {self.local_world}, RANK: {self.rank}, LOCAL_RANK: {self.local}")
         raise FzeroValueError("make_mesh", what, said, fix)
+
+
+def restarts_left() -> bool:
+    """Whether torchrun starts the ranks again if one fails."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most

@@ -354,3 +354,12 @@ def register(cls: type, parts: Callable[[Any], tuple[tuple[Any, ...], Any]], who
     """Makes a class a container: `parts(x)` are its children and what else it is; `whole(rest, children)` makes it
     again."""
     optree.register_pytree_node(cls, lambda x: (*parts(x), None), whole, namespace=_NAMESPACE)  # type: ignore[arg-type]
+
+
+def listed(node: Any) -> Any:
+    """Nested dicts with a list in place of each whose keys are 0, 1, 2, ..., as they are in dotted names."""
+    if not isinstance(node, dict):
+        return node
+    inner = {key: listed(value) for key, value in node.items()}
+    numbered = [str(i) for i in range(len(inner))]
+    return [inner[key] for key in numbered] if inner and set(inner) == set(numbered) else inner

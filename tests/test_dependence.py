@@ -158,9 +158,13 @@ def test_every_order_keeps_the_rules(name: str, unified: bool, monkeypatch: pyte
     assert len(orders) == 4
 
 
-@pytest.mark.parametrize(("known", "name"), [("_writes", "disk"), ("_inside", "loop")])
-def test_a_graph_that_knows_less_breaks_them(known: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dependence, known, lambda line: ())
+@pytest.mark.parametrize(
+    ("owner", "known", "left", "name"), [(dependence, "_writes", 0, "disk"), (Line, "with_body", 1, "loop")]
+)
+def test_a_graph_that_knows_less_breaks_them(
+    owner: Any, known: str, left: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, known, lambda line: [line][:left])
     with pytest.raises(VerifyError, match="found after the pass"):
         for seed in range(6):
             any_order(monkeypatch, seed)

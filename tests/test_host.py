@@ -64,7 +64,7 @@ def test_tensors_lie_one_behind_the_other(mesh):
 )
 def test_no_leaf_lies_a_multiple_of_2_28_bytes_from_its_moments(num, nbytes):
     """Nor within 64 KiB of one, if the leaf is large enough for that to matter."""
-    *offsets, end = layout.apart([nbytes] * num * 3)
+    *offsets, end = layout.host_offsets([nbytes] * num * 3)
     distances = {b - a for a, b in zip(offsets, offsets[num:], strict=False)}
     assert all((1 << 16) <= d % (1 << 28) <= (1 << 28) - (1 << 16) for d in distances)
     assert end <= 3 * num * nbytes * 1.005

@@ -97,7 +97,7 @@ def test_only_the_users_lines_stand_above_an_error() -> None:
 
     with pytest.raises(FzeroError) as caught, passing():
         fz.optim.chain(3)
-    text = launcher.brief(caught.value, caught.value.__traceback__)
+    text = launcher.error_text(caught.value, caught.value.__traceback__)
     assert "fz.optim.chain(3)" in text and "contextlib" not in text and str(ROOT / "fzero") not in text
 
 

@@ -1,4 +1,4 @@
-"""States that lie in the memories of several hosts (elastic/moving.py), on any number of ranks and hosts."""
+"""States that lie in the memories of several hosts (elastic/memories.py), on any number of ranks and hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import fzero as fz
 from fzero.boxes import Along, Boxes, claimed, whole
 from fzero.checkpoint.index import Index, StoredPart
 from fzero.comm import pairwise
-from fzero.elastic import moving
+from fzero.elastic import memories
 from fzero.elastic.vault import Vault, is_whole
 from fzero.ranks.together import world
 
@@ -58,7 +58,7 @@ def found(root: str, hosts: Sequence[int], reading: str, window: int) -> dict[st
     for stage in STAGES:
         memory = Path(root) / stage / f"host-{hosts[mesh.rank]}"
         memory.mkdir(parents=True, exist_ok=True)
-        index, _ = moving.newest(memory, mesh, world())
+        index, _ = memories.newest(memory, mesh, world())
         if index is None:
             out[stage] = (-1, [])
             continue
@@ -98,7 +98,7 @@ def test_states_of_three_hosts_on_any_ranks_and_hosts(run_ranks: Any, tmp_path: 
 def failing(root: str, how: str) -> tuple[str, str, bool]:
     """The error of a restore in which something fails on rank 1, and whether the mesh can be used afterwards."""
     mesh = fz.make_mesh(timeout=30)
-    index, _ = moving.newest(Path(root) / STAGES[0] / f"host-{mesh.rank}", mesh, world())
+    index, _ = memories.newest(Path(root) / STAGES[0] / f"host-{mesh.rank}", mesh, world())
     assert index is not None and index.spread is not None
     if mesh.rank == 1 and how == "truncated":
         for file in index.files:
@@ -145,7 +145,7 @@ def test_a_damaged_memory_is_named_and_counts_as_lost(
         damage(memory / "of-00001")
         caplog.clear()
         with caplog.at_level(logging.WARNING, "fzero"):
-            assert (moving.newest(memory, mesh, world())[0] is None) == bool(caplog.messages)
+            assert (memories.newest(memory, mesh, world())[0] is None) == bool(caplog.messages)
         return "".join(caplog.messages)
 
     def flip(path: Path, at: int) -> None:

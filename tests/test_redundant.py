@@ -18,7 +18,7 @@ import fzero as fz
 from fzero import optim
 from fzero.checkpoint.index import Index
 from fzero.comm.transport import transport
-from fzero.elastic.sent import Sent
+from fzero.elastic.compare_sent import Sent
 from fzero.elastic.vault import Vault, held, is_whole
 from fzero.elastic.wards import Ward
 from fzero.errors import FzeroValueError, VerifyError

@@ -21,7 +21,7 @@ pytest.importorskip("accelerate")
 from test_trainer import STILL, TINY, Net, arguments, bert, beside, classes, llama, losses, trained  # noqa: E402
 
 from fzero.hf import Trainer, padding  # noqa: E402
-from fzero.hf.exchange import Exchange  # noqa: E402
+from fzero.hf.data_parts import Exchange  # noqa: E402
 from fzero.hf.padding import Padding  # noqa: E402
 from fzero.hf.traced import Losses  # noqa: E402
 

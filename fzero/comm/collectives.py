@@ -27,7 +27,7 @@ from fzero.comm.host import host_pool
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh, group_along, ranks_along
 
-_LOOK = 0.5  # seconds between two looks whether what was abandoned is done
+_LOOK = 0.5  # seconds between two looks whether abandoned transfers are done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LARGE = 1 << 20  # bytes from which on a gather is broadcasts: gloo's own fills memory of its own first
 CHUNK = 1 << 18  # bytes combined at once on the host: half of a second-level cache
@@ -43,7 +43,7 @@ class PendingTransfer:
         filled: the flats that then hold what came.
         on_host: whether it is gloo's, whose waits hold the host.
         parts: for each filled flat a buffer and in it the ranks' parts, [ranks, elements], which `op` is to combine.
-        kept: what is sent, which it keeps alive.
+        kept: the sent tensors, which it keeps alive.
     """
 
     works: Sequence[Any]
@@ -225,7 +225,7 @@ class ProcessGroups:
         return into
 
     def abandon(self) -> None:
-        """Called when a run ended in the middle: nobody waits for what is under way. See [Note: abandoned]."""
+        """Called when a run ended in the middle: nobody waits for the transfers under way. See [Note: abandoned]."""
         works = [work for moving in self._under_way if moving.on_host for work in moving.works if work is not None]
         self._under_way.clear()
         if not _done(works):
@@ -256,7 +256,7 @@ class ProcessGroups:
         return moving
 
     def _finish(self, work: Any, on_host: bool) -> None:
-        """Waits for a collective: where that holds the host, with an eye on where the other ranks are."""
+        """Waits for a collective. A wait that holds the host also watches the other ranks."""
         if not on_host:
             work.wait()
             return
@@ -290,7 +290,7 @@ def _outlast(works: Sequence[Any], groups: Sequence[Any]) -> None:
 
 
 def settle(values: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
-    """Puts values where they are reduced, those that were not made there, and zeros behind them."""
+    """Copies operands of a reduction into its buffers, unless they were made there, and puts zeros behind them."""
     pairs = list(zip(values, flats, strict=True))
     apart = [(value, flat) for value, flat in pairs if value.data_ptr() != flat.data_ptr()]
     compat.copy_all([flat[: value.numel()] for value, flat in apart], [value.reshape(-1) for value, _ in apart])
@@ -319,7 +319,7 @@ def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def gather(mesh: Mesh, shard: torch.Tensor, axis: str, into: torch.Tensor | None = None) -> torch.Tensor:
-    """The flat whole of which every rank along an axis has a shard, or `into` with it; outside any program."""
+    """The flat whole of the shards along an axis, new or in `into`; outside any program."""
     whole = into
     if whole is None:
         whole = torch.empty(shard.numel() * mesh.axes[axis], dtype=shard.dtype, device=shard.device)

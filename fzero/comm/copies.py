@@ -1,8 +1,8 @@
 """Copies tensors between the device and the host.
 
 On a CPU host and device are one memory and a copy hands on what it is given. On CUDA copies run on two streams, one
-each way. Every copy is a start, which returns at once, and a wait. Nothing here knows programs: what lies where, and
-when it may be written again, is planned.
+each way. Every copy is a start, which returns at once, and a wait. Nothing here knows programs: they plan the places of
+values, and when these may be written again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PendingCopy:
     hold: Callable[[], None] | None = None
 
     def wait(self) -> Tensors:
-        """The tensors, filled: for what the host or the device, whichever they are on, does next."""
+        """The tensors, filled: for the next operations of the host or of the device, whichever they are on."""
         self.done()
         return self.filled
 
@@ -65,8 +65,7 @@ def copies(mesh: Mesh) -> Copies:
 
 
 class Unified:
-    """Copies within one memory: everything is where it should be, except for a leaf of the state that is to have
-    another's value."""
+    """Copies within one memory: nothing moves, except into a leaf of the state that gets another's value."""
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
         for source, target in moves(sources, into or sources):
@@ -82,14 +81,14 @@ class Unified:
 class Streams:
     """Copies on a CUDA device by two streams, so that transfers to the host do not queue behind those from there.
 
-    A copy begins when the device has done all that it was told before the start: sources are made by then, and nobody
-    reads what lay in `into`. The copy keeps its sources alive until it is dropped, after its wait.
+    A copy begins when the device has finished all work from before the start: sources are made by then, and nobody
+    reads the old values of `into`. The copy keeps its sources alive until it is dropped, after its wait.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # of copies for which the device alone has waited, and that may not be done: what they use of the host's memory
+        # host memory of copies that only the device has waited for, which may not be done
         self._using: list[tuple[torch.cuda.Event, Tensors]] = []
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
@@ -138,5 +137,5 @@ def _extent(x: torch.Tensor) -> int:
 
 
 def moves(sources: Tensors, into: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of which the second is not the first."""
+    """The pairs whose tensors have elements, and different memory."""
     return [(s, t) for s, t in zip(sources, into, strict=True) if s.data_ptr() != t.data_ptr() and s.numel()]

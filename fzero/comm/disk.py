@@ -35,7 +35,7 @@ __all__ = [
     "write_pieces",
 ]
 
-BUFFER = 1 << 24  # bytes: of the parts in which a leaf is read or written where it need not be whole
+BUFFER = 1 << 24  # bytes: a leaf that need not be whole is read or written in such parts
 
 
 def rest(
@@ -47,8 +47,8 @@ def rest(
     any of them.
 
     Args:
-        leaves: in the order in which they are to lie. Those that follow each other can be read at once.
-        mesh: of which this rank's parts are.
+        leaves: in their order on disk. Consecutive ones can be read at once.
+        mesh: it says which parts are this rank's.
         directories: as in `ScratchFiles`.
 
     Memory: none.
@@ -191,7 +191,7 @@ class _Writer:
             self._wait(which)
 
     def settle(self) -> None:
-        """Until nothing reads the buffers; whatever became of it."""
+        """Waits until nothing reads the buffers, also after an error."""
         for which in range(2):
             with suppress(TierError):
                 self._wait(which)

@@ -1,6 +1,6 @@
 """Reads and writes a rank's scratch files as one range of bytes, in threads while the caller goes on.
 
-Nothing here knows what the bytes are. One pool of threads serves all files of a process. A system call of 4 MiB
+Nothing here knows the meaning of the bytes. One pool of threads serves all files of a process. A system call of 4 MiB
 releases the interpreter, so a few Python threads keep a disk as busy as a C program would. Pieces are taken in the
 order in which they were submitted.
 """
@@ -235,7 +235,7 @@ class _FilePiece:
     views: list[memoryview]
 
     def run(self) -> None:
-        """Never raises: whatever happens, the transfer ends."""
+        """Never raises: the transfer ends in any case."""
         failure = None
         try:
             self.open.begin()
@@ -252,8 +252,8 @@ class _FilePiece:
 
 
 def _move(operation: str, fd: int, views: Sequence[memoryview], at: int, nbytes: int) -> None:
-    """Reads or writes all of a piece. What is moved of an incomplete block is moved again: direct I/O goes on at whole
-    ones."""
+    """Reads or writes all of a piece. The moved part of an incomplete block is moved again: direct I/O goes on at whole
+    blocks."""
     move, done = (os.preadv if operation == "read" else os.pwritev), 0
     while done < nbytes:
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fzero.errors import TierError
-from fzero.layout import apart
+from fzero.layout import host_offsets
 from fzero.mesh import Mesh
 from fzero.units import size
 
@@ -46,7 +46,7 @@ def host_tensors(specs: Sequence[tuple[Sequence[int], torch.dtype]], mesh: Mesh)
         >>> bias.data_ptr() - weight.data_ptr() == mmap.PAGESIZE, weight.sum().item()
         (True, 0.0)
     """
-    *offsets, end = apart([math.prod(shape) * dtype.itemsize for shape, dtype in specs])
+    *offsets, end = host_offsets([math.prod(shape) * dtype.itemsize for shape, dtype in specs])
     memory, out = _allocated(end, mesh.device, mesh.device.type == "cuda"), []
     for (shape, dtype), offset in zip(specs, offsets, strict=True):
         num = math.prod(shape)

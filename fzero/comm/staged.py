@@ -12,7 +12,7 @@ import torch
 
 from fzero.comm.host import host_bytes
 from fzero.errors import TierError
-from fzero.layout import apart, padded
+from fzero.layout import host_offsets, padded
 
 logger = logging.getLogger("fzero")
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -32,7 +32,7 @@ class Staged:
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous copies on the device, of which the current stream's next kernels may read."""
-        *offsets, end = apart([x.nbytes for x in leaves])
+        *offsets, end = host_offsets([x.nbytes for x in leaves])
         end = padded(end)
         if not self._buffers or end > len(self._buffers[0]):
             for number in range(_DEPTH):

@@ -90,7 +90,7 @@ def _root(roots: Sequence[Path], name: str) -> Path:
     raise PermissionError(problems[-1])
 
 
-def made(directory: Path) -> bool:
+def make_directory(directory: Path) -> bool:
     """Makes a directory of a run's memory if it is not there: whoever has removed it is not its owner. Whether this
     process has made it.
 
@@ -246,7 +246,7 @@ class RankProgress:
         except OSError:
             if make:
                 with contextlib.suppress(OSError):  # there may be no room: what both have open stays
-                    made(self._path.parent)
+                    make_directory(self._path.parent)
                     new, content = self._path.with_suffix(".new"), self._map[:]
                     self._map = self._open(new)
                     self._map[:] = content

@@ -80,7 +80,7 @@ def joined(signals: Signals, again: bool, timeout: float, axes: Mapping[str, Any
             tries -= 1
             if not tries or not _store_answers() or (turns.watcher is not None and turns.watcher.absent()):
                 raise
-            logger.warning("fzero.run: a rank was lost while all came together (%s)", brief(error))
+            logger.warning("fzero.run: a rank was lost while all came together (%s)", cause(error))
         leave()
     if turns.watcher is not None:
         turns.watcher.say(host.COMING)
@@ -98,7 +98,7 @@ def _store_answers() -> bool:
         return False
 
 
-def apart(mesh: Mesh, ended: int) -> FzeroValueError | None:
+def in_different_runs(mesh: Mesh, ended: int) -> FzeroValueError | None:
     """The error, the same on every rank, of ranks that are in different runs of their script: one that is started again
     begins with the first."""
     everyones = agreement.everyones(mesh, "run", lambda: ended)
@@ -167,7 +167,7 @@ def _title(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
-def brief(error: Exception) -> str:
+def cause(error: Exception) -> str:
     """The line of an error that says what happened, rather than what this rank was doing."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if "has left" in line and not line.startswith("fzero.")]

@@ -23,6 +23,7 @@ from typing import Any
 
 from fzero.elastic import host, hosts
 from fzero.elastic.spares import Spares, TakenSpare, take
+from fzero.processes import restarts_left
 
 _LOOK = 0.05  # seconds between two looks at the process
 _STACKS = 1.0  # seconds for a process to print its stacks
@@ -284,12 +285,6 @@ def main(args: list[str] | None = None) -> int:
     python, script = _python(), [*(["-m"] if given.module else []), given.script, *given.args]
     spare = [*python, "-c", "from fzero.elastic.spares import main; main()", *script]
     return Keeper([*python, *script], given.hang, given.lost_host, given.max_losses, memory, spare, given.spares).run()
-
-
-def restarts_left() -> bool:
-    """Whether torchrun starts the ranks again if one fails."""
-    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return count < most
 
 
 def _apart(args: list[str]) -> list[str]:

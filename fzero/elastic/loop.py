@@ -21,10 +21,10 @@ from fzero.checkpoint.places import Url
 from fzero.checkpoint.saving import not_private
 from fzero.comm.transport import transport
 from fzero.data.steps import Steps
-from fzero.elastic import host, moving, replay
+from fzero.elastic import host, memories, replay
+from fzero.elastic.compare_sent import Sent
 from fzero.elastic.health import Finding, Health, Pace
 from fzero.elastic.joining import STOPPED, Signals
-from fzero.elastic.sent import Sent
 from fzero.elastic.vault import Damage, Vault
 from fzero.elastic.wards import Ward
 from fzero.errors import CheckpointError, FzeroValueError, StorageError
@@ -557,7 +557,7 @@ class Run:
 
     def _resized(self, found: Index | None) -> None:
         """Says, or refuses, that another number of ranks has trained this state."""
-        if found is None or (before := moving.ranks_of(found)) == (now := self.mesh.size):
+        if found is None or (before := memories.ranks_of(found)) == (now := self.mesh.size):
             return
         if self._on_resize == "refuse":
             what = f"the state of step {found.step} was trained by {before} ranks, and here are {now}"
@@ -600,7 +600,7 @@ class Run:
         everyones = agreement.everyones(self.mesh, "run", lambda: [mine, self._signals.came])  # nobody keeps meanwhile
         reached, self._stops = max(seen for seen, _ in everyones), any(came for _, came in everyones)
         what = "cannot check the memory of a host"
-        look = lambda: moving.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
+        look = lambda: memories.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
         damaged = together(world(), "run", what, look, form=list[Damage])
         for rank, seen, leaves, sent in (x for those in damaged for x in those):
             how = "sent of its state" if sent else "kept"
@@ -608,7 +608,7 @@ class Run:
             text = f"what rank {rank} {how} {after} has changed in memory, and is not used: "
             text += ", ".join(leaves[:5])
             self._note(Finding("slot", seen, (rank,), text))
-        kept, lost = moving.newest(memory, self.mesh, world())
+        kept, lost = memories.newest(memory, self.mesh, world())
         if kept is None and not lost and reached:
             ranks = ", ".join(map(str, range(self.mesh.size)))
             lost = f"of the state after {reached} batches no host's memory has what rank{'s' * (self.mesh.size > 1)} "

@@ -24,9 +24,9 @@ from fzero.elastic.joining import (
     STOPPED,
     Signals,
     alike,
-    apart,
-    brief,
+    cause,
     come_back,
+    in_different_runs,
     joined,
     leave,
     lost,
@@ -108,7 +108,7 @@ def run(
     try:
         kept_in = host.memory(memory) if keeper or torchrun or memory is not None else None
         if kept_in is not None:
-            host.made(host.of_run(kept_in, _ended[kept_in]))
+            host.make_directory(host.of_run(kept_in, _ended[kept_in]))
             turns.watcher = host.RankProgress(kept_in, here.rank)
             if not keeper or turns.watcher.read().phase == host.FINISHED:  # no steps are of this run
                 turns.watcher.say(host.COMING, 0)
@@ -130,7 +130,7 @@ def run(
             "the store is gone: the process that kept it, of the launcher or of rank 0, has left or cannot be reached"
         )
         fix = "start the run again, unless torchrun does (--max-restarts); keep --rdzv-endpoint on a host that stays"
-        raise DivergenceError("run", what, [brief(error)], fix) from error
+        raise DivergenceError("run", what, [cause(error)], fix) from error
     finally:
         turns.watcher = None
     close_mesh()
@@ -201,8 +201,8 @@ def _until_it_returns(
         run = Run(mesh, place, every, signals, health, on_resize)
         try:
             if place is not None:
-                host.made(place)
-            unlike = apart(mesh, ended) if again else None
+                host.make_directory(place)
+            unlike = in_different_runs(mesh, ended) if again else None
             if unlike is None:
                 if memory is not None and Processes.of().local == 0:
                     host.forget(memory, ended)
@@ -219,7 +219,7 @@ def _until_it_returns(
             if why:
                 logger.warning("fzero.run: %s, which ends the run", why)
             else:
-                logger.warning("fzero.run: a rank was lost (%s); joining again", brief(error))
+                logger.warning("fzero.run: a rank was lost (%s); joining again", cause(error))
             if signals.came and memory is not None:
                 comes = not why and come_back(memory, mesh)
                 turns.watcher.owe(comes and turns.watcher.read().owes)

@@ -33,7 +33,7 @@ from fzero.checkpoint import format
 from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.saving import make_plan, written_by
 from fzero.comm.replicas import word_sum
-from fzero.elastic.host import made
+from fzero.elastic.host import make_directory
 from fzero.elastic.wards import SEALED, SUMS, Ward, WardFiles, Wards, write_note
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
@@ -119,7 +119,7 @@ class Vault:
         """
         if all(files.are_there() for files in self._files):
             return False
-        made(self._directory)
+        make_directory(self._directory)
         for files in self._files:
             files.put_back()
         return True

@@ -60,7 +60,7 @@ def stored_names(module: Any, base: Collection[str]) -> dict[str, str]:
     return {name: plain for name, plain in names.items() if plain in base}
 
 
-def begun(module: Any, name: str, fill: int) -> torch.Tensor | None:
+def initial(module: Any, name: str, fill: int) -> torch.Tensor | None:
     """A tensor of an adapter as the library initialises it, over memory that held this number; None if it is of no
     adapter."""
     parents = name.split(".")

@@ -6,12 +6,13 @@ part, and gathers return each part once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import accelerate  # pyright: ignore[reportMissingImports] - of the extra `hf`
-from accelerate.utils import recursively_apply  # pyright: ignore[reportMissingImports]
+import torch
+from accelerate.utils import gather, recursively_apply  # pyright: ignore[reportMissingImports]
 from transformers.trainer_utils import seed_worker  # pyright: ignore[reportMissingImports]
 
 from fzero.hf.tensor_rules import tensor_rules
@@ -148,3 +149,20 @@ class OtherArguments:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._args, name)
+
+
+class Exchange:
+    """Tells every rank of a Trainer what the others have. All of them call its methods."""
+
+    def __init__(self, trainer: Any):
+        self._trainer, self._alone = trainer, trainer.args.world_size == 1
+
+    def bounds(self, numbers: Mapping[str, Sequence[int]]) -> tuple[dict[str, int], dict[str, int]]:
+        """The largest and the smallest number of each name, over all ranks."""
+        high, low = {n: max(x) for n, x in numbers.items()}, {n: min(x) for n, x in numbers.items()}
+        if self._alone:
+            return high, low
+        here = torch.tensor([[*high.values(), *(-x for x in low.values())]], device=self._trainer.args.device)
+        everyone: Any = gather(here)
+        found = everyone.amax(0).tolist()
+        return dict(zip(high, found, strict=False)), dict(zip(low, (-x for x in found[len(high) :]), strict=True))

@@ -130,14 +130,14 @@ class LossInputs:
 
     def _named(self, x: torch.Tensor) -> str:
         """A tensor with the way that leads to it from the trainer, if there is one."""
-        at = x.untyped_storage()._cdata
+        at = compat.memory_of(x)
         shape = describe(x)
         for name, value in vars(self.trainer).items():
             if isinstance(value, torch.nn.Module):
                 held = {**dict(value.named_parameters(name)), **dict(value.named_buffers(name))}
             else:
                 held = {path: y for y, path in _tensors(value, name).items()}
-            if found := [n for n, y in held.items() if y.untyped_storage()._cdata == at]:
+            if found := [n for n, y in held.items() if compat.memory_of(y) == at]:
                 return f"self.{found[0]}: {shape}"
         return f"a tensor of its closure or globals: {shape}"
 

@@ -51,7 +51,7 @@ class Pretrained(Functional):
 
     def sources(self, weights: Weights) -> Sources:
         """The runs of stored tensors that make up each leaf, as the library would convert them."""
-        config = _json(weights.path, "config.json")
+        config = _config_of(weights.path)
         theirs, ours = config.get("model_type"), self._base.config.model_type
         if theirs not in (None, ours):
             what = f"{weights.path} is a directory of {theirs!r}, this model is of {ours!r}"
@@ -86,7 +86,7 @@ class Pretrained(Functional):
         """A tensor as the library initialises it, over memory that held this number."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            if self._base_names is not None and (found := adapters.begun(self.module, name, fill)) is not None:
+            if self._base_names is not None and (found := adapters.initial(self.module, name, fill)) is not None:
                 return found
         owner, _, attribute = name.rpartition(".")
         part = self.module.get_submodule(owner)
@@ -141,7 +141,7 @@ def from_pretrained(
     from transformers import AutoConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
     path = local(path, "hf.from_pretrained", "models are made of a local directory")
-    found = _json(path, "config.json")
+    found = _config_of(path)
     if not found:
         what = f"{path} has no config.json" if path.is_dir() else f"{path} is not a directory"
         fix = "give a local directory that save_pretrained wrote"
@@ -203,17 +203,17 @@ def _made(cls: Any, config: Any, dtype: torch.dtype, **settings: Any) -> Any:
     return module.train()
 
 
-def _json(path: Place, name: str) -> dict[str, Any]:
+def _config_of(path: Place) -> dict[str, Any]:
+    """The configuration in a directory of the library's; empty without one."""
+    file = path / "config.json"
     try:
-        found = parsed(storage_of(path).whole(path / name))
+        found = parsed(storage_of(path).whole(file))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            "hf", f"{path / name} cannot be read", [str(error)], "copy or download it again"
-        ) from None
+        raise CheckpointError("hf", f"{file} cannot be read", [str(error)], "copy or download it again") from None
     if not isinstance(found, dict):
-        raise CheckpointError("hf", f"{path / name} is not a JSON object", fix="copy or download it again")
+        raise CheckpointError("hf", f"{file} is not a JSON object", fix="copy or download it again")
     return found
 
 

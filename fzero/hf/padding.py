@@ -21,7 +21,7 @@ import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero import tree
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.hf.exchange import Exchange
+from fzero.hf.data_parts import Exchange
 from fzero.hf.traced import Losses
 from fzero.trace.reads.value_keys import exact
 

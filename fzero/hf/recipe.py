@@ -47,7 +47,7 @@ class Recipe:
     values: Sequence[dict[str, Any]] = ()
 
 
-def of_arguments(args: Any, made: Translated, transforms: Any, more: Sequence[Transform] = ()) -> Recipe:
+def of_arguments(args: Any, made: Translated, transforms: Any, more: Sequence[Transform]) -> Recipe:
     """By the arguments, and the caller's transforms in place of ZeRO-3; and `more`."""
     clipped = bool(args.max_grad_norm and args.max_grad_norm > 0)
     optimizer = (

@@ -25,7 +25,7 @@ from fzero.arguments import shown
 from fzero.comm import replicas
 from fzero.comm.replicas import digest
 from fzero.errors import FzeroValueError
-from fzero.hf.exchange import Exchange
+from fzero.hf.data_parts import Exchange
 from fzero.modules.outside import OwnTensors
 from fzero.ranks import agreement
 from fzero.state import gather

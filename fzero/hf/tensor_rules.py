@@ -3,13 +3,13 @@ parameters."""
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.modules.functionalize import Functional
+from fzero.transforms.tensor import matches
 
 _OUTPUTS = {"colwise", "colwise_gather_output", "packed_colwise", "colwise_rep"}
 _INPUTS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
@@ -66,14 +66,14 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
     parts = dict(module.named_modules())
     known = {name for name, _ in module.named_parameters()}  # of tied ones the first
     for glob, style in plan.items():
-        part = next((x for name, x in parts.items() if _is(name, glob)), None)
+        part = next((x for name, x in parts.items() if matches(name, glob)), None)
         if part is None or style not in _OUTPUTS | _INPUTS | _WORDS or (ranks and _torn(glob, config, ranks)):
             continue
         weight = getattr(part, "weight", None)
         if weight is None or weight.dim() != 2:
             continue
         of_words = weight.shape[0] == getattr(config.get_text_config(), "vocab_size", None)
-        if (of_words and ranks and weight.shape[0] % ranks) or not any(_is(x, f"{glob}.weight") for x in known):
+        if (of_words and ranks and weight.shape[0] % ranks) or not any(matches(x, f"{glob}.weight") for x in known):
             continue
         outputs = 1 if type(part).__name__ == "Conv1D" else 0
         pieces = _pieces(glob.rpartition(".")[2], weight.shape[outputs], config)
@@ -82,11 +82,6 @@ def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
         if getattr(part, "bias", None) is not None:
             rules[f"{glob}.bias"] = None if style in _INPUTS else 0 if pieces == 1 else (0, pieces)
     return rules
-
-
-def _is(name: str, glob: str) -> bool:
-    """Whether a module's name is that of a plan, in which a star stands for the number of a layer, or for more."""
-    return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
 
 
 def _torn(glob: str, config: Any, ranks: int) -> bool:

@@ -28,11 +28,11 @@ seconds."""
 def advise(
     step: Step, mesh: AbstractMesh, params: Inputs, budget: Budget, least: Plan, lowered: Callable[[Step], Program]
 ) -> list[str]:
-    """The least peaks with one transform more, the lowest first, of those that lower it; if none is enough, with those
-    together. Of a large model few are tried: those that are about what takes the most.
+    """The least peaks with one more transform, the lowest first, if lower; if none of them fits, the peak with all of
+    them together. For a large model few are tried: those for the roles that take the most memory.
 
     Args:
-        step, mesh, params: what does not fit.
+        step, mesh, params: of a step that does not fit.
         budget: that it is over.
         least: the plan of the program that takes least memory.
         lowered: the program of another step for the same batch that takes least memory.
@@ -45,7 +45,7 @@ def advise(
         nonlocal num_lines
         try:
             program = lowered(more)
-        except FzeroError:  # contradicts what is there, or cannot be had with this batch
+        except FzeroError:  # contradicts a transform of the step, or does not go with this batch
             return None
         num_lines += sum(1 for _ in program.walk())
         return peak_bytes(program, budget.device, budget.backend)[:2]

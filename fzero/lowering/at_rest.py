@@ -82,7 +82,7 @@ def check_at_rest(step: Step, mesh: AbstractMesh, params: Any, budget: Budget) -
         step, mesh, params, budget: as for `shortage`.
 
     Raises:
-        BudgetError: with the bytes, and what would hold them.
+        BudgetError: with the bytes, and ways to hold them.
     """
     if (short := shortage(step, mesh, params, budget)) is not None:
         raise BudgetError("memory_budget", "the state alone does not fit", *short)
@@ -135,7 +135,7 @@ def would_hold(step: Step, mesh: AbstractMesh, params: Any, found: AtRest, limit
 
 
 def off_device(mesh: AbstractMesh, found: AtRest) -> list[str]:
-    """The tiers that would take what rests on the device. Gradients that wait on the host come on top."""
+    """The tiers that would take leaves that rest on the device. Gradients that wait on the host come on top."""
     if mesh.unified_memory:
         return [f"with fz.offload('nvme', ('opt_state', 'params'), path=DIR): {size(found.total)} of disk a rank"]
     more = "and room for gradients there"

@@ -2,13 +2,13 @@
 taken.
 
 [Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles
-before in whole, and a part of the last one. Of what is on disk a part may be on the host instead. Gradients wait on
+before in whole, and a part of the last one. A part of the leaves on disk may be on the host instead. Gradients wait on
 disk only where the host has no room for them.
 
-[Note: bounds] A program takes time to make, so few of these are made. What each takes at least is known beforehand
-(bounds.py): the bytes that rest, the gradients that wait, and for how long each queue is busy. Candidates are lowered
-in order of estimated time. One is skipped if similar candidates exceeded their lower bound by more than it has room
-for. The search ends when no bound beats the best, or after MOST_LINES lines.
+[Note: bounds] A program takes time to make, so few of these are made. The least cost of each is known beforehand
+(bounds.py): the bytes that rest, the gradients that wait, and the busy seconds of each queue. Candidates are lowered in
+order of estimated time. One is skipped if similar candidates exceeded their lower bound by more than it has room for.
+The search ends when no bound beats the best, or after MOST_LINES lines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FINEST = 8  # shares are looked for in steps of 1/8
 MOST_LINES = 12_000  # of all programs that are made, if one of them fits
 UNTIL_FOUND = 36_000  # if none does
 MOST_TRIED = 32  # programs
-LAST_TRIED = 8  # and of those that are not expected to fit, but might, if nothing did
+LAST_TRIED = 8  # then those that are not expected to fit, if nothing else did
 
 _STATE = ("opt_state", "params")  # of the same leaves
 _ON_HOST = (
@@ -73,7 +73,7 @@ class _Share(NamedTuple):
     disk: int
 
     def records(self, auto: Offload) -> Iterator[Offload]:
-        """As transforms: the second of two takes its fraction of what the first one leaves."""
+        """As transforms: the second of two takes its fraction of the leaves that the first one left."""
         ordered = tuple(role for role in ROLES if role in self.roles)
         asked = replace(auto, of=ordered, update_on=auto.update_on if "opt_state" in ordered else "auto")
         if self.host:
@@ -165,7 +165,7 @@ def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None],
     Args:
         auto: the record.
         limits: of device, host and disk: without the first nothing needs to be moved.
-        batch: whether an example is given: what a step takes besides its state depends on it.
+        batch: whether an example is given: the memory of a step besides its state depends on it.
     """
     problems = [] if limits[0] is not None else ["memory_budget: what may stay on the device is not given"]
     if limits[2] is not None and not auto.path:
@@ -215,7 +215,7 @@ class _Tiers:
         self.guessable = self.sizes.turns == 1 and bool(num_guessable(program, TIERS[-1]))
         bounds = {way: self._bound(way) for rests in layouts for way in self._ways(rests)}
         bounds |= self._with_gradients_on_disk(bounds)
-        # in one order on every rank: of those alike what moves least comes first
+        # in one order on every rank: among equals the one that moves least comes first
         bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].rests))))
         for choice, bound in bounds.items():
             lines = sum(len(cost.program.lines) for cost in {*self.search.tried.values()})
@@ -224,7 +224,7 @@ class _Tiers:
                 break
             if not self._expected(choice, bound):
                 self._try(choice, bound)
-        if not self.found:  # programs differ in what they take besides the least
+        if not self.found:  # programs differ in memory beyond the least
             self._try_others(bounds)
         best, *others = sorted(self.found, key=lambda rests: self.found[rests])
         why = [f"{duration(self.found[best])} a step predicted, the fastest that fits"]
@@ -235,7 +235,7 @@ class _Tiers:
     def _try_others(self, bounds: Mapping[Choice, Least]) -> None:
         able = [c for c in bounds if c not in self.search.tried and not self.budget.over(bounds[c].peaks)]
         for left in reversed(range(min(LAST_TRIED, len(able)))):
-            # each tells what to expect of the others; the last is what leaves most room
+            # each one's result predicts the others; the last one leaves most room
             expected = self._expected if left else lambda _, bound: self.budget.filled(bound.peaks)
             able.remove(choice := min(able, key=lambda c: (expected(c, bounds[c]), bounds[c].likely)))
             if self._try(choice, bounds[choice]):
@@ -330,7 +330,7 @@ class _Tiers:
         tiers = lambda choice: frozenset(share.disk > 0 for share in choice.rests)  # noqa: E731
         known = {*map(tiers, self.search.tried)}
         for choice in sorted(bounds, key=lambda c: bounds[c].peaks):
-            # what takes least of the device, on tiers that nothing was tried on
+            # the least device memory, on tiers not tried yet
             if tiers(choice) not in known:
                 known.add(tiers(choice))
                 self._try(choice, bounds[choice])

@@ -18,7 +18,7 @@ from fzero import random as fzrandom
 from fzero.errors import TraceError
 from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
 from fzero.lowering.seed import DTYPE, SCALE, SEED, CountAhead, made_ahead, rounded, seed_of
-from fzero.lowering.training import DType, Found, Precision, Training, grad_name
+from fzero.lowering.training_source import DType, Found, Precision, Training, grad_name
 from fzero.lowering.update_graph import AGREED, RAISED, record_update
 from fzero.mesh import AbstractMesh
 from fzero.precision.fp8_gather import in_8_bits
@@ -35,10 +35,10 @@ from fzero.trace.recorder import Recorded
 
 
 class BaseProgram(NamedTuple):
-    """A program and what is needed to hand its outputs back as the user's trees."""
+    """A program, and the structures by which its outputs become the user's trees again."""
 
     program: Program
-    structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
+    structure: tree.TreeSpec  # of the metrics, or of the results of an evaluation
     watched: Watched | None = None
     raises: tuple[str, ...] = ()  # the lines of conditions under which the loss raises
 
@@ -46,19 +46,7 @@ class BaseProgram(NamedTuple):
 def lower_train(t: Training) -> BaseProgram:
     """The base program of one optimizer step."""
     functions, names = Functions(), Names()
-    lines, cast = _casts(t.params, t.precision.compute, names)
-    places = [(cast[i].name, cast[i].shape, cast[i].dtype) for i in t.params.distinct]
-    more, batch = _casts(t.batch, t.precision.compute, names)
-    lines += more
-    places += [(batch[i].name, batch[i].shape, batch[i].dtype) for i in t.batch.distinct]
-    if t.precision.loss_scale is not None:
-        places.append((SCALE, (), torch.float32))
-    if t.num_parts > 1:
-        places.append((names(SEED), (), DTYPE))
-    if t.wants_key:
-        places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
-        lines.append(Line("part_index", (), (Value("part", (), torch.int64),)))
-
+    lines, places, cast = _arguments(t, names)
     graph, found, seed, ahead = _record_loss(t, places, functions, names)
     num_sums, end = found.num_sums, found.num_sums + len(found.used)
     if t.precision.fp8 is not None:
@@ -112,6 +100,25 @@ def lower_train(t: Training) -> BaseProgram:
         grads={t.params.leaves[i].path: grads[i].name for i in grads},
     )
     return BaseProgram(program, structure, watched, found.raises)
+
+
+def _arguments(
+    t: Training, names: Names
+) -> tuple[list[Line], list[tuple[str, tuple[int, ...], torch.dtype]], dict[int, Value]]:
+    """The arguments of the recorded function: the lines that make them, their names, shapes and dtypes, and the
+    parameters as it gets them, by position."""
+    lines, cast = _casts(t.params, t.precision.compute, names)
+    more, batch = _casts(t.batch, t.precision.compute, names)
+    values = [*(cast[i] for i in t.params.distinct), *(batch[i] for i in t.batch.distinct)]
+    places = [(v.name, v.shape, v.dtype) for v in values]
+    if t.precision.loss_scale is not None:
+        places.append((SCALE, (), torch.float32))
+    if t.num_parts > 1:
+        places.append((names(SEED), (), DTYPE))
+    if t.wants_key:
+        places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
+        more.append(Line("part_index", (), (Value("part", (), torch.int64),)))
+    return [*lines, *more], places, cast
 
 
 def _record_loss(

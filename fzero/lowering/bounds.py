@@ -2,8 +2,8 @@
 no program is made.
 
 A search looks at many ways to lay out a state (auto.py). A finished program of a large model takes a second to make;
-these numbers say in which order programs are worth making, and when to stop: nothing that is left can be faster than
-what was found.
+these numbers say in which order programs are worth making, and when to stop: once no remaining choice can be faster
+than the best found.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Least(NamedTuple):
         return sum(max(queues) + HIDDEN * (sum(queues) - max(queues)) for queues in self.phases)
 
 
-HIDDEN = 1 / 8  # of what a queue that is not the busiest takes is seen in a step
+HIDDEN = 1 / 8  # of the seconds of a queue that is not the busiest show in a step
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Sizes:
 
         Args:
             rests: where what is.
-            on_host: whether the host updates what rests off the device.
+            on_host: whether the host updates state that rests off the device.
             grads: which gradients wait on the host, as in `waiting_on_host`, of those that do not on disk.
             device: whose rates.
             guess: the tiers whose leaves are updated on a guess.

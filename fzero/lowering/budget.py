@@ -1,4 +1,4 @@
-"""Says what a budget has decided about a program, and what is in the way of one that does not fit."""
+"""Explains the decisions that a budget has made about a program, and the memory of a program that does not fit."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class TierUse(NamedTuple):
 @dataclass(frozen=True)
 class Budget:
     """Bytes that each rank may have on the device, `nbytes`, on the host and on disk, as many as it takes where that is
-    None; the device whose rates predict the step, the backend the program is for. On a mesh of one memory for both,
-    what the host has counts for the device."""
+    None; the device whose rates predict the step, the backend the program is for. On a mesh of one memory for both, the
+    host's bytes count for the device."""
 
     nbytes: int | None
     device: Device
@@ -121,14 +121,14 @@ def _of_order(order: Order) -> Iterator[PlanDecision]:
     yield PlanDecision("coalesced", size(order.coalesced), "transfers that send less than this travel together")
 
 
-def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] = (), rows: int = 1) -> BudgetError:
+def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str], rows: int) -> BudgetError:
     """The error of a step whose least plan does not fit its budgets.
 
     Args:
         program: that takes least.
         found: its plan.
         budget: what it does not fit.
-        advice: what would lower the peak of the device.
+        advice: ways to lower the peak of the device.
         rows: of the batch that a rank computes with at once, in its first dimension.
     """
     problems, named = [], {"device": "", "host": " of host memory", "disk": " on disk"}
@@ -156,7 +156,7 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str] =
 
 WITH_BATCH = ("batch", "saved", "activations", "temporaries")
 """Roles of bytes that grow with the batch."""
-FEW = 0.05  # of the peak: what takes less is not worth advice
+FEW = 0.05  # of the peak: smaller roles are not worth advice
 
 
 def share_of(found: Plan, roles: Sequence[str]) -> float:
@@ -165,8 +165,8 @@ def share_of(found: Plan, roles: Sequence[str]) -> float:
 
 
 def filling(program: Program, found: Plan) -> list[str]:
-    """The roles that fill the device's memory at the peak, the most first, and what the gradients wait for where there
-    are many."""
+    """The roles that fill the device's memory at the peak, the largest first, and the reason why many gradients wait,
+    if they do."""
     why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
     return [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
 

@@ -120,7 +120,7 @@ class _Slot:
     kept: int | None
 
     def follows(self, cuts: Mapping[_Slot, Dim | None]) -> list[Dim]:
-        """The possible cuts; of a vector those that a matrix of the same function has along its results."""
+        """The possible cuts; of a vector the cuts that a matrix of the same function has along its results."""
         if len(self.shape) > 1:
             return [*self.able]
         cut = {(s.shape[c.dim], c.groups) for s, c in cuts.items() if c and s.fn == self.fn and s.kept == c.dim}
@@ -149,7 +149,7 @@ class _Prices:
         self.found: dict[tuple[Dim | None, ...], float] = {}
         self.known: dict[Any, CutFunction] = {}
         self.of_function: dict[Any, float] = {}  # prices
-        self.best = self.ahead = math.inf  # `ahead`: of that, what comes before the first backward of a block
+        self.best = self.ahead = math.inf  # `ahead`: the part before the first backward of a block
         calls = [line for line in program.lines if line.op == "call"]
         self.num_ahead = next((i for i, line in enumerate(calls) if line.is_backward), len(calls))
         self._find()
@@ -197,8 +197,8 @@ class _Prices:
             yield slots[x.last.matrix], x.last.summed, tuple(before.items())
 
     def __call__(self, cuts: Mapping[_Slot, Dim | None]) -> float:
-        """The bytes of an assignment; infinite if they exceed the best so far, or an operation is made whole of more
-        than the spec allows."""
+        """The bytes of an assignment; infinite if they exceed the best so far, or if more bytes are made whole for an
+        operation than the spec allows."""
         key = tuple(cuts.get(slot) for slot in self.slots)
         if key not in self.found:
             self.found[key] = self._price(cuts)

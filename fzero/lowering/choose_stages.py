@@ -1,7 +1,7 @@
 """Chooses the stages of a `pipeline`: the blocks of each, and the leaves that these read first.
 
-By default the cut is the one whose slowest stage multiplies least; what comes before the first block counts with that,
-and what comes behind the last with the last. Of equal cuts the one with fewer blocks on the last stages is taken.
+By default the cut is the one whose slowest stage multiplies least. Code before the first block counts with the first,
+and code behind the last block with the last. Of equal cuts the one with fewer blocks on the last stages is taken.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from fzero.arguments import accepts_none
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import COMPUTE, GRADIENTS, Layout, Leaf, check_dims, over_axes, ties, torn_ties
-from fzero.lowering.training import Precision
+from fzero.lowering.training_source import Precision
 from fzero.mesh import AbstractMesh
 from fzero.operators.quant_blocks import blocks_shape, has_blocks
 from fzero.passes.zero import Zero
@@ -45,7 +45,7 @@ Shape = tuple[int, ...]
 def precision_of(step: Step | EvalStep) -> Precision:
     """The dtypes of a step, and its loss scale."""
     record, fp8 = find(step.transforms, MixedPrecision), find(step.transforms, Fp8)
-    # what rests elsewhere travels in the dtype of its copy there
+    # leaves that rest elsewhere travel in the dtype of their copy there
     streams = any(isinstance(t, Offload) for t in step.transforms)
     products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams)
     if record is None:
@@ -91,8 +91,8 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     Args:
         step, mesh: whose they are.
         params: the tree, with whole leaves.
-        known: for an evaluation, the leaves as they rest: a training step's own predicate says what its loss function
-            returns anew.
+        known: for an evaluation, the leaves as they rest: a training step's own predicate says which leaves its loss
+            function returns anew.
     """
     precision = find(step.transforms, MixedPrecision)
     zero = zero_of(step, mesh)
@@ -300,7 +300,7 @@ def _alike(shape: Shape, param: Shape) -> bool:
 
 
 def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
-    """The transforms that say what rests where.
+    """The transforms that place leaves on tiers.
 
     Raises:
         TransformError: that is left open.
@@ -319,7 +319,7 @@ def offloads(step: Step | EvalStep) -> tuple[Offload, ...]:
 
 
 def auto_of(step: Step | EvalStep) -> Offload | None:
-    """The transform that leaves open what rests where, if a step has it."""
+    """The transform that leaves the tiers open, if a step has it."""
     return next((t for t in step.transforms if isinstance(t, Offload) and t.tier == "auto"), None)
 
 

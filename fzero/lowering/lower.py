@@ -37,10 +37,10 @@ from fzero.program.verify_stages import meeting
 from fzero.progress import within
 from fzero.step import EvalStep, Step
 from fzero.step.checks import check_arguments, check_params, no_step
-from fzero.trace.record import uncollected
+from fzero.trace.record import without_gc
 from fzero.transforms import accumulate
 from fzero.transforms.base import find
-from fzero.transforms.precision import begun
+from fzero.transforms.precision import with_first_dtype
 from fzero.units import parse_budgets
 
 
@@ -108,11 +108,11 @@ def lower(
     kind = "cuda" if rates.asynchronous else "cpu"
     if device is not None and type(mesh) is AbstractMesh and mesh.device_type != kind:
         mesh = mesh.of_type(kind)
-    step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
+    step = with_first_dtype(step, mesh.device if isinstance(mesh, Mesh) else None)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
     budget, chosen, traced = Budget(nbytes, rates, backend, host, disk), (), None
     skip = frozenset((skip,) if isinstance(skip, str) else skip)
-    with uncollected():
+    with without_gc():
         if isinstance(step, Step):
             step, ruled = choose_rules(step, mesh, params, batch_inputs(batch))
             step, chosen, traced = resolve(step, mesh, params, batch_inputs(batch), budget, skip)
@@ -133,7 +133,7 @@ def lower_inputs(
     limited: bool = False,
     skip: frozenset[str] = frozenset(),
 ) -> Lowered:
-    """As `lower`, from leaf tables. `traced`: what `resolve` has made of the step already; `limited`: the choice that
+    """As `lower`, from leaf tables. `traced`: the step as `resolve` has traced it already; `limited`: the choice that
     takes least memory is asked for, without a budget."""
     opt_state = watched = None
     raises = ()
@@ -187,7 +187,7 @@ def lower_inputs(
 
 
 def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:
-    """Transforms that lower the peak of a plan, with what each comes to."""
+    """Transforms that lower the peak of a plan, each with the new peak."""
 
     def asked(more: Step) -> Program:
         leaves = params_inputs(more, mesh, abstract_params(params))

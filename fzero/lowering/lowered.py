@@ -1,4 +1,4 @@
-"""Holds what a step is lowered to: its programs, its plan, and the structures of what goes in and comes out."""
+"""Holds the result of lowering a step: its programs, its plan, and the structures of its arguments and results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fzero.program.show import show
 
 @dataclass(frozen=True)
 class Lowered:
-    """A step lowered for a mesh: its programs, and the structures of what goes in and comes out.
+    """A step lowered for a mesh: its programs, and the structures of its arguments and results.
 
     `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
     Without `pipeline` there is one stage, of all ranks; on an abstract mesh `program` is that of the first.
@@ -40,7 +40,7 @@ class Lowered:
     params: Inputs
     opt_state: Inputs | None
     batch: Inputs
-    structure: tree.TreeSpec  # of the metrics, or of what an evaluation returns
+    structure: tree.TreeSpec  # of the metrics, or of the results of an evaluation
     budget: Budget | None = None  # with nothing but rates where there is none
     choice: Choice = field(default_factory=Choice)  # what the budget chose
     device: Device | None = None  # that `plan` is for, and its backend
@@ -83,7 +83,7 @@ class Lowered:
         return "".join(difflib.unified_diff(before, after, f"before {name}", f"after {name}"))
 
     def _around(self, name: str) -> tuple[Program, Program]:
-        """The programs before a pass and after it; what was recorded comes after nothing."""
+        """The programs before a pass and after it; the recorded program has none before it."""
         stages = self.stages()
         if name not in stages:
             there = name in (x.name for x in passes_of(self.program.transforms))

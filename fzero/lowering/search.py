@@ -1,13 +1,13 @@
 """Searches for the fastest program within budgets, among the options that the passes of a step leave open, by the plan.
 
-Every candidate is the finished program with its plan, so the peak that is compared with a budget is that of what runs.
+Every candidate is the finished program with its plan, so a budget is compared with the peak of the program that runs.
 Each is made once, and priced once.
 
-1. Of each start the first side that fits updates what rests off the device. From there each open value is tried, and of
-   each option that grows the most that fits is taken, in every order: memory goes to what comes first.
-2. The fastest of each start gets the best order of its transfers and the best share of updates on the host. A start
-   whose bound does not beat what was found is left as it is, unless it is taken.
-3. Of what is within 1 % of the fastest the first start is taken.
+1. In each start the first side that fits updates the state off the device. From there each open value is tried, and of
+   each option that grows gets the largest value that fits, in every order of the options: memory goes to the first. 2.
+       The fastest of each start gets the best order of its transfers and the best share of updates on the host. A start
+       whose bound does not beat the best found is not refined, unless it is taken. 3. The first start within 1 % of the
+       fastest is taken.
 
 [Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each
 has a part of the blocks. With a share s on the host every queue is busy for a time linear in s, known from the programs
@@ -95,7 +95,7 @@ class Search:
         """The fastest choice that fits; None if none does.
 
         Args:
-            starts: choices that take least memory but for where gradients wait and what is updated on a guess.
+            starts: choices of least memory, which differ in the places where gradients wait and the updates on a guess.
         """
         grown = [found for start in starts if (found := self._grown(start)) is not None]
         if len(grown) == 1:
@@ -181,7 +181,7 @@ class Search:
                     break
                 if self.fits(with_(share)):
                     tried[with_(share)] = self.seconds(with_(share))
-        # of those that take as long the simpler
+        # among equals the simpler one
         least = min(tried.values())
         best = min(
             tried, key=lambda c: (tried[c] > (1 + SAME) * least, c.host_share not in ENDS, -c.host_share, tried[c])

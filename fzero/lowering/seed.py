@@ -23,7 +23,7 @@ from fzero import compat
 from fzero.errors import TraceError
 from fzero.layout import slot_path
 from fzero.loss import Loss
-from fzero.lowering.training import Training
+from fzero.lowering.training_source import Training
 from fzero.program.attrs import CallAttrs
 from fzero.program.ir import Line, Value
 from fzero.program.lines import Functions

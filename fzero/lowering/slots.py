@@ -38,7 +38,7 @@ class Slots:
     Attributes:
         inputs: the leaf table, a tree of the slots by name.
         owners: the transform of each slot, by name.
-        local: by path, the leaves of which each rank has its own.
+        local: by path, the leaves that differ between ranks.
     """
 
     inputs: Inputs
@@ -47,7 +47,7 @@ class Slots:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """The leaves of a state besides parameters, optimizer state and what is made anew, by path."""
+        """The leaves of a state besides parameters, optimizer state and leaves that are made anew, by path."""
         return {leaf.path: leaf for leaf in (STEP, KEY, *self.inputs.leaves)}
 
     @property
@@ -64,7 +64,7 @@ class Slots:
         return [t for i, t in enumerate(found) if t not in found[:i]]
 
     def of(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The slots that are among values by path, by name; those that are in part, with None for the rest."""
+        """The slots among these values, by name; a slot that is there in part has None for the rest."""
         found = {i: values[leaf.path] for i, leaf in enumerate(self.inputs.leaves) if leaf.path in values}
         slots = self.inputs.rebuild(found)
         return {name: slots[name] for name in slots if any(self.inputs.leaves[i].role == name for i in found)}
@@ -83,7 +83,7 @@ class Slots:
         return update
 
     def advanced(self, held: dict[str, Any], results: StepResults) -> dict[str, Any]:
-        """Puts the slots behind a step in `held`; returns what transforms add to the metrics."""
+        """Puts the slots after a step into `held`; returns the metrics that transforms add."""
         metrics: dict[str, Any] = {}
         for transform in (t for t in self.transforms if _has(t, "advance")):
             own = self._own(transform, held)

@@ -1,4 +1,4 @@
-"""Traces a training step to its base program, and to what that can become under the choices it leaves open."""
+"""Traces a training step to its base program, and to the leaves and functions that open choices may need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fzero.lowering.layouts import (
     zero_of,
 )
 from fzero.lowering.slots import Slots, slots_of
-from fzero.lowering.training import Precision, Training
+from fzero.lowering.training_source import Precision, Training
 from fzero.lowering.variants import Variants
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.pipeline import Asked
@@ -33,10 +33,10 @@ from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.step import Step
 from fzero.step.checks import no_trainable, wants_key
-from fzero.trace.record import uncollected
+from fzero.trace.record import without_gc
 from fzero.transforms import accumulate
 from fzero.transforms.base import find
-from fzero.transforms.precision import begun
+from fzero.transforms.precision import with_first_dtype
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def trace_step(
     if not any(trains):
         raise no_trainable(abstract_params(params))
     opt_state, slots = opt_state_inputs(step, mesh, params), slots_of(step, mesh, params)
-    with uncollected(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
+    with without_gc(), torch.inference_mode(False), torch.enable_grad():  # a step trains, wherever it is called
         program, structure, watched, raises = lower_train(
             Training(
                 name=step.name,
@@ -126,7 +126,7 @@ def with_leaves(step: Step, mesh: AbstractMesh, params: Inputs) -> tuple[dict[st
 
 
 def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any, num_parts: int | None = None) -> Program:
-    """The base program of a step (see lowering/base_program.py): what every other is made from.
+    """The base program of a step (see lowering/base_program.py): every other program is made from it.
 
     Args:
         step, mesh: as for `lower`.
@@ -134,6 +134,6 @@ def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any, num_pa
         batch: one rank's batch.
         num_parts: that the global batch is cut in, if not as the step says.
     """
-    step = begun(step, mesh.device if isinstance(mesh, Mesh) else None)
+    step = with_first_dtype(step, mesh.device if isinstance(mesh, Mesh) else None)
     inputs = params_inputs(step, mesh, params), batch_inputs(batch)
     return trace_step(step, mesh, *inputs, num_parts=num_parts).base

@@ -12,7 +12,7 @@ import torch
 from fzero import compat, tree
 from fzero import random as fzrandom
 from fzero.loss import agreeing
-from fzero.lowering.training import ROUNDING_STREAM, Found, Training
+from fzero.lowering.training_source import ROUNDING_STREAM, Found, Training
 from fzero.optim import global_norm
 from fzero.optim.apply import apply_optimizer
 from fzero.precision.statistics import Watched, gradient_statistics, output_maxima
@@ -33,7 +33,7 @@ def _loss_and_scale(total: Any, count: Any, num_parts: int, traced: Found, scale
     """The loss of its sum over the batch, and what gradients are multiplied by; None: by nothing."""
     loss = total / count if count is not None else total / num_parts if num_parts > 1 else total
     scale: Any = 1.0 / count if traced.of_sum and count is not None else traced.lacks
-    if scale_state is not None:  # the gradients are those of the scaled loss
+    if scale_state is not None:  # gradients are of the scaled loss
         scale = (1.0 if scale is None else scale) / scale_state.scale
     return loss, scale
 
@@ -42,7 +42,7 @@ def _means(
     params: Mapping[int, torch.Tensor], grads: Mapping[int, torch.Tensor], scale: Any, scaled: bool
 ) -> dict[int, torch.Tensor]:
     """Gradients as the optimizer gets them: times `scale`, if there is one, and zeros for what has none. `scaled`: they
-    are those of a scaled loss."""
+    are gradients of a scaled loss."""
     mean: dict[int, torch.Tensor] = {}
     for i, p in params.items():
         dtype = torch.promote_types(grads[i].dtype, p.dtype) if i in grads else p.dtype
@@ -105,7 +105,7 @@ def record_update(
         count = rest.pop(0) if traced.weighted else None
         loss, scale = _loss_and_scale(total, count, t.num_parts, traced, scale_state)
         mean = _means({i: p[i] for i in trained}, g, scale, scaling is not None)
-        # a leaf that is not trained is None to the optimizer, and so is every tie but the first
+        # the optimizer sees None for a leaf that is not trained, and for every tie but the first
         view = lambda of: tree.unflatten(params.structure, [of.get(i) for i in range(len(params.ties))])  # noqa: E731
         norm = global_norm(view(mean))
         new_o: list[torch.Tensor] = []

@@ -21,7 +21,7 @@ from fzero.passes.pipeline import FIRST, Asked, Pass, check_after, passes_of, si
 from fzero.passes.speculate import TIERS, num_guessable
 from fzero.program.ir import Program
 from fzero.step import Step
-from fzero.trace.record import uncollected
+from fzero.trace.record import without_gc
 from fzero.transforms import remat
 from fzero.transforms.base import find
 from fzero.transforms.once_a_step import OnceAStep
@@ -58,13 +58,13 @@ class Variants:
         self._shared: dict[Any, tuple[Program, Program, Variants]] = {} if like is None else like._shared
         self._own: dict[Any, tuple[Program, Program]] = {}  # likewise, with the leaves of these variants
         self._finished: dict[Any, Program] = {}
-        self._recent: dict[Any, list[Stage]] = {}  # the last stages of what was finished last
+        self._recent: dict[Any, list[Stage]] = {}  # the last stages of the program finished last
         self._sound: dict[int, Program] = {}  # by identity, those verified before anything is chosen
         self._idle = {*asked.skip}  # passes to skip that have had nothing to do
 
     def starts(self, least: Choice, budget: Budget | None) -> list[list[Choice]]:
         """The choices that a search begins with: each differs from the least one in the updates that are on a guess and
-        the gradients that wait on the host. Those of a second list are for a budget that no other fits."""
+        the gradients that wait on the host. A second list has choices for a budget that no other fits."""
         starts = [least, *([] if budget is None else self._guesses(least, budget.host is not None))]
         if budget is None or budget.nbytes is None:
             return [starts]
@@ -81,8 +81,8 @@ class Variants:
         return [replace(least, guess=tiers) for tiers in more if copies or "host" not in tiers]
 
     def _grads(self, least: Choice) -> list[str]:
-        """The gradients of a choice that may wait on the host, what comes to the same once: with the last they take
-        least of the device's memory."""
+        """The gradients that may wait on the host, equal outcomes once: the last one takes least of the device's
+        memory."""
         made, found = self._made(least, self._at_cut + 1), dict[Any, str]()
         for grads in off_device.GRADS:
             ways = (replace(least, host_share=share, grads=grads) for share in ENDS)
@@ -92,7 +92,7 @@ class Variants:
         return list(found.values())
 
     def base(self) -> Program:
-        """The base program. It is verified, with all that is made of it whatever is chosen."""
+        """The base program. It is verified, and so is every program that all choices share."""
         made = {FIRST: self.recorded}
         self._sound |= {id(x): x for x in self._verified(self._through(made, Choice(), 0, self._at_base))}
         return made["fuse"]
@@ -114,7 +114,7 @@ class Variants:
         Raises:
             FzeroValueError: a pass to skip has nothing to do.
         """
-        with uncollected():
+        with without_gc():
             *_, program = self._verified(self.stages(choice))
         if self._idle:
             ran = ", ".join(passed.name for passed, _ in self.stages(choice))
@@ -139,7 +139,7 @@ class Variants:
             del self._recent[next(iter(self._recent))]
 
     def _key(self, made: dict[str, Program], choice: Choice) -> Any:
-        """The lines of a choice as the passes that order them find them, and what it comes to for those."""
+        """The lines of a choice before the passes that order them, and the options of these passes."""
         lines = next(reversed(made.values())).lines
         return id(lines), *(x.option(made, self.asked, choice) for x in self.passes[self._at_order :])
 

@@ -125,7 +125,7 @@ def _of_first(measured: dict[str, Any]) -> dict[str, Any]:
     return _measurements(gathered(json.dumps(measured, default=vars).encode())[0])
 
 
-def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None = None) -> dict[str, Any]:
+def _spawned(num_ranks: int, device_type: str, seconds: float, directory: str | Path | None) -> dict[str, Any]:
     """The measurements of processes that are started for it, as torchrun would start them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {

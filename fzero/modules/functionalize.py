@@ -25,7 +25,6 @@ from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw
 from fzero.modules.entries import Arguments, Reading, arguments, check_spelling
 from fzero.modules.forward import Forward
 from fzero.modules.init import initialized
-from fzero.modules.kinds import check_kinds
 from fzero.modules.layers import Blocks, LayerCall, as_blocks, check_bound, chosen, find_layers, layers_of
 from fzero.modules.losses import Counting, own_loss
 from fzero.modules.norms import without_counts_read
@@ -34,6 +33,7 @@ from fzero.modules.rows import ROWS
 from fzero.modules.skeleton import (
     TensorSlot,
     check_hooks,
+    check_kinds,
     check_plain,
     holding,
     named,

@@ -143,4 +143,4 @@ def version_of(x: torch.Tensor) -> int:
 
 
 def _memory(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
+    return compat.memory_of(x) if x.layout is torch.strided else id(x)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fzero import tree
 from fzero.errors import FzeroTypeError, TraceError
 from fzero.modules import capture
 from fzero.trace.reads.settings import Settings, settings
@@ -182,15 +183,7 @@ def nested(flat: Mapping[str, Any]) -> Any:
         for key in outer:
             node = node.setdefault(key, {})
         node[last] = x
-    return _listed(root)
-
-
-def _listed(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
-    inner = {key: _listed(value) for key, value in node.items()}
-    numbered = [str(i) for i in range(len(inner))]
-    return [inner[key] for key in numbered] if inner and set(inner) == set(numbered) else inner
+    return tree.listed(root)
 
 
 @contextmanager
@@ -353,3 +346,26 @@ def _undo(m: nn.Module, key: str, old: Any) -> None:
         elif isinstance(value, set):
             value.clear()
             value.update(inside)
+
+
+def check_kinds(module: nn.Module) -> None:
+    """Raises if tensors of a module have no shape yet, or TorchScript runs a part of it."""
+    lazy, scripted = [], []
+    for name, m in module.named_modules():
+        unmade = [
+            k
+            for k, x in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
+            if nn.parameter.is_lazy(x)
+        ]
+        if unmade:
+            lazy.append(f"{name or 'the module'} ({type(m).__name__}): {', '.join(unmade)}")
+        if isinstance(m, torch.jit.ScriptModule):
+            kind = getattr(m, "original_name", type(m).__name__)
+            scripted.append(f"{name or 'the module'} ({kind})")
+    if lazy:
+        fix = "run one forward before: module(inputs) gives them their shapes"
+        raise FzeroTypeError("functionalize", "lazy modules have no shapes yet", lazy, fix)
+    if scripted:
+        fix = "give the module as it was before torch.jit.script or torch.jit.trace; a step is compiled by fz.compile"
+        what = "TorchScript runs these modules, and keeps its own tensors"
+        raise FzeroTypeError("functionalize", what, scripted, fix)

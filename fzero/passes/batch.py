@@ -1,8 +1,8 @@
 """Makes of lines that do one small thing to one value each, casts and sums over micro-batches, lines that do it to
 several: on a GPU that is one launch.
 
-It comes when all has its place: two lines become one only if neither writes where the other reads, so the peak of the
-pool stays as it was planned. On a CPU, where a launch is a call, nothing changes.
+It runs after the pool has placed everything: two lines become one only if neither writes where the other reads. So the
+pool keeps its planned peak. On a CPU, where a launch is a call, nothing changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Batcher:
 
     def _lines(self, lines: Sequence[Line]) -> list[Line]:
         out: list[Line] = []
-        groups: list[_Group] = []  # of the lines since the last that is none of these
+        groups: list[_Group] = []  # places of the lines since the last one of another kind
         for line in lines:
             key = self._key(line)
             if key is None:

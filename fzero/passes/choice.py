@@ -45,7 +45,8 @@ class Choice:
 
 
 def orders(choice: Choice, program: Program, device: Any) -> list[list[Choice]]:
-    """Choices whose gathers start farther and farther ahead, also with small transfers merged where that is open."""
+    """The same choices with gathers that start farther and farther ahead, and with small transfers merged if that is
+    open."""
     link = device.links["intra"]
     small = int(link.latency * link.bandwidth)  # bytes: below that a transfer is mostly latency
     merged = [choice.ordered(coalesced=small)] if coalescable(program, small) else []

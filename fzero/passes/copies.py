@@ -50,7 +50,7 @@ def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
 
 
 def _written(update: Line, copies: Mapping[str, Leaf]) -> Line:
-    """The update with the copies among what it writes."""
+    """The update that also writes the compute copies."""
     source = update.says(UpdateAttrs).graph
     graph = compat.Graph()
     env: dict[fx.Node, fx.Node] = {}

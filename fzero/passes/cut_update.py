@@ -2,10 +2,10 @@
 out.
 
 The recorded update is one graph over all leaves. Its scalars (norms, bias corrections, learning rates) are few and
-depend on all leaves, its leaf arithmetic is much and depends on one leaf and some scalars. So it falls into levels,
+depend on all leaves. Its leaf arithmetic is large and depends on one leaf and some scalars. So it falls into levels,
 each a function of scalars, then functions of leaves that reduce to new scalars, then an all_reduce for all of those at
 once; last come the functions that write new parameters and state in place. A leaf value that two levels need is
-computed twice: reading it again would cost as much. What is marked as whole is gathered where a level ends, too: a
+computed twice: reading it again would cost as much. Values marked as whole are gathered at the end of a level, too: a
 function makes the shards, and the next level's functions read whole values.
 """
 
@@ -23,7 +23,7 @@ from fzero.layout import TIERS, Cut, cut_over
 from fzero.passes import hops
 from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
 from fzero.program.attrs import Attrs, CastAttrs, CutAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs
-from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
+from fzero.program.ir import WHOLE, Line, Placement, Program, Value, moving
 from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace.propagate import Sharded, all_reduce, cut, draw_start, gather, num_valid, propagate
@@ -69,7 +69,7 @@ class _Cutter:
         self.name = dict(zip(self.places, update.args, strict=True))
         mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs.maxima})
         self.place = {name: p for p, name in self.name.items()}
-        self.known: dict[Any, str] = {}  # the functions cut so far, by what they are cut from
+        self.known: dict[Any, str] = {}  # the functions cut so far, by their signatures
         self._copy_moved()
         self.outputs = self.graph.outputs
         self.lines: list[Line] = []
@@ -85,8 +85,8 @@ class _Cutter:
         )
 
     def _copy_moved(self) -> None:
-        """Copies what only changes its place, such as a gradient that is kept, or two leaves that are exchanged:
-        targets are overwritten one by one."""
+        """Copies values that only change their place, such as a kept gradient or two exchanged leaves, because targets
+        are overwritten one by one."""
         graph, outputs = self.graph.graph, self.graph.outputs
         last, views = graph.output_node(), views_of(graph, set(self.places))
         with graph.inserting_before(last):
@@ -207,7 +207,7 @@ class _Cutter:
             self._level([n for n in nodes if n in needed and level[n] == at], at, stop)
         metrics = self.outputs[len(self.line.writes) :]
         arrays = [n for n in dict.fromkeys(metrics) if n not in self.name]
-        if arrays:  # metrics that are no scalars; what they read may be a view of what is overwritten next
+        if arrays:  # metrics that are not scalars come first: they may read views of leaves that are overwritten next
             self._function("metrics", arrays, (), stop - set(arrays))
         self._write(stop)
         for node, value in zip(metrics, self.line.out, strict=True):
@@ -236,7 +236,7 @@ class _Cutter:
             self._gather(group, stop)
 
     def _write(self, stop: set[fx.Node]) -> None:
-        """The functions of blocks that write the state in place, and what is put in place as it is."""
+        """The functions of blocks that write the state in place, and the values that are assigned unchanged."""
         targets: dict[fx.Node, list[str]] = defaultdict(list)
         for target, node in zip(self.line.writes, self.outputs, strict=False):
             if self.name.get(node) != target:
@@ -315,7 +315,7 @@ class _Cutter:
         values = {
             n: Value(self.name[x], self.placed[x][0], x.meta["val"].dtype, self.placed[x][1]) for n, x in shards.items()
         }
-        handle = lambda: Value(self.names("gather_whole"), (), torch.uint8, MOVING)  # noqa: E731
+        handle = lambda: moving(self.names("gather_whole"))  # noqa: E731
         named = {n: f"whole_{len(self.gathered) + i}" for i, n in enumerate(nodes)}
         whole, lines = hops.gathered(values, {}, lambda n: named[n], self.names, handle, "optimizer")
         self.gathered |= named
@@ -371,7 +371,7 @@ class _Cutter:
             group: dict[fx.Node, tuple[str, ...]] = {n: n.args[2] for n in nodes if n.args[1] == op}  # type: ignore[misc]
             while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
                 here = [n for n, axes in group.items() if left[0] in axes]
-                handle = Value(self.names("reduce_norms"), (), torch.uint8, MOVING)
+                handle = moving(self.names("reduce_norms"))
                 args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
                 self.lines.append(
                     Line(

@@ -1,9 +1,10 @@
-"""Marks the waits of copies to the host that hold up the device alone: of values that nothing on the host reads, but
+"""Marks the waits of copies to the host that hold up the device alone: nothing on the host reads these values, except
 copies back to the device.
 
 Such a copy and the copy back are in the device's order, so the host's thread need not know when either is done, and may
-be as far ahead of the device as elsewhere: of a step with `offload("cpu", "activations")` it is held by no copy. What
-the host writes there next waits by itself (`Op.settles`). It comes when all has its place, and moves no line.
+be as far ahead of the device as elsewhere: of a step with `offload("cpu", "activations")` it is held by no copy. The
+next line of the host that writes there waits by itself (`Op.settles`). It comes when all has its place, and moves no
+line.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fzero.program.ops import OPS, STARTS, Start
 
 
 def mark(program: Program) -> Program:
-    """The program with `host=False` on these waits. Where host and device are one memory there are none."""
+    """The program with `host=False` on these waits. None on a mesh whose host and device share one memory."""
     starts = {line.out[0].name: line for line, _ in program.walk() if line.op in STARTS}
     on_host = {*program.outputs}
     for line, _ in program.walk():

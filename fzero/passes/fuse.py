@@ -1,5 +1,5 @@
-"""Fuses a block's forward with its backward where that follows at once: nothing is saved, nothing recomputed, its
-parameters are gathered once.
+"""Fuses a block's forward with a backward that follows at once: nothing is saved or recomputed, and its parameters are
+gathered once.
 
 That is the last block of a step, with the glue between its forward and its vjp (the loss, the seed of the backward)
 taken in. Glue that reads parameters is left alone: taken in, it would hold them beside the block's.

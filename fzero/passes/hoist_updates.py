@@ -1,9 +1,8 @@
 """Hoists every optimizer update to right behind the backward that makes its gradients, unless it depends on something
-of all leaves, such as a norm to clip by. So gradients need not pile up, and what moves the state of one block runs
-beside the backward of the next.
+of all leaves, such as a norm to clip by. So gradients need not pile up, and transfers of one block's state run beside
+the backward of the next block.
 
-Where an update waits, for other ranks or for a host that is not the device, it comes a block later: the device has that
-block to run meanwhile.
+An update that waits for other ranks, or for a separate host, comes a block later: the device runs that block meanwhile.
 """
 
 from __future__ import annotations

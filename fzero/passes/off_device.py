@@ -15,8 +15,8 @@ GRADS = ("device", "update", "host")
 
 
 def leaves_side_open(program: Program) -> bool:
-    """Whether a step does not say which side computes the update of what rests elsewhere. Where both are one memory it
-    does not matter."""
+    """Whether a step leaves open which side updates state that rests off the device. Where both are one memory it does
+    not matter."""
     records = [t for t in program.transforms if isinstance(t, Offload)]
     off = any("opt_state" in r.of for r in records) and not program.mesh.unified_memory
     return off and all(r.update_on == "auto" for r in records)
@@ -49,8 +49,8 @@ def waiting_on_host(program: Program, on_device: frozenset[str], grads: str) -> 
     first, such as a norm to clip by, and the sums of a loop over micro-batches. None where host and device are one
     memory.
 
-    What such a norm is made of is reduced on the device before a gradient leaves, so that numbers travel to make it; of
-    a sum in a loop, which is added up on the host, there.
+    The device reduces a gradient to the summands of such a norm before the gradient leaves, so only numbers travel.
+    Sums of a loop, which the host adds up, are reduced on the host.
 
     Args:
         program: whose update is cut.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fzero.program.ir import Function, Line, Program
 
 
-def with_functions(program: Program) -> Program:
+def with_out_variants(program: Program) -> Program:
     """Functions that write into buffers, as their lines ask: one for each set of results that is written."""
     functions, names = dict(program.functions), {}
     called: dict[str, set[tuple[int, ...]]] = {}

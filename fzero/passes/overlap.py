@@ -29,8 +29,8 @@ class Order:
             block later elsewhere: it travels while that block computes.
         joined_sums: in a loop over micro-batches the parts that reductions leave of so many blocks are added to those
             before them together, and wait for the last of them.
-        coalesced: gathers, or reductions, that follow each other travel as one if each sends fewer bytes than this, and
-            all together no more than the largest of their kind.
+        coalesced: neighbouring gathers, or reductions, become one transfer if each sends fewer bytes than this and all
+            together at most as many as the largest of their kind.
     """
 
     shared: int = 0
@@ -87,7 +87,7 @@ def sharable(program: Program) -> list[tuple[str, str]]:
 
 
 def _sources(program: Program) -> dict[str, str]:
-    """The source of each gather of a leaf: a cast of a shard of it, or what a gather over another axis has brought."""
+    """The source of each gather of a leaf: a cast of its shard, or the result of a gather over another axis."""
     started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
     casts = [x for x, _ in program.walk() if x.op == "cast"]
     found = {v.name: a for x in casts for v, a in zip(x.out, x.args, strict=False)}  # scales come behind
@@ -106,7 +106,7 @@ def _origin(name: str, sources: Mapping[str, str]) -> str:
 def _hops(lines: Sequence[Line]) -> dict[str, int]:
     """For each gather whose results are gathered further, over other axes, how often they are."""
     brought = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
-    # of each value that is gathered further, by which gathers
+    # the gathers that read the result of another gather, by that result
     readers: dict[str, list[str]] = {}
     found: dict[str, int] = {}
     for line in reversed([x for x in lines if x.op == _GATHER]):
@@ -129,8 +129,8 @@ def coalescable(program: Program, limit: int) -> bool:
 
 
 def _share(program: Program, pairs: dict[str, str]) -> Program:
-    """The program without these second gathers, nor what was made for them alone: what reads them reads what the first
-    ones left."""
+    """The program without these second gathers and the values made for them alone: their readers read the results of
+    the first ones."""
     waits = {x.args[0]: x for x, _ in program.walk() if OPS[x.op].waits}
     again = set(pairs.values())
     names = {
@@ -143,7 +143,7 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
         for a in line.args:
             readers.setdefault(a, set()).add(i)
     dropped: set[int] = set()
-    needless = set(again)  # what no line reads any more that is left
+    needless = set(again)  # results that no remaining line reads
     for i, (line, _) in reversed([*enumerate(program.walk())]):  # readers before what they read
         made = {v.name for v in line.out}
         if (made and made <= needless) or (OPS[line.op].waits and line.args[0] in again):
@@ -197,8 +197,8 @@ def _alike(
 
 
 def _made_between(lines: Sequence[Line], first: Line, later: Line) -> bool:
-    """Whether what a later gather reads is made, or written, after an earlier one; casts of shards can be made
-    sooner."""
+    """Whether the arguments of a later gather are made or written after an earlier one. Casts of shards do not count:
+    they can be made sooner."""
     after = next(i for i, x in enumerate(lines) if x is first)
     made = {v.name for x in lines[after:] if x.op != "cast" for v in x.out} | {
         w for x in lines[after:] for w in x.writes
@@ -208,8 +208,8 @@ def _made_between(lines: Sequence[Line], first: Line, later: Line) -> bool:
 
 
 def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Sequence[Line], later: Line) -> bool:
-    """Whether what earlier reductions bring is read before a later one is waited for: it may be reduced over a second
-    axis at once."""
+    """Whether results of earlier reductions are read before a later one is waited for, for example by a reduction over
+    a second axis."""
     brought = {v.name for x in earlier for v in waits[x.out[0].name].out}
     end = next(i for i, x in enumerate(lines) if x is waits[later.out[0].name])
     return any(a in brought for x in lines[:end] for a in x.args)
@@ -229,7 +229,7 @@ class _Hoisting:
     start right behind their write too, except on disk: there they wait for room.
 
     Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more
-    micro-batches count with it, but for a transfer that is for one of them alone. What is for an update starts before
+    micro-batches count with it, but for a transfer that is for one of them alone. Transfers for an update start before
     the update `ahead` of it: between two of them a block may run.
     """
 
@@ -307,14 +307,14 @@ class _Hoisting:
         return carried, makers, written
 
     def _comes_along(self, line: Line, maker: Line) -> bool:
-        """Whether what a transfer reads is made for it alone, from leaves, or by the gather of another axis."""
+        """Whether a transfer's arguments are made for it alone: from leaves, or by a gather over another axis."""
         if maker.op == "wait" and line.op == self.made[maker.args[0]].op == _GATHER:
             return True
         return maker.op in _CARRIED and not maker.writes and _from_state(maker, self.made, self.state)
 
 
 def _readers(lines: Sequence[Line]) -> dict[str, Line]:
-    """For each transfer the first function that reads what it brings, at once or after it has travelled on."""
+    """For each transfer the first function that reads its result, directly or after further transfers."""
     started = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
     first: dict[str, Line] = {}
     for line in lines:
@@ -385,7 +385,7 @@ class _Sinking:
         self.kept = self.reduced - {*away}
         self.written = {x.out[0].name: {*x.writes} for x in lines if x.op == "disk_write_start"}
         self.staying = {x.out[0].name for x in lines if x.op in STARTS and not STARTS[x.op].sinks}
-        self.left: dict[str, int] = {}  # by what is not waited for yet, the blocks that may still pass its wait
+        self.left: dict[str, int] = {}  # by a pending transfer, the blocks that may still pass its wait
         self.out: list[Line] = []
 
     def run(self) -> list[Line]:
@@ -442,7 +442,7 @@ class _Sinking:
         return self.reduced if line.body and line.args else set()
 
     def _reads(self, line: Line, handle: str) -> bool:
-        """Whether a line reads what a transfer has brought, as it is or reduced further."""
+        """Whether a line reads the result of a transfer, unchanged or reduced further."""
         start = self.onward.get(handle)
         brings = (self.waits[handle], *self.sums.get(handle, ()))
         return any(_reads(line, x) for x in brings) or (start is not None and self._reads(line, start.out[0].name))
@@ -458,7 +458,7 @@ def _every_reader(lines: Sequence[Line]) -> dict[str, list[Line]]:
 
 
 def _sums(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, list[Line]]:
-    """For each reduction the lines that add what it brings to what came before, if nothing else reads it."""
+    """For each reduction the lines that add its results to totals, if no other line reads them."""
     readers, found = _every_reader(lines), {}
     for handle in (x.out[0].name for x in lines if x.op == _SCATTER):
         added = [x for v in waits[handle].out for x in readers.get(v.name, [])]
@@ -480,12 +480,12 @@ def _onward(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, Line]
 
 
 def _pair_updates(lines: Sequence[Line]) -> list[Line]:
-    """New parameters gathered after an update: each is put in place while the next one travels, so that two blocks' are
-    alive and not all."""
+    """Orders the gathers of new parameters after an update: each is assigned while the next one travels, so two blocks'
+    parameters are alive instead of all."""
     targets = {a: x for x in lines if OPS[x.op].overwrites for a in x.args[len(x.writes) :]}
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits and all(v.name in targets for v in x.out)}
     starts = [x for x in lines if x.op == _GATHER and x.out[0].name in waits]
-    finish: dict[int, list[Line]] = {}  # start -> what is done right after it
+    finish: dict[int, list[Line]] = {}  # start -> the lines right after it
     for start, following in zip(starts, [*starts[1:], None], strict=False):
         wait = waits[start.out[0].name]
         finish.setdefault(id(following), []).extend(

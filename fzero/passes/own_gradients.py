@@ -1,5 +1,5 @@
-"""Puts a function of each rank's own gradients, and of a slot, before the gradients are reduced: for transforms that
-send something else than the gradients (`Transform.rewrite`)."""
+"""Applies a function to each rank's own gradients, and to a slot, before the reductions: for transforms that send
+something other than gradients (`Transform.rewrite`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Sends = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 
 def own_gradients(program: Program, fn: Sends, slot: str, by: str) -> Program:
     """The program with `fn(gradient, slot) -> (gradient, slot)` before each gradient's first reduction, on the summand
-    that each rank has: for a rewrite behind "shard". In a step that is skipped the slot stays as it was. A program in
-    which nothing is reduced stays as it is, and an evaluation.
+    that each rank has: for a rewrite behind "shard". In a step that is skipped the slot stays as it was. Evaluations,
+    and programs without reductions, stay as they are.
 
     Args:
         program: spread over the mesh, with its update whole.
@@ -90,11 +90,12 @@ class _OwnGradients:
                 return None if adds or value.placement.is_cut else name
 
     def _reduced(self, line: Line) -> bool:
-        """Whether what a line adds up was reduced before, over some axis at least."""
+        """Whether a line adds up values that were already reduced, over at least one axis."""
         return any(OPS[self.made[a].op].waits for a in line.args if a in self.made)
 
     def _lines(self, source: str, slot: str) -> tuple[str, list[Line], list[Line]]:
-        """The name of what is sent in place of a gradient, the lines that make it, and those at the end of the step."""
+        """The name of the value sent in place of a gradient, the lines that make it, and the lines at the end of the
+        step."""
         sent = replace(self.values[source], name=self.names(f"{source}_sent"))
         both = (source, slot)
         lines = [Line("call", both, (sent,), self._function("sent", both, lambda g, x: self._of(g, x, 0)), by=self.by)]

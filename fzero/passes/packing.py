@@ -1,8 +1,8 @@
 """Packs buffers with known live ranges into one small arena: those that are alive at the same time do not overlap.
 
-At no time can it be smaller than what is taken then. Placing one after the other, each as low as it may, the largest
-first, mostly comes close to that. Where it does not, other orders are tried, and from some of them a few steps in which
-what came to lie on top is placed sooner.
+No arena is smaller than the bytes taken at any one time. Placing one after the other, each as low as it may, the
+largest first, mostly comes close to that. If that does not suffice, other orders are tried; from some of them a few
+further steps place the topmost buffers sooner.
 
 Greedy by size: Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020. By contention: Maas
 et al., TelaMalloc: efficient on-chip memory allocation for production machine learning accelerators, ASPLOS 2023.
@@ -24,7 +24,7 @@ EFFORT = 5000  # placements that are made for steps: some tenths of a second
 
 
 class Item(NamedTuple):
-    """Bytes that are taken at some times, and what their offset has to be a multiple of."""
+    """Bytes that are taken at some times, with the alignment of their offset."""
 
     nbytes: int
     times: tuple[Interval, ...]
@@ -105,7 +105,7 @@ def _meetings(items: Sequence[Item]) -> list[list[int]]:
 def _placed(items: Sequence[Item], order: Sequence[int], meetings: Sequence[Sequence[int]]) -> Packing:
     """Each of the items in this order as low as those placed before allow."""
     offsets = [-1] * len(items)
-    # by those that are placed: of what is not yet, the bytes it may not have, in order
+    # for each unplaced item the intervals that placed ones take from it, in order
     taken: list[list[Interval]] = [[] for _ in items]
     for i in order:
         nbytes, _, align = items[i]

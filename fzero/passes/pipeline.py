@@ -4,9 +4,9 @@
     lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
     rename, pool, batch, device_waits --> finished program
 
-A pass is the unit of everything optional: it says when it is wanted, what a choice (choice.py) comes to for it, and
-which rules hold before and behind it. One that is not wanted does not run. Training steps and evaluations go through
-the same list, by one door (fzero/lowering/variants.py). Of what is taken the program is verified after every pass; a
+A pass is the unit of everything optional. It says when it is wanted, which part of a choice (choice.py) concerns it,
+and which rules hold before and behind it. One that is not wanted does not run. Training steps and evaluations go
+through the same list, by one door (fzero/lowering/variants.py). The chosen program is verified after every pass; a
 violation names the pass.
 """
 
@@ -41,7 +41,7 @@ from fzero.passes.deal import deal, gathers
 from fzero.passes.device_waits import mark
 from fzero.passes.hoist_updates import hoist_updates
 from fzero.passes.overlap import overlap, sharable
-from fzero.passes.rename import apart
+from fzero.passes.rename import rename_functions
 from fzero.passes.reuse_cut import cut_as
 from fzero.passes.speculate import speculate
 from fzero.passes.zero import Zero, keeps_gathers
@@ -274,7 +274,7 @@ PASSES = (
         lambda program, asked, order: overlap(program, order),
         wanted=lambda program, *_: any(line.op in STARTS for line, _ in program.walk()),
         option=lambda made, asked, choice: choice.order,
-        # else nothing is gained by what travels longer
+        # else a longer transfer gains nothing
         tried=lambda choice, program, device: (
             [choice.ordered(late_sums=True)] if device.asynchronous and _loops(program) else ()
         ),
@@ -289,7 +289,7 @@ PASSES = (
     ),
     Pass(
         "rename",
-        lambda program, *_: apart(program),
+        lambda program, *_: rename_functions(program),
         wanted=lambda program, *_: not program.values_by_name.keys().isdisjoint(program.functions),
         needed="a leaf would hide the function that is called like it",
     ),
@@ -302,7 +302,7 @@ PASSES = (
     Pass("batch", lambda program, *_: batch.batched(program), wanted=lambda program, *_: batch.launches(program)),
     Pass("device_waits", lambda program, *_: mark(program), wanted=lambda program, *_: not program.mesh.unified_memory),
 )
-"""All passes of the package, in order. An evaluation has no update, so that some have nothing to do."""
+"""All passes of the package, in order. An evaluation has no update, so some of them have nothing to do."""
 
 
 def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pass, ...]:
@@ -317,7 +317,7 @@ def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pa
         FzeroValueError: a pass to leave out is not there, or the program would be wrong without it.
     """
     passes = [*PASSES]
-    # a name that is taken says what the transform's arguments are
+    # a name that is taken is followed by the transform's arguments
     taken = [FIRST, *(x.name for x in PASSES), *(t.name for t in transforms)]
     own = (t for t in transforms if type(t).rewrite is not Transform.rewrite)
     left = [_added(t, t.name if taken.count(t.name) == 1 else str(t)) for t in own]

@@ -1,8 +1,8 @@
 """Places transfers' buffers in the pool: one arena planned before the run and reused all along it. On the CPU, where
 fresh memory costs more than arithmetic, results that functions hand to later lines lie in it too.
 
-A region of the pool belongs to one transfer: to what it gathers, what it reduces, or what it leaves. It is taken from
-the line that first writes it to the last that reads it, and what a transfer reads on other ranks' behalf until they are
+A region of the pool belongs to one transfer: to its gathered values, its operands, or its results. It is taken from the
+line that first writes it to the last that reads it, and what a transfer reads on other ranks' behalf until they are
 known to have read it (see [Note: release] in program/liveness.py). Regions whose times do not meet share bytes. So two
 blocks' gathers alternate between two places, gradients are made where they are reduced, and the peak is known.
 
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fzero import layout
-from fzero.passes.out_variants import with_functions
+from fzero.passes.out_variants import with_out_variants
 from fzero.passes.regions import ALIGNMENT, Region, RegionSlot, assign
 from fzero.program.attrs import ScatterAttrs
 from fzero.program.ir import Line, Program, Value
@@ -26,7 +26,7 @@ from fzero.program.liveness import Uses
 from fzero.program.ops import OPS, STARTS, stays
 
 SMALL_RESULT = 1 << 12  # bytes: a function's results below this are left to the allocator
-VECTOR = 16  # bytes: what a kernel reads at once on a GPU; it copies arguments that lie otherwise
+VECTOR = 16  # bytes that a GPU's kernel reads at once; it copies arguments that are not aligned so
 SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
 
 
@@ -91,7 +91,7 @@ class _Placer:
             return tuple(out)
 
         lines = visit(self.program.lines)
-        return with_functions(
+        return with_out_variants(
             replace(self.program, lines=lines, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes)
         )
 
@@ -130,9 +130,10 @@ class _Placer:
 
     def _sum(self, number: int, line: Line) -> None:
         """Totals that are added to in place: each lives from its first line to its last reader, padded like totals of a
-        loop. What is added lies in the pool too, as long as it must: one function makes the one and the other."""
+        loop. The summands lie in the pool too, as long as they must: one function makes both."""
         num, parts = len(line.out), self._region()
-        for value, total, part in zip(line.out, line.args[:num], line.args[num:], strict=True):
+        for i, value in enumerate(line.out):
+            total, part = line.args[i], line.args[num + i]
             slot = self.slots.get(total)
             if slot is None:
                 region = self._region()
@@ -193,7 +194,7 @@ class _Placer:
         self._apart(number, line, [math.prod(self.values[a].held(self.mesh)) for a in line.args])
 
     def _apart(self, number: int, line: Line, numels: Sequence[int]) -> None:
-        """Regions of a transfer that leaves its results elsewhere than what it reads, which has so many elements."""
+        """Regions of a transfer whose results lie apart from its operands, which have so many elements."""
         axes, wait = line.axes, self.waits[line.out[0].name]
         source, result = self._region(), self._region()
         outs = self.lines[wait][0].out
@@ -245,7 +246,8 @@ class _Placer:
                 source.times.append((maker, self.uses.last(name)))
 
     def _send(self, number: int, line: Line) -> None:
-        """Live ranges of what another rank reads from memory that they share: copies, for a state lies elsewhere."""
+        """Live ranges of the copies that another rank reads from shared memory. They are copies because a state lies
+        elsewhere."""
         if not self.mesh.shared_memory:
             return
         region, wait = self._region(), self.waits[line.out[0].name]
@@ -254,7 +256,7 @@ class _Placer:
         self._take(region, number, wait, wait, line.axes)
 
     def _is_copy(self, number: int) -> bool:
-        """Whether a line makes a value of its own without a function: it may be made where it is sent from."""
+        """Whether a line makes a new value without a function, so the value can be made in its transfer's place."""
         line = self.lines[number][0]
         return not line.fn and OPS[line.op].pool == "results"
 

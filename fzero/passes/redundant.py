@@ -7,14 +7,11 @@ leave when the first block has run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-
-import torch
 
 from fzero.program.aliases import Views
 from fzero.program.attrs import SendAttrs
-from fzero.program.ir import MOVING, Line, Program, Value
+from fzero.program.ir import Line, Program, moving
 from fzero.program.names import Names, identifier
 from fzero.transforms.base import find
 from fzero.transforms.redundant import Redundant
@@ -38,12 +35,12 @@ def rewrite(program: Program) -> Program:
     for number, ((writer, apart), leaves) in enumerate(groups.items()):
         sent, leaves_at = leaves, 0
         if apart:
-            copied = Value(names(f"send_{number}_to_host"), (), torch.uint8, MOVING)
+            copied = moving(names(f"send_{number}_to_host"))
             copies = tuple(replace(values[n], name=names(f"{identifier(n)}_sent"), tier="host") for n in leaves)
             before.setdefault(0, []).append(Line("to_host_start", tuple(leaves), (copied,), by=on_the_way))
             sent, leaves_at = [v.name for v in copies], min(writer, later)
             before.setdefault(leaves_at, []).append(Line("wait", (copied.name,), copies, by=on_the_way))
-        handle = Value(names(f"send_{number}"), (), torch.uint8, MOVING)
+        handle = moving(names(f"send_{number}"))
         attrs = SendAttrs(
             axes=(spec.axis,),
             shift=spec.shift(program.mesh),
@@ -60,16 +57,10 @@ def rewrite(program: Program) -> Program:
 
 
 def _writers(program: Program) -> dict[str, int]:
-    """By leaf the number of the first line that writes it, or what lies in its memory."""
+    """By leaf the number of the first line that writes the leaf, or a value in its memory."""
     views, found = Views(program), dict[str, int]()
     for number, line in enumerate(program.lines):
-        for x in _with_body(line):
+        for x in line.with_body():
             for name in (root for written in x.writes for root in views.roots(written)):
                 found.setdefault(name, number)
     return found
-
-
-def _with_body(line: Line) -> Iterator[Line]:
-    yield line
-    for x in line.body:
-        yield from _with_body(x)

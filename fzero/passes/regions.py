@@ -10,7 +10,7 @@ from fzero.passes.packing import Item, pack
 from fzero.program.ir import Place, Value
 from fzero.program.liveness import Interval
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+ALIGNMENT = 64  # bytes: a cache line, and the alignment of vector instructions
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Region:
     def add_leaves(self, numels: Mapping[Value, int]) -> list[RegionSlot]:
         """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same
         cache sets hold another."""
-        *offsets, self.nbytes = layout.apart([n * value.dtype.itemsize for value, n in numels.items()])
+        *offsets, self.nbytes = layout.host_offsets([n * value.dtype.itemsize for value, n in numels.items()])
         self.align, self.nbytes = layout.SECTOR, layout.padded(self.nbytes)
         return [RegionSlot(self, at, n, value) for at, (value, n) in zip(offsets, numels.items(), strict=True)]
 

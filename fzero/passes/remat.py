@@ -19,7 +19,7 @@ def rewrite(program: Program, policy: str | float, known: dict[Any, Any], zero: 
     Args:
         program: a base program.
         policy: as of `remat`, but for "full", which splits none; "auto" is "min_cut".
-        known: what was found out about blocks of this program before: the same dictionary for each rewrite of it.
+        known: facts about blocks of this program from earlier rewrites: one dictionary for all rewrites of it.
         zero: how its values are cut, if they are.
     """
     blocks = _blocks(program, known, zero)

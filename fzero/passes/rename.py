@@ -8,7 +8,7 @@ from fzero.program.ir import Program
 from fzero.program.names import Names
 
 
-def apart(program: Program) -> Program:
+def rename_functions(program: Program) -> Program:
     """The program with another name for each function that is called like a value: a leaf `embed` would hide the block
     `embed`."""
     values = set(program.values())

@@ -1,4 +1,4 @@
-"""Reuses the cut of an update from another program: what blocks keep and how gradients add up change names around an
+"""Reuses the cut of an update from another program: other choices of saved values and of sums change names around an
 update, not the update.
 
 To cut an update is most of the work of rewriting a program, and under a memory budget there are many programs

@@ -26,8 +26,8 @@ def is_leaf_value(node: fx.Node) -> bool:
 
 def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:
     """Marks what is made of a stack of scalars, of constants or of `known` alone: like a scalar it is few numbers, made
-    once, of all leaves. What is more numbers than it is made of, such as a draw of a key, is as much as a leaf: that is
-    made where it is read."""
+    once, of all leaves. A value with more numbers than its arguments, such as a draw from a key, counts as a leaf: its
+    readers make it."""
     for node in graph.nodes:
         args = node.all_input_nodes
         if node in known:
@@ -90,7 +90,7 @@ def _is_key(node: fx.Node) -> bool:
 
 
 def reduces(node: fx.Node) -> bool:
-    """Whether a node makes a scalar of a leaf value: what reads it comes a level later."""
+    """Whether a node makes a scalar of a leaf value; readers of that scalar come a level later."""
     return "reduction" in node.meta or (
         is_reduction(node) and "shard" not in node.meta and "few" not in node.all_input_nodes[0].meta
     )

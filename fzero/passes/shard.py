@@ -5,9 +5,9 @@ The batch becomes local to each rank, so gradients and sums become partial, and 
 A sharded parameter is gathered before each line that reads it and dropped after; a sharded gradient leaves as a
 reduce_scatter, one for all leaves of a block. The optimizer's update reads and writes shards.
 
-[Note: hops] What is cut over several axes moves over one axis after the other: a gather begins with the axis that cut
-last, a reduction with the one that cut first. So over a slow axis, which cuts last, each rank sends its part of what is
-cut over the faster ones, and each byte crosses it once. A leaf rests, is kept, adds up and is updated at places of its
+[Note: hops] Values cut over several axes move over one axis after the other: a gather begins with the axis that cut
+last, a reduction with the one that cut first. So over a slow axis, which cuts last, each rank sends only its part of a
+cut over the faster axes, and each byte crosses it once. A leaf rests, is kept, adds up and is updated at places of its
 own on that way. A parameter is gathered once a step as far as it stays gathered, and the rest of the way around each
 reader. Gradients leave the backward sharded for accumulation; once a step they are sharded further for the update.
 """
@@ -18,15 +18,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from fzero.boxes import Dim
 from fzero.layout import Leaf
 from fzero.passes import hops
 from fzero.passes.zero import Zero
 from fzero.precision.fp8_gather import on_shards
 from fzero.program.attrs import AddAttrs, CutAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
-from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, repeats, resting
+from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, moving, repeats, resting
 from fzero.program.lines import Functions
 from fzero.program.names import Names, identifier
 from fzero.program.ops import STARTS
@@ -39,7 +37,7 @@ def rewrite(
 
     Args:
         program: a base program, or one with a loop over micro-batches.
-        zero: what the parallel transforms ask for.
+        zero: the demands of the parallel transforms.
         whole_grads: whether over micro-batches gradients add up whole, whatever the stage, and are reduced once a step.
         stay: the share of blocks, from the last, whose parameters stay gathered over the axis of `once_a_step`.
         cast_once: the leaves of which a loop over micro-batches gathers shards that were cast before it.
@@ -63,12 +61,11 @@ class _Rewrite:
         self.leaf_of: dict[str, tuple[str, Line | None]] = {}
         self.kept: dict[str, str] = {}  # whole copies made once a step
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
-        self.started: dict[str, int] = {}  # transfers of each kind
         self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
         names = [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.cutting]
         self.by = names[0] if names else ""
         self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
-        self.own: set[str] = set()  # what each rank along a batch axis has its own of
+        self.own: set[str] = set()  # values that differ between ranks along a batch axis
         self.brought: dict[str, Sequence[str]] = {}  # of handles, the axes of which they bring what all ranks have
         # of a function in segments, what they read, and the names of what was gathered for the first
         self.reads_of: dict[int, dict[str, None]] = defaultdict(dict)
@@ -79,7 +76,7 @@ class _Rewrite:
         self._name_sums()
 
     def _name_sums(self) -> None:
-        """Gradients and sums by the names under which the backward makes them, and what a loop adds them up to."""
+        """Gradients and sums by the names under which the backward makes them, and their totals over a loop."""
         program, update = self.program, self.program.update
         self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
         summand: dict[str, str] = {total: name for name, total in self.totals.items()}
@@ -126,7 +123,7 @@ class _Rewrite:
                 and line.out[0].name not in self.sums
                 and line.micro is None
             ):
-                # cast on the shard, where it is gathered
+                # cast as a shard, before its gather
                 self.leaf_of[line.out[0].name] = (line.args[0], line)
             elif line.op == "accumulate":
                 continue  # placed with the gradient or the sum it adds
@@ -249,12 +246,12 @@ class _Rewrite:
     def _gather(
         self, sources: Mapping[str, str], to: Mapping[str, tuple[str, ...]] | None = None
     ) -> tuple[dict[str, str], list[Line]]:
-        """The lines that gather parameters, hop by hop, and what they are called then.
+        """The lines that gather parameters, hop by hop, and the names of the results.
 
         Args:
-            sources: for each name that lines read what of it there is: the leaf itself, or a shard of it that was
-                gathered as far as it stays.
-            to: the axes over which each is to be cut still; by default none.
+            sources: for each name that lines read, its source: the leaf itself, or a shard gathered as far as it stays
+                gathered.
+            to: the axes that still cut each one afterwards; by default none.
         """
         lines, now = [], dict[str, Value]()
         for a, source in sources.items():
@@ -271,15 +268,13 @@ class _Rewrite:
     def _hops(
         self, values: Mapping[str, Value], to: Mapping[str, tuple[str, ...]], named: Callable[[str], str]
     ) -> tuple[dict[str, Value], list[Line]]:
-        """Gathers values, by any key, until they are cut over these axes alone: over one axis after the other, what
-        goes over the same together."""
-        now, lines = hops.gathered(values, to, named, self.names, lambda: self._handle("gather"), self.by)
+        """Gathers values, by any key, until only these axes cut them: over one axis after the other, all values of one
+        axis together."""
+        now, lines = hops.gathered(
+            values, to, named, self.names, lambda: moving(self.names.numbered("gather")), self.by
+        )
         self.placement.update((v.name, v.placement) for line in lines for v in line.out)
         return now, lines
-
-    def _handle(self, what: str) -> Value:
-        number = self.started[what] = self.started.get(what, -1) + 1
-        return Value(self.names(f"{what}_{number}"), (), torch.uint8, MOVING)
 
     # --- gradients and sums ---
 
@@ -292,7 +287,7 @@ class _Rewrite:
         out = []
         for value in line.out:
             self.own |= {value.name} if local else set()
-            # what these axes cut, or sum, is of all of their rows
+            # values that these axes cut, or sum, belong to all of their rows
             cut = {*value.placement.partial, *(axis for axis, _ in value.placement.cuts), *brought}
             axes = tuple(a for a in self.zero.batch_axes if a not in cut)
             summand = value.name in self.grads or value.name in (*self.sums, *self.maxima) or value.name in self.added
@@ -309,7 +304,7 @@ class _Rewrite:
         return replace(line, out=tuple(out))
 
     def _reduce_block(self, names: list[str]) -> list[Line]:
-        """The reduction of a block's gradients, right where the last of them is made; in a loop only of those that must
+        """The reduction of a block's gradients, right behind the last of them; in a loop only of gradients that must
         not pile up whole."""
         if not self.totals:
             return self._reduce(names)
@@ -317,7 +312,7 @@ class _Rewrite:
         return lines + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
 
     def _adds_up(self, path: str) -> tuple[str, ...]:
-        """The axes that a parameter's gradients are cut over where those of micro-batches add up in a loop."""
+        """The axes that cut a parameter's gradients while micro-batches add up in a loop."""
         return () if self.whole_grads else self.zero.grads(self.program.leaves[path])
 
     def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
@@ -336,8 +331,8 @@ class _Rewrite:
         )
 
     def _after_loop(self, added: Collection[str]) -> list[Line]:
-        """Remaining reductions of what a loop added up: of shards over the axes that they are not sharded over, of the
-        rest over all. Once a step."""
+        """Remaining reductions of a loop's totals: of shards over the axes that do not shard them, of the rest over all
+        axes. Once a step."""
         groups: dict[int, list[str]] = defaultdict(list)
         for name, path in self.grads.items():
             if name in added and self.placement[self.totals[name]].partial:
@@ -360,12 +355,12 @@ class _Rewrite:
         )
 
     def _finest(self, name: str) -> tuple[str, ...]:
-        """The axes that a gradient, or the total of those of micro-batches, is cut over for the update."""
+        """The axes that cut a gradient, or its total over micro-batches, for the update."""
         return self.zero.opt_state(self._param_of(name))
 
     def _scatter(self, to: Mapping[str, tuple[str, ...]]) -> list[Line]:
-        """Gradients cut over these axes, and reduced over what they are cut over here: one axis after the other, what
-        goes over the same together."""
+        """Gradients cut over these axes, and reduced over the axes of this cut: one axis after the other, all values of
+        one axis together."""
         lines, now = list[Line](), {n: self.renamed.get(n, n) for n in to}
         lines += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].cuts]
         while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
@@ -380,7 +375,7 @@ class _Rewrite:
                 dims = self._param_of(n).layout.dims
                 if len(cut[n]) < len(dims):
                     lines.append(self._split(now, n, axis, self._finest(n), dims[: len(cut[n]) + 1]))
-            handle, arrives = self._handle("scatter"), STARTS["reduce_scatter_start"].arrives
+            handle, arrives = moving(self.names.numbered("scatter")), STARTS["reduce_scatter_start"].arrives
             start = Line(
                 "reduce_scatter_start",
                 tuple(now[n] for n in here),
@@ -432,7 +427,7 @@ class _Rewrite:
             if not here:
                 continue
             placed = next((spec.name for spec in self.zero.cutting if spec.axis == axis), by)
-            handle, arrives = self._handle("reduce"), STARTS["all_reduce_start"].arrives
+            handle, arrives = moving(self.names.numbered("reduce")), STARTS["all_reduce_start"].arrives
             start = Line(
                 "all_reduce_start",
                 tuple(now[n] for n in here),
@@ -452,7 +447,7 @@ class _Rewrite:
     # --- the update ---
 
     def _update(self, line: Line) -> list[Line]:
-        """The update on shards, and the whole parameters made anew where they rest whole."""
+        """The update on shards, and new whole parameters if parameters rest whole."""
         before, rename, aliases = [], dict(self.renamed), dict[str, str]()
         groups: dict[tuple[int, int], dict[str, Value]] = defaultdict(dict)  # of each block, what is gathered as far
         for path in line.args:
@@ -483,7 +478,7 @@ class _Rewrite:
 
 
 def _both(over_batch: Placement, computed: Placement) -> Placement:
-    """The placement of a value over the batch axes and, of what functions compute with parts, over other axes."""
+    """The placement of a value over the batch axes and, if functions compute with parts, over other axes."""
     if computed == WHOLE:
         return over_batch
     assert not computed.partial or not over_batch.partial or computed.by == over_batch.by, (over_batch, computed)

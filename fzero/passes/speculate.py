@@ -1,10 +1,10 @@
 """Speculates on updates that would wait for all gradients, such as for a clipping norm: they run on a guess, and again
 if it was wrong.
 
-What is guessed is what the scalars come to if every reduction of gradients is zero: a norm below the clip, no overflow.
-So the update of a block runs right behind its backward, in the same function, and what rests on disk is written beside
-its old value. Once the scalars are known they are compared bit for bit. If they are the guess, the new values count; if
-not, the old ones do, and the same updates run again with the scalars as they are:
+The guess is the scalars' values if every reduction of gradients is zero: a norm below the clip, no overflow. So the
+update of a block runs right behind its backward, in the same function, and leaves on disk are written beside their old
+values. Once the scalars are known they are compared bit for bit. If they are the guess, the new values count; if not,
+the old ones do, and the same updates run again with the scalars as they are:
 
     if redo([scale], [guess_scale]):
         …
@@ -84,8 +84,8 @@ class _Guess:
         return {name} if self._reduces(line) else set().union(*map(self._reductions, inside))
 
     def _reduces(self, line: Line) -> bool:
-        """Whether a function makes scalars of a leaf: it reads what no line of the optimizer made, and more than a
-        number or a key."""
+        """Whether a function makes scalars of a leaf: it reads a value from outside the optimizer, larger than a number
+        or a key."""
         return bool(line.fn) and any(
             a not in self.made and self.values[a].shape and not self._is_key(a) for a in line.args
         )

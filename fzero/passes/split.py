@@ -1,12 +1,12 @@
 """Splits a block's joint graph in two: a forward that returns saved values beside its outputs, and a vjp that takes
 them and recomputes the rest.
 
-What can be kept are storages: of a value and its views the value, for a view holds all of it. What parameters alone
-enter, their views or themselves rounded, is always recomputed, unless it is a number or a row of numbers; so is what no
-input enters. The choice among the others is a minimum cut. Every node of the forward that the backward depends on is
-kept (for its bytes), recomputed from available inputs (for its FLOPs), or not needed. A weight of bytes against FLOPs
-gives each cut. Its solutions for all weights are the corners of the trade of memory for time; between two corners nodes
-are taken one by one.
+Only storages can be kept: of a value and its views the value, for a view holds all of it. What parameters alone enter,
+their views or themselves rounded, is always recomputed, unless it is a number or a row of numbers; so is what no input
+enters. The choice among the others is a minimum cut. Every node of the forward that the backward depends on is kept
+(for its bytes), recomputed from available inputs (for its FLOPs), or not needed. A weight of bytes against FLOPs gives
+each cut. Its solutions for all weights are the corners of the trade of memory for time; between two corners nodes are
+taken one by one.
 """
 
 from __future__ import annotations
@@ -101,10 +101,7 @@ class Choices:
             for n in self.early
             if roots[n] is n and isinstance(n.meta["val"], torch.Tensor) and n not in self._of_params
         ]
-        inputs, ends = self.places[: joint.num_inputs], [*self.outputs, *(n for n in self.early if n in self.read)]
-        shares = [x.of_a_rank(joint.graph, inputs, ends) for x in cuts]
-        self.held = {n: math.prod(x[n.name].held for x in shares if n.name in x) for n in (*inputs, *self.early)}
-        computed = {n: math.prod(x[n.name].computed for x in shares if n.name in x) for n in self.early}
+        self.held, computed = self._shares(cuts)
         self.nbytes = {
             n: 0 if n in self.reused else n.meta["val"].numel() * n.meta["val"].dtype.itemsize // self.held[n]
             for n in can
@@ -112,6 +109,13 @@ class Choices:
         self.flops = {n: operations(n) // computed[n] for n in self.early}
         self._stop = set(self.places)
         self._roots = roots
+
+    def _shares(self, cuts: tuple[CutEnds, ...]) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+        """The numbers of ranks that share a value, and that share the work of computing it."""
+        inputs, ends = self.places[: self.joint.num_inputs], [*self.outputs, *(n for n in self.early if n in self.read)]
+        shares = [x.of_a_rank(self.joint.graph, inputs, ends) for x in cuts]
+        held = {n: math.prod(x[n.name].held for x in shares if n.name in x) for n in (*inputs, *self.early)}
+        return held, {n: math.prod(x[n.name].computed for x in shares if n.name in x) for n in self.early}
 
     def keep(self, nodes: Iterable[fx.Node]) -> Kept:
         """The exact consequences of keeping these nodes: those that the backward turns out not to read are not kept."""

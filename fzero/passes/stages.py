@@ -28,12 +28,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from fzero.errors import FzeroValueError
 from fzero.passes.schedules import Unit, table, when
 from fzero.program.attrs import HandAttrs, TakeAttrs
-from fzero.program.ir import MOVING, Line, Program, Value
+from fzero.program.ir import Line, Program, moving
 from fzero.program.names import Names, identifier
 from fzero.program.ops import OPS, STARTS
 from fzero.transforms.base import find
@@ -387,7 +385,7 @@ class _Projection:
         value = self.values[a]
         number = self.counts[False, rank]
         self.counts[False, rank] += 1
-        handle = Value(self.names(f"take_{identifier(a)}"), (), torch.uint8, MOVING)
+        handle = moving(self.names(f"take_{identifier(a)}"))
         attrs = TakeAttrs(
             axes=(self.axis,),
             peer=rank,
@@ -409,7 +407,7 @@ class _Projection:
         for peer in sorted(self.crossing[a]):
             number = self.counts[True, peer]
             self.counts[True, peer] += 1
-            handle = Value(self.names(f"hand_{identifier(a)}"), (), torch.uint8, MOVING)
+            handle = moving(self.names(f"hand_{identifier(a)}"))
             attrs = HandAttrs(axes=(self.axis,), peer=peer, number=number)
             self.out.append(Line("hand_start", (a,), (handle,), attrs=attrs, by=self.spec.name))
             self.waits.append((self._awaited(a, peer, before), Line("wait", (handle.name,), by=self.spec.name)))

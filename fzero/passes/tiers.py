@@ -3,10 +3,11 @@ back to their home tier.
 
 Lines compute on the device, but for those of the optimizer most of whose state rests elsewhere: they compute on the
 host, all of them or a share, and gradients travel to them. Gradients that wait, for the norm of all or for the next
-micro-batch, wait where their update reads them (`off_device.py`); or on disk, in leaves that the step writes
-behind each backward and reads before each update. A parameter that rests elsewhere comes anew to every line that reads
-it. In an evaluation masters are cast on the host; a step reads the copies of passes/copies.py. What moves for one line
-moves together. What a block's backward has read from disk its update does not read again, if it follows at once.
+micro-batch, wait where their update reads them (`off_device.py`); or on disk, in leaves that the step writes behind
+each backward and reads before each update. A parameter that rests elsewhere comes anew to every line that reads it. In
+an evaluation masters are cast on the host; a step reads the copies of passes/copies.py. All values that move for one
+line move together. An update that follows its backward at once does not read leaves again that the backward has read
+from disk.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from fzero.layout import Leaf
 from fzero.passes.accumulate import loop_totals
 from fzero.passes.off_device import known_last, no_gradients, saved_activations, update_lines
 from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs
-from fzero.program.ir import MOVING, Function, Line, Program, Value, repeats, resting
+from fzero.program.ir import Function, Line, Program, Value, moving, repeats, resting
 from fzero.program.names import Names, identifier
 from fzero.transforms.offload import Offload
 
@@ -35,7 +34,7 @@ def rewrite(
         program: to be rewritten.
         on_device: leaves off the device that are updated there, of `off_device.updated_on_device`.
         waiting: gradients that wait in host memory, of `off_device.waiting_on_host`.
-        on_disk: the leaves in which others wait on disk.
+        on_disk: the leaves in which gradients wait on disk.
     """
     records = [t for t in program.transforms if isinstance(t, Offload)]
     return _TierRewrite(program, records, on_device, waiting, dict(on_disk)).run()
@@ -63,15 +62,14 @@ class _TierRewrite:
         # by value: the names under which it lies on each tier, if not just where it is made
         self.lies: dict[str, dict[str, str]] = {}
         self.casts: dict[str, Line] = {}  # of parameters that come to every reader anew
-        self.started: dict[str, int] = {}
         self.streams = any("params" in r.of for r in records)
         self.on_device = on_device
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
-        self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of what it was
+        self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of its old value
         # activations that are on the host from forward to backward, gradients until their update
         self.resting: dict[str, str] = {}
-        self.shared: dict[str, str] = {}  # what has been brought for a line and its repetitions for other micro-batches
+        self.shared: dict[str, str] = {}  # values brought for a line and its repetitions for other micro-batches
         self.recent: list[dict[str, str]] = []  # leaves that the last backwards have read from disk, and their copies
         self.waiting, self.on_disk = waiting | on_disk.keys(), on_disk
         self.unwritten: dict[str, str] = {}  # by a leaf that gradients wait in the copy that it is to be written from
@@ -161,8 +159,8 @@ class _TierRewrite:
         )
 
     def _is_late(self, line: Line) -> bool:
-        """Whether a line of the optimizer comes after what waits has been made: an update that is not on a guess, or
-        what knows something of all gradients."""
+        """Whether a line of the optimizer comes after the waiting gradients are made: an update without a guess, or a
+        line that depends on all gradients."""
         return (
             line.by == "optimizer"
             and line.op == "call"
@@ -184,7 +182,7 @@ class _TierRewrite:
         return self.lies.get(name) or {self._tier(name): name}
 
     def _on(self, tier: str, line: Line) -> list[Line]:
-        """The line on a tier, with the lines that bring what it reads and take back what it writes."""
+        """The line on a tier, with the lines that bring its arguments and take back its results."""
         given, lines = self._bring(line, tier)
         names = {a: given.get(a) or self._at(a)[tier] for a in line.args}
         written = tuple(names[w] for w in line.writes)
@@ -196,7 +194,7 @@ class _TierRewrite:
         return lines + self._store({w: u for w, u in zip(line.writes, written, strict=True) if w != u}, tier)
 
     def _for_host(self, fn: str) -> str:
-        """The function for the host, where that is another device."""
+        """The function for the host, if the host is another device."""
         if self.program.mesh.device_type == "cpu":
             return fn
         name = f"{fn}_on_host"
@@ -212,7 +210,7 @@ class _TierRewrite:
         shared = {a: self.shared[a] for a in line.args if a in self.shared} if repeats(line) else {}
         stored = self._stored(line)
         absent = [a for a in self._absent(line, tier, stored) if a not in shared]
-        # what the optimizer makes of all leaves is read by many lines: it comes once, on its own
+        # many lines read a value that the optimizer makes of all leaves: it comes once, on its own
         scalars = [a for a in absent if a in self.scalars]
         names, lines = self._move(f"to_{tier}", scalars, scalars)
         self.lies |= {a: {**self._at(a), tier: names[a]} for a in scalars}
@@ -282,8 +280,7 @@ class _TierRewrite:
         return self.program.leaves[name].role if name in self.program.leaves else ""
 
     def _move(self, how: str, names: Sequence[str], called: Sequence[str]) -> tuple[dict[str, str], list[Line]]:
-        """Copies of values on another tier: by what they are copied from the names of the copies, and a start and its
-        wait."""
+        """Copies of values on another tier: the names of the copies by their sources, and a start and its wait."""
         if not names:
             return {}, []
         tier = "host" if how == "disk_read" else how.removeprefix("to_")
@@ -292,7 +289,7 @@ class _TierRewrite:
             replace(self.values[n], name=self.names(f"{identifier(c)}{ending}"), tier=tier)
             for n, c in zip(names, called, strict=True)
         ]
-        handle = self._handle(how)
+        handle = moving(self.names.numbered(how))
         lines = [
             Line(f"{how}_start", tuple(names), (handle,), by="offload"),
             Line("wait", (handle.name,), tuple(out), by="offload"),
@@ -320,15 +317,11 @@ class _TierRewrite:
                     Line("assign", (*targets, *(written[t] for t in targets)), writes=tuple(targets), by="optimizer")
                 )
             elif targets:
-                handle = self._handle(how)
+                handle = moving(self.names.numbered(how))
                 args = (*targets, *(written[t] for t in targets))
                 lines.append(self._made(Line(f"{how}_start", args, (handle,), writes=tuple(targets), by="offload")))
                 lines.append(Line("wait", (handle.name,), by="offload"))
         return lines
-
-    def _handle(self, how: str) -> Value:
-        number = self.started[how] = self.started.get(how, -1) + 1
-        return Value(self.names(f"{how}_{number}"), (), torch.uint8, MOVING)
 
     def _made(self, line: Line) -> Line:
         self.values.update((v.name, v) for v in line.out)
@@ -355,13 +348,13 @@ class _TierRewrite:
             return []
         on_host = replace(value, name=self.names(f"{value.name}_host"))
         lines = self._on("host", replace(line, out=(on_host,)))
-        handle = self._handle("to_device")
+        handle = moving(self.names.numbered("to_device"))
         lines.append(self._made(Line("to_device_start", (on_host.name,), (handle,), by="offload")))
         lines.append(self._made(Line("wait", (handle.name,), (value,), by="offload")))
         return lines
 
     def _assign(self, line: Line) -> list[Line]:
-        """Values put over leaves: those that rest on the device where they are, the others travel."""
+        """Values put over leaves: in place if the leaf rests on the device; the others travel."""
         pairs = dict(zip(line.args[: len(line.writes)], line.args[len(line.writes) :], strict=True))
         here = [t for t in pairs if self._tier(t) == "device"]
         lines = (
@@ -398,11 +391,11 @@ class _TierRewrite:
             if ws
         ]
 
-    # --- what waits on the host, or on disk ---
+    # --- values that wait on the host, or on disk ---
 
     def _rest(self, line: Line) -> list[Line]:
-        """Copies to the host of what a block leaves for its backward, and the gradients for an update, as soon as all
-        of them are made."""
+        """Copies to the host of a block's saved values, and of the gradients for an update, as soon as all of them are
+        made."""
         lines: list[Line] = []
         for names in (
             [v.name for v in line.out if v.name in self.saved],
@@ -410,7 +403,7 @@ class _TierRewrite:
         ):
             copies, more = self._move("to_host", names, names)
             self.resting |= {n: copy for n, copy in copies.items() if n not in self.on_disk}
-            # a redo reads the host's copy of what was updated on a guess
+            # a redo reads the host's copy of a leaf that was updated on a guess
             self.lies |= {n: {**self._at(n), "host": copy} for n, copy in copies.items() if n in self.on_disk}
             self.unwritten |= {self.on_disk[n]: copy for n, copy in copies.items() if n in self.on_disk}
             lines += more

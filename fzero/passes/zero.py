@@ -32,7 +32,7 @@ class Zero:
     mesh: AbstractMesh
     casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
     once: OnceAStep | None = None
-    cutting: tuple[Cutting, ...] = ()  # those that cut anything on this mesh, in order
+    cutting: tuple[Cutting, ...] = ()  # the specs that cut anything on this mesh, in order
     stages: str | None = None  # the axis of a pipeline
     # by path of a leaf and stage, the axes of the specs that shard it: predicates are asked once
     _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
@@ -56,7 +56,7 @@ class Zero:
         if found is None:
             cut = {r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.specs if r.stage}
             found = self._known[leaf.path] = {r.stage: cut[r.stage] for r in self.specs if r.stage and r.shards(leaf)}
-        # what it is cut along dims over, before it is cut flat
+        # the axes that cut it along dims, before it is cut flat
         dims, left = leaf.layout.axes[: len(leaf.layout.dims)], part_shape(leaf.shape, leaf.cut(self.mesh).along)
         flat = {at: tuple(a for a in axes if a not in dims) for at, axes in found.items()}
         finest = max(flat.values(), key=len, default=())
@@ -75,11 +75,11 @@ class Zero:
         return self.once.before(axes) if self.once and self.once.reductions else axes
 
     def params(self, param: Leaf) -> tuple[str, ...]:
-        """The axes over which it is whole only around the lines that read it."""
+        """The axes along which it is whole only around the lines that read it."""
         return self._axes(param, 3)
 
     def stays(self, param: Leaf) -> tuple[str, ...]:
-        """The axes over which what is gathered once a step is cut, of blocks whose parts stay gathered."""
+        """The axes that cut parameters gathered once a step, of blocks whose parts stay gathered."""
         return self.once.before(self.params(param)) if self.once else self.params(param)
 
     def rests(self, param: Leaf) -> Leaf:

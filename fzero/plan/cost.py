@@ -125,7 +125,7 @@ HOST = "host"
 
 
 def on_host(line: Line, program: Program) -> bool:
-    """Whether the host computes a line, on a mesh where that is another memory than the device's."""
+    """Whether the host computes a line, on a mesh whose host has a memory of its own."""
     if program.mesh.unified_memory or line.op in TRANSFERS:
         return False
     return OPS[line.op].on_host(line, program.values_by_name[line.args[0]] if line.args else None)
@@ -150,7 +150,7 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
 
     A transfer takes latency x steps + bytes / bandwidth, with ring algorithms: see `transfer_seconds`.
     """
-    if on_host(line, program):  # bound by its memory, whatever it computes
+    if on_host(line, program):  # bound by memory, with any arithmetic
         return host_bytes(line, program, backend) / device.host_memory_bandwidth + (
             device.call_seconds if line.fn else 0.0
         )
@@ -179,7 +179,7 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     if row.direct:
         link = inter if num_hosts > 1 else intra
         return link.latency + transfer_bytes(line, program.values_by_name, mesh) / link.bandwidth
-    if row.tree:  # what is small goes up and down a tree
+    if row.tree:  # small messages go up and down a tree
         inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
     else:
         across = num_hosts if num_hosts > 1 else 0
@@ -240,7 +240,7 @@ def hardware_flops(program: Program) -> float:
 
 
 def model_flops(program: Program) -> float:
-    """FLOPs of products that a rank's part of the batch takes in one step, whatever is recomputed: the numerator of
+    """FLOPs of products that a rank's part of the batch takes in one step, without recomputation: the numerator of
     model FLOPs utilisation.
 
     A block's are counted in its joint graph of forward and backward, where each product stands once; functions outside

@@ -1,8 +1,8 @@
 """Looks up devices: by name, in a calibration file, or this machine's.
 
-A number is what a well-written program attains, not what a datasheet promises: `fzero calibrate` measures it, or it is
-the vendor's peak times a share that `source` states. A plan for a machine one does not have uses a device by name, or a
-file with the numbers of one.
+A number is the rate that a well-written program attains, not the promise of a datasheet: `fzero calibrate` measures it,
+or it is the vendor's peak times a share that `source` states. A plan for a machine one does not have uses a device by
+name, or a file with the numbers of one.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def _datasheet(
         network: one device's part of its host's.
         pcie: x16 unless the datasheet says otherwise.
         host: that it is usually in.
-        source: the datasheet and what is assumed around it.
+        source: the datasheet, and assumptions beside it.
         per_host: devices in a host.
-        compute: what large products, and transcendental functions, reach of their peak.
+        compute: the share of their peak that large products, and transcendental functions, reach.
         special: transcendental functions a FLOP in float32.
     """
     share = _SHARE["link"]

@@ -3,8 +3,8 @@
 A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is
 given, and a wait hands out what its transfer filled. A storage is alive from the line that makes it until no name
 refers to it; names are let go of where the program says so (`del`). While a call runs its temporaries are alive as
-well. The pool (see [Note: pool] in program/ir.py) is there for the whole run; what lies in it has a role, but no bytes
-of its own. Bytes of the host count on their own, unless host and device are one memory; what rests on disk takes none.
+well. The pool (see [Note: pool] in program/ir.py) is there for the whole run; values in it have a role, but no bytes of
+their own. Bytes of the host count on their own, unless host and device are one memory; leaves on disk take none.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def disk_bytes(program: Program) -> int:
 
 
 def ward_bytes(program: Program) -> int:
-    """Bytes of the two slots in which a rank's host keeps what another rank sends it of its state."""
+    """Bytes of the two slots in which a rank's host keeps parts of another rank's state."""
     return 2 * sum(
         local_bytes(program.values_by_name[name], program.mesh)
         for line, _ in program.walk()
@@ -117,7 +117,7 @@ class _Memory:
         self.outputs = Aliases(program.functions).outputs
         self.names: dict[str, tuple[_Storage, ...]] = {}
         self.references: dict[_Storage, int] = {}
-        self.lying: dict[Place, _Storage] = {}  # what lies, or last lay, at a place of the pool
+        self.lying: dict[Place, _Storage] = {}  # the value that lies, or last lay, at a place of the pool
         self.pooled = [0, 0]  # bytes of the device's pool that something lies in, and of the host's
         self.alive = (dict.fromkeys(ROLES, 0), dict.fromkeys(ROLES, 0))
         self.number = -1
@@ -186,7 +186,7 @@ class _Memory:
 
     def _made(self, line: Line) -> Iterator[tuple[str, tuple[_Storage, ...]]]:
         """The names that a line defines and the storages they refer to. A transfer's handle refers to its results, then
-        to what it still reads."""
+        to the buffers that it still reads."""
         row = OPS[line.op]
         if line.fn:
             made: dict[int, _Storage] = {}
@@ -258,7 +258,7 @@ def roles(program: Program) -> dict[str, str]:
     }
     leaves = set(known)
     backward = next((i for i, line in enumerate(lines) if line.is_backward), len(lines))
-    # what updates read of the backward, and what that was made of
+    # results of the backward that updates read, and their sources
     gradients = {name for name, role in known.items() if role == "gradients"}
     gathered: set[str] = set()
     copies = _copies(program)
@@ -301,7 +301,7 @@ def roles(program: Program) -> dict[str, str]:
 
 
 def _copies(program: Program) -> dict[str, str]:
-    """The origin of each copy between tiers: a leaf, or what a line made."""
+    """The origin of each copy between tiers: a leaf, or a result of a line."""
     started: dict[str, Line] = {}
     out: dict[str, str] = {}
     for line, _ in program.walk():

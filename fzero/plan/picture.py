@@ -1,4 +1,4 @@
-"""Draws a plan: what each queue does over the seconds of a step, beside what was measured, and the memory under it."""
+"""Draws a plan: each queue over the seconds of a step, beside the measured one, and the memory under it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def picture(plan: Plan, path: Path, budget: int | None, measured: Sequence[Event
 
 
 def _draw_queues(axes: Any, queues: list[str], events: Sequence[Event], last: float, scale: float) -> None:
-    """A row a queue, compute first; what compute waits for is hatched."""
+    """A row a queue, compute first; transfers that compute waits for are hatched."""
     for row, queue in enumerate(queues):
         for waits in (False, True):
             of = [e for e in events if e.queue == queue and e.seconds > 0 and e.name.startswith("wait ") == waits]

@@ -26,7 +26,8 @@ COMPILED, KEPT = 100 << 20, 0.1
 
 
 class ProcessPart(NamedTuple):
-    """Bytes of one rank's process besides the program, on its device or host: what they are, whether measured here."""
+    """Bytes of one rank's process besides the program, on its device or host: their kind, and whether they were
+    measured here."""
 
     where: str
     what: str

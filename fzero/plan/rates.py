@@ -59,8 +59,8 @@ def _no_rates(data: Any, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Host:
-    """The resources that ranks of a host share, `what`: its disk, and the memory at its `sockets`, of which a rank's
-    threads are on one. `ranks`: as many as a device's rates of both are for. See [Note: the host's share]."""
+    """The resources that ranks of a host share, `what`: its disk, and the memory at its `sockets`; a rank's threads are
+    on one socket. `ranks`: as many as a device's rates of both are for. See [Note: the host's share]."""
 
     what: str
     sockets: int = 1
@@ -88,9 +88,9 @@ class Device:
         disk_read, disk_write: of this rank's share of the host's disk, while it does nothing else.
         disk_mixed: bytes/s of both together while as much is read as is written; 0 if that is not known: as if they
             took turns.
-        host: what the ranks of a host share; None of a measurement, which was made while they all did.
+        host: the resources that the ranks of a host share; None of a measurement, which was made while they all did.
         source: where the numbers come from.
-        machine: of a calibration, what it is valid for.
+        machine: of a calibration, the machine that it is valid for.
         attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if nothing
             were masked; where it is not listed, that of products.
         peak_flops: FLOP/s that the vendor states of products, by dtype name: what utilisation is a share of. Empty if
@@ -125,7 +125,8 @@ class Device:
         return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
 
     def shared_by(self, num_ranks: int) -> Device:
-        """The device of a rank that shares its host with others, `num_ranks` with itself: its part of what they share.
+        """The device of a rank that shares its host with others, `num_ranks` with itself: its part of the shared
+        resources.
 
         Example:
             >>> from fzero.plan.devices import KNOWN

@@ -9,8 +9,8 @@ that is not, a transfer takes its time where it is waited for. Time that compute
 
 [Note: the host's thread] On an asynchronous device one thread of the host tells the device what to do. Issuing takes no
 time, and three things hold it: a function on the host (the queue `host`), a wait for `disk`, and a wait for `to_host`
-unless the device alone waits. Lines that come later begin no sooner than the thread is free again; what the device was
-told before goes on meanwhile. If the device runs out of work, that is exposed time of what holds the thread.
+unless the device alone waits. Later lines begin no sooner than the thread is free again; earlier work of the device
+goes on meanwhile. If the device runs out of work, the time is exposed time of the queue that holds the thread.
 
 [Note: stages in time] The stages of a pipeline are simulated together. What one hands another moves, on any device,
 once both have started and the direction between the two is free: each direction of two stages is a link of its own.
@@ -70,7 +70,8 @@ def simulate(
     Args:
         programs: of all stages of a pipeline, which were verified to meet; or one. Ordered.
         seconds: of one execution of a line of a program; of a start, of its transfer.
-        asynchronous: whether transfers progress while the device computes, which a thread of the host tells what to do.
+        asynchronous: whether transfers progress while the device computes; a thread of the host launches the device's
+            work.
     """
     meeting = _Rendezvous() if len(programs) > 1 else None
     stages = [
@@ -126,11 +127,11 @@ class _Simulation:
         self.on_host = [asynchronous and on_host(line, program) for line, _ in program.walk()]
         # channels whose waits hold the host's thread
         self.holds = {DISK} if program.mesh.unified_memory else {DISK, "to_host"}
-        self.size = [1 + sum(1 for _ in _inner(line)) for line, _ in program.walk()]
+        self.size = [sum(1 for _ in line.with_body()) for line, _ in program.walk()]
         self.found = Timeline()
         self.clock = 0.0  # when compute has done all it was given
         self.thread = 0.0  # when the host's thread is free: see [Note: the host's thread]
-        # what held it since compute last had nothing to do, each with its queue
+        # its holders since compute last had nothing to do, each with its queue
         self.held: list[tuple[Event, str]] = []
         self.free: dict[str, float] = {}  # when a link has done all it was given
         # a handle's channel, and when its transfer is done, or how long it will take
@@ -279,9 +280,3 @@ class _Simulation:
         of a thread that was held in this turn."""
         found = {q: max(0.0, t - self.clock) for q, t in self.free.items()}
         return {**found, HOST: self.thread - self.clock} if self.thread > begin else found
-
-
-def _inner(line: Line) -> Iterator[Line]:
-    for x in line.body:
-        yield x
-        yield from _inner(x)

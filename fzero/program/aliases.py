@@ -51,11 +51,11 @@ class Aliases:
 
 
 class Views:
-    """Tells which values share memory: a function may return views of what it is given, or of one tensor several."""
+    """Tells which values share memory: a function may return views of its arguments, or several views of one tensor."""
 
     def __init__(self, program: Program):
         self._of: dict[str, str] = {}
-        self._same: dict[str, str] = {}  # copies that are what they are copied from
+        self._same: dict[str, str] = {}  # copies that are their sources
         self.alone: set[str] = set()  # results that share no memory with another result
         aliases = Aliases(program.functions)
         started: dict[str, Line] = {}

@@ -20,7 +20,7 @@ from fzero.boxes import Dim
 from fzero.trace.joint import Joint
 from fzero.trace.recorder import Recorded
 
-# --- what lines of several ops say ---
+# --- attributes of several ops ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class PartIndexAttrs(PartAttrs, Over):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOfAttrs(Over):
-    """`shape`: of the whole leaf, of which each rank along `axes` has a shard."""
+    """`shape`: of the whole leaf that `axes` shard."""
 
     shape: tuple[int, ...]
 

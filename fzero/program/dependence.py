@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fzero.program.aliases import Views
@@ -43,7 +43,7 @@ def dependences(lines: Sequence[Line], views: Views) -> list[set[int]]:
     leaf: dict[str, str] = {}  # by a copy, or memory for a new value, what it is of
     for number, line in enumerate(lines):
         start = lines[started[line.args[0]]] if OPS[line.op].waits and line.args[0] in started else None
-        touches = [line, *_inside(line)]
+        touches = [*line.with_body()]
         reads, writes = _touched(touches, start)
         writes += [leaf[w] for w in writes if w in leaf]
         memory = [root for a in reads for root in views.roots(a)]
@@ -98,12 +98,6 @@ def scheduled(lines: Sequence[Line], before: Sequence[set[int]], priority: Seque
                 heapq.heappush(ready, (priority[i], i))
     assert len(out) == len(lines), "dependences go in a circle"
     return out
-
-
-def _inside(line: Line) -> Iterator[Line]:
-    for x in line.body:
-        yield x
-        yield from _inside(x)
 
 
 def _writes(line: Line) -> Sequence[str]:

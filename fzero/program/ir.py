@@ -4,29 +4,27 @@
   whole          the same on every rank
   shard(axes)    each rank holds its flat part of it (fzero/layout.py); an axis `along` a dim cuts that instead
   parts(axes)    a shard over all these axes but the last, in the order of the parts that this one cuts along a dim,
-                 each padded as it rests: what a gather over it makes, and a reduction over it takes
+                 each padded as it rests: results of a gather over it, operands of a reduction over it
   local(axes)    each rank has its own: the batch, and whatever is computed from it
   moving         a transfer has been started and not yet waited for
 
 A whole or a local may also be `cut(axes along dims)`: a rank has one of the equal parts that these axes cut it in, as a
-tensor of its own.
-Any of them may also be `partial(axes)`: each rank has a summand, and the value is the sum over those axes; `by`
-another reduction it is the largest or smallest. Only what is not partial may rest in a state, and only a `whole`
-or a `local` that is not cut may be returned. Each value has axes of its own: one program has shards over `data`, and,
-padded for the same `grid` of axes, the shards over `data` and `node` that those are cut in (see [Note: several axes] in
-fzero/layout.py). A transfer is over one axis: a gather over the last that its shards were cut over, a reduction over
-the next that they are to be cut over.
+tensor of its own. Any of them may also be `partial(axes)`: each rank has a summand, and the value is the sum over those
+axes; `by` another reduction it is the largest or smallest. No partial value rests in a state, and only a `whole` or an
+uncut `local` is returned. Each value has axes of its own: one program has shards over `data`, and, padded for the same
+`grid` of axes, the shards over `data` and `node` that those are cut in (see [Note: several axes] in fzero/layout.py). A
+transfer is over one axis: a gather over the last axis of its shards' cut, a reduction over the next axis to cut.
 
 [Note: lines] A line calls a traced function (`call`), moves data (a `..._start` and its `wait`), or does one of a few
 small things that need no trace: `cast`, `buffer` (memory for what is written before it is read), `take_shard`,
 `take_part`, `unflatten`, `flatten`, `part_index`, `cut_index`, `num_valid`, `draw_start`, `accumulate`, `add`,
 `assign`, `zeros`; `update` is the whole optimizer before it is cut into functions. `loop` repeats a body once a
 micro-batch; an `accumulate` inside it is the sum over its turns, or the largest (`op`), and is read after it. Without a
-loop lines are repeated themselves (`repeats`), and `add` adds to totals where they lie: its first arguments, which its
-results are from there on. Names are assigned once, but for the leaves of the state: their buffers are donated, and
-`writes` says which a line overwrites. `redo` compares scalars with the guesses that lines that `guess` were carried out
-on, and carries out its body if they differ (fzero/passes/speculate.py); a plan counts it as not carried out. `zeros`
-makes a value of zeros.
+loop lines are repeated themselves (`repeats`), and `add` adds to totals in place: its first arguments, whose new names
+are its results. Names are assigned once, but for the leaves of the state: their buffers are donated, and `writes` says
+which a line overwrites. `redo` compares scalars with the guesses that lines that `guess` were carried out on, and
+carries out its body if they differ (fzero/passes/speculate.py); a plan counts it as not carried out. `zeros` makes a
+value of zeros.
 
 A `cast` to 8 bits reads a scale besides, and says `through` which dtype it goes (fzero/operators/scaled_matmul.py).
 
@@ -40,12 +38,11 @@ are reduced, shards of gradients, sums over micro-batches. `Line.into` holds pla
   wait                     each result, a view of what its transfer filled
 
 [Note: tiers] A value lies on a tier: in the device's memory, in the host's, or, only as a leaf at rest, on disk. A line
-computes where what it reads lies. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each
-make new values, handed out by their `wait`; with `writes` a copy goes over leaves at rest instead, as
-`disk_write_start` always does: its arguments are those leaves, then the values for them. A disk moves what is in host
-memory.
-Host values that move lie in a pool of their own, but where host and device are one memory (`mesh.unified_memory`):
-there copies between the two hand out what they are given, and everything lies in one pool.
+computes where its arguments lie. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each make
+new values, handed out by their `wait`; with `writes` a copy goes over leaves at rest instead, as `disk_write_start`
+always does: its arguments are those leaves, then the values for them. A disk reads to and writes from host memory. Host
+values that move lie in a pool of their own. If host and device are one memory (`mesh.unified_memory`), copies between
+the two hand out their arguments, and everything lies in one pool.
 """
 
 from __future__ import annotations
@@ -114,18 +111,18 @@ class Placement:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank has it 1-D: a shard, or parts of which shards were made."""
+        """Whether a rank has it 1-D: a shard, or gathered parts of shards."""
         return self.kind in ("shard", "parts")
 
     @property
     def joined(self) -> Placement:
-        """One axis less: what its shards, or parts, over the last of its axes are those of."""
+        """The placement of the value that the last axis cuts into these shards or parts: one axis less."""
         left = self.axes[:-1]
         return replace(self, kind="shard" if left else "whole", axes=left, grid=self.grid or self.axes)
 
     @property
     def is_nested(self) -> bool:
-        """Whether its axes are the first of those that it is padded for: so that it is the parts of a finer cut."""
+        """Whether its axes are the first of its grid, so that it consists of the parts of a finer cut."""
         return not self.grid or self.grid[: len(self.axes)] == self.axes
 
     def left(self, partial: Iterable[str]) -> Placement:
@@ -173,7 +170,7 @@ class Value:
         return self.numel * self.dtype.itemsize
 
     def held(self, mesh: AbstractMesh) -> tuple[int, ...]:
-        """Shape of what a rank holds of it."""
+        """The shape of a rank's part of it."""
         at = self.placement
         if not at.is_cut:
             along = [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
@@ -185,6 +182,11 @@ class Value:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
         text = text if self.placement == WHOLE else f"{text} {self.placement}"
         return text if self.tier == "device" else f"{text} on {self.tier}"
+
+
+def moving(name: str) -> Value:
+    """The result of a start, which only its wait reads."""
+    return Value(name, (), torch.uint8, MOVING)
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ class Line(Generic[A]):
 
     @property
     def of_sums(self) -> bool:
-        """Whether it reads what the sums of all ranks and micro-batches add up to; any other line reads its own."""
+        """Whether it reads totals over all ranks and micro-batches; any other line reads this rank's own values."""
         return isinstance(self.attrs, CallAttrs) and self.attrs.of_sums
 
     @property
@@ -291,8 +293,14 @@ class Line(Generic[A]):
         count = self.attrs.count if isinstance(self.attrs, Counted) else None
         return 1 if count is None else count
 
+    def with_body(self) -> Iterator[Line]:
+        """The line, and all lines that it repeats."""
+        yield self
+        for line in self.body:
+            yield from line.with_body()
+
     def says(self, kind: type[K]) -> K:
-        """Its attributes, of which it is known what they are."""
+        """Its attributes, which must be of this class."""
         assert isinstance(self.attrs, kind), f"{self.op} says {self.attrs}"
         return self.attrs
 
@@ -326,7 +334,7 @@ class Program:
 
     `leaves` is the leaf table: how every input that is part of a state rests, by name. `assigns` names those of them
     that get a new value in each step. `grads` has, by the path of a parameter, the name of its gradient as an update
-    reads it, reduced. `notes` are what passes say of it in its header.
+    reads it, reduced. `notes`: remarks of passes for its header.
     """
 
     name: str
@@ -390,7 +398,7 @@ class Program:
         return {id(line): i for i, line in enumerate(self.pooled)}
 
     def map_lines(self, fn: Callable[[Line], list[Line]]) -> Program:
-        """Each line replaced by what `fn` makes of it, innermost first."""
+        """Each line replaced by the lines that `fn` returns for it, innermost first."""
 
         def visit(lines: tuple[Line, ...]) -> tuple[Line, ...]:
             return tuple(

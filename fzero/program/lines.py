@@ -1,7 +1,7 @@
 """Lays graphs out as lines: records loss, gradients and optimizer on abstract values and turns them into a program.
 
-What comes out is the step of one process in base form: every leaf whole, blocks unsplit (the forward is called, and
-its vjp recomputes it), one `update` for the whole optimizer. Every transform is a rewrite of this program.
+The result is the step of one process in base form: every leaf whole, blocks unsplit (a vjp recomputes its forward), one
+`update` for the whole optimizer. Every transform is a rewrite of this program.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run_traced(
     inputs: Sequence[tuple[str, torch.Size | tuple[int, ...], torch.dtype]],
     device: str,
     source: Any,
-    casts: bool = False,
+    casts: bool,
     watch: bool = False,
 ) -> Recorded:
     """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes. `casts`: blocks cast their arguments

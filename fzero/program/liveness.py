@@ -3,10 +3,10 @@
 [Note: release] Ranks of one host read each other's buffers (comm/shared.py): a rank is done with its wait, but another
 may still be reading. It has read all it needs once a later transfer over the same axis, started after that wait, has
 arrived: every rank starts its transfers in the same order (but a send, which tells two ranks alone, and nobody in a
-step that sends nothing). Until then the region stays taken. It costs nothing but the
-distance to the next transfer, and needs no message of its own. But the last wait in a loop returns only when all ranks
-are done with it (`together`): the next turn writes the same buffers again. Ranks that share no memory have got
-copies: what they were sent is free with the wait.
+step that sends nothing). Until then the region stays taken. It costs nothing but the distance to the next transfer, and
+needs no message of its own. But the last wait in a loop returns only when all ranks are done with it (`together`): the
+next turn writes the same buffers again. Ranks that share no memory have got copies: the sent buffers are free with the
+wait.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Interval = tuple[int, int]
 
 
 class Uses:
-    """The lines of a program by their numbers, with those that make and read each value. A line that has a body comes
-    before it."""
+    """The lines of a program by their numbers, and for each value its maker and its readers. A line that has a body
+    comes before it."""
 
     def __init__(self, program: Program):
         self.mesh = program.mesh
@@ -68,7 +68,7 @@ class Uses:
             waits[:] = reversed(list(accumulate(reversed(waits), min)))
 
     def last(self, name: str) -> int:
-        """The last line that reads a value, or the one that makes it; the end for what is returned."""
+        """The last line that reads a value, or the line that makes it if none does; the end for returned values."""
         return len(self.lines) if name in self.views.returned else self.read.get(name, self.made[name])
 
     def same_loop(self, one: int, other: int) -> bool:
@@ -97,6 +97,6 @@ def _numbered(
         yield line, span
         at += 1
         if line.body:
-            size = sum(1 + len(x.body) for x in line.body)
+            size = sum(1 for _ in line.with_body()) - 1
             yield from _numbered(line.body, (at, at + size - 1) if OPS[line.op].turns(line) > 1 else span, at)
             at += size

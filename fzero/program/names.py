@@ -28,6 +28,7 @@ class Names:
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
         self._next: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
     def __call__(self, name: str) -> str:
         """`name`, or the next free `name_v2`, `name_v3`, …; made an identifier first."""
@@ -42,6 +43,11 @@ class Names:
         self._next[name] = number
         self._taken.add(new)
         return new
+
+    def numbered(self, name: str) -> str:
+        """`name_0`, `name_1`, …, by calls."""
+        number = self._counts[name] = self._counts.get(name, -1) + 1
+        return self(f"{name}_{number}")
 
 
 def identifier(path: str) -> str:

@@ -62,7 +62,7 @@ def source(program: Program) -> str:
 
 
 def show(program: Program, *, fold: bool = True) -> str:
-    """The program as a user reads it: a header with what each transform costs, then the lines; `fold=False` for every
+    """The program as a user reads it: a header with the cost of each transform, then the lines; `fold=False` for every
     line that runs.
 
     Example:
@@ -142,7 +142,7 @@ def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
 
 
 def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
-    """For each line the names made by these lines that nothing after it reads: what the program lets go of there."""
+    """For each line the names that no later line reads: the program deletes them there."""
     last: dict[str, int] = {}
     named = list(_named(lines))
     for i, names in enumerate(named):
@@ -210,7 +210,7 @@ _INDEX = re.compile(r"\[[^\[\],']*\]")
 
 def _header(program: Program) -> list[str]:
     values = program.values_by_name
-    cost: dict[str, list[int]] = {}  # by spec, or else by what has placed a line
+    cost: dict[str, list[int]] = {}  # by spec, or else by the pass that placed a line
     kinds = {name: [t for t in program.transforms if t.name == name] for name in {t.name for t in program.transforms}}
     for line, times in program.walk():
         if line.op in TRANSFERS:

@@ -1,14 +1,14 @@
 """Verifies a program by its rules after every rewrite. A violation is a bug of the rewrite, never of the user.
 
-Every name is assigned once and before it is read. Every start is waited for once, and what it makes is read by its wait
-alone. A function gets what it was traced for: shapes, dtypes, whole values; only an update gets shards. What reads a
-value of which each rank has its own is not whole. A gather takes shards, a reduction summands, and what arrives is
-placed accordingly. What is written is a leaf of the state (or its shard), once, while no transfer under way reads it,
-and nothing reads the old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor
-overwritten. A line reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy
-of a leaf that is written is stored. What is written on a guess is written, from its old value, by the redo that
-follows, and by nothing else; what it waits for has arrived by then. Every leaf that the step assigns is written. The
-only other written leaves are compute copies and waiting gradients, which are read only after they are written.
+Every name is assigned once and before it is read. Every start is waited for once, and only its wait reads its result. A
+function gets the shapes, dtypes and whole values of its trace; only an update gets shards. A result of values that
+differ between ranks is not whole. A gather takes shards, a reduction summands, and the results are placed accordingly.
+What is written is a leaf of the state (or its shard), once, while no transfer under way reads it, and nothing reads the
+old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten. A line
+reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is
+written is stored. What is written on a guess is written, from its old value, by the redo that follows, and by nothing
+else; what it waits for has arrived by then. Every leaf that the step assigns is written. The only other written leaves
+are compute copies and waiting gradients, which are read only after they are written.
 
 Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops does
 not list is a violation, and so is an axis that the mesh does not have. The row of an op has its rule.
@@ -65,7 +65,7 @@ class _Checker:
         self.carried: set[str] = set()  # copies made of what was written
         self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
         self.guessed: set[str] = set()  # leaves that were written on a guess
-        self.settled: set[str] = set()  # those of them that a redo writes again
+        self.settled: set[str] = set()  # the ones that a redo writes again
         self.device_only: set[str] = set()  # values in host memory for which the device alone has waited
         self.turns = 1  # of the loop that lines are in
         batch = (v for v in program.inputs if v.name not in program.leaves)
@@ -109,7 +109,7 @@ class _Checker:
                 for handle in self._read_by(line, name):
                     self.bad(line, f"{name} is written while {handle} still reads it")
                 self.written.add(name)
-                if not self._gradient_waits(name):  # in which there is no old value
+                if not self._gradient_waits(name):  # leaves without an old value
                     self.overwritten.add(self.root(name))
         for name, start in self.started.items():
             if name not in waiting_outside:
@@ -193,14 +193,14 @@ class _Checker:
                 )
 
     def _gradient_waits(self, name: str) -> bool:
-        """Whether a name is that of a leaf in which a gradient waits."""
+        """Whether a name is a leaf that holds a waiting gradient."""
         return name in self.program.leaves and self.program.leaves[name].role == "gradients"
 
     def _has_arrived(self, name: str) -> bool:
         return name in self.written and not any(name in start.writes for start in self.started.values())
 
     def _read_by(self, line: Line, name: str) -> list[str]:
-        """The transfers under way, but for a line's own, that read where it writes."""
+        """The transfers under way, other than a line's own, that read memory that it writes."""
         root, unified = self.root(name), self.program.mesh.unified_memory
 
         def same(read: str) -> bool:

@@ -5,8 +5,8 @@ Bytes of the pool belong to whoever wrote them last. A line that reads a value f
 does the same to several values writes none over another. While a transfer is under way nobody writes what it reads or
 fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in
 program/liveness.py). Where a copy to the device was taken from, or one from there was put that the device alone has
-waited for, the host writes by operations alone that wait for such copies themselves (`Op.settles`). What is updated in
-place is written. No transfer is waited for before it is started, so with the same program on every rank
+waited for, the host writes by operations alone that wait for such copies themselves (`Op.settles`). An update in place
+counts as a write. No transfer is waited for before it is started, so with the same program on every rank
 (runtime/same_program.py) there is no order in which ranks wait for each other.
 """
 
@@ -22,7 +22,7 @@ from fzero.program.ir import Line, Place, Program
 from fzero.program.ops import OPS, STARTS, Start, stays, turns
 from fzero.program.verify import refuse, shown
 
-Span = tuple[int, int]  # bytes of the pool, half open; those of the host's pool come after
+Span = tuple[int, int]  # bytes of the pool, half open; the host's pool comes after the device's
 
 
 def check(program: Program) -> Program:
@@ -39,8 +39,8 @@ def check(program: Program) -> Program:
 
 @dataclass(eq=False)
 class _Guard:
-    """Bytes that a transfer reads or fills, until its wait, and those that other ranks read from memory they share,
-    until they are known to have."""
+    """Bytes that a transfer reads or fills, until its wait; and bytes that other ranks read from shared memory, until
+    they are known to be done."""
 
     line: Line
     spans: list[Span]
@@ -56,11 +56,11 @@ class _PoolChecker:
         # who wrote which bytes last: in the order of the bytes, which do not overlap
         self.owners: list[tuple[Span, str]] = []
         self.guards: dict[str, _Guard] = {}
-        self.staying: dict[str, tuple[str, ...]] = {}  # what copies hand out that move nothing
+        self.staying: dict[str, tuple[str, ...]] = {}  # results of copies that move nothing
         # of copies for which the device alone has waited: what they read or fill on the host
         self.sent: dict[str, list[Span]] = {}
         self.sent_leaves: dict[str, list[str]] = {}  # and those leaves at rest there
-        self.same: dict[str, str] = {}  # such a copy, or a part, and what it is of
+        self.same: dict[str, str] = {}  # such a copy, or a part, and its source
 
     def lines(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -126,7 +126,7 @@ class _PoolChecker:
         if line.says(WaitAttrs).together:
             released += [n for n, g in self.guards.items() if g.waited and g.line.axes == guard.line.axes]
         row = STARTS[guard.line.op]
-        for value, place, filled in zip(line.out, line.into, row.filled(guard.line), strict=False):
+        for value, (place, filled) in zip(line.out, zip(line.into, row.filled(guard.line), strict=False), strict=False):
             if place is None or filled is None:
                 continue
             span, source = self._span(place), self._span(filled)

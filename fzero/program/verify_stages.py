@@ -2,7 +2,8 @@
 side's: what is handed from one stage to another arrives in the order in which it is taken there.
 
 A start goes on at once. The wait for a hand returns when its take has started, and the wait for a take when its hand
-has: no buffers in between. So what passes here ends on any transport, with a queue for each direction of two stages.
+has: no buffers in between. So a program that passes here ends on any transport with a queue for each direction of two
+stages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fzero.program.verify import BUG, shown
 
 
 class _Moved(NamedTuple):
-    """A hand or a take: its number, and what it moves."""
+    """A hand or a take: its number, and the moved value."""
 
     line: Line
     number: int
@@ -68,12 +69,12 @@ class _Meeting:
         return found
 
     def problems(self) -> tuple[list[str], str]:
-        """The violations, and what they are together."""
+        """The violations, and their common description."""
         unlike = [x for way in sorted({*self.hands, *self.takes}) for x in self._unlike(way)]
         return (unlike, "hands and takes do not meet") if unlike else (self._stuck(), "stages wait for each other")
 
     def _unlike(self, way: tuple[int, int]) -> list[str]:
-        """The first difference between what one stage hands another and what that takes."""
+        """The first difference between the values that one stage hands and the values that another takes."""
         of, to = way
         hands, takes = self.hands[way], self.takes[way]
         for hand, take in zip(hands, takes, strict=False):

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fzero import tree
+from fzero import compat, tree
 from fzero.build.build import build, check_backend
 from fzero.build.cache import logger
 from fzero.comm.staged import Staged
 from fzero.errors import FzeroValueError, attribute_of
-from fzero.layout import storage_of, ties
+from fzero.layout import ties
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import batch_inputs
 from fzero.lowering.lower import lower_inputs
@@ -51,8 +51,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def alone(owner: str, doing: str | None = None) -> Callable[[Method], Method]:
-    """A method that has the mesh to itself while it runs (`Mesh.alone`). `doing`: what it does to bytes of a state, of
-    which it shows how many."""
+    """A method that has the mesh to itself while it runs (`Mesh.alone`). `doing`: its work on bytes of a state, whose
+    progress it shows."""
 
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
@@ -110,7 +110,7 @@ class Compiled:
         self.graphs = graphs  # whether runs are captured
         self._step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._budget: Budget | None = None
-        self._chosen: tuple[PlanDecision, ...] = ()  # for what the step left open before it was lowered
+        self._chosen: tuple[PlanDecision, ...] = ()  # decisions that the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
         self._staged: Staged | None = None
         # when a program was called last, and how long a look at its settings takes
@@ -169,7 +169,7 @@ class Compiled:
         structure: tree.TreeSpec,
         before: Callable[[], None] = lambda: None,
     ) -> tuple[Lowered, Callable[..., Any]]:
-        """The program for a batch of such leaves, and what runs it. `before`: done if there is none yet."""
+        """The program for a batch of such leaves, with its runner. `before`: done if there is none yet."""
         self.mesh.check_open()
         # which see every operation of a program that is run as it is
         unseen = [*function_modes(), *(dispatch_modes() if self.backend == "inductor" or self.graphs is True else [])]
@@ -207,7 +207,7 @@ class Compiled:
             with strides_noted() as asked:
                 lowered, run = made_together(self.mesh, lambda: self._build(params, batch), why)
             kept = _Kept(lowered, run, self._settings(), asked)
-            for other in self._runs.values():  # a list that the trace has grown is not what they read
+            for other in self._runs.values():  # functions do not read a list that the trace itself has grown
                 other.settings = kept.settings if other.settings == read else other.settings
         self._runs[key] = kept
         if len(self._runs) > MOST_PROGRAMS:
@@ -236,13 +236,13 @@ class Compiled:
                 if changed
                 else f"runs {name_of(kept.lowered.program)} {kept.lowered.program.name}"
             )
-            # what changed on one rank only is every rank's error
+            # a change on one rank alone is every rank's error
             agreement.everywhere(self.mesh, self.owner, lambda: self._same_settings(kept), about)
         self._lowered = kept.lowered
         return kept.lowered, kept.run
 
     def _settings(self) -> Settings:
-        """The settings of the step's functions: what they read now beside their arguments."""
+        """The settings of the step's functions: values that they read now beside their arguments."""
         start = perf_counter()
         found = settings(*self._functions(), strict=False)
         self._looking = perf_counter() - start
@@ -315,7 +315,7 @@ class Compiled:
             for i, x in zip(pageable, self._staged([found[i] for i in pageable]) if pageable else (), strict=True):
                 found[i] = x
         found = [x.to(self.mesh.device, non_blocking=True).contiguous() for x in found]
-        return [x.clone() if storage_of(x) in written else x for x in found]
+        return [x.clone() if compat.memory_of(x) in written else x for x in found]
 
     def _lower(self, params: Inputs, batch: Any) -> Lowered:
         """Lowers the step. If tracing changed a value that the user's functions read, or they read the clock, it is
@@ -388,7 +388,7 @@ def _changed(place: str, before: Any, after: Any) -> str:
 
 
 def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:
-    """In what a call differs from the one before it."""
+    """The differences between a call and the one before it."""
     if before is None:
         return ""
     new, old = _facts(key), _facts(before)

@@ -15,9 +15,16 @@ from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
-from fzero.runtime.out_of_memory import raise_out_of_memory
-from fzero.state.assemble import Last, check_values, differences, placed_inputs, unplaced
-from fzero.state.expect import check_model, model_of
+from fzero.runtime.told_errors import raise_out_of_memory
+from fzero.state.assemble import (
+    Last,
+    check_model,
+    check_values,
+    differences,
+    model_of,
+    placed_inputs,
+    unplaced,
+)
 from fzero.step import EvalStep
 from fzero.step.checks import check_params
 from fzero.train_state import check_whole
@@ -48,8 +55,7 @@ class CompiledEval(Compiled):
 
     @alone("eval_step")
     def __call__(self, params: Any, *batch: Any) -> Any:
-        """The outputs of `fn(params, *batch)`: those that are `fz.weighted` of the whole mesh, all others of this
-        rank's part.
+        """The outputs of `fn(params, *batch)`: `fz.weighted` ones over the whole mesh, all others of this rank's part.
 
         Args:
             params: `state.params` of a training step with the same sharding; or whole tensors, for a step that shards

@@ -24,7 +24,7 @@ from fzero.program.show import name_of, source
 from fzero.ranks import agreement
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
 from fzero.runtime.observe import observed
-from fzero.runtime.out_of_range import explained
+from fzero.runtime.told_errors import indices_explained
 
 
 def executable(
@@ -73,7 +73,7 @@ def executable(
             replayed.prepare(*trees)
         if limits is not None:
             limits.begin()
-        with agreement.unbroken(mesh), explained(owner, trees[-1]):
+        with agreement.unbroken(mesh), indices_explained(owner, trees[-1]):
             carrier.begin(memory)
             tiers.begin(guesses)
             try:
@@ -93,7 +93,7 @@ def executable(
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # whose functions observe.py acts around
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
     whole_run.replayed = replayed  # type: ignore[attr-defined]  # a GPU's, if its runs can be captured
-    whole_run.limits = limits  # type: ignore[attr-defined]  # what a training step adds to its metrics
+    whole_run.limits = limits  # type: ignore[attr-defined]  # entries that a training step adds to its metrics
     return whole_run
 
 

@@ -1,8 +1,8 @@
 """Captures the runs of a program as a CUDA graph and replays them: one launch by the CPU in place of thousands.
 
 A program that touches the device alone can be captured whole: its state, its pool and its places stay where they are,
-and nothing in it waits for the device. What changes from call to call is the batch, which is copied into buffers of the
-graph's own, and the state's addresses, which are compared.
+and nothing in it waits for the device. Two things change from call to call: the batch, which is copied into the graph's
+own buffers, and the state's addresses, which are compared.
 
 [Note: captured] The first `WARM_UP` runs are ordinary ones, for what libraries make on first use cannot be captured.
 Then the run is captured, which executes nothing, and replayed; so is every later one. A state that lies elsewhere
@@ -36,7 +36,7 @@ WARM_UP = 3
 
 class Graphs:
     """CUDA graphs on one device: captured on a stream and in a pool of memory that all of them share. They are replayed
-    one after the other, and what a replay leaves in that memory is copied before the next."""
+    one after the other, and results in that memory are copied before the next replay."""
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -60,7 +60,7 @@ class Graphs:
         here, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         out, reason = None, None
         try:
-            # what other threads do, a reader of batches or NCCL's watchdog, is no part of it and no error
+            # calls of other threads, a reader of batches or NCCL's watchdog, are no part of it and no error
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 try:
                     out = run()

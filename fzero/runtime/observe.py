@@ -1,5 +1,5 @@
-"""Observes a running program: acts before and after each function and transfer that its source names, so what is
-observed is what runs."""
+"""Observes a running program: acts before and after each function and transfer that its source names. So it observes
+the program that runs."""
 
 from __future__ import annotations
 
@@ -90,8 +90,4 @@ class Follower:
                 yield line, number, turn
             if line.op == "redo" and self._again:
                 yield from self._visit(line.body, number + 1, turn)
-            number += 1 + _size(line)
-
-
-def _size(line: Line) -> int:
-    return sum(1 + _size(x) for x in line.body)
+            number += sum(1 for _ in line.with_body())

@@ -27,7 +27,7 @@ class Safer:
     """Makes a step safer by the counts of a state: of the one that is restored, before it is laid out; of the one at
     hand, before a program is built.
 
-    What comes without counts, or of a step without "auto", stays as it is. All ranks of the mesh call these together.
+    A state without counts, or of a step without "auto", changes nothing. All ranks of the mesh call these together.
     """
 
     def __init__(self, mesh: Mesh):
@@ -72,8 +72,7 @@ class Safer:
         return found
 
     def explained(self, lowered: Lowered, step: Step, params: Inputs) -> Lowered:
-        """Adds the blocks that moved, and why, to the decisions of what was lowered; the log hears of them when they
-        change."""
+        """Adds the blocks that moved, and the reasons, to the decisions of a lowered step; a change goes to the log."""
         if self._counts is None or lowered.watched is None:
             return lowered
         moved = _decisions(step, params, lowered.watched, self._counts)
@@ -84,8 +83,7 @@ class Safer:
 
 
 def _renew(scale: LossScaleState, scaling: LossScale, counts: PrecisionState) -> None:
-    """Writes the first scale over that of a state some of whose blocks move only now: what they overflowed with has
-    lowered it."""
+    """Resets the loss scale of a state in which blocks move only now: their overflows have lowered it."""
     if any(bool((x == LIMIT).any()) for x in counts):
         for old, new in zip(scale, scaling.init()._replace(skipped=scale.skipped), strict=True):
             old.copy_(new)

@@ -17,7 +17,7 @@ from fzero.trace.subgraph import signature
 
 
 def made_together(
-    mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str = ""
+    mesh: Mesh, make: Callable[[], tuple[Any, Callable[[], Callable[[], Any]]]], why: str
 ) -> tuple[Any, Any]:
     """The result of `make` on this rank, once every rank has made the same program and finished building it.
 

@@ -48,8 +48,8 @@ from fzero.ranks import agreement
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.observe import observe
-from fzero.runtime.out_of_memory import raise_out_of_memory
 from fzero.runtime.promote import Safer
+from fzero.runtime.told_errors import raise_out_of_memory
 from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, Raised, check_finite
 from fzero.state import gather, initialize, load, local, storage
 from fzero.state.assemble import (
@@ -58,11 +58,12 @@ from fzero.state.assemble import (
     assembled,
     check_layouts,
     check_memory,
+    check_model,
     check_values,
+    model_of,
     placed_inputs,
     state_leaves,
 )
-from fzero.state.expect import check_model, model_of
 from fzero.step import INIT_STREAM, State, Step, lasting
 from fzero.step.checks import check_one_batch, check_params, check_state, no_backward, state_and_batch
 from fzero.trace.subgraph import signature
@@ -126,15 +127,15 @@ class CompiledStep(Compiled):
         self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
         self.calls = 0  # how many steps were taken
         self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
-        # the last trees and a program, and what `_may_guess` found of them
+        # the last trees and a program, and the answer of `_may_guess`
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @property
     def resolved(self) -> Step:
-        """The step that is carried out: `step` with what that leaves open, decided. Where leaves rest for
-        `offload("auto")` is decided by the first `init` or `restore`, and which blocks of `mixed_precision("auto")`
-        compute in a safer dtype by `restore` and where a program is made.
+        """The step that is carried out: `step` with its open choices decided. Where leaves rest for `offload("auto")`
+        is decided by the first `init` or `restore`, and which blocks of `mixed_precision("auto")` compute in a safer
+        dtype by `restore` and where a program is made.
 
         `fz.compose(*train.resolved.transforms)(fz.eval_step(fn))` is an evaluation of what was trained.
         """
@@ -142,7 +143,7 @@ class CompiledStep(Compiled):
 
     @property
     def knows_model(self) -> bool:
-        """Whether it has made or restored a state, so that one of another model is told from those."""
+        """Whether it has made or restored a state, so that a state of another model is recognised."""
         return self._last.inputs is not None
 
     @property
@@ -163,7 +164,8 @@ class CompiledStep(Compiled):
             it, 2.5 s of a core for 6 GB); every rank computes its own shards.
         Memory: this rank's part of the state and, for an init function, at most one whole leaf. Draws and pointwise
             operations are made shard by shard, in parts of 32 MiB for leaves off the device; other leaves are made
-            whole and cut. What rests on disk is written, through two buffers of 16 MiB, before the next leaf is made.
+            whole and cut. A leaf that rests on disk is written, through two buffers of 16 MiB, before the next leaf is
+            made.
 
         Raises:
             FzeroTypeError: leaves that are not tensors.
@@ -324,8 +326,7 @@ class CompiledStep(Compiled):
         return state
 
     def _resolve(self, params: Any) -> None:
-        """Decides what the step leaves open: how parameters are cut, and what rests where, for a tree of whole
-        leaves."""
+        """Decides the open choices of the step, for a tree of whole leaves: the cuts of parameters, and the tiers."""
         if open_rules(self.resolved, self.mesh):
             assert self._batch is not None
             self._resolved, self._chosen = choose_rules(self.resolved, self.mesh, params, self._batch)
@@ -401,7 +402,7 @@ class CompiledStep(Compiled):
         others = local.of_other_ranks(index, names, slots)
         checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in (names | others).items()})
         if counted := {n: leaf for n, leaf in names.items() if leaf.role == "precision"}:
-            # before what follows from the dtypes is laid out
+            # before leaves that follow from the dtypes are laid out
             found = checkpoint.read(index, counted, self.mesh)
             counts = slots.of({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
             self._resolved = self._safer.resolved(self.resolved, inputs, counts)
@@ -537,11 +538,11 @@ class CompiledStep(Compiled):
 
     @alone("check_replicas")
     def check_replicas(self, state: State) -> None:
-        """Compares what several ranks hold of a state. Its first step does it, and `fz.checkpoint.save`; between those
-        it is for whoever suspects a drift.
+        """Compares the parts of a state that several ranks hold. Its first step does it, and `fz.checkpoint.save`;
+        between those it is for whoever suspects a drift.
 
         Args:
-            state: as in a step. Leaves on disk, and those of which no two ranks hold the same part, are not looked at.
+            state: as in a step. Leaves on disk are skipped, and leaves of which no two ranks hold the same part.
 
         Communication: about a hundred bytes through the store. The leaves are read once, where they are: on a CPU 2.5 s
             of a core for 6 GB.
@@ -620,7 +621,7 @@ class CompiledStep(Compiled):
         Args:
             state: donated, as in a step.
             batch: this rank's part of the global batch, the same shapes on every rank.
-            steps: of which the fastest is returned.
+            steps: their number; the fastest is returned.
 
         Returns: the state after these steps, and the events of one.
 

@@ -25,8 +25,8 @@ _LOOKS = 8
 
 
 def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> None:
-    """Raises naming the trained parameters of which this rank's part has an inf or a nan. Those on disk are not read
-    for it.
+    """Raises naming the trained parameters whose part on this rank has an inf or a nan. Those on disk are not read for
+    it.
 
     Args:
         params: the tree of a state.
@@ -72,8 +72,7 @@ class Arriving:
         return len(self._under_way)
 
     def _is_there(self, event: torch.cuda.Event | None) -> bool:
-        """Whether the oldest flag has arrived; to raise by it, that of the last step is not asked for and any other is
-        waited for."""
+        """Whether the oldest flag has arrived. A flag that may raise is waited for, except the one of the last step."""
         if event is None or not self._raises:
             return event is None or event.query()
         if len(self._under_way) == 1:
@@ -83,8 +82,8 @@ class Arriving:
 
 
 class Agreement:
-    """Raises naming the leaves whose new values, which are not averaged, differed between ranks or micro-batches: in
-    that step, or on a device that runs behind the host in the next."""
+    """Raises naming the leaves whose new values, which are not averaged, differed between ranks or micro-batches. It
+    raises in the same step; on a device that runs behind the host, in the next."""
 
     def __init__(self) -> None:
         self._arriving = Arriving(raises=True)
@@ -108,8 +107,8 @@ class Agreement:
 
 
 class Raised:
-    """Raises naming the lines at which a function of the step raises: in that step, or on a device that runs behind the
-    host in the next."""
+    """Raises naming the lines at which a function of the step raises: in the same step; on a device that runs behind
+    the host, in the next."""
 
     def __init__(self) -> None:
         self._arriving, self._lines = Arriving(raises=True), deque[Sequence[str]]()

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroValueError
+from fzero.compat import memory_of
+from fzero.errors import CheckpointError, FzeroValueError
 from fzero.layout import (
     COMPUTE,
     GRADIENTS,
@@ -21,7 +22,6 @@ from fzero.layout import (
     leaf_of,
     over_axes,
     place,
-    storage_of,
     ties,
 )
 from fzero.lowering.layouts import (
@@ -52,7 +52,7 @@ def placed_inputs(values: Any, role: str = "params", mutable: Callable[[Any], Se
 
 
 def without_values(values: Any, role: str) -> list[str]:
-    """The leaves of a tree that are on the meta device, other than those that rest on disk."""
+    """The leaves of a tree that are on the meta device and do not rest on disk."""
     flat = tree.with_paths(values, role)
     return [
         f"{p}: {tree.describe(x)} on the meta device"
@@ -77,7 +77,7 @@ def check_memory(owner: str, **parts: Any) -> None:
         if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
             wrong.append(f"{path}: {tree.describe(x)}, expanded")
         length = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        spans.append((storage_of(x), x.storage_offset() * x.itemsize, (x.storage_offset() + length) * x.itemsize, path))
+        spans.append((memory_of(x), x.storage_offset() * x.itemsize, (x.storage_offset() + length) * x.itemsize, path))
     spans.sort()
     wrong += [f"{a[3]} and {b[3]} share memory" for a, b in itertools.pairwise(spans) if a[0] == b[0] and b[1] < a[2]]
     if wrong:
@@ -90,20 +90,19 @@ def check_memory(owner: str, **parts: Any) -> None:
 
 
 class Last:
-    """The trees that a step was last called with, or made: what was found of them holds as long as they are the
-    same."""
+    """The trees that a step was last called with, or made. Facts about them hold as long as they are the same."""
 
     def __init__(self) -> None:
         self.inputs: Inputs | None = None  # describes the first tree, or that of a former state
         self.trees: tuple[Any, ...] | None = None
         self._extras: Any = None
-        self._contents = tree.Contents()  # theirs, by which it is seen that a leaf was put in place of another
+        self._contents = tree.Contents()  # theirs: they show that a leaf was put in place of another
         self.begun = False  # whether they have been looked at as a training step does before their first
         self.storages: frozenset[int] = frozenset()  # of the leaves of all trees
         self._first: list[torch.Tensor] = []
 
     def holds(self, *trees: Any, extras: Any = None) -> bool:
-        """`extras`: what a state carries besides, known by its identity alone."""
+        """`extras`: further parts of a state, known by identity alone."""
         if self.trees is None or any(x is not y for x, y in zip(trees, self.trees, strict=True)):
             return False
         return extras is self._extras and self._contents.same()
@@ -112,7 +111,7 @@ class Last:
         self.inputs, self.trees, self.begun, self._first = inputs, trees, False, _first_leaves(*trees)
         self._extras = extras
         self._contents = tree.Contents(*trees)
-        self.storages = frozenset(map(storage_of, tree.leaves(trees)))
+        self.storages = frozenset(map(memory_of, tree.leaves(trees)))
 
     def let_go(self) -> None:
         self.trees, self.storages, self._contents, self._first = None, frozenset(), tree.Contents(), []
@@ -189,7 +188,7 @@ def check_layouts(step: Step, mesh: Mesh, state: State, found: Inputs, opt: Inpu
 
 
 def _same_model(found: Inputs, expected: Inputs) -> bool:
-    """Whether leaves differ in nothing but how they rest in memory, so that `fz.reshard` lays them out anew."""
+    """Whether leaves differ only in their layout in memory, so that `fz.reshard` lays them out anew."""
     same = [(x.path, x.shape, x.dtype) for x in found.leaves] == [(x.path, x.shape, x.dtype) for x in expected.leaves]
     return same and found.structure == expected.structure and all(x.layout.tier != "disk" for x in found.leaves)
 
@@ -205,8 +204,8 @@ def unplaced(values: Any, role: str = "params") -> dict[str, str]:
 
 
 def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> list[str]:
-    """The differences between the leaves of a state and those that a step expects; tied leaves rest as the first of
-    them. `bare`: see `unplaced`."""
+    """The differences between the leaves of a state and the leaves that a step expects; tied leaves rest as the first
+    of them. `bare`: see `unplaced`."""
     if found.structure != expected.structure:
         here, there = {x.path for x in found.leaves}, {x.path for x in expected.leaves}
         missing = [f"{p}: not in the state" for p in sorted(there - here)] + [
@@ -253,10 +252,50 @@ def _first_leaves(*trees: Any) -> list[torch.Tensor]:
 
 
 def _rests(leaf: Leaf, other: Leaf) -> str:
-    """The layout of a leaf as text; its tier only if that is what sets it apart from the other."""
+    """The layout of a leaf as text; its tier only if no other part differs from the other leaf's."""
     whole = tree.form(leaf.shape, leaf.dtype)
     over = over_axes(leaf.layout.axes, leaf.layout.dims)
     text = f"{whole} sharded over {over}" if over else f"{whole} whole"
     text += "" if leaf.layout.only is None else f" on {leaf.layout.only.axis}={leaf.layout.only.index} alone"
     text += f" (parts of shards over {', '.join(leaf.layout.grid)})" if leaf.layout.grid else ""
     return text if leaf.layout.tier == other.layout.tier else f"{text}, on {leaf.layout.tier}"
+
+
+def model_of(fn: Any) -> Any:
+    """The model that a step's function is made of, if it says so (`fz.functionalize`); None."""
+    return getattr(fn, "model", None)
+
+
+def check_model(
+    owner: str, model: Any, params: Any = None, error: type[FzeroValueError | CheckpointError] = FzeroValueError
+) -> None:
+    """Raises if a model is another than when the step was made of it, or a tree of whole leaves is another model's.
+
+    Args:
+        model: of `model_of`.
+        params: the tree; dtypes are its own.
+
+    Raises:
+        FzeroValueError, or `error`: listing every leaf that is missing, not of the model or of another shape, with both
+            sides.
+    """
+    if model is None:
+        return
+    if hasattr(model, "check"):
+        model.check()
+    if params is None:
+        return
+    given, own = (dict(tree.with_paths(x, "params")) for x in (params, model.params))
+    wrong = [f"{p}: missing, the model has {tree.describe(x)}" for p, x in own.items() if p not in given]
+    wrong += [f"{p}: {tree.describe(x)}, not of the model" for p, x in given.items() if p not in own]
+    wrong += [
+        f"{p}: {tree.describe(given[p])}, the model has {tree.describe(x)}"
+        for p, x in own.items()
+        if p in given and given[p].shape != x.shape
+    ]
+    if wrong:
+        what = (
+            f"these are the parameters of another model: {len(wrong)} of {len(given.keys() | own.keys())} leaves differ"
+        )
+        fix = "give model.params, of the model that the step was made of, or make a step of the other model"
+        raise error(owner, what, wrong, fix)

@@ -34,8 +34,8 @@ def whole(state: Any, mesh: Mesh) -> Any:
 
 
 def _whole(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
-    """The whole of a leaf of which each rank has its shard, or some ranks alone have any: gathered over one axis after
-    the other, the last first, and then sent to the others."""
+    """The whole of a sharded leaf: gathered over one axis after the other, the last first. A leaf that only some ranks
+    have is then sent to the others."""
     found = _joined(value, leaf, mesh) if leaf.is_on(mesh) else value.new_empty(leaf.shape)
     if (only := leaf.layout.only) is not None:
         found = found.contiguous()

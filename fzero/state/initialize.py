@@ -32,11 +32,11 @@ from fzero.trace.subgraph import Subgraph, ancestors
 from fzero.transforms.slots import Local
 
 PART = 32 << 20
-"""Bytes of the parts in which a leaf is made."""
+"""A leaf is made in parts of so many bytes."""
 
 Put = Callable[[torch.Tensor | Iterator[torch.Tensor] | None, Leaf], torch.Tensor]
-"""Puts the value of a leaf (or its consecutive parts, or None for zeros) where it rests, and returns what stands for it
-in a state."""
+"""Puts the value of a leaf (or its consecutive parts, or None for zeros) into its place, and returns the tensor that
+stands for it in a state."""
 
 Load = Callable[[], torch.Tensor]
 
@@ -189,7 +189,7 @@ def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
 
 
 def _comes(param: Leaf, leaf: Leaf) -> tuple[str, ...]:
-    """The axes over which a parameter is cut when a leaf is made of it: as that leaf, if it is cut further."""
+    """The axes that cut a parameter when a leaf is made of it: the leaf's own, if they cut it further."""
     axes = param.layout.axes
     return leaf.layout.axes if leaf.layout.axes[: len(axes)] == axes else axes
 
@@ -245,7 +245,7 @@ class _Run(fx.Interpreter):
 
 
 class _Cutting(_Run):
-    """Runs a graph of one leaf, cutting where it could only be made whole."""
+    """Runs a graph of one leaf, and cuts values that could only be made whole."""
 
     def __init__(self, graph: Recorded, leaf: Leaf, mesh: Mesh):
         super().__init__(graph)

@@ -1,4 +1,5 @@
-"""Loads parameters from safetensors files into their places: what is stored, what is initialised, what is left over.
+"""Loads parameters from safetensors files into their places: stored leaves, leaves to initialise, and entries left
+over.
 
 Which stored tensors make up a leaf is the model's to say, by default the one of the leaf's name. Everything is checked
 before any leaf is made.
@@ -27,7 +28,7 @@ logger = logging.getLogger("fzero")
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The leaves of parameters by where they come from; positions and stored names."""
+    """The leaves of parameters by origin: positions and stored names."""
 
     weights: Weights
     names: list[str]
@@ -43,7 +44,8 @@ def plan(
     model: Any,
     graph: Recorded | None,
 ) -> LoadPlan:
-    """Decides where each leaf comes from; says in the log which are not in the files, and what of these is left.
+    """Decides the origin of each leaf. The log gets the leaves that the files do not have, and the unused entries of
+    the files.
 
     Args:
         params: the tree as it was given.
@@ -122,8 +124,7 @@ def leaves(
     mesh: Mesh,
     put: Callable[[Any, Leaf], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """The stored leaves as they rest, by position. Every rank calls it; what fails is raised when all have been
-    read."""
+    """The stored leaves as they rest, by position. Every rank calls it; errors are raised when all have been read."""
     at = {made_of.names[i]: i for i in inputs.distinct}
     wanted = {name: inputs.leaves[at[name]] for name in made_of.stored}
     made: dict[int, torch.Tensor] = {}
@@ -132,7 +133,7 @@ def leaves(
         if failed is None:
             try:
                 made[at[name]] = put(parts, wanted[name])
-            except Exception as error:  # the other ranks still gather what this one reads
+            except Exception as error:  # the other ranks still gather values that this one reads
                 failed = error
     if failed is not None:
         raise failed
@@ -188,13 +189,4 @@ def _nested(tensors: Mapping[str, torch.Tensor], path: Place) -> Any:
     if problems:
         fix = "pass as params a dict from each dotted name to a tensor of its shape and dtype"
         raise CheckpointError("load", f"the names in {path} do not make a tree", problems, fix)
-    return _listed(root)
-
-
-def _listed(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
-    inner = {key: _listed(child) for key, child in node.items()}
-    if inner and set(inner) == {str(i) for i in range(len(inner))}:
-        return [inner[str(i)] for i in range(len(inner))]
-    return inner
+    return tree.listed(root)

@@ -1,4 +1,4 @@
-"""Restores slots of which each rank has its own (`fzero.transforms.slots.Local`) on another number of ranks."""
+"""Restores slots that differ between ranks (`fzero.transforms.slots.Local`) on another number of ranks."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from fzero.step import State
 
 
 def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
-    """Makes these, whole and the same on every rank, the values of parameters of a state, by their dotted names; and
-    of what follows from them, the copies that a model computes with.
+    """Assigns new values to parameters of a state, by their dotted names, and to their compute copies. The values are
+    whole, and the same on every rank.
 
     Communication: a few hundred bytes through the store. Memory: a shard of the largest.
 

@@ -33,7 +33,7 @@ from fzero.units import exact_size, size
 logger = logging.getLogger("fzero")
 
 Places = Mapping[str, torch.Tensor]
-"""By path, what stands in a state for each leaf off the device."""
+"""By path, the tensor that stands in a state for each leaf off the device."""
 
 
 def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
@@ -90,8 +90,7 @@ def reserve(
 
 
 def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -> list[torch.Tensor | None]:
-    """A place, all zeros, for each of the leaves that does not rest on the device: in one allocation and one set of
-    files, in their order.
+    """A place, all zeros, for each leaf off the device: in one allocation and one set of files, in their order.
 
     Every rank calls it; if it fails on one rank it fails on all.
 
@@ -120,8 +119,8 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
 
 
 def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
-    """Gives each of these tensors on disk a second extent, where its next value can be written before it counts;
-    whether there is room for them.
+    """Gives each of these tensors on disk a second extent, into which its next value can be written before it counts.
+    Returns whether there is room for them.
 
     Every rank calls it with the same leaves; if there is no room on one rank none has it, and the log says so.
 
@@ -203,8 +202,7 @@ def fill(target: torch.Tensor, parts: Iterable[torch.Tensor], buffer: int = BUFF
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Makes the value of one tensor that of another, on whatever tiers they rest: in two buffers of 16 MiB, if one is
-    on disk."""
+    """Copies one tensor's value into another, on any tiers: through two buffers of 16 MiB if one is on disk."""
     if extent_of(target) is not None:
         disk.store(source.detach(), target)
     elif extent_of(source) is None:

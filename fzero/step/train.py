@@ -84,9 +84,8 @@ class Step:
             not kept and (x.is_floating_point() or x.is_complex())
             for kept, x in zip(self.mutates(params), meta, strict=True)
         ]
-        ask = self.trainable
         accepted = [
-            a and (ask is None or accepts("train_step", "trainable", ask, p, x))
+            a and accepts("train_step", "trainable", self.trainable, p, x)
             for a, p, x in zip(asked, paths, meta, strict=True)
         ]
         if wrong := [

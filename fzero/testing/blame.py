@@ -29,7 +29,7 @@ from fzero.step import State
 from fzero.step.checks import wants_key
 from fzero.testing.check import Comparison, compare, everyones, leaves_of, most_skipped, overflowed, rows, trajectory
 from fzero.testing.lines import Reference, distance, first_line, part_values
-from fzero.testing.record import recording
+from fzero.testing.recording import recording
 from fzero.testing.report import Blame, FirstLine, Report
 from fzero.testing.tolerance import PRECISIONS
 from fzero.transforms.accumulate import Accumulate

@@ -1,6 +1,6 @@
 """Finds the first line of a program whose value is wrong.
 
-[Note: three accounts] A step is run once by its executable, and every line recorded (record.py). The same lines are
+[Note: three accounts] A step is run once by its executable, and every line recorded (recording.py). The same lines are
 then run by the interpreter, from the same state: what the program *says* (interpret.py). And the base program of the
 plain step is run on every part of the global batch (rank x micro-batch), with whole leaves: what the step *means*. The
 names of base programs survive in all programs made of them. So a value's meaning follows from its name and the lines
@@ -26,7 +26,7 @@ from fzero.program.ir import Line, Program, Value
 from fzero.program.ops import OPS, STARTS, micro_of
 from fzero.program.show import statements
 from fzero.testing.interpret import Interpreter, cut
-from fzero.testing.record import RanLine
+from fzero.testing.recording import RanLine
 from fzero.testing.report import FirstLine
 from fzero.testing.tolerance import LAMBDA, unit
 

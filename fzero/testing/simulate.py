@@ -29,7 +29,7 @@ from fzero.testing.interpret import Interpreter
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.pipeline import Pipeline
-from fzero.transforms.precision import begun
+from fzero.transforms.precision import with_first_dtype
 
 _JOIN = {"sum": lambda xs: xs.sum(0, dtype=xs.dtype), "max": lambda xs: xs.amax(0), "min": lambda xs: xs.amin(0)}
 
@@ -91,7 +91,7 @@ def simulated(
     step: Step, mesh: AbstractMesh, params: Any, batch: Any, steps: int, key: torch.Tensor | None
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """The first state, and then each that follows with its metrics. Arguments and errors: as of `simulate`."""
-    step = begun(step, torch.device("cpu"))
+    step = with_first_dtype(step, torch.device("cpu"))
     ranks = _ranks(mesh)
     whole = step.init(params, key)
     parts = parts_of(step, mesh, batch)

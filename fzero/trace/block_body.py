@@ -76,7 +76,7 @@ class Body:
         check_bare(self.owner, "leaves behind", self.fn, [*trees, ("result", result)])
         tensors = list({id(x): x for x in (*xs, *flat)}.values())
         number = {id(x): i for i, x in enumerate(tensors)}
-        storages = [x.untyped_storage()._cdata for x in tensors]
+        storages = [compat.memory_of(x) for x in tensors]
         made = [*(resolved(x) for x in tensors[len(xs) :]), *noted.joined]
         made = [*made, _largest(flat)] if self.watch else made
         returned, memory = tuple(number[id(x)] for x in flat), tuple(map(storages.index, storages))

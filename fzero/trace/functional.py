@@ -1,5 +1,4 @@
-"""Rewrites recorded functions without in-place operations: what reads a tensor after it was overwritten reads its new
-value."""
+"""Rewrites recorded functions without in-place operations: readers of an overwritten tensor read its new value."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ def finish(recorder: Recorder, outputs: Sequence[torch.Tensor]) -> Recorded:
 
 
 def functional(graph: Recorded, owner: str) -> Recorded:
-    """The same function without in-place operations, recorded under the mode of its fake tensors: what reads a tensor
-    after it was overwritten reads the new value. A call of a block stays one node; it reads what its arguments were
-    when it was called, and so does its vjp."""
+    """The same function without in-place operations, recorded under the mode of its fake tensors: readers of an
+    overwritten tensor read the new value. A call of a block stays one node; it reads its arguments' values at the time
+    of the call, and so does its vjp."""
     inputs, names = graph.inputs, list(graph.constants)
     again = _Again(owner, graph)
     for node in inputs:
@@ -56,8 +55,8 @@ def functional(graph: Recorded, owner: str) -> Recorded:
 
 
 AGAIN: Mapping[Any, Callable[..., Any]] = {aten.view.default: torch.reshape, aten._unsafe_view.default: torch.reshape}
-"""The operations that a graph calls instead when it is run again: there a result may have other strides than the one
-that was traced, and no view be had of it."""
+"""The operations that a graph calls instead when it is run again: results may then have other strides than in the
+trace, which rule out a view."""
 
 
 class _Calls(fx.Interpreter):

@@ -52,8 +52,8 @@ class Joint:
 
 
 def _of_results(graph: Recorded) -> Any:
-    """The operations that make a function's results. An operation without results, such as the checks of torch.linalg,
-    is none of that."""
+    """The operations that make a function's results. An operation without results, such as a check of torch.linalg, is
+    left out."""
     merge_equal(graph.graph)
     return Subgraph(graph, graph.inputs, graph.outputs).signature
 
@@ -65,7 +65,7 @@ def trace_joint(
     mode: compat.FakeTensorMode,
     signature: tuple[Any, ...],
     labels: Sequence[str],
-    of: Collection[int] | None = None,
+    of: Collection[int] | None,
 ) -> Joint:
     """Traces one distinct block on fresh fakes: outside the outer trace, and with no tracer active, so that blocks
     inside are inlined. `of`: the outputs that it has a backward of; None: all that can have one."""

@@ -81,7 +81,7 @@ def _metadata(func: Any, args: Any, out: Any) -> Any:
 
 def _memory(values: Any) -> list[int]:
     """The storages of the tensors among values."""
-    return [x.untyped_storage()._cdata for x in values if isinstance(x, torch.Tensor)]
+    return [compat.memory_of(x) for x in values if isinstance(x, torch.Tensor)]
 
 
 class Remembering(compat.TorchDispatchMode):

@@ -12,7 +12,7 @@ A leaf is a flat shard (fzero/layout.py), so what keeps to its elements keeps to
                           shard of it is asked for
 
 Anything else on a sharded leaf is an error that names the operation and the leaf, and so is an operation on two leaves
-that are sharded over different axes. What does not depend on a sharded leaf can always be made whole and cut.
+that are sharded over different axes. A value that does not depend on a sharded leaf can always be made whole and cut.
 
 The demands are found from the outputs back (who needs this value whole, who needs its shard), the new graph is made
 from the inputs forward. Where the result needs a rank's own facts, or another rank, it holds a marker that lowering
@@ -54,8 +54,8 @@ def cut(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...] = ()) -> t
 
 
 def gather(x: torch.Tensor, axes: tuple[str, ...], dims: tuple[Dim, ...], shape: Sequence[int]) -> torch.Tensor:
-    """Marker: the whole value of this shape, of which each rank has a flat shard over these axes, the first of which
-    cut along these dims."""
+    """Marker: the whole value of this shape from the ranks' flat shards over these axes; the first axes cut along these
+    dims."""
     raise AssertionError("a marker is not executable")
 
 
@@ -156,7 +156,7 @@ def propagate(
     nodes, outputs = list(source.graph.nodes), source.outputs
     leaf: dict[fx.Node, Sharded] = dict(sharded)  # values that are shards by nature, and the leaf that made them so
     culprit: dict[fx.Node, str] = {}  # values that there is no way to have, and the operation and leaf at fault
-    inside: set[fx.Node] = set()  # what is computed of whole leaves, part of leaf arithmetic though it is no shard
+    inside: set[fx.Node] = set()  # values computed from whole leaves: leaf arithmetic, though no shards
     for node in nodes:
         origin = next((leaf[a] for a in node.all_input_nodes if a in leaf), None)
         if node.target is WHOLE and index is None:
@@ -174,7 +174,7 @@ def propagate(
                 culprit[node] = at_fault
         elif not inside.isdisjoint(node.all_input_nodes):
             inside.add(node)
-    # what reads a number made of whole leaves is made whole, too: the number is where these are
+    # readers of a number made of whole leaves are made whole, too: the number is where these leaves are
     numbers = {n for n in inside if num_elements(n) == 1}
     at_once = {n for n in inside if not numbers.isdisjoint(n.all_input_nodes)}
     want: dict[fx.Node, set[Cut | None]] = {n: set() for n in nodes}
@@ -276,7 +276,7 @@ def _is_local(node: fx.Node, shard: Cut) -> bool:
 
 
 def _keeps_dims(node: fx.Node, shard: Cut) -> bool:
-    """Whether what a node reads has its dims, where these are what is cut."""
+    """Whether a node's arguments have its dims, if dims are cut."""
     shapes = {a.meta["val"].shape for a in node.all_input_nodes if num_elements(a) != 1}
     return not shard.along or shapes <= {node.meta["val"].shape}
 
@@ -405,7 +405,7 @@ def _draw(graph: fx.Graph, node: fx.Node, shard: Cut | None, env: Env) -> fx.Nod
 
 
 def _draw_shard(graph: fx.Graph, node: fx.Node, shard: Cut, env: Env, index: int) -> fx.Node:
-    """One shard of a draw: drawn from its first element to its last, and what is others' in between left out."""
+    """One shard of a draw: drawn from its first element to its last, without other ranks' elements in between."""
     value, boxes = _local(node, shard), shard.boxes(node.meta["val"].shape, index)
     runs = boxes.runs(all_of(boxes.shape)) if shard.along else [(0, boxes.start, value.numel())]
     first, stop = min((a for _, a, _ in runs), default=0), max((a + n for _, a, n in runs), default=0)
@@ -485,8 +485,8 @@ def _reduce(graph: fx.Graph, node: fx.Node, env: Env, shard: Cut) -> fx.Node:
 
 
 def _mask(graph: fx.Graph, x: fx.Node, shape: Sequence[int], axes: tuple[str, ...], fill: Any, device: Any) -> fx.Node:
-    """`x` with its padding replaced by what does not change the reduction: operations may have made anything of the
-    zeros."""
+    """`x` with its padding replaced by the reduction's neutral value: operations may have turned the zeros into
+    anything."""
     value = x.meta["val"]
     if fill == "lowest":
         fill = -math.inf if value.is_floating_point() else torch.iinfo(value.dtype).min
@@ -513,7 +513,7 @@ def _emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tens
 
 
 def _of_shard(graph: fx.Graph, target: Any, args: tuple[Any, ...], value: torch.Tensor, kwargs: Any = None) -> fx.Node:
-    """`_emit` for what is a rank's own: a shard of one element is no scalar."""
+    """`_emit` for a rank's own values: a shard of one element is no scalar."""
     node = _emit(graph, target, args, value, kwargs)
     node.meta["shard"] = True
     return node

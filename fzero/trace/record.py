@@ -15,7 +15,7 @@ from fzero.trace.recorder import Recorded, Recorder
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Without the cyclic garbage collector, for work that only makes things: it would go through all of torch's
     objects, 0.3 s each time, to free nothing."""
     enabled = gc.isenabled()

@@ -1,9 +1,8 @@
 """Records a function: runs it on fake tensors and writes down every ATen operation.
 
-`Recorder` sits below autograd, so what it writes down is the forward and the backward alike, in the order they run. It
-knows tensors by identity: a tensor it has not seen is one that the function got from somewhere other than its
-arguments, which is an error, for a program is a function of its arguments alone. It must not know what the graph is
-for.
+`Recorder` sits below autograd, so it writes down the forward and the backward alike, in the order they run. It knows
+tensors by identity: a tensor it has not seen is one that the function got from somewhere other than its arguments,
+which is an error, for a program is a function of its arguments alone. It must not know the use of the graph.
 """
 
 from __future__ import annotations
@@ -191,7 +190,7 @@ class Recorder(compat.TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the user's function that runs inside, and speaks for PyTorch where that refuses it."""
+        """Records the user's function that runs inside, and turns PyTorch's refusals into errors of fzero."""
         self._outside = sys._getframe(2)
         check_types(self.owner, self.source)
         try:
@@ -205,7 +204,7 @@ class Recorder(compat.TorchDispatchMode):
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """A refusal that leaves the body ends the trace, whatever the function that is traced does with it."""
+        """A refusal that leaves the body ends the trace, even if the traced function catches it."""
         try:
             yield
         except TraceError as error:
@@ -263,7 +262,7 @@ class Recorder(compat.TorchDispatchMode):
         return [*([where] if where else []), *lines]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:  # what `remembering` does, which would take as long as the rest
+        try:  # as `remembering` does, which would take as long as the rest
             return self._dispatch(func, types, args, kwargs)
         except TraceError as error:
             self.refused = self.refused or error

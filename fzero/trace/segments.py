@@ -1,7 +1,7 @@
 """Cuts a function at its collectives: into functions, and what ranks tell each other between them.
 
-What need not wait for a collective runs between its start and its wait. A value that one segment makes and another
-reads is contiguous, for compiled code relies on strides; a view is made again where it is read.
+Operations that need not wait for a collective run between its start and its wait. A value that one segment makes and
+another reads is contiguous, for compiled code relies on strides; a view is made again where it is read.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Segments:
         inputs: of the whole function; behind them, if it has one, the rank's number.
         results: the outputs of the whole function, each made by a step.
         steps: in order.
-        own: what each rank has its own of.
+        own: the values that differ between ranks.
     """
 
     inputs: Sequence[fx.Node]
@@ -130,7 +130,7 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
             wait(x for x in pending if not _half(x.markers[0]))
     wait(pending)
     own = {*cut.varies}
-    for x in graph.nodes:  # what was copied is as it was
+    for x in graph.nodes:  # results of these collectives are the same on every rank
         same = x.target in (all_reduce, all_gather) or x.op == "output"
         own |= {x} if not same and not own.isdisjoint(x.all_input_nodes) else set()
     results = [Result(*x) for x in zip(outputs, cut.places, strict=True)]
@@ -230,7 +230,7 @@ def _leaves(node: fx.Node, made: dict[fx.Node, int], outputs: set[fx.Node]) -> b
 
 
 def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> None:
-    """Makes views again where later segments read them, and contiguous what later segments read else."""
+    """Makes views again for later segments that read them, and their other arguments contiguous."""
     again: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def here(x: fx.Node, number: int) -> fx.Node:
@@ -271,7 +271,8 @@ def _is_part(node: fx.Node) -> bool:
 
 
 def _traced_again(graph: fx.Graph, made: dict[fx.Node, int], copies: set[fx.Node]) -> None:
-    """Gives what reads these copies the strides that it has now. A view that these do not allow is one of a copy."""
+    """Traces the readers of these copies again, with the copies' strides. A view that these do not allow is one of a
+    copy."""
     changed, mode = {*copies}, next(x.meta["val"].fake_mode for x in copies)
     for x in list(graph.nodes):
         if x.op != "call_function" or x.target in MARKERS or changed.isdisjoint(x.all_input_nodes):

@@ -3,9 +3,8 @@ else is made anew.
 
 A storage is known by the node that makes it. All questions for the memory of a value are answered here. They come from
 passes/split.py (saved values of a block), trace/subgraph.py (views to remake), passes/hoist_updates.py (memory still
-read), plan/memory.py (memory kept alive) and plan/inductor/fusion.py (kernels). Not so trace/propagate.py: there a view
-is what a flat shard stays a shard under, memory or not. Where a value's strides are the trace's guess alone is said
-here too.
+read), plan/memory.py (memory kept alive) and plan/inductor/fusion.py (kernels). In trace/propagate.py a view is another
+thing: an operation under which a flat shard stays a shard. This file also tells strides that the trace alone guesses.
 """
 
 from __future__ import annotations
@@ -66,15 +65,15 @@ def is_view(node: fx.Node) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether an operation overwrites its first argument. Only functions that write into what they are given have such:
-    a recorded graph is functional."""
+    """Whether an operation overwrites its first argument. Only functions that write into their arguments have such: a
+    recorded graph is functional."""
     return node.op == "call_function" and compat.is_operator(node.target) and node.target._schema.is_mutable  # type: ignore[union-attr]
 
 
 def strides_guessed(node: fx.Node, packed: Collection[Any] = ()) -> bool:
-    """Whether the strides of a value that was traced may be others where it runs. They are those that its fake tensor
-    says if it is made of contiguous tensors, by an elementwise operation of one tensor or a matrix product, or in a
-    layout that is asked for. `packed`: operations whose results are contiguous too."""
+    """Whether a traced value may have other strides when it runs. They are those that its fake tensor says if it is
+    made of contiguous tensors, by an elementwise operation of one tensor or a matrix product, or in a layout that is
+    asked for. `packed`: operations whose results are contiguous too."""
     seen, todo = set[fx.Node](), [node]
     while todo:
         value = todo.pop()

@@ -33,7 +33,7 @@ class Subgraph:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The `signature` of what would be extracted, without extracting it."""
+        """The `signature` of the function to extract, without extracting it."""
         return _signature(self.inputs, self.between, self.outputs, self.source.constants)
 
     def extract(self, names: Sequence[str] | None = None) -> Recorded:

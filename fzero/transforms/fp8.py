@@ -34,14 +34,16 @@ class Fp8(Transform):
 
     def selects(self, leaf: Leaf) -> bool:
         """Whether products with a parameter are done in 8 bits: with one that can be, and that `where` accepts."""
-        return not _unfit(leaf) and self._accepts(leaf)
+        return not _unfit(leaf) and accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def check(self, leaves: Sequence[Leaf]) -> None:
         """Raises naming the parameters that `where` accepts and that no product in 8 bits can read."""
         wrong = [
             f"{leaf}: {why}"
             for leaf in leaves
-            if self.where is not None and self._accepts(leaf) and (why := _unfit(leaf))
+            if self.where is not None
+            and accepts(self.name, "where", self.where, leaf.path, leaf.meta)
+            and (why := _unfit(leaf))
         ]
         if wrong:
             fix = (
@@ -66,9 +68,6 @@ class Fp8(Transform):
             f"emulates them; leave fp8 out here"
         )
         raise FzeroValueError(self.name, f"{kind} has no products in float8_e4m3fn and float8_e5m2", fix=fix)
-
-    def _accepts(self, leaf: Leaf) -> bool:
-        return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
 
 @keywords

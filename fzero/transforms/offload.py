@@ -63,7 +63,7 @@ class Offload(Transform):
         )
 
     def takes(self, leaf: Leaf) -> bool:
-        return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
+        return accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def placed(self, line: Line) -> bool:
         """Copies to and from a disk count for leaves on disk; other copies, possibly on that way, for leaves on the

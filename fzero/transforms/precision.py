@@ -71,9 +71,7 @@ class MixedPrecision(Transform):
             return False
         if leaf.role == "params" and self.exact is not None and self.exact(leaf.path, self.compute):
             return False
-        return (
-            self.where is None or leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
-        )
+        return leaf.role != "params" or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
     def add(self, step: Any) -> Any:
         """The step with this record, about the leaves that its function does not have as they are."""
@@ -322,7 +320,7 @@ def _short(dtype: Any) -> Any:
     return DTYPE_NAMES.get(text, text) if isinstance(text, str) else text
 
 
-def begun(step: Step | EvalStep, device: torch.device | None) -> Any:
+def with_first_dtype(step: Step | EvalStep, device: torch.device | None) -> Any:
     """The step with the dtype that its `mixed_precision("auto")` begins in on a device, if that is left open; None: one
     that computes in bf16."""
 

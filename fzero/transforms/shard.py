@@ -47,7 +47,7 @@ class Parallel(Transform):
         return other.stage < self.stage and within
 
     def shards(self, leaf: Leaf) -> bool:
-        return self.where is None or accepts(self.name, "where", self.where, leaf.path, leaf.meta)
+        return accepts(self.name, "where", self.where, leaf.path, leaf.meta)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class TensorParallel(Cutting):
         if callable(self.rules):
             return _dim(self.rules(leaf.path, leaf.meta))
         name = dotted(leaf.path)
-        return next((dim for glob, dim in self.rules if _matches(name, glob)), None)
+        return next((dim for glob, dim in self.rules if matches(name, glob)), None)
 
     def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
         dim = self.cut(leaf)
@@ -72,7 +72,7 @@ class TensorParallel(Cutting):
             return
         names = [dotted(leaf.path) for leaf in leaves if leaf.role != "mutable"]
         if not callable(self.rules):
-            unused = [glob for glob, _ in self.rules if not any(_matches(name, glob) for name in names)]
+            unused = [glob for glob, _ in self.rules if not any(matches(name, glob) for name in names)]
             if unused:
                 near = {glob: ", ".join(_near(glob, names)) for glob in unused}
                 shown = [f"{glob!r}" + (f": did you mean {near[glob]}?" if near[glob] else "") for glob in unused]
@@ -204,19 +204,20 @@ def rules_for(cuts: Mapping[str, Dim | None]) -> tuple[tuple[str, Dim | None], .
     """The rules that cut leaves so, by their dotted names: as few and as short as these allow."""
     rules: list[tuple[str, Dim | None]] = []
     for name, dim in cuts.items():
-        if dim is None or any(_matches(name, glob) for glob, _ in rules):
+        if dim is None or any(matches(name, glob) for glob, _ in rules):
             continue
         parts = name.split(".")
         alike = ["*" if part.isdigit() else part for part in parts]  # of all layers
         globs = (".".join(x[i:]) for i in reversed(range(len(parts))) for x in (alike, parts))
-        fits = lambda glob, dim=dim: all(of == dim for x, of in cuts.items() if _matches(x, glob))  # noqa: E731
+        fits = lambda glob, dim=dim: all(of == dim for x, of in cuts.items() if matches(x, glob))  # noqa: E731
         rules.append((next((x for x in globs if x.strip("*.") and fits(x)), name), dim))
-    wrong = [x for x, dim in cuts.items() if next((of for glob, of in rules if _matches(x, glob)), None) != dim]
-    exact = sorted((x for x in cuts if any(_matches(x, name) for name in wrong)), key=len, reverse=True)
+    wrong = [x for x, dim in cuts.items() if next((of for glob, of in rules if matches(x, glob)), None) != dim]
+    exact = sorted((x for x in cuts if any(matches(x, name) for name in wrong)), key=len, reverse=True)
     return *((x, cuts[x]) for x in exact), *rules
 
 
-def _matches(name: str, glob: str) -> bool:
+def matches(name: str, glob: str) -> bool:
+    """Whether a rule is for this name: its pattern is the name, or how it ends."""
     return fnmatchcase(name, glob) or fnmatchcase(name, f"*.{glob}")
 
 

@@ -3,7 +3,7 @@
 [Note: kernels] A recorded graph names every intermediate value; a compiled function writes few of them to memory. These
 are operands and results of products (matrix products, convolutions, attention), values that are scattered,
 concatenated, reduced or returned, and pointwise values that are too expensive to recompute. Everything else is computed
-inside the kernels that read it, again in each. What lies between the same products and reads the same values is one
+inside the kernels that read it, again in each. Operations between the same products that read the same values are one
 kernel. A *buffer* is memory that is written once and perhaps viewed many times; it is named by the node that makes it.
 An eager function writes every value that is no view, a kernel each. The rules are those of torch's Inductor, as its
 code has them.
@@ -155,7 +155,7 @@ class _Analysis:
             and (self.buffer[n] is n or writes(n))
         ]
         self.written = self._written()
-        self.makers: dict[fx.Node, set[fx.Node]] = {}  # what computes a written value, in its kernel
+        self.makers: dict[fx.Node, set[fx.Node]] = {}  # operations that compute a written value, in its kernel
         self.reads = {n: self._reads(n) for n in self.made if n in self.written}
         self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
         for node, reads in self.reads.items():

@@ -91,7 +91,7 @@ def _predecessors(
     """For each buffer that lies where another lay, which one."""
     held = _estimate(found, order, lived)
     highest = max(held, default=0)
-    # the compiler does not trust what others allocate
+    # the compiler does not trust memory that others allocate
     aligned = {b for k in found.kernels for b in k.writes if b not in k.allocated}
     before: dict[fx.Node, fx.Node] = {}
     # by size and dtype: buffers let go of, and after which step
@@ -196,7 +196,7 @@ def _earliest_first(found: Kernels) -> list[int]:
 
 
 def _depth_first(found: Kernels) -> list[int]:
-    """The kernels that touch the least first, each right after what it needs."""
+    """The kernels that touch the least first, each right after the kernels it needs."""
     touched = [
         _made(found, i) + sum(found.sizes[b] for b in k.reads if b not in found.inputs)
         for i, k in enumerate(found.kernels)

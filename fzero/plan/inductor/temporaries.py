@@ -67,5 +67,5 @@ def _compiled(graph: Recorded, into: tuple[int, ...]) -> int:
 
 
 def _beyond(found: Kernels, lived: Lives, returned: set[fx.Node] | frozenset[fx.Node]) -> int:
-    """The peak of what lives beyond what is returned."""
+    """The peak of values that are alive, beyond the returned ones."""
     return max(0, max(alive(found, lived), default=0) - sum(found.sizes[b] for b in returned - found.inputs))

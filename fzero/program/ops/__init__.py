@@ -19,7 +19,7 @@ from fzero.program.ops.transfers import DISK, STARTS, Copy, Start
 
 OPS: dict[str, Op[Any]] = {row.name: row for row in (*values.ROWS, *parts.ROWS, *transfers.ROWS, *control.ROWS)}
 OWNERS: dict[str, str] = {}
-"""By op the name of the transform that brings it (`bring`); those of the package are not among them."""
+"""By op the name of the transform that brings it (`bring`); ops of the package are left out."""
 
 COLLECTIVES = frozenset(name for name, row in STARTS.items() if row.between == "ranks")
 """Transfers between ranks, over mesh axes."""
@@ -75,8 +75,8 @@ def is_skipped(line: Line) -> bool:
 
 
 def turns(line: Line) -> int:
-    """The number of times to go through a line's body to see what it can do: of a loop two turns, for what one leaves
-    to the next; a redo once."""
+    """The number of times to go through a line's body to see all its effects: two turns of a loop, because one leaves
+    values to the next; a redo once."""
     return OPS[line.op].turns(line) if line.body else 0
 
 
@@ -99,8 +99,8 @@ def sends_of(program: Program) -> list[tuple[str, ...]]:
 
 
 def handed(programs: Sequence[Program]) -> set[tuple[str, int, int]]:
-    """The directions in which the stages of a pipeline hand values, by their programs: an axis, and the places of who
-    hands and of who takes."""
+    """The directions in which stages of a pipeline hand values, by their programs: an axis, the place of the giver, and
+    the place of the taker."""
     hands = transfers.Hand.name
     return {
         (line.axes[0], stage, line.attrs.peer)
@@ -112,13 +112,13 @@ def handed(programs: Sequence[Program]) -> set[tuple[str, int, int]]:
 
 def transfer_bytes(line: Line, named: Mapping[str, Value], mesh: AbstractMesh) -> int:
     """Bytes a rank moves in a transfer. Over the mesh it sends, with a ring algorithm, (n-1)/n of the whole to gather
-    or to reduce-scatter, twice that to all-reduce. A copy between tiers moves what the rank has of its values; between
-    host and device nothing, where they are one memory."""
+    or to reduce-scatter, twice that to all-reduce. A copy between tiers moves the rank's part of its values; between
+    host and device nothing if they are one memory."""
     return STARTS[line.op].moved_bytes(line, named, mesh)
 
 
 def stays(line: Line, mesh: AbstractMesh) -> bool:
-    """Whether a copy between tiers leaves everything where it is: host and device are one memory."""
+    """Whether a copy between tiers moves nothing, because host and device are one memory."""
     row = STARTS.get(line.op)
     return isinstance(row, Copy) and row.stays(mesh)
 

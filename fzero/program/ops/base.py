@@ -191,12 +191,12 @@ class Op(Generic[A]):
     # --- what is checked ---
 
     def check(self, line: Line[A], args: list[Value], rules: Rules) -> None:
-        """Adds to the rules what of a line, well formed, breaks them. `args`: what it reads."""
+        """Adds the violations of a well-formed line to the rules. `args`: what it reads."""
         raise NotImplementedError(self.name)
 
     def reads_new(self, line: Line[A], name: str, aliases: Mapping[str, str]) -> bool:
-        """Whether a line is meant to read what was written: a gather and a copy of new values do, the targets of an
-        assignment are."""
+        """Whether a line is meant to read a leaf after its write: gathers and copies of new values do, and assignments
+        read their targets."""
         return False
 
     def on_host(self, line: Line[A], first: Value | None) -> bool:
@@ -208,7 +208,7 @@ class Op(Generic[A]):
         )
 
     def turns(self, line: Line[A]) -> int:
-        """The number of times to go through its own lines to see what it can do."""
+        """The number of times to go through its own lines to see all its effects."""
         return 0
 
     # --- memory, bytes and time ---
@@ -227,10 +227,10 @@ class Op(Generic[A]):
         return 0.0
 
     def inside(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """Bytes that a line which calls no function takes while it runs, beside what it reads and makes."""
+        """Temporary bytes of a line that calls no function, beside its arguments and results."""
         return 0
 
-    # --- its text, and what runs ---
+    # --- its text, and its execution ---
 
     def given(self, line: Line[A]) -> Sequence[str]:
         """The values that it is handed when it runs, in the order of its text."""
@@ -248,7 +248,7 @@ class Op(Generic[A]):
         raise AssertionError(f"a line that no program has when it is run: {self.name}")
 
     def stands(self, line: Line[A], of: Standing, micro: int, turn: int) -> None:
-        """Says of each result what it stands for, and which leaves are written."""
+        """Notes the meaning of each result, and the written leaves."""
         of.made(line.out, micro)
 
 
@@ -262,13 +262,13 @@ class Start(Op[A]):
             fills there.
         tree: whether its messages, where they are small, go up and down a tree instead of around a ring.
         direct: whether they go straight to one rank.
-        meets: whether every rank along its axes takes part, each time: who has heard them knows that they are done with
-            what came before.
-        hands_out: whether its wait hands out what it has moved; what a rank keeps of another's is no value of a step.
+        meets: whether every rank along its axes takes part, each time: its end shows that they are done with earlier
+            transfers.
+        hands_out: whether its wait hands out the moved values; parts of another rank's state are no values of a step.
         by_message: whether ranks send it though they share memory.
-        sinks: whether its wait comes as late as what it brings is read; else it stays where it is.
-        hoisted: where it starts (fzero/passes/overlap.py): "ahead" of what needs it, "at once" when what it moves is
-            made, or, "", where it is.
+        sinks: whether its wait sinks to the first reader of its results; else it stays in place.
+        hoisted: where it starts (fzero/passes/overlap.py): "ahead" of its first reader, "at once" behind the maker of
+            its arguments, or, "", in place.
     """
 
     out = 1
@@ -310,7 +310,7 @@ class Start(Op[A]):
     def handed_out(
         self, line: Line[A], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        """The results of its wait, of what was moved."""
+        """The results of its wait."""
         raise NotImplementedError(self.name)
 
     def stands(self, line: Line[A], of: Standing, micro: int, turn: int) -> None:

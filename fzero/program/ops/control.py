@@ -31,8 +31,8 @@ JOINS: Mapping[str, Callable[[Tensors, Tensors], Tensors]] = {"sum": _sums, "max
 
 
 class Update(Op[UpdateAttrs]):
-    """The whole optimizer, before it is cut into functions: places for the arguments, a result for each leaf it writes
-    and each value it makes."""
+    """The whole optimizer, before it is cut into functions: its graph has a place for each argument, and a result for
+    each written leaf and each new value."""
 
     name = "update"
     in_text = False
@@ -68,7 +68,7 @@ class Loop(Op[TurnsAttrs]):
             rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times")
 
     def turns(self, line: Line[TurnsAttrs]) -> int:
-        """Two: what one leaves to the next is seen in the second."""
+        """Two: the second shows values that one turn leaves to the next."""
         return min(line.attrs.count, 2)
 
     def text(self, line: Line[TurnsAttrs], program: Program) -> Text:
@@ -109,8 +109,7 @@ def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
 
 
 class Accumulation(Op[JoinAttrs]):
-    """The sum over the turns of the loop that it is in, or the largest, of one value or of several; read after the
-    loop."""
+    """The sum, or the maximum, of one or several values over the turns of the enclosing loop; read after the loop."""
 
     name = "accumulate"
     attrs = JoinAttrs
@@ -168,7 +167,7 @@ class Accumulation(Op[JoinAttrs]):
 
 
 class Add(Op[AddAttrs]):
-    """Adds to totals where they lie: its first arguments, which its results are from there on."""
+    """Adds to totals in place: its results are new names of its first arguments."""
 
     name = "add"
     attrs = AddAttrs
@@ -216,7 +215,7 @@ class Add(Op[AddAttrs]):
 
 
 def _joins(line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
-    """Checks that what ranks are to reduce by one operation is not joined over micro-batches by another."""
+    """Checks that micro-batches join a partial value by the same operation by which ranks reduce it."""
     for v in args:
         if v.placement.partial and v.placement.by != line.attrs.reduction:
             rules.bad(line, f"{v.name} is {v.placement}, joined by {line.attrs.reduction!r}")

@@ -34,7 +34,7 @@ class Rearranged(Op[Over]):
         raise NotImplementedError(self.name)
 
     def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
-        """Fills `out`. `shape`: of what is joined, without padding."""
+        """Fills `out`. `shape`: of the joined value, without padding."""
         raise NotImplementedError(self.name)
 
     def check(self, line: Line[Over], args: list[Value], rules: Rules) -> None:
@@ -183,8 +183,8 @@ class Flatten(Reshaped):
 
 
 class Deal(Op[DealAttrs]):
-    """Shards of as many values as there are ranks along an axis, or of fewer, and their stack: row r is for rank r, or
-    from it."""
+    """Shards of at most as many values as there are ranks along an axis, and their stack: row r is for rank r, or from
+    it."""
 
     attrs = DealAttrs
 
@@ -253,7 +253,7 @@ def _stacked(shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
 
 
 class UnstackShards(Deal):
-    """The rows of the stack, where they lie."""
+    """The rows of the stack, as views."""
 
     name = "unstack_shards"
     args = 1

@@ -29,7 +29,7 @@ from fzero.units import size
 DISK = "disk"
 _ROWS = Dim(0)
 REDUCTIONS = {"sum", "max", "min"}
-"""The operations by which a reduction makes the values of ranks one."""
+"""The operations by which a reduction joins the values of ranks."""
 
 
 def _starts(line: Line, rules: Rules) -> None:
@@ -40,7 +40,7 @@ def _starts(line: Line, rules: Rules) -> None:
 
 
 class Collective(Start[GatherAttrs]):
-    """Over a mesh axis: what is to go over several goes over one after the other. Bytes are those of ring
+    """Over one mesh axis; several axes take several transfers, one after the other. Bytes are those of ring
     algorithms."""
 
     attrs = GatherAttrs
@@ -58,7 +58,8 @@ class Collective(Start[GatherAttrs]):
                 rules.bad(line, f"{v.name} is {v.placement}")
 
     def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
-        """Whether it moves values of this placement: of a reduction, what is to be reduced so over its axes."""
+        """Whether it moves values of this placement; a reduction only values that are partial over its axes, by its
+        operation."""
         if placement.kind == "parts" and placement.axes[-1:] != line.attrs.axes:
             return False
         return {*line.attrs.axes} <= {*placement.partial} and placement.by == line.says(ReduceAttrs).reduction
@@ -104,8 +105,8 @@ class Collective(Start[GatherAttrs]):
 
 
 class AllGather(Collective):
-    """Shards to what they are the parts of: whole values, or, where those are cut over other axes too, shards over
-    these. Or parts of dim 0, one behind the other."""
+    """Shards to the values that they are parts of: whole values, or shards over the remaining axes. Or parts of dim 0,
+    one behind the other."""
 
     name = "all_gather_start"
     pool = "gather"
@@ -138,8 +139,8 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    """Summands to this rank's shard of their sum. Those that are shards are cut further. With `rows` a rank gets its
-    part of dim 0 instead."""
+    """Summands to this rank's shard of their sum. Shards are cut further. With `rows` a rank gets its part of dim 0
+    instead."""
 
     name = "reduce_scatter_start"
     attrs = ScatterAttrs
@@ -147,7 +148,7 @@ class ReduceScatter(Collective):
     reads_until_wait = False
 
     def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
-        finer = (*placement.axes, *line.attrs.axes)  # what a shard is to be padded for
+        finer = (*placement.axes, *line.attrs.axes)  # the grid of the shard
         padded = placement.kind != "shard" or placement.grid[: len(finer)] == finer
         return padded and super().takes(line, placement)
 
@@ -168,8 +169,8 @@ class ReduceScatter(Collective):
         moved = list(super().handed_out(line, moved, out, told))
         if line.says(ScatterAttrs).rows:
             return [x.chunk(told.mesh.axis_size(line.axes))[told.mesh.index(line.axes)].clone() for x in moved]
-        sources = (told.program.values_by_name[a] for a in line.args)
-        return [told.cut(x, source, v) for x, source, v in zip(moved, sources, out, strict=True)]
+        sources = [told.program.values_by_name[a] for a in line.args]
+        return [told.cut(x, sources[i], out[i]) for i, x in enumerate(moved)]
 
 
 class AllReduce(Collective):
@@ -191,7 +192,7 @@ class AllReduce(Collective):
 
 class AllToAll(Collective):
     """Rows of dim 0, one for each rank along the axis, to the rows that these ranks have for this one. Its places are
-    first what it sends, then what it gets."""
+    first its operands', then its results'."""
 
     name = "all_to_all_start"
     pool = "exchange"
@@ -375,7 +376,7 @@ class Copy(Start[CopyAttrs]):
         raise NotImplementedError(self.name)
 
     def stays(self, mesh: AbstractMesh) -> bool:
-        """Whether it leaves everything where it is: host and device are one memory."""
+        """Whether it moves nothing, because host and device are one memory."""
         return False
 
     def sent(self, line: Line[CopyAttrs]) -> tuple[str, ...]:
@@ -498,7 +499,7 @@ class DiskWrite(OnDisk):
 
 
 class Wait(Op[WaitAttrs]):
-    """Hands out what a start has moved."""
+    """Hands out the results of a start."""
 
     name = "wait"
     args = 1

@@ -69,7 +69,7 @@ class Call(Op[CallAttrs]):
             if arg.placement.is_cut and line.block is not None:
                 rules.bad(line, f"{arg.name} is {arg.placement}, a block takes whole values")
             summed = {*arg.placement.partial}
-            # a function outside blocks may read this rank's own of what is summed over the batch
+            # a function outside blocks may read this rank's own summands of totals over the batch
             if summed and (line.block is not None or not summed <= rules.batch_axes):
                 rules.bad(line, f"{arg.name} is {arg.placement}, and no function reads a summand")
         if line.writes != tuple(line.args[i] for i in function.writes):
@@ -152,7 +152,7 @@ class Cast(Op[CastAttrs]):
         return sum(local_bytes(values[a], mesh) for a in sources) + sum(local_bytes(v, mesh) for v in line.out)
 
     def inside(self, line: Line[CastAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        through = line.attrs.through  # what is rounded to 8 bits, in the dtype that it goes through and in float32
+        through = line.attrs.through  # values rounded to 8 bits, in the dtype that they go through and in float32
         if through is None:
             return 0
         each = 4 + (through != values[line.args[0]].dtype) * through.itemsize
@@ -203,7 +203,7 @@ def _cast(
 
 
 class Buffer(Op[BufferAttrs]):
-    """Memory for what is written before it is read: of each of these leaves."""
+    """Memory for new values of these leaves, written before it is read."""
 
     name = "buffer"
     args = 0

@@ -2,7 +2,7 @@
 function does nothing but raise.
 
 Known are the results of operations on literals alone, such as a mask made by `torch.ones(4, 4).triu()`: what Python, or
-a shape, asks of them is answered by computing them. What depends on an argument of the function is not known.
+a shape, asks of them is answered by computing them. Values that depend on an argument of the function are not known.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Unknown(Exception):
 
 
 class Known:
-    """Computes what is known of a graph that is being recorded: from its literals, in its order, in place where it
+    """Computes the known values of a graph during its recording: from its literals, in its order, in place where it
     works in place."""
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]):

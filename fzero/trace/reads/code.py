@@ -1,7 +1,7 @@
 """Reads the code of functions: its instructions, the names that it uses (globals, imports, attributes, and the texts by
 which it asks for items), the names that it stores to, and the values of its variables.
 
-It must not know what anybody asks of the code.
+It must not know the questions that others ask of the code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WHOLE = frozenset({"vars", "__dict__", "getattr", "attrgetter", "asdict", "astup
 ENVIRONMENT = frozenset({"environ", "getenv"})
 """Names by which code reads the environment of the process."""
 _BY_TEXT = WHOLE | {"globals", "__globals__", "hasattr", "modules", "import_module", "__import__"}
-"""Names by which code reads what it names in a text."""
+"""Names by which code reads attributes that a text names."""
 
 
 class CodeNames(NamedTuple):
@@ -136,7 +136,7 @@ def _key(lines: list[tuple[str, Any, str]], at: int) -> str | None:
 
 
 _WRITERS = {"batch_norm", "instance_norm", "setattr", "_foreach_lerp_", "_foreach_add_", "_foreach_mul_"}
-"""Functions that write to what they are given."""
+"""Functions that write to their arguments."""
 _BETWEEN = frozenset({"PRECALL", "PUSH_NULL", "EXTENDED_ARG", "CACHE"})
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})  # the others are of the bodies of classes
 

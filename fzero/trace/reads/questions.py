@@ -66,7 +66,7 @@ class Calls(TorchFunctionMode):
             raise
 
     def _look(self, func: Any, args: Any, caller: FrameType) -> None:
-        """Raises if a call does what no trace sees, or asks what none can answer."""
+        """Raises if a call has effects that no trace sees, or asks a question that no trace can answer."""
         if func == _SETS_DATA:  # no operation, and so in no trace
             what, fix = "assigns to .data", "return the new value instead, or x.copy_(y)"
             raise TraceError(self._traced.owner, what, self._traced.here(), fix)
@@ -152,7 +152,7 @@ def _check_read(traced: TracedFunction, what: str, tensor: torch.Tensor) -> None
         if not traced.of_block(tensor):
             return
         text, fix = "asks where an argument comes from", "do it outside of the block"
-    elif what == "data_ptr" or traced.memory.may_be_part(tensor):  # an address is none in a trace
+    elif what == "data_ptr" or traced.memory.may_be_part(tensor):  # a trace has no addresses
         text = "asks where a tensor lies that is given to it or to a block, or comes from one"
         fix = "index or view it, or make a copy first: x.contiguous().clone()"
     else:

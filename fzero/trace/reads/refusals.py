@@ -1,8 +1,7 @@
 """Refuses functions that cannot be traced, by name: the user's own line, the operands with the leaves they come from,
 and a way out.
 
-PyTorch's errors name its operators and its own files. What a function itself raises is none of ours, and passes as it
-is.
+PyTorch's errors name its operators and its own files. A function's own exceptions pass unchanged.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def note(traced: TracedFunction, error: Exception, func: Any, args: Any) -> None
 
 @contextmanager
 def plainly(owner: str, traced: TracedFunction | None = None) -> Iterator[None]:
-    """Turns what PyTorch says of the function in the body into a TraceError."""
+    """Turns PyTorch's errors about the function in the body into a TraceError."""
     try:
         with compat.quiet_fake_tensors():
             yield
@@ -164,7 +163,7 @@ _REFUSED = [
         "keep to torch operations",
     ),
     (
-        "its data is not allocated yet",  # an operator that looks into its arguments before it says what it returns
+        "its data is not allocated yet",  # an operator that looks into its arguments before it knows its results
         "needs the value of a tensor while being traced",
         "pass what is a setting as numbers, not as a tensor (indices of torch.tensor_split)",
     ),

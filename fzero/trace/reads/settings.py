@@ -4,7 +4,7 @@ moments can be compared.
 A function is its code and whatever that code can name: closure cells, defaults, globals, attributes of objects, modules
 and classes, and the same of every function among them. Attributes are read where some code that was reached names them;
 what code names is looked up, code is not run. A value of no kind that is known here (a file, a lock, an iterator) is
-told by its identity, or not at all. It must not know what a block is, or a step.
+told by its identity, or not at all. It must not know of blocks or steps.
 
 A name that code has as text counts where code reads by text: `getattr(config, "rate")`, `vars(config)["rate"]`,
 `globals()["RATE"]`. Of the environment, and of a dictionary of texts, only named items count, if code does nothing else
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
 
 
 def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] = lambda value: False) -> Settings:
-    """The settings of functions, or of values that functions get: what they are and read now.
+    """The settings of functions, or of values that functions get, as they are now.
 
     Args:
         values: functions, and arguments that are not tensors.

@@ -1,6 +1,6 @@
 """Walks through all that a function can read, value by value, and writes down a fact about each.
 
-It must not know what the facts are compared for.
+It must not know the use of the facts.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ _OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules", "_fo
 
 
 class SelfChecked:
-    """An object that says itself what of it is read. It is one of this package's, whose objects are not looked into."""
+    """An object that names the parts of it that are read. It is one of this package's, whose objects are not looked
+    into."""
 
     def stands_for(self) -> tuple[Hashable, tuple[Any, ...]]:
         """A fact about it, and values that are looked at in its place."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises if it cannot be used any more, whatever was traced."""
+        """Raises if it cannot be used any more."""
 
 
 class _Scope:
@@ -136,8 +137,7 @@ class Walk:
                     self._todo.append((scope.values[key], f"{scope.path}[{key!r}]"))
 
     def _read(self, x: Any, path: str, *names: str) -> None:
-        """The value that code reads under a name. A dictionary of texts waits until it is known what code does with
-        that."""
+        """The value that code reads under a name. A dictionary of texts waits until its use in code is known."""
         if self._strict or type(x) not in (dict, type(os.environ)) or not all(type(key) is str for key in list(x)):
             self._todo.append((x, path))
         else:

@@ -1,5 +1,5 @@
-"""Guards arguments from writes while a function runs: those of the plain step, as in the compiled step while that is
-traced; and their gradients."""
+"""Guards arguments, and their gradients, from writes while a function runs: in the plain step, as the trace of a
+compiled step does."""
 
 from __future__ import annotations
 
@@ -84,4 +84,4 @@ def _refusal(owner: str, what: str, where: list[str]) -> TraceError:
 
 
 def _storage(x: torch.Tensor) -> int | None:
-    return x.untyped_storage()._cdata if x.layout is torch.strided else None
+    return compat.memory_of(x) if x.layout is torch.strided else None

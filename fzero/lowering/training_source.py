@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 DType = Callable[[Leaf], torch.dtype]
 ROUNDING_STREAM = 1 << 61
-"""To round the parameters of step t the state's key is folded with this plus t; what the step itself draws from is
-folded with t alone."""
+"""To round the parameters of step t the state's key is folded with this plus t; the key of the step itself is folded
+with t alone."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Precision:
     """The dtypes that a step computes in, and its loss scale. By default everything in its own dtype.
 
     Attributes:
-        compute: that a parameter or a leaf of the batch is computed in.
-        reduce: that the gradient of a parameter is reduced in.
-        outputs: that what the caller gets of his own function is cast to; None: as it comes.
+        compute: of a parameter, or a leaf of the batch, in computation.
+        reduce: of the reduction of a parameter's gradient.
+        outputs: of results that the caller's own function returns to him; None: as it comes.
         casts: whether blocks cast their arguments to the dtype of their parameters.
         loss_scale: None: the loss is not scaled.
         stochastic: whether parameters that rest in bfloat16 are rounded to it stochastically.
         watch: whether the numbers of each block are watched (precision/statistics.py).
-        safer: the paths of the parameters that were moved to float32 by what was counted (precision/counters.py).
+        safer: the paths of the parameters that counted overflows have moved to float32 (precision/counters.py).
         fp8: which products are done in 8 bits; None: none.
     """
 
