@@ -108,7 +108,7 @@ def test_beside_other_transforms():
     step, params, batch = small(2)
     others = fz.compose(fz.shard_params(), fz.accumulate(2), fz.mixed_precision("bf16"), fz.remat("full"))
     mesh = AbstractMesh(data=2, model=2)
-    fz.testing.check_equivalent(fz.tensor_parallel(others(step)), params, batch, mesh)
+    fz.testing.check_equivalent(fz.tensor_parallel(others(step)), params, batch, mesh, steps=2)
     assert (
         rules_of(chosen(others(step), params, tensor.batch(4), mesh)).items() >= {"qkv": (1, 3), "out": (0, 1)}.items()
     )
@@ -117,7 +117,7 @@ def test_beside_other_transforms():
 @pytest.mark.parametrize("make", [small, pytest.param(gated, marks=pytest.mark.exhaustive)])
 def test_it_trains_as_the_plain_step_and_its_rules_can_be_pasted_back(make):
     step, params, batch = make(2)
-    fz.testing.check_equivalent(fz.tensor_parallel(step), params, batch, MESH)
+    fz.testing.check_equivalent(fz.tensor_parallel(step), params, batch, MESH, steps=2)
     lowered = chosen(step, params, batch)
     header = next(x for x in str(lowered).splitlines() if x.startswith("#   tensor_parallel("))
     pasted = eval(header.removeprefix("#   ").partition(" sends ")[0], {"tensor_parallel": fz.tensor_parallel})
@@ -151,7 +151,7 @@ def test_models_of_the_library_are_cut_as_its_own_plan_cuts_them(kind):
     own = fz.hf.tensor_rules(model_of(kind, 2), ranks=2)
     assert in_a_layer(make) == in_a_layer(make, rules=own) == FOUR
     step, *given = make(1)
-    fz.testing.check_equivalent(fz.tensor_parallel(step), *given, MESH)
+    fz.testing.check_equivalent(fz.tensor_parallel(step), *given, MESH, steps=2)
 
 
 def test_a_size_that_does_not_divide_stays_whole():

@@ -119,7 +119,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_every_stage_trains_as_the_plain_step(way):
     axes, transforms = WAYS[way]
-    fz.testing.check_equivalent(step(*transforms), params(), batch(), AbstractMesh(**axes))
+    fz.testing.check_equivalent(step(*transforms), params(), batch(), AbstractMesh(**axes), steps=2)
 
 
 TWO = {
@@ -144,7 +144,7 @@ def test_positions_are_cut_over_another_axis(way):
     assert found["all_to_all_start", "seq"] == 16 * times
     rows = [v for x, _ in program.walk() if x.op == "all_to_all_start" for v in x.args]
     assert all(program.values_by_name[a].numel <= EXPERTS * 2 * 4 * LENGTH * WIDTH for a in rows)
-    fz.testing.check_equivalent(made, params(), batch(), at)
+    fz.testing.check_equivalent(made, params(), batch(), at, steps=2)
 
 
 RANKS = {
@@ -164,7 +164,7 @@ def test_rows_of_a_rank_are_of_all_its_experts(way):
     assert moved(program)["all_to_all_start", "expert"] == 10 * times and not program.notes
     sent = [program.values_by_name[a] for x, _ in program.walk() if x.op == "all_to_all_start" for a in x.args]
     assert sum(v.dtype == torch.int64 for v in sent) == 2 * times
-    fz.testing.check_equivalent(made, params(), batch(), at)
+    fz.testing.check_equivalent(made, params(), batch(), at, steps=2)
 
 
 HALVES = {
@@ -190,7 +190,7 @@ def test_rows_in_two_halves(way):
         at_block = next(i for i, x in enumerate(two.lines) if x.fn == "layer_seg0")
         said = [x.op.removeprefix("all_to_all_") for x in two.lines[at_block : at_block + 11]]
         assert " ".join(said) == "call start start wait call start wait call start wait wait"
-    fz.testing.check_equivalent(made[2], params(), batch(), at)
+    fz.testing.check_equivalent(made[2], params(), batch(), at, steps=2)
 
 
 def test_groups_that_do_not_divide_are_named():
@@ -262,13 +262,13 @@ def test_a_module_with_experts(norm):
     made = fz.compose(fz.shard_params(axis=BOTH), fz.accumulate(2))(experts)
     x, at = torch.randn(8, 3, WIDTH), AbstractMesh(data=2, expert=2)
     assert not fz.lower(made, at, model.params, x).program.notes
-    fz.testing.check_equivalent(made, model.params, x, at)
+    fz.testing.check_equivalent(made, model.params, x, at, steps=2)
 
 
 def test_a_loss_that_reads_experts_besides():
     """The gradient of a term of the parameters alone adds to that of rows: each rank has the whole of it."""
     made = step(fz.shard_params(axis=BOTH), loss=loss_of(regularized=0.3))
-    fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(data=2, expert=2))
+    fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(data=2, expert=2), steps=2)
 
 
 def test_draws_on_rows_are_those_of_each_rank():
@@ -314,7 +314,7 @@ def test_mixtures_of_transformers(family, of):
     made = fz.shard_params(axis=BOTH)(experts)
     at, given = AbstractMesh(data=2, expert=2), {"input_ids": rows, "labels": rows.clone()}
     assert not fz.lower(made, at, model.params, given).program.notes
-    fz.testing.check_equivalent(made, model.params, given, at)
+    fz.testing.check_equivalent(made, model.params, given, at, steps=2)
 
 
 def test_rows_meet_for_a_gradient_that_is_narrower():
@@ -351,7 +351,7 @@ def test_parameters_that_no_product_reads_are_gathered_and_named():
     given = {"router": torch.randn(WIDTH, 4), "table": torch.randn(4, WIDTH) * 0.3, "scale": torch.randn(4) * 0.3}
     made = step(loss=loss, where=lambda path, leaf: "router" not in path)
     at = AbstractMesh(expert=2)
-    fz.testing.check_equivalent(made, given, {"x": torch.randn(8, LENGTH, WIDTH)}, at)
+    fz.testing.check_equivalent(made, given, {"x": torch.randn(8, LENGTH, WIDTH)}, at, steps=2)
     shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (given, {"x": torch.randn(8, LENGTH, WIDTH)}))
     assert "is computed whole on every rank of expert" in str(fz.lower(made, at, *shapes).program.notes)
     made = step(loss=loss, where=lambda path, leaf: "router" not in path, whole_bytes="16B")
@@ -397,7 +397,7 @@ def of_every_expert() -> Any:
 def test_rows_that_are_expanded_and_a_value_of_two_gradients(function):
     layer = fz.block(function)
     made = step(loss=lambda p, x: layer(p, x).square().mean(), where=lambda path, leaf: leaf.ndim == 3)
-    fz.testing.check_equivalent(made, *of_every_expert(), AbstractMesh(expert=2))
+    fz.testing.check_equivalent(made, *of_every_expert(), AbstractMesh(expert=2), steps=2)
 
 
 def test_a_number_added_to_a_gradient_of_experts():
@@ -425,7 +425,7 @@ def on_ranks(
     part = (mesh.index(batch_axes), mesh.axis_size(batch_axes))
     loss_fn = loss_of(ranks=ranks)
     made = step(*transforms, loss=loss_fn, chunks=chunks)
-    report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend)
+    report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend, steps=2)
     evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_fn), where=of_experts, chunks=chunks))
     state = fz.compile(made, mesh, backend=backend).init(params())
     loss = fz.compile(evaluation, mesh, backend=backend)(state.params, batch(*part))

@@ -24,14 +24,14 @@ from fzero.runtime.graphs import obstacles
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "axes.md"
 RULES = {"emb": 0, "qkv": (1, 3), "out": 0, "head": 1}
-BOTH = ("node", "data")
+BOTH, INNER = ("node", "data"), ("data", "node")
 # by name: the axes that it needs, and what it puts on a step
 PIECES: dict[str, tuple[tuple[str, ...], Callable[[], list[Any]]]] = {
     "ZeRO-1": (("data",), lambda: [fz.shard_opt_state()]),
     "ZeRO-2": (("data",), lambda: [fz.shard_grads()]),
     "ZeRO-3": (("data",), lambda: [fz.shard_params()]),
     "two-axis ZeRO-3": (BOTH, lambda: [fz.shard_params(axis=BOTH)]),
-    "once_a_step": (BOTH, lambda: [fz.shard_params(axis=BOTH), fz.accumulate(2), fz.once_a_step(axis="node")]),
+    "once_a_step": (BOTH, lambda: [fz.shard_params(axis=INNER), fz.accumulate(2), fz.once_a_step(axis="node")]),
     "tensor": (("model",), lambda: [fz.tensor_parallel(rules=RULES)]),
     "tensor, sequence": (("model",), lambda: [fz.tensor_parallel(rules=RULES, sequence=True)]),
     "sequence": (("seq",), lambda: [fz.sequence_parallel()]),
@@ -44,7 +44,7 @@ PIECES: dict[str, tuple[tuple[str, ...], Callable[[], list[Any]]]] = {
     "fp8": ((), lambda: [fz.mixed_precision("bf16"), fz.fp8()]),
     "offload, cpu": ((), lambda: [fz.offload("cpu", ("params", "opt_state"))]),
     "offload, nvme": ((), lambda: [fz.offload("nvme", ("params", "opt_state"), path="scratch")]),
-    "redundant": (("data",), lambda: [fz.redundant()]),
+    "redundant": (("data",), lambda: [fz.shard_opt_state(), fz.redundant()]),
 }
 PAIRS = [*itertools.combinations(PIECES, 2)]
 TRIPLES = [("pipeline", "tensor", name) for name in PIECES if name not in ("pipeline", "tensor")]
@@ -67,7 +67,9 @@ def outcome(names: tuple[str, ...]) -> tuple[str, str]:
     try:
         step, mesh = composed(names)
         graphs = captured(step, mesh)
-        fz.testing.check_equivalent(step, experts.params(), experts.batch(), mesh, steps=2)
+        alone = mesh.size == 1  # a real one then, which knows more of states than the simulated one
+        on = fz.make_mesh(data=1, unified_memory=False) if alone else mesh
+        fz.testing.check_equivalent(step, experts.params(), experts.batch(), on, steps=2)
     except EquivalenceError as error:
         return f"{FAULT}: {str(error).splitlines()[0]}", ""
     except FzeroError as error:

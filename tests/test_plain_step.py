@@ -84,7 +84,9 @@ def test_what_writes_to_its_arguments_is_refused_before_it_does_as_by_the_compil
 
 @pytest.mark.parametrize("loss", [norm_of_clones, norm_in_evaluation], ids=lambda f: f.__name__)
 def test_what_writes_to_clones_or_to_nothing_trains_alike(loss: Callable[..., Any]) -> None:
-    assert fz.testing.check_equivalent(fz.train_step(loss, optim.sgd(0.1), **frozen), PARAMS, BATCH, MESH).equivalent
+    assert fz.testing.check_equivalent(
+        fz.train_step(loss, optim.sgd(0.1), **frozen), PARAMS, BATCH, MESH, steps=2
+    ).equivalent
 
 
 def forces(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +110,7 @@ def with_aux(p: Any, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("loss", [forces, forces_by_the_batch_itself, with_aux], ids=lambda f: f.__name__)
 def test_check_equivalent_takes_losses_with_derivatives_of_their_own(loss: Callable[..., Any]) -> None:
     step = fz.train_step(loss, optim.sgd(0.1), has_aux=loss is with_aux)
-    report = fz.testing.check_equivalent(fz.remat("full")(step), {"w": PARAMS["w"]}, BATCH, MESH)
+    report = fz.testing.check_equivalent(fz.remat("full")(step), {"w": PARAMS["w"]}, BATCH, MESH, steps=2)
     assert report.equivalent and not BATCH.requires_grad
     _, metrics = step(step.init({"w": PARAMS["w"]}), BATCH)
     assert not any(x.requires_grad for x in (metrics["loss"], *metrics.get("aux", {}).values()))

@@ -111,7 +111,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_every_stage_trains_as_the_plain_step(way):
     made = step(*WAYS[way], attention="keys" if way == "keys" else "heads")
-    fz.testing.check_equivalent(made, params(), batch(), AbstractMesh(data=2, seq=2))
+    fz.testing.check_equivalent(made, params(), batch(), AbstractMesh(data=2, seq=2), steps=2)
 
 
 RULES = {"emb": 0, "query": 1, "key": 1, "value": 1, "out": 0, "up": 1, "down": 0, "head": 1}
@@ -135,20 +135,20 @@ def test_positions_and_parameters_are_cut_over_two_axes(way):
     found = moved(program)
     exchanged = "all_to_all_start" if attention == "heads" else "all_gather_start"
     assert found[exchanged, "seq"] >= 16 and found["all_reduce_start", "model"] >= 8 and not program.notes
-    fz.testing.check_equivalent(made, params(), batch(), AbstractMesh(**axes))
+    fz.testing.check_equivalent(made, params(), batch(), AbstractMesh(**axes), steps=2)
 
 
 @pytest.mark.parametrize(("keys", "masked"), [(2, True), (1, False)])
 def test_fewer_heads_of_keys_than_ranks_and_documents(keys, masked):
     made = step(loss=loss_of(masked))
-    fz.testing.check_equivalent(made, params(1, keys), batch(), AbstractMesh(seq=4))
+    fz.testing.check_equivalent(made, params(1, keys), batch(), AbstractMesh(seq=4), steps=2)
 
 
 def test_heads_that_do_not_divide_gather_keys():
     """Of 4 heads over 8 ranks each rank has its queries, and all keys."""
     program = lowered(AbstractMesh(seq=8)).program
     assert not moved(program)["all_to_all_start", "seq"] and not program.notes
-    fz.testing.check_equivalent(step(loss=loss_of(causal=False)), params(1), batch(), AbstractMesh(seq=8))
+    fz.testing.check_equivalent(step(loss=loss_of(causal=False)), params(1), batch(), AbstractMesh(seq=8), steps=2)
 
 
 @pytest.mark.parametrize("remat", ["none", "min_cut"])
@@ -187,7 +187,7 @@ def on_ranks(
     mesh = fz.make_mesh(**axes, **options)
     part = (mesh.index("data"), axes["data"]) if "data" in axes else (0, 1)
     made = step(*transforms, attention=attention)
-    report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend)
+    report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend, steps=2)
     evaluation = fz.compose(*transforms)(fz.sequence_parallel(fz.eval_step(loss_of()), attention=attention))
     state = fz.compile(made, mesh, backend=backend).init(params())
     loss = fz.compile(evaluation, mesh, backend=backend)(state.params, batch(*part))
@@ -259,7 +259,7 @@ def test_what_cannot_be_cut():
 
 def test_what_reads_all_positions_is_equal_and_named():
     made = step(loss=loss_of(last=sliced))
-    fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(seq=2))
+    fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(seq=2), steps=2)
     (note,) = lowered(AbstractMesh(seq=2), loss=loss_of(last=sliced)).program.notes
     assert "aten.slice.Tensor of" in note and "is computed whole on every rank of seq: 6.0 KiB" in note
     with pytest.raises(FzeroValueError, match=r"(?s)would be computed whole.*slice.*shift labels, not logits"):
@@ -297,7 +297,7 @@ def test_gradients_of_what_reads_all_positions(way):
     make = lambda shapes: {k: torch.randn(s, generator=g) * 0.3 for k, s in shapes.items()}  # noqa: E731
     made = step(*MIXED[way], loss=mixed)
     where = AbstractMesh(data=2, seq=2)
-    fz.testing.check_equivalent(made, make(whole) | {"layers": [make(layer), make(layer)]}, batch(), where)
+    fz.testing.check_equivalent(made, make(whole) | {"layers": [make(layer), make(layer)]}, batch(), where, steps=2)
 
 
 def test_a_mesh_with_one_rank_along_the_axis_is_the_plain_one():

@@ -34,7 +34,7 @@ TURNS = {"once": [], "loop": [fz.accumulate(2)], "vertical": [fz.accumulate(2, v
 
 
 def simulated(mesh: AbstractMesh, *transforms: Any, **more: Any) -> Any:
-    return fz.testing.check_equivalent(tensor.step(*transforms, **more), tensor.params(), tensor.batch(), mesh)
+    return fz.testing.check_equivalent(tensor.step(*transforms, **more), tensor.params(), tensor.batch(), mesh, steps=2)
 
 
 @pytest.mark.parametrize("turns", TURNS)
@@ -95,7 +95,7 @@ def on_ranks(mesh_axes: dict[str, int], ways: dict[str, list[Any]], backend: str
     found = []
     for name, transforms in ways.items():
         step = tensor.step(*transforms, sequence=name == "by position")
-        report = fz.testing.check_equivalent(step, tensor.params(), batch, mesh, backend=backend)
+        report = fz.testing.check_equivalent(step, tensor.params(), batch, mesh, backend=backend, steps=2)
         found.append((name, str(report)))
     return found
 
@@ -234,7 +234,7 @@ def by_position(mesh_axes: dict[str, int], **options: Any) -> None:
     mesh = fz.make_mesh(**mesh_axes, **options)
     transforms = [fz.shard_params(), fz.accumulate(2)] if "data" in mesh_axes else []
     step = tensor.step(*transforms, sequence=True)
-    fz.testing.check_equivalent(step, tensor.params(), part(mesh), mesh, backend="eager")
+    fz.testing.check_equivalent(step, tensor.params(), part(mesh), mesh, backend="eager", steps=2)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -503,7 +503,7 @@ def rows_of_no_whole_blocks(shared: bool) -> str:
     layers = [{"norm": make(100) + 1, "up": make(100, 40), "down": make(40, 100)} for _ in range(2)]
     plain = fz.train_step(wide_loss, fz.optim.adamw(1e-2))
     step = fz.tensor_parallel(plain, rules={"up": 1, "down": 0}, sequence=True)
-    return str(fz.testing.check_equivalent(step, {"layers": layers}, make(8, 6, 100), mesh))
+    return str(fz.testing.check_equivalent(step, {"layers": layers}, make(8, 6, 100), mesh, steps=2))
 
 
 @pytest.mark.parametrize("shared", [True, False])
