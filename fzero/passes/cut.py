@@ -19,7 +19,7 @@ from fzero.boxes import Dim
 from fzero.errors import FzeroValueError
 from fzero.passes.zero import Zero
 from fzero.program.attrs import AddAttrs, GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
-from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value
+from fzero.program.ir import WHOLE, Line, Placement, Program, Value, moving
 from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.program.ops import COLLECTIVES
@@ -411,7 +411,7 @@ class _ToParts:
                 lines.append(replace(line, fn=fn, args=tuple(names[x] for x in step.inputs), out=out))
                 at += 1
             elif isinstance(step, ExchangeStep):
-                handle = Value(self.names(f"{name}_{self.axis}_{len(handles)}"), (), torch.uint8, MOVING)
+                handle = moving(self.names(f"{name}_{self.axis}_{len(handles)}"))
                 handles[step] = handle.name
                 lines.append(self._start(step, tuple(names[x] for x in step.sent), handle))
             else:

@@ -29,7 +29,7 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.program.attrs import CutAttrs, DealAttrs, GatherAttrs
-from fzero.program.ir import MOVING, Line, Placement, Program, Value
+from fzero.program.ir import Line, Placement, Program, Value, moving
 from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace.recorder import Recorded
@@ -129,18 +129,18 @@ class _Dealer:
             lines.append(_line("stack_shards", [v.name for v in shards], sent[-1:], said))
         got = [replace(v, name=self.names("deal")) for v in sent]
         place = dict(zip(group[0].shards, got, strict=True))
-        columns = [[self.lines[c] for c in cuts] for cuts in zip(*(x.cuts for x in group), strict=True)]
-        shards = [[self._shard(cut) for cut in column] for column in columns]
-        made = [self._stack(column[0], axis) for column in shards]
+        cuts = [[self.lines[c] for c in column] for column in zip(*(x.cuts for x in group), strict=True)]
+        columns = [[(cut, self._shard(cut)) for cut in column] for column in cuts]
+        made = [self._stack(column[0][1], axis) for column in columns]
         given = {i: place[a] for i, a in enumerate(call.args) if a in place}
         fn = self.functions.add(f"{call.fn}_dealt", _on_stacks(self.program.functions[call.fn].graph, given, made))
         args = tuple(place[a].name if a in place else a for a in call.args)
         back = [replace(v, name=self.names("deal")) for v in made]
         lines += [*self._exchange(sent, got, axis), replace(call, args=args, out=tuple(made), fn=fn)]
         lines += self._exchange(made, back, axis)
-        for stack, column, cuts in zip(back, shards, columns, strict=True):
-            lines.append(_line("unstack_shards", [stack.name], column, said))
-            for shard, cut in zip(column, cuts, strict=True):  # over several axes it is cut further
+        for stack, column in zip(back, columns, strict=True):
+            lines.append(_line("unstack_shards", [stack.name], [shard for _, shard in column], said))
+            for cut, shard in column:  # over several axes it is cut further
                 if further := cut.axes[1:]:
                     lines.append(replace(cut, args=(shard.name,), attrs=CutAttrs(axes=further)))
         return lines
@@ -159,7 +159,7 @@ class _Dealer:
         return Value(self.names("deal"), shape, shard.dtype, Placement("local", axis))
 
     def _exchange(self, sent: Sequence[Value], got: Sequence[Value], axis: tuple[str, ...]) -> list[Line]:
-        handle = Value(self.names("exchange_whole"), (), torch.uint8, MOVING)
+        handle = moving(self.names("exchange_whole"))
         start = _line("all_to_all_start", [v.name for v in sent], [handle], GatherAttrs(axes=axis))
         return [start, Line("wait", (handle.name,), tuple(got), by="optimizer")]
 

@@ -158,6 +158,11 @@ def shape_of(node: fx.Node) -> list[int]:
     return list(node.meta["val"].shape)
 
 
+def nbytes_of(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.dtype.itemsize
+
+
 def values_of(node: fx.Node) -> Sequence[Any]:
     value = node.meta["val"]
     return value if isinstance(value, (tuple, list)) else (value,)

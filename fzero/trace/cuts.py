@@ -37,6 +37,7 @@ from fzero.trace.cut_rules import (
     divides,
     in_view,
     named_arguments,
+    nbytes_of,
     part,
     shape_of,
     values_of,
@@ -447,7 +448,7 @@ class _Propagation:
         place = node.meta.get("place")
         needed = ancestors(gathered, stop=set())
         inputs = [i for i, x in enumerate(self.source.inputs) if x in needed and self.places[i] is not None]
-        nbytes = sum(_nbytes(a) for a in gathered)
+        nbytes = sum(nbytes_of(a) for a in gathered)
         self.whole.append(MadeWhole(str(node.target), nbytes, line(place) if place else "", tuple(inputs)))
 
     def _asked(self, node: fx.Node) -> list[Dim]:
@@ -575,7 +576,7 @@ class _Propagation:
         return min(through, *(self._direct(node, have, want) for have in made))
 
     def _direct(self, node: fx.Node, have: Place, want: Place) -> float:
-        nbytes = _nbytes(node) * (self.n - 1) / self.n
+        nbytes = nbytes_of(node) * (self.n - 1) / self.n
         if have is None and isinstance(want, Dim):
             return 1e-3 * nbytes
         if want == PARTIAL or node in self.leaves:
@@ -689,11 +690,6 @@ def _copied(node: fx.Node) -> fx.Node:
 def _said(node: fx.Node) -> str:
     """An operation of one input, without it."""
     return f"{node.target}{fx.map_arg((node.args, node.kwargs), lambda _: None)}"
-
-
-def _nbytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return value.numel() * value.dtype.itemsize
 
 
 def collectives(graph: Recorded) -> Iterator[fx.Node]:

@@ -32,6 +32,7 @@ from fzero.trace.cut_rules import (
     WholeOp,
     divides,
     named_arguments,
+    nbytes_of,
     part,
     pointwise,
     reduced_dims,
@@ -237,7 +238,7 @@ class _RowPropagation:
             return 0.0
         if form is None and self._remade(node) is not None:
             return 0.0
-        return math.inf if isinstance(self.form[node], Dim) else _nbytes(node)
+        return math.inf if isinstance(self.form[node], Dim) else nbytes_of(node)
 
     def _list(self, node: fx.Node) -> None:
         """Notes an operation for which parameters are gathered."""
@@ -247,7 +248,7 @@ class _RowPropagation:
         place = node.meta.get("place")
         needed = ancestors(gathered, stop=set())
         inputs = [i for i, x in enumerate(self.source.inputs) if x in needed and self.places[i] is not None]
-        nbytes = sum(_nbytes(a) for a in gathered)
+        nbytes = sum(nbytes_of(a) for a in gathered)
         self.whole.append(MadeWhole(str(node.target), nbytes, line(place) if place else "", tuple(inputs)))
 
     # --- sums over the rows of all ranks ---
@@ -513,8 +514,3 @@ _LINEAR = {
 }
 """Operations that a gradient of a cut parameter may pass on its way to an output."""
 _ADDS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default}
-
-
-def _nbytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return value.numel() * value.dtype.itemsize

@@ -1,16 +1,18 @@
 """Defines the common part of transforms whose functions compute with the parts that a mesh axis cuts values in:
-tensor_parallel, sequence_parallel. Acts on the program, in passes/cut.py."""
+tensor_parallel, sequence_parallel, expert_parallel. Acts on the program, in passes/cut.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fzero.boxes import Dim
 from fzero.layout import Leaf
+from fzero.mesh import AbstractMesh
 from fzero.trace.cut_rules import Attention
 from fzero.transforms.base import Transform
+from fzero.transforms.fp8 import Fp8
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,18 @@ class Cutting(Transform):
         """The way of attention over queries, keys and values that are cut by position; None if they are not."""
         return None
 
+    def conflict(self, other: Transform) -> str | None:
+        if isinstance(other, Fp8):
+            return "fp8 scales whole parameters, and these are computed in parts"
+        return super().conflict(other)
+
     def cut(self, leaf: Leaf) -> Dim | None:
         """The cut of a parameter."""
         return None
+
+    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
+        dim = self.cut(leaf)
+        return {} if dim is None else {self.axis: dim}
 
     def check_passing(self, shapes: Sequence[Sequence[int]], n: int) -> None:
         """Raises where values of these shapes, which blocks hand on, cannot be cut in n parts so."""

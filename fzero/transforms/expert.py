@@ -3,7 +3,7 @@ around products with these parameters ranks exchange rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,10 +13,8 @@ from fzero.arguments import keywords
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
-from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.cutting import Cutting
-from fzero.transforms.fp8 import Fp8
 from fzero.transforms.sequence import SequenceParallel
 from fzero.transforms.tensor import TensorParallel
 from fzero.tree import dotted
@@ -39,18 +37,12 @@ class ExpertParallel(Cutting):
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, TensorParallel):
             return "values are cut over one axis: leave one out"
-        if isinstance(other, Fp8):
-            return "fp8 scales whole parameters, and these are computed in parts"
         if isinstance(other, SequenceParallel) and self.chunks > 1:
             return "rows are cut by position already: leave chunks out"
         return super().conflict(other)
 
     def cut(self, leaf: Leaf) -> Dim | None:
         return Dim(0) if leaf.shape and self.where(leaf.path, leaf.meta) else None
-
-    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
-        dim = self.cut(leaf)
-        return {} if dim is None else {self.axis: dim}
 
     def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
         """Raises where no parameter, or one of two tied names, is of experts."""

@@ -15,11 +15,9 @@ from fzero.arguments import flag, keywords
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
-from fzero.mesh import AbstractMesh
 from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.cutting import Cutting
-from fzero.transforms.fp8 import Fp8
 from fzero.transforms.shard import Parallel
 from fzero.tree import dotted
 from fzero.units import parse_bytes, size
@@ -43,8 +41,6 @@ class TensorParallel(Cutting):
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Parallel) and self.axis in other.axes:
             return f"along {self.axis!r} every rank has the same batch: let {other.name} name another axis"
-        if isinstance(other, Fp8):
-            return "fp8 scales whole parameters, and these are computed in parts"
         return super().conflict(other)
 
     def __call__(self, step: Any) -> Any:
@@ -61,10 +57,6 @@ class TensorParallel(Cutting):
             return _dim(self.rules(leaf.path, leaf.meta))
         name = dotted(leaf.path)
         return next((dim for glob, dim in self.rules if matches(name, glob)), None)
-
-    def dims(self, leaf: Leaf, mesh: AbstractMesh) -> Mapping[str, Dim]:
-        dim = self.cut(leaf)
-        return {} if dim is None else {self.axis: dim}
 
     def check(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
         """Raises naming rules that no leaf matches, or tied leaves that two rules cut in two ways."""
