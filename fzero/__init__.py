@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fzero.elastic.resharding import reshard
     from fzero.elastic.running import run
     from fzero.loss import weighted
+    from fzero.lowering.choose_mesh import choose_mesh
     from fzero.lowering.lower import lower
     from fzero.lowering.lowered import Lowered
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
@@ -71,6 +72,7 @@ _HOME = {
     "functionalize": "modules.functionalize",
     "has_compiler": "build.build",
     "log": "monitor",
+    "choose_mesh": "lowering.choose_mesh",
     "lower": "lowering.lower",
     "make_mesh": "mesh",
     "mixed_precision": "transforms.precision",
@@ -108,6 +110,7 @@ __all__ = [
     "accumulate",
     "block",
     "checkpoint",
+    "choose_mesh",
     "close_mesh",
     "compile",
     "compose",

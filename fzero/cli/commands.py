@@ -30,6 +30,7 @@ from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, FzeroValueError
 from fzero.lowering.at_rest import check_at_rest, shortage
 from fzero.lowering.budget import Budget
+from fzero.lowering.choose_mesh import choose_mesh
 from fzero.lowering.layouts import zero_of
 from fzero.lowering.lower import lower
 from fzero.lowering.lowered import Lowered
@@ -78,7 +79,7 @@ class _OfTarget:
     target: Annotated[Positional[str | None], _TARGET] = None
     """returns (step, params, batch); or give --hf"""
     mesh: Annotated[tuple[str, ...], _MESH] = ()
-    """axes and their sizes, outermost first: data=8, or replica=2 data=4"""
+    """axes and their sizes, outermost first: data=8, or replica=2 data=4; plan takes "auto" with --devices"""
     device: Annotated[str | None, _DEVICE] = None
     """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind:
     a100,memory_bytes=40GB,disk_read=3GB"""
@@ -221,6 +222,8 @@ class PlanCommand(_OfTarget):
     def run(self) -> int:
         with _usage():
             _check_files(trace=self.trace, picture=self.picture)
+        if self.mesh == ("auto",):
+            return self._choose()
         try:
             lowered, made, interpreter, short = self.lowered()
         except BudgetError as error:
@@ -248,6 +251,36 @@ class PlanCommand(_OfTarget):
         else:
             report.print_plan(lowered, plan, memory, short)
         return 0 if memory is None or fits(plan, memory) else 1
+
+    def _choose(self) -> int:
+        """Plans every mesh, with the parallel transforms for each."""
+        problems = [] if self.target else ["MODULE:FUNCTION is wanted: a step without parallel transforms"]
+        problems += [] if self.devices else ["--devices NUMBERxNAME is wanted, such as 64xh100"]
+        given = {"hf": self.model.hf, "device": self.device, "host-budget": self.host_budget}
+        given["disk-budget"] = self.disk_budget
+        problems += [f"--{name} does not go with --mesh auto" for name, value in given.items() if value is not None]
+        if problems or self.target is None or self.devices is None:
+            fix = "e.g. fzero plan FILE.py:FUNCTION --mesh auto --devices 64xh100"
+            raise UsageError("mesh", "--mesh auto plans every mesh of a number of devices", problems, fix)
+        with _usage():
+            number, device = get_devices(self.devices, "cuda" if torch.cuda.is_available() else "cpu")
+            budget = self.budget_bytes
+        with shown("fzero.plan", lambda: "planning every mesh"):
+            step, params, batch = load(self.target)
+            with users_code(self.target):
+                found = choose_mesh(
+                    step, params, batch, devices=number, device=device, memory_budget=budget, backend=self.backend
+                )
+        fits = found.found[0].plan is not None
+        if fits and self.trace is not None:
+            found.best.planned.save_trace(self.trace)
+        if fits and self.picture is not None:
+            found.best.planned.save_picture(self.picture, found.budget)
+        if self.json:
+            print(json_.dumps(found.data(), indent=1))
+        else:
+            report.print_meshes(found)
+        return 0 if fits else 1
 
 
 @dataclass(frozen=True)

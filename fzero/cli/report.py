@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from fzero.cli.answer import Answer
+from fzero.lowering.choose_mesh import MeshPlans
 from fzero.lowering.lowered import Lowered
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan
@@ -43,6 +44,12 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: s
                 f"does not fit {has}: {more}. Fix: {f'the state alone is too large: {short}' if short else looked}"
             )
     return _print(tables(plan), "\n".join(fits))
+
+
+def print_meshes(found: MeshPlans) -> None:
+    """Prints the meshes that were planned, and the fastest as code."""
+    text = f"{found.sentence}\n\n{found.code}" if found.found[0].plan is not None else "no mesh has room for the step"
+    _print(found.tables(), text)
 
 
 def print_answer(found: Answer) -> None:
