@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
+import test_experts as experts
 import torch
 from test_mutations import APART, PARAMS, loss_fn
 
@@ -49,6 +50,9 @@ STEPS = {
 
 
 def lower(name: str, *more: Any, **kwargs: Any) -> Lowered:
+    if name == "experts":
+        step = fz.compose(*more)(experts.step(chunks=2))
+        return fz.lower(step, fz.AbstractMesh(expert=2), experts.params(), experts.batch(), **kwargs)
     transform, mesh = STEPS[name]
     last = optim.muon(0.1, other=optim.adamw(0.1)) if name == "whole" else optim.adamw(0.1)
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), last))
@@ -56,6 +60,7 @@ def lower(name: str, *more: Any, **kwargs: Any) -> Lowered:
 
 
 RAN = {
+    "experts": "fuse halves remat cut shard cut_update hoist_updates overlap pool",
     "plain": "fuse remat cut_update hoist_updates pool",
     "zero-3": "fuse remat shard cut_update hoist_updates overlap pool",
     "whole": "fuse remat shard cut_update deal hoist_updates overlap pool",
@@ -91,7 +96,9 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: pipeline.Pass, monkeypatch
     """What is left is verified, and has all that the other passes make."""
     name = next((name for name, ran in RAN.items() if passed.name in ran.split()), "zero-3")
     if passed.needed:
-        with pytest.raises(FzeroValueError, match=f"(?s)cannot be skipped.*{passed.name}: .*Fix: one of fuse, remat"):
+        with pytest.raises(
+            FzeroValueError, match=f"(?s)cannot be skipped.*{passed.name}: .*Fix: one of fuse, halves, remat"
+        ):
             lower(name, skip=(passed.name,))
     elif passed.name == "speculate":
         with pytest.raises(FzeroValueError, match=r"(?s)speculate: has nothing to do here.*these run: fuse, remat"):
@@ -208,7 +215,8 @@ def test_every_program_knows_the_gradients(name: str) -> None:
         assert read.issuperset(program.grads.values()), passed
         values = program.values_by_name
         assert (
-            all(not values[g].placement.partial for g in program.grads.values()) or passed in "trace fuse copies remat"
+            all(not values[g].placement.partial for g in program.grads.values())
+            or passed in "trace fuse halves copies remat cut"
         )
     with pytest.raises(VerifyError, match=r"nothing, the gradient of params\['w'\], is never made"):
         verify(replace(program, grads={"params['w']": "nothing"}))
