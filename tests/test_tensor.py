@@ -212,22 +212,21 @@ def test_what_cannot_be_meant():
 ON_RANKS = {  # besides: in a loop with shard_params below, by position
     "plain": [fz.data_parallel()],
     "vertical": [fz.shard_grads(), fz.accumulate(2, vertical=True)],
-    "all on the host": [fz.shard_params(), fz.offload("cpu")],
-    "bf16": [fz.shard_opt_state(), fz.mixed_precision("bf16")],
+    "all on the host": [fz.shard_params(), fz.offload("cpu"), fz.mixed_precision("bf16")],
 }
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_on_ranks(run_ranks, shared):
-    run_ranks(2, on_ranks, {"model": 2}, {"alone": [], "loop": [fz.accumulate(2)]}, "eager", shared_memory=shared)
+    alone = {"loop": [fz.accumulate(2)]} if shared else {"alone": []}
+    run_ranks(2, on_ranks, {"model": 2}, alone, "eager", shared_memory=shared)
     ways = ON_RANKS if shared else {"plain": ON_RANKS["plain"]}
     for name, way in ways.items():
         run_ranks(4, on_ranks, {"data": 2, "model": 2}, {name: way}, "eager", shared_memory=shared)
 
 
 def test_compiled(run_ranks):
-    ways = {"alone": [], "by position": []}
-    run_ranks(2, on_ranks, {"model": 2}, ways, "inductor", timeout=300)
+    run_ranks(2, on_ranks, {"model": 2}, {"by position": []}, "inductor", timeout=300)
 
 
 def by_position(mesh_axes: dict[str, int], **options: Any) -> None:
