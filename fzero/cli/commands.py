@@ -267,6 +267,10 @@ class PlanCommand(_OfTarget):
             budget = self.budget_bytes
         with shown("fzero.plan", lambda: "planning every mesh"):
             step, params, batch = load(self.target)
+            if not isinstance(step, Step):
+                raise UsageError(
+                    "mesh", f"{self.target} returns an evaluation", fix="--mesh auto is for training steps"
+                )
             with users_code(self.target):
                 found = choose_mesh(
                     step, params, batch, devices=number, device=device, memory_budget=budget, backend=self.backend
