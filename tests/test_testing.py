@@ -660,3 +660,22 @@ def test_a_loss_or_an_optimizer_that_does_something_else_each_time_is_told() -> 
             match=r"(?s)lambda> computes something else each time it is called\n.*the first time: .*the second: .*Fix:",
         ):
             fz.testing.check_equivalent(step, {"w": torch.ones(4)}, torch.ones(2, 4), fz.make_mesh(data=1), steps=1)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+        self.register_buffer("scale", torch.full((6,), 1.0009765625))  # which bfloat16 does not have
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_a_module_in_bf16_keeps_its_buffers() -> None:
+    """Its runs with moved values cast no buffer, as the step itself does not."""
+    torch.manual_seed(0)
+    model, x = fz.functionalize(Scaled()), torch.randn(4, 6)
+    step = model.train_step(optim.adamw(1e-3), lambda out, batch: out.square().mean())
+    step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"))(step)
+    assert check_equivalent(step, model.params, x, fz.AbstractMesh(data=2), steps=2).equivalent

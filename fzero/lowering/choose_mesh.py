@@ -251,10 +251,9 @@ def choose_mesh(
         raise TransformError("choose_mesh", "the step is parallel already", there, fix)
     params = abstract(params) if callable(params) else params
     rows = _rows(batch)
-    rates = device if isinstance(device, Device) else get_device(device, "cpu")
+    rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
     budget = rates.memory_bytes if memory_budget is None else parse_bytes(memory_budget)
-    kind = "cuda" if rates.asynchronous else "cpu"
-    planner = _Planner(step, params, batch, rows, rates, budget, rules, backend, kind)
+    planner = _Planner(step, params, batch, rows, rates, budget, rules, backend)
     every, found = [*_factors(devices, rates.devices_per_host)], list[MeshPlan]()
     for number, axes in enumerate(every):
         with within("planning", f"mesh {number + 1} of {len(every)}"):
@@ -281,6 +280,12 @@ def _rows(batch: Any) -> int:
     return next(iter(found.values()))
 
 
+def _rows_of(x: Any, num: int) -> Any:
+    """A leaf of a batch with so many rows, without values."""
+    has = isinstance(x, torch.Tensor) and x.ndim
+    return torch.empty((num, *x.shape[1:]), dtype=x.dtype, device="meta") if has else x
+
+
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     pairs = zip(tree.paths(batch), tree.leaves(batch), strict=True)
     return {path: x for path, x in pairs if isinstance(x, torch.Tensor)}
@@ -296,7 +301,6 @@ class _Planner:
     budget: int
     rules: Rules | None
     backend: str
-    kind: str
 
     def candidates(self, axes: dict[str, int]) -> Iterator[MeshPlan]:
         """The plans of a mesh, one for each ZeRO stage: with the fewest micro-batches that fit, of a pipeline with the
@@ -348,16 +352,14 @@ class _Planner:
 
     def _planned(self, axes: Mapping[str, int], added: Sequence[_Added], here: int) -> MeshPlan:
         code = tuple(x.code for x in added)
-        part = tree.map(
-            lambda x: torch.empty((here, *x.shape[1:]), dtype=x.dtype, device="meta") if x.ndim else x, self.batch
-        )
+        part = tree.map(lambda x: _rows_of(x, here), self.batch)
         found = MeshPlan(axes, code, ", ".join(x.title for x in added if x.title), self.step, part)
         try:
             step = self.step
             for x in added:
                 step = x.transform(step)
             found = replace(found, step=step)
-            mesh = AbstractMesh(**axes).of_type(self.kind)  # type: ignore[arg-type]
+            mesh = AbstractMesh(**axes).of_type("cuda" if self.device.asynchronous else "cpu")  # type: ignore[arg-type]
             if "pipe" not in axes:  # nothing is traced where the state alone is too large
                 budget = Budget(self.budget, self.device, self.backend)
                 if (short := shortage(step, mesh, self.params, budget)) is not None:

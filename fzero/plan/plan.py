@@ -132,6 +132,7 @@ class Plan:
         stages: of a `pipeline`, each of its stages; else (). All else is of the stage that this rank has, but for
             `step_seconds`, which is of all.
         bubble: the mean of theirs.
+        stage_events: the timeline of each stage.
 
     Example:
         >>> import torch, fzero as fz

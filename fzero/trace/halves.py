@@ -53,8 +53,7 @@ class _Halves:
             if node.op in ("placeholder", "get_attr"):
                 self.made[node] = self.graph.node_copy(node, lambda a: self.made[a])
             elif node.op == "call_function" and not self._halved(node):
-                new = self.graph.node_copy(node, self._whole)
-                self.made[node] = new
+                self.made[node] = self.graph.node_copy(node, self._whole)
         self.graph.output(tuple(map(self._whole, self.source.outputs)))
         self.graph.eliminate_dead_code()
         return Recorded(self.graph, self.source.constants)
@@ -80,9 +79,8 @@ class _Halves:
 
             def part(begin: int, end: int) -> fx.Node:
                 if read:  # of the numbers of rows, so that no value has all of these
-                    x, index, *rest = node.args
-                    numbers = self.write(aten.slice.Tensor, self._whole(index), dim, begin, end)  # type: ignore[arg-type]
-                    return self.write(ROWS_AT, self._whole(x), numbers, *map(self._given, rest))  # type: ignore[arg-type]
+                    x, index, *rest = map(self._given, node.args)
+                    return self.write(ROWS_AT, x, self.write(aten.slice.Tensor, index, dim, begin, end), *rest)
                 return self.write(aten.slice.Tensor, self._whole(node), dim, begin, end)
 
             self.sliced[node, dim] = self._tagged((part(*ends[0]), part(*ends[1])))
