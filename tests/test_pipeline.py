@@ -17,6 +17,7 @@ from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.layout import leaf_of
 from fzero.mesh import AbstractMesh
+from fzero.passes import pipeline
 from fzero.passes.schedules import table, when
 from fzero.plan.memory import resting_bytes
 from fzero.plan.timeline import simulate
@@ -305,6 +306,20 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
     verify(at_once(first)), verify(at_once(last))
     with pytest.raises(VerifyError, match=r"(?s)stages wait for each other.*stage 0 waits for hand.*stage 1 waits"):
         meeting((at_once(first), at_once(last)))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_violation_of_any_stage_is_found_with_the_pass_that_made_it(rank: int, monkeypatch: Any) -> None:
+    project, stages = pipeline.stages.project, iter(range(99))
+
+    def broken(program: Program, place: int, *known: Any) -> Program:
+        made, at = project(program, place, *known), next(stages)
+        wait = next(i for i, line in enumerate(made.lines) if line.op == "wait" and line.out)
+        return replace(made, lines=made.lines[:wait] + made.lines[wait + 1 :]) if at == rank else made
+
+    monkeypatch.setattr(pipeline.stages, "project", broken)
+    with pytest.raises(VerifyError, match="(?s)never waited for.*after the pass 'stages'"):
+        fz.lower(pipelined(2), AbstractMesh(pipe=3), params(), batch())
 
 
 def test_units_in_flight() -> None:

@@ -154,7 +154,7 @@ def lower_inputs(
     stages = range(mesh.axes[axis] if axis else 1)
 
     def lowered(choice: Choice) -> Lowered:
-        programs = tuple(variants.verified(replace(choice, stage=n)) for n in stages)
+        programs = variants.all_verified(choice)
         if traced is not None:
             check_used(programs[0], traced.slots)
         return Lowered(
@@ -177,7 +177,7 @@ def lower_inputs(
     with within("planning", "the fastest program that fits"):
         choice = next(filter(None, map(search.best, starts)), None)
     if choice is None:
-        programs = [variants.verified(replace(starts[-1][0], stage=n)) for n in stages]
+        programs = variants.all_verified(starts[-1][0])
         program = _largest(programs, budget)
         found = plan(program, budget.device, backend=budget.backend, stages=programs)
         over = budget.nbytes is not None and found.peak_bytes > budget.nbytes

@@ -18,6 +18,7 @@ from fzero.precision.statistics import Watched
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.program.show import show
+from fzero.trace.record import without_gc
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,6 @@ class Lowered:
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
         """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or
         of a calibration file."""
-        return plan(
-            self.program,
-            device,
-            backend=backend,
-            decisions=(*self.chosen, *decided(self.program, self.choice, self.budget)),
-            stages=self.programs,
-        )
+        decisions = (*self.chosen, *decided(self.program, self.choice, self.budget))
+        with without_gc():
+            return plan(self.program, device, backend=backend, decisions=decisions, stages=self.programs)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from fzero.errors import FzeroValueError
+from fzero.errors import FzeroValueError, VerifyError
 from fzero.lowering.budget import Budget
 from fzero.lowering.search import ENDS
 from fzero.mesh import AbstractMesh
@@ -19,6 +19,7 @@ from fzero.passes import off_device
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FIRST, Asked, Pass, check_after, passes_of, sides
 from fzero.passes.speculate import TIERS, num_guessable
+from fzero.passes.stages import num_stages
 from fzero.program.ir import Program
 from fzero.step import Step
 from fzero.trace.record import without_gc
@@ -27,7 +28,7 @@ from fzero.transforms.base import find
 from fzero.transforms.once_a_step import OnceAStep
 
 RECENT = 4
-"""Programs whose last stages are kept: one of the last that a search looks at is the one it takes."""
+"""Choices whose programs of the last passes are kept: a search takes one of the last that it looks at."""
 Stage = tuple[Pass, Program]
 """A pass that ran, and the program that it made."""
 
@@ -59,7 +60,7 @@ class Variants:
         self._own: dict[Any, tuple[Program, Program]] = {}  # likewise, with the leaves of these variants
         self._finished: dict[Any, Program] = {}
         self._recent: dict[Any, list[Stage]] = {}  # the last stages of the program finished last
-        self._sound: dict[int, Program] = {}  # by identity, those verified before anything is chosen
+        self._sound: dict[tuple[int, int], Program] = {}  # verified programs that are kept, by pass and identity
         self._idle = {*asked.skip}  # passes to skip that have had nothing to do
 
     def starts(self, least: Choice, budget: Budget | None) -> list[list[Choice]]:
@@ -94,7 +95,8 @@ class Variants:
     def base(self) -> Program:
         """The base program. It is verified, and so is every program that all choices share."""
         made = {FIRST: self.recorded}
-        self._sound |= {id(x): x for x in self._verified(self._through(made, Choice(), 0, self._at_base))}
+        for _ in self._verified(self._through(made, Choice(), 0, self._at_base)):
+            pass
         return made["fuse"]
 
     def cut(self, choice: Choice) -> Program:
@@ -108,14 +110,28 @@ class Variants:
             *_, (_, self._finished[key]) = self.stages(choice)
         return self._finished[key]
 
-    def verified(self, choice: Choice) -> Program:
-        """The program of a choice, verified after every pass.
+    def all_verified(self, choice: Choice) -> tuple[Program, ...]:
+        """The programs of all stages of a pipeline, or the one of a step without. Those of the first and of the last
+        stage are verified after every pass. The others have the same passes behind them: they are verified when they
+        are finished, and after every pass if that finds a violation."""
+        num = num_stages(self.recorded)
+        return tuple(self.verified(replace(choice, stage=n), each=n in (0, num - 1)) for n in range(num))
+
+    def verified(self, choice: Choice, each: bool = True) -> Program:
+        """The program of a choice, verified after every pass; without `each`, when it is finished.
 
         Raises:
             FzeroValueError: a pass to skip has nothing to do.
         """
         with without_gc():
-            *_, program = self._verified(self.stages(choice))
+            if each:
+                *_, program = self._verified(self.stages(choice))
+            else:
+                program = self(choice)
+                try:
+                    check_after(self.passes, len(self.passes) - 1, program)
+                except VerifyError:
+                    return self.verified(choice)
         if self._idle:
             ran = ", ".join(passed.name for passed, _ in self.stages(choice))
             problems = [f"{name}: has nothing to do here" for name in sorted(self._idle)]
@@ -135,7 +151,7 @@ class Variants:
             last.append(stage)
             yield stage
         self._recent[key] = last
-        if len(self._recent) > RECENT:
+        if len(self._recent) > RECENT * num_stages(self.recorded):
             del self._recent[next(iter(self._recent))]
 
     def _key(self, made: dict[str, Program], choice: Choice) -> Any:
@@ -190,14 +206,19 @@ class Variants:
     def _verified(self, stages: Iterable[Stage]) -> Iterator[Program]:
         """The recorded program and those of these stages, each verified."""
         before = self.recorded
-        if id(before) not in self._sound:
-            check_after(self.passes, -1, before)
+        self._check_after(-1, before)
         yield before
         for passed, program in stages:
-            if id(program) not in self._sound:
-                check_after(self.passes, self.passes.index(passed), program, changed=program is not before)
+            self._check_after(self.passes.index(passed), program, changed=program is not before)
             yield program
             before = program
+
+    def _check_after(self, number: int, program: Program, changed: bool = True) -> None:
+        """Checks the program that a pass made: one that several choices or stages share, once."""
+        if (number, id(program)) not in self._sound:
+            check_after(self.passes, number, program, changed)
+            if number < self._at_order:
+                self._sound[number, id(program)] = program
 
 
 def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> Choice:

@@ -256,7 +256,7 @@ PASSES = (
     Pass("hoist_updates", lambda program, *_: hoist_updates(program), wanted=lambda program, *_: program.assigns),
     Pass(
         "stages",
-        lambda program, asked, stage: stages.project(program, stage),
+        lambda program, asked, stage: stages.project(program, stage, asked.known),
         wanted=lambda program, *_: stages.spec_of(program) is not None,
         option=lambda made, asked, choice: choice.stage,
         needed="a stage has leaves of its own alone",

@@ -27,6 +27,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from fzero.errors import FzeroValueError
 from fzero.passes.schedules import Unit, table, when
@@ -47,6 +48,12 @@ def spec_of(program: Program) -> Pipeline | None:
     """The pipeline of a program, if it has several stages."""
     spec = find(program.transforms, Pipeline)
     return spec if spec is not None and program.mesh.axes[spec.axis] > 1 else None
+
+
+def num_stages(program: Program) -> int:
+    """The ranks of a program's pipeline, each with a program of its own; 1 without one."""
+    spec = spec_of(program)
+    return 1 if spec is None else program.mesh.axes[spec.axis]
 
 
 def block_numbers(program: Program) -> list[int]:
@@ -77,9 +84,18 @@ def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]
     return {x.path: found.get(x.path, 0) for x in program.leaves.values() if x.role == "params"}
 
 
-def project(program: Program, rank: int) -> Program:
-    """The program of the ranks at one place along the axis. It has the leaves of their stages alone."""
-    return _Projection(program, rank).program
+def project(program: Program, rank: int, known: dict[Any, Any] | None = None) -> Program:
+    """The program of the ranks at one place along the axis. It has the leaves of their stages alone.
+
+    Args:
+        program: of all stages.
+        rank: the place along the axis.
+        known: what is found of the program for all ranks is kept there.
+    """
+    known, on = {} if known is None else known, ("stages", id(program))
+    if on not in known:
+        known[on] = _Whole(program)  # which keeps the program
+    return _Projection(known[on], rank).program
 
 
 class _Places:
@@ -104,6 +120,7 @@ class _Places:
             if leaf.layout.only is not None
         }
         self.values = program.values_by_name
+        self._is_cut = program.update is None  # a finished program; a base program has lines without micro-batches
         self.of_line: list[Place] = []
         self.divided: set[int] = set()
         self.made: dict[str, int] = {}
@@ -145,11 +162,6 @@ class _Places:
             place = self._of_unit(i, line) if self._is_of_unit(line) else self._of_step(line)
         self.of_line.append(place)
         self.of.update((v.name, place) for v in line.out)
-
-    @property
-    def _is_cut(self) -> bool:
-        """Whether it is a finished program, and no base program, in which lines have no micro-batches."""
-        return self.program.update is None
 
     def _is_of_unit(self, line: Line) -> bool:
         return line.micro is not None or (line.op != "update" and not self._is_cut)
@@ -219,11 +231,21 @@ class _Places:
         return places[0] if alone and not numbers else EVERY if shared or places else None
 
 
-class _Projection:
-    def __init__(self, program: Program, me: int):
+class _Whole:
+    """The program of all stages: the place of each line, its unit, and what crosses between ranks.
+
+    Attributes:
+        units: the numbers of each unit's lines.
+        of_step: the numbers of the lines that are of no unit.
+        crossing: the ranks that take each value.
+        handed: the values that are handed behind each unit; "before" all units, and "behind" them.
+        posts: for each rank, the number of the unit before which it starts to take each value.
+    """
+
+    def __init__(self, program: Program):
         spec = spec_of(program)
         assert spec is not None and spec.stages is not None
-        self.source, self.me, self.axis, self.spec = program, me, spec.axis, spec
+        self.program, self.axis, self.spec = program, spec.axis, spec
         self.n = program.mesh.axes[spec.axis]
         numbers = block_numbers(program)
         if len(numbers) != sum(spec.stages):
@@ -237,27 +259,21 @@ class _Projection:
         self.table = table(spec.schedule, self.n, spec.chunks, micro)
         self.when = when(self.table, len(spec.stages))
         self.index = {unit: i for order in self.table for i, unit in enumerate(order)}
-        self.names = Names(self.values)
+        self._unit_of = [self._unit(i) for i in range(len(self.lines))]
+        self.units: dict[Unit, list[int]] = defaultdict(list)
+        for i, unit in enumerate(self._unit_of):
+            if unit is not None:
+                self.units[unit].append(i)
+        self.of_step = [i for i, unit in enumerate(self._unit_of) if unit is None]
         self._find_crossing()
-        self.needed = self._needed()
-        self.posts = [self._posts(rank) for rank in range(self.n)]
-        self.out: list[Line] = []
-        self.emitted: set[int] = set()
-        self.here: dict[str, str] = {}  # what leaves of other stages are called here
-        self.taken: dict[str, Line] = {}  # by value, the take that is not waited for yet
-        self.posted: set[str] = set()
-        self.waits: list[tuple[int, Line]] = []  # for what is handed, with the unit before which
-        self.counts: dict[tuple[bool, int], int] = defaultdict(int)
-        self._emit_all()
-        self.program = self._made()
+        self._needed = self._first_needed()
+        self.posts = [self._posts_of(rank) for rank in range(self.n)]
 
-    # --- what crosses ---
-
-    def _rank_of(self, a: str) -> Place:
+    def rank_of(self, a: str) -> Place:
         """The rank that has a value; `EVERY`, or None: wherever it is read."""
         return self.places.rank(self.places.of.get(a))
 
-    def _runs(self, i: int) -> set[int]:
+    def runs(self, i: int) -> set[int]:
         """The ranks that run a line; of one that is wherever it is read, none."""
         place = self.places.rank(self.places.of_line[i])
         return set() if place is None else {*range(self.n)} if place == EVERY else {place}
@@ -270,30 +286,30 @@ class _Projection:
             if i in self.places.divided:
                 continue
             for a in line.args:
-                rank = self._rank_of(a)
-                if rank is not None and rank != EVERY and (others := self._runs(i) - {rank}):
+                rank = self.rank_of(a)
+                if rank is not None and rank != EVERY and (others := self.runs(i) - {rank}):
                     self.crossing[a] |= others
                     of_units |= {a} if line.micro is not None else set()
         self._check_order()
-        for a in self.source.outputs:
-            if (rank := self._rank_of(a)) is not None and rank != EVERY:
+        for a in self.program.outputs:
+            if (rank := self.rank_of(a)) is not None and rank != EVERY:
                 self.crossing[a] |= {*range(self.n)} - {rank}
         self.handed: dict[Unit | str, list[str]] = defaultdict(list)
         for a in sorted(self.crossing, key=lambda a: self.places.made.get(a, -1)):
-            unit = self._unit(self.places.made[a]) if a in self.places.made else None
-            self.handed[unit or ("before" if a in of_units or a in self.source.leaves else "behind")].append(a)
+            unit = self._unit_of[self.places.made[a]] if a in self.places.made else None
+            self.handed[unit or ("before" if a in of_units or a in self.program.leaves else "behind")].append(a)
 
-    def _needed(self) -> dict[str, dict[int, int]]:
+    def _first_needed(self) -> dict[str, dict[int, int]]:
         """The number of the unit in which each rank first needs a value."""
         found: dict[str, dict[int, int]] = defaultdict(dict)
-        for a in self.source.outputs:
+        for a in self.program.outputs:
             found[a] = {rank: len(order) for rank, order in enumerate(self.table)}
         for i in reversed(range(len(self.lines))):
-            line, unit = self.lines[i], self._unit(i)
+            line, unit = self.lines[i], self._unit_of[i]
             if unit is not None and unit in self.index:
                 when = {unit.stage % self.n: self.index[unit]}
             else:  # where its results are needed, at the latest behind the units
-                when = {} if unit is not None else {rank: len(self.table[rank]) for rank in self._runs(i)}
+                when = {} if unit is not None else {rank: len(self.table[rank]) for rank in self.runs(i)}
                 for v in line.out:
                     for rank, number in found[v.name].items():
                         when[rank] = min(number, when.get(rank, number))
@@ -302,9 +318,9 @@ class _Projection:
                     found[a][rank] = min(number, found[a].get(rank, number))
         return found
 
-    def _posts(self, me: int) -> dict[str, int]:
+    def _posts_of(self, me: int) -> dict[str, int]:
         """The number of the unit before which a rank starts to take each value that units of others make."""
-        needed, found = self.needed, dict[str, int]()
+        needed, found = self._needed, dict[str, int]()
         for rank in range(self.n):
             number = len(self.table[me])
             for unit in reversed(self.table[rank]) if rank != me else ():
@@ -318,12 +334,12 @@ class _Projection:
         """Raises where a forward reads what a later stage's makes, or a backward what an earlier one's does."""
         problems = list[str]()
         for i, line in enumerate(self.lines):
-            here, unit = self.places.of_line[i], self._unit(i)
+            here, unit = self.places.of_line[i], self._unit_of[i]
             if unit is None or here is None or here == EVERY:
                 continue
             for a in line.args:
                 made, stage = self.places.made.get(a), self.places.of.get(a)
-                of = None if made is None else self._unit(made)
+                of = None if made is None else self._unit_of[made]
                 if of is None or stage is None or stage == EVERY or unit.backward > of.backward:
                     continue
                 if of.backward > unit.backward or (stage < here if unit.backward else stage > here):
@@ -337,87 +353,100 @@ class _Projection:
         micro, stage = self.lines[i].micro, self.places.of_line[i]
         return None if micro is None else Unit(i >= self.places.backward, micro[0], EVERY if stage is None else stage)
 
-    # --- lines ---
+
+class _Projection:
+    """The lines of one rank, in the order of its units."""
+
+    def __init__(self, whole: _Whole, me: int):
+        self.whole, self.me = whole, me
+        self.names = Names(whole.values)
+        self.out: list[Line] = []
+        self.emitted: set[int] = set()
+        self.here: dict[str, str] = {}  # what leaves of other stages are called here
+        self.taken: dict[str, Line] = {}  # by value, the take that is not waited for yet
+        self.posted: set[str] = set()
+        self.waits: list[tuple[int, Line]] = []  # for what is handed, with the unit before which
+        self.counts: dict[tuple[bool, int], int] = defaultdict(int)
+        self._emit_all()
+        self.program = self._made()
 
     def _emit_all(self) -> None:
-        units = self.table[self.me]
-        own: dict[Unit, list[int]] = defaultdict(list)
-        for i in range(len(self.lines)):
-            if (unit := self._unit(i)) is not None:
-                own[unit].append(i)
+        whole, units = self.whole, self.whole.table[self.me]
         takes: dict[int, list[str]] = defaultdict(list)
-        for a, number in sorted(self.posts[self.me].items(), key=lambda item: item[1]):
+        for a, number in sorted(whole.posts[self.me].items(), key=lambda item: item[1]):
             takes[number].append(a)
-        for a in self.handed["before"]:
+        for a in whole.handed["before"]:
             self._pass_on(a, 1)
         for number, unit in enumerate(units):
             for a in takes[number]:
                 self._take(a)
             self._finish(number)
-            for i in own[unit]:
+            for i in whole.units[unit]:
                 self._emit(i)
-            for a in self.handed[unit]:
+            for a in whole.handed[unit]:
                 self._hand(a, number + 2)
         self._finish(len(units))
-        behind = {*self.handed["behind"]}
-        for i, line in enumerate(self.lines):
-            if self._unit(i) is None and self.me in self._runs(i):
+        behind = {*whole.handed["behind"]}
+        for i in whole.of_step:
+            if self.me in whole.runs(i):
                 self._emit(i)
-            for v in line.out:
+            for v in whole.lines[i].out:
                 if v.name in behind:
                     self._pass_on(v.name, len(units))
-        for a in self.source.outputs:
+        for a in whole.program.outputs:
             self._need(a)
         self._finish(len(units))
 
     def _pass_on(self, a: str, before: int) -> None:
         self._take(a)
-        if self._rank_of(a) == self.me:
+        if self.whole.rank_of(a) == self.me:
             self._need(a)
             self._hand(a, before)
 
     def _take(self, a: str) -> None:
         """Starts to take a value, if it comes to this rank."""
-        rank = self._rank_of(a)
-        if self.me not in self.crossing[a] or a in self.posted or rank is None:
+        rank = self.whole.rank_of(a)
+        if self.me not in self.whole.crossing[a] or a in self.posted or rank is None:
             return
         self.posted.add(a)
-        value = self.values[a]
+        value = self.whole.values[a]
         number = self.counts[False, rank]
         self.counts[False, rank] += 1
         handle = moving(self.names(f"take_{identifier(a)}"))
         attrs = TakeAttrs(
-            axes=(self.axis,),
+            axes=(self.whole.axis,),
             peer=rank,
             number=number,
-            shape=value.held(self.source.mesh),
+            shape=value.held(self.whole.program.mesh),
             dtype=value.dtype,
             own=value.placement.own,
         )
-        self.out.append(Line("take_start", (), (handle,), attrs=attrs, by=self.spec.name))
-        if a in self.source.leaves:
+        self.out.append(Line("take_start", (), (handle,), attrs=attrs, by=self.whole.spec.name))
+        if a in self.whole.program.leaves:
             self.here[a] = self.names(f"{identifier(a)}_taken")
-        self.taken[a] = Line("wait", (handle.name,), (replace(value, name=self.here.get(a, a)),), by=self.spec.name)
+        self.taken[a] = Line(
+            "wait", (handle.name,), (replace(value, name=self.here.get(a, a)),), by=self.whole.spec.name
+        )
 
     def _hand(self, a: str, before: int) -> None:
         """Hands a value of this rank to those that read it. It is waited for before a unit, or a later one if its take
         starts later."""
-        if self._rank_of(a) != self.me:
+        if self.whole.rank_of(a) != self.me:
             return
-        for peer in sorted(self.crossing[a]):
+        for peer in sorted(self.whole.crossing[a]):
             number = self.counts[True, peer]
             self.counts[True, peer] += 1
             handle = moving(self.names(f"hand_{identifier(a)}"))
-            attrs = HandAttrs(axes=(self.axis,), peer=peer, number=number)
-            self.out.append(Line("hand_start", (a,), (handle,), attrs=attrs, by=self.spec.name))
-            self.waits.append((self._awaited(a, peer, before), Line("wait", (handle.name,), by=self.spec.name)))
+            attrs = HandAttrs(axes=(self.whole.axis,), peer=peer, number=number)
+            self.out.append(Line("hand_start", (a,), (handle,), attrs=attrs, by=self.whole.spec.name))
+            self.waits.append((self._awaited(a, peer, before), Line("wait", (handle.name,), by=self.whole.spec.name)))
 
     def _awaited(self, a: str, peer: int, before: int) -> int:
-        post, order = self.posts[peer].get(a), self.table[self.me]
+        post, order = self.whole.posts[peer].get(a), self.whole.table[self.me]
         if post is None:
             return before
-        starts = self.when[self.table[peer][post]][0] if post < len(self.table[peer]) else math.inf
-        return next((i for i in range(before, len(order)) if self.when[order[i]][0] >= starts), len(order))
+        starts = self.whole.when[self.whole.table[peer][post]][0] if post < len(self.whole.table[peer]) else math.inf
+        return next((i for i in range(before, len(order)) if self.whole.when[order[i]][0] >= starts), len(order))
 
     def _finish(self, unit: int) -> None:
         """Waits for what is to be waited for before a unit, or one before it."""
@@ -426,19 +455,19 @@ class _Projection:
 
     def _need(self, a: str) -> None:
         """Has a value here, before the line that reads it."""
-        if self._rank_of(a) not in (None, EVERY, self.me):
+        if self.whole.rank_of(a) not in (None, EVERY, self.me):
             assert a in self.posted, f"{a} is read on rank {self.me} before it is taken"
             if a in self.taken:
                 self.out.append(self.taken.pop(a))
-        elif a in self.places.made:
-            self._emit(self.places.made[a])
+        elif a in self.whole.places.made:
+            self._emit(self.whole.places.made[a])
 
     def _emit(self, i: int) -> None:
         if i in self.emitted:
             return
         self.emitted.add(i)
-        line = self.lines[i]
-        if i in self.places.divided:
+        line = self.whole.lines[i]
+        if i in self.whole.places.divided:
             line = self._own_part(i, line)
             if not (line.args if line.op in STARTS else line.out):
                 return
@@ -448,15 +477,15 @@ class _Projection:
 
     def _own_part(self, i: int, line: Line) -> Line:
         """A transfer of the step, or its wait, as far as it is of values that this stage has."""
-        has = lambda a: self._rank_of(a) in (None, EVERY, self.me)  # noqa: E731
+        has = lambda a: self.whole.rank_of(a) in (None, EVERY, self.me)  # noqa: E731
         if line.op in STARTS:
             return replace(line, args=tuple(a for a in line.args if has(a)))
         return replace(line, out=tuple(v for v in line.out if has(v.name)))
 
     def _made(self) -> Program:
-        program, chunks = self.source, self.spec.chunks
-        stages = ", ".join(str(self.me + chunk * self.n) for chunk in range(chunks))
-        own = {p for p, leaf in program.leaves.items() if leaf.layout.only in (None, (self.axis, self.me))}
+        program, chunks = self.whole.program, self.whole.spec.chunks
+        stages = ", ".join(str(self.me + chunk * self.whole.n) for chunk in range(chunks))
+        own = {p for p, leaf in program.leaves.items() if leaf.layout.only in (None, (self.whole.axis, self.me))}
         made = {v.name for line in self.out for v in line.out} | own
         written = {w for line in self.out for w in line.writes}
         return replace(
@@ -467,5 +496,5 @@ class _Projection:
             owners={p: n for p, n in program.owners.items() if p in own},
             assigns=tuple(a for a in program.assigns if a in written),
             grads={p: g for p, g in program.grads.items() if g in made and p in own},
-            notes=(*program.notes, f"stage{'s' * (chunks > 1)} {stages} of {self.n * chunks}"),
+            notes=(*program.notes, f"stage{'s' * (chunks > 1)} {stages} of {self.whole.n * chunks}"),
         )

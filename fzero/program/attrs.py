@@ -27,6 +27,15 @@ from fzero.trace.recorder import Recorded
 class Attrs:
     """Base of the attributes of a line; says nothing itself."""
 
+    @functools.cached_property
+    def ill_typed(self) -> list[str]:
+        """The fields that are not of their types, in words."""
+        return [
+            f"{name} = {x!r} is not a {getattr(hint, '__name__', hint) if not typing.get_args(hint) else hint}"
+            for name, (hint, fits) in _hints(type(self)).items()
+            if not fits(x := getattr(self, name))
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated(Attrs):
@@ -275,15 +284,6 @@ def required(kind: type[Attrs]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
 
 
-def ill_typed(attrs: Attrs) -> list[str]:
-    """The fields that are not of their types, in words."""
-    return [
-        f"{name} = {x!r} is not a {getattr(hint, '__name__', hint) if not typing.get_args(hint) else hint}"
-        for name, (hint, fits) in _hints(type(attrs)).items()
-        if not fits(x := getattr(attrs, name))
-    ]
-
-
 @functools.cache
 def _hints(kind: type[Attrs]) -> dict[str, tuple[Any, Callable[[Any], bool]]]:
     hints = typing.get_type_hints(kind)
@@ -309,4 +309,4 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
     if origin is not None and issubclass(origin, Mapping):
         key, value = parts
         return lambda x: isinstance(x, origin) and all(key(k) and value(v) for k, v in x.items())
-    return lambda x: isinstance(x, origin or hint) and not (isinstance(x, Attrs) and ill_typed(x))
+    return lambda x: isinstance(x, origin or hint) and not (isinstance(x, Attrs) and x.ill_typed)

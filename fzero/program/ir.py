@@ -99,7 +99,7 @@ class Placement:
         if self.dims:
             object.__setattr__(self, "dims", self.dims[: len(self.axes)])
 
-    @property
+    @functools.cached_property
     def own(self) -> tuple[str, ...]:
         """The axes along which each rank has its own: a part, or a summand."""
         return (*self.axes, *(axis for axis, _ in self.cuts), *self.partial)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fzero.errors import FzeroTypeError
 from fzero.mesh import AbstractMesh
-from fzero.program.attrs import Attrs, HandAttrs, SendAttrs, ill_typed, required
+from fzero.program.attrs import Attrs, HandAttrs, SendAttrs, required
 from fzero.program.ir import Line, Program, Value
 from fzero.program.ops import control, parts, transfers, values
 from fzero.program.ops.base import ANY, Op, Text, micro_of
@@ -60,7 +60,7 @@ def misformed(line: Line) -> list[str]:
         problems.append(f"calls {line.fn or 'no function'}")
     if type(line.attrs) is not row.attrs:
         return [*problems, f"has {type(line.attrs).__name__}, not {row.attrs.__name__}"]
-    return problems + ill_typed(line.attrs)
+    return problems + line.attrs.ill_typed
 
 
 def unsaid(op: str) -> Attrs:

@@ -81,9 +81,10 @@ class Call(Op[CallAttrs]):
             rules.bad(line, f"{line.fn} returns {len(returned)} values, {len(line.out)} are named")
             return
         own = {place: a for place, a in zip(places, args, strict=True) if a.placement.own}
+        axes = {axis for a in own.values() for axis in a.placement.own}
         for node, out in zip(returned, line.out, strict=True):
             self._matches(line, out, node.meta["val"], "returns", rules)
-            if any({*a.placement.own} - {*out.placement.own} for a in own.values()):
+            if not axes.issubset(out.placement.own):
                 read = ancestors([node], stop=set(places))
                 for place, a in own.items():
                     lost = [axis for axis in a.placement.own if axis not in out.placement.own and place in read]
