@@ -106,6 +106,7 @@ BESIDE = {
     "interleaved": ({"data": 2, "pipe": 2}, [fz.shard_params()], {"schedule": "interleaved", "chunks": 2}),
     "zero-2": ({"pipe": 3, "data": 2}, [fz.shard_grads()], {}),
     "zero-3": ({"pipe": 2, "data": 2}, [fz.shard_params(), fz.remat("full")], {"stages": [1, 4]}),
+    "gathered anew": ({"pipe": 2, "data": 2}, [fz.shard_params(), fz.mixed_precision("bf16")], {"gather": "micro"}),
     "bf16": ({"pipe": 2}, [fz.mixed_precision("bf16")], {}),
     "tensor": ({"pipe": 2, "model": 2}, [fz.tensor_parallel(rules={"w": 1, "b": 0, "by": 0})], {}),
     "all": (
@@ -318,7 +319,7 @@ def test_a_violation_of_any_stage_is_found_with_the_pass_that_made_it(rank: int,
         return replace(made, lines=made.lines[:wait] + made.lines[wait + 1 :]) if at == rank else made
 
     monkeypatch.setattr(pipeline.stages, "project", broken)
-    with pytest.raises(VerifyError, match="(?s)never waited for.*after the pass 'stages'"):
+    with pytest.raises(VerifyError, match=r"(?s)never waited for.*after the pass 'stages'"):
         fz.lower(pipelined(2), AbstractMesh(pipe=3), params(), batch())
 
 
@@ -364,6 +365,20 @@ def test_no_stage_gets_the_leaves_and_gradients_of_another() -> None:
         hands = [line for line in program.lines if line.op == "hand_start"]
         large = {a for line in hands for a in line.args if program.values_by_name[a].held(program.mesh)}
         assert not [a for a in large if "layers" in a or "gate" in a or "total" in a], large
+
+
+def test_parameters_are_gathered_once_a_step_or_for_each_micro_batch() -> None:
+    peaks, moved = [], []
+    given = {"layers": [{"w": torch.empty(64, 64, device="meta"), "b": torch.zeros(64)} for _ in range(16)]}
+    for gather in ("step", "micro"):
+        step = fz.compose(fz.shard_params(), fz.accumulate(4, vertical=True), fz.pipeline(gather=gather))
+        step = step(fz.train_step(chain, optim.sgd(0.1)))
+        rows = torch.empty(4 * 8, 64, device="meta")
+        plan = fz.lower(step, AbstractMesh(data=2, pipe=2), given, rows, device="h100").plan
+        peaks.append([stage.peak_bytes for stage in plan.stages])
+        moved.append(plan.channels["gather:data"].bytes)
+    assert 7 < moved[1] / moved[0] <= 2 * 4  # forward and backward of four; a backward reads no biases
+    assert all(x - y > 4 * 64 * 64 * 4 for x, y in zip(*peaks, strict=True)), peaks  # four blocks of the stage's eight
 
 
 def test_a_memory_budget_is_for_every_stage() -> None:
@@ -433,6 +448,10 @@ def test_what_cannot_be_divided() -> None:
         lower(pipelined(2, fz.data_parallel()), data=2)
     with pytest.raises(FzeroValueError, match="unknown schedule 'zb'"):
         fz.pipeline(schedule="zb")
+    with pytest.raises(FzeroValueError, match="unknown gather 'once'\nFix: one of 'step', 'micro'"):
+        fz.pipeline(gather="once")
+    with pytest.raises(FzeroValueError, match="gather='micro' does nothing: parameters are not sharded"):
+        lower(pipelined(2, fz.shard_grads(), gather="micro"), pipe=2, data=2)
     with pytest.raises(FzeroTypeError, match=r"stages=\[0, 2\]"):
         fz.pipeline(stages=[0, 2])
     with pytest.raises(TransformError, match="let data_parallel name another axis"):

@@ -25,6 +25,7 @@ from fzero.trace.flops import product_flops
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.pipeline import Pipeline
+from fzero.transforms.shard import Parallel
 
 
 def open_stages(step: Step, mesh: AbstractMesh) -> Pipeline | None:
@@ -80,6 +81,14 @@ def _check(step: Step) -> None:
     if step.mutable is not None:
         fix = "leave pipeline out; or keep what changes in the optimizer's state"
         raise FzeroValueError("pipeline", "a stage does not know the new values of mutable leaves of others", fix=fix)
+    spec = find(step.transforms, Pipeline)
+    if spec is not None and spec.gather == "micro" and not any(_shards_params(t) for t in step.transforms):
+        fix = "add fz.shard_params(), or leave gather out"
+        raise FzeroValueError("pipeline", "gather='micro' does nothing: parameters are not sharded", fix=fix)
+
+
+def _shards_params(spec: Any) -> bool:
+    return isinstance(spec, Parallel) and spec.stage == 3
 
 
 def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, mov
 from fzero.program.lines import Functions
 from fzero.program.names import Names, identifier
 from fzero.program.ops import STARTS
+from fzero.transforms.base import find
+from fzero.transforms.pipeline import Pipeline
 
 
 def rewrite(
@@ -62,6 +64,8 @@ class _Rewrite:
         self.kept: dict[str, str] = {}  # whole copies made once a step
         self.renamed: dict[str, str] = {}  # a partial value -> its reduction
         self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
+        # of a pipeline: whether parameters stay whole until their last micro-batch, or are gathered for each
+        self.gathers = pipeline.gather if (pipeline := find(program.transforms, Pipeline)) else ""
         names = [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.cutting]
         self.by = names[0] if names else ""
         self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
@@ -174,7 +178,7 @@ class _Rewrite:
         lines = self._keep(wanted)
         names = {a: self.kept.get(a, a) for a in wanted}
         fresh = [a for a in wanted if a not in self.kept or self.placement[self.kept[a]] != WHOLE]
-        if repeats(line):
+        if repeats(line) and self.gathers != "micro":
             return line.rename({**names, **{a: self.shared[a] for a in fresh}}), lines
         gathered, more = self._gather({a: names[a] for a in fresh}, {a: self._computed(a) for a in fresh})
         for a, name in gathered.items():
@@ -240,6 +244,8 @@ class _Rewrite:
 
     def _stays(self, name: str) -> tuple[str, ...]:
         """The axes over which a parameter is still cut when it stays as it is until the end of the step."""
+        if self.gathers == "step":  # forwards and backwards of micro-batches take turns
+            return self._computed(name)
         staying = self._owner(self.leaf_of[name][0]) in self.staying
         return (self.zero.stays if staying else self.zero.params)(self._param(name))
 

@@ -22,6 +22,7 @@ from fzero.transforms.redundant import Redundant
 from fzero.transforms.shard import Parallel
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
+GATHERS = ("step", "micro")
 UNIT = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
 """A unit of a table of one's own: forward or backward, the micro-batch, the chunk."""
 _NOT_YET = (Fp8, Offload, OnceAStep, Redundant)
@@ -35,6 +36,7 @@ class Pipeline(Transform):
     stages: tuple[int, ...] | None = None
     schedule: str | tuple[tuple[str, ...], ...] = "1f1b"
     chunks: int = 1
+    gather: str = "step"
     leaves: Mapping[str, int] | None = field(default=None, hash=False)
     order: ClassVar[int] = 60
     name: ClassVar[str] = "pipeline"
@@ -63,7 +65,8 @@ class Pipeline(Transform):
         stages = "" if self.stages is None else f", stages={[*self.stages]}"
         schedule = self.schedule if isinstance(self.schedule, str) else [[*order] for order in self.schedule]
         chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
-        return f"{self.name}(axis={self.axis!r}{stages}, schedule={schedule!r}{chunks})"
+        gather = f", gather={self.gather!r}" if self.gather != "step" else ""
+        return f"{self.name}(axis={self.axis!r}{stages}, schedule={schedule!r}{chunks}{gather})"
 
 
 @keywords
@@ -74,6 +77,7 @@ def pipeline(
     stages: Sequence[int] | None = None,
     schedule: str | Sequence[Sequence[str]] = "1f1b",
     chunks: int = 1,
+    gather: str = "step",
 ) -> Any:
     """Divides the blocks of a step among the ranks along `axis`: each computes with its own, and hands what comes out
     on to the next, micro-batch by micro-batch.
@@ -92,20 +96,25 @@ def pipeline(
             "interleaved": 1F1B with several stages a rank, `chunks`. Or a table: for each rank the order of its units,
             `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`; `F0.1` is the forward of micro-batch 0 on chunk 1.
         chunks: the stages of a rank. Stage s is on rank s mod p.
+        gather: of parameters that `shard_params` shards. "step": they are gathered once a step, and stay whole until
+            their last micro-batch. "micro": they are gathered for each forward and backward of a micro-batch.
 
     Communication: with p stages, for each micro-batch what passes between two stages, forward and backward; once a step
         a number for each block. A leaf that several stages read goes to the others once a step, and its gradients come
-        back once a micro-batch. Waiting takes (p-1)/(m+p-1) of a step where stages are equal, (p-1)/(m*chunks+p-1)
-        interleaved, which hands on `chunks` times as often.
+        back once a micro-batch. `gather="micro"` gathers 2 m times what "step" gathers once. Waiting takes
+        (p-1)/(m+p-1) of a step where stages are equal, (p-1)/(m*chunks+p-1) interleaved, which hands on `chunks` times
+        as often.
     Memory: the parameters, gradients and optimizer state of a stage. "1f1b": activations of at most p - s micro-batches
-        on stage s. "gpipe": of all.
+        on stage s. "gpipe": of all. With `shard_params` all parameters of a stage whole, or with `gather="micro"` those
+        of two blocks.
 
     Raises:
         FzeroTypeError: an `axis` that is not a name; `stages` that are not whole numbers.
-        FzeroValueError: another schedule, `chunks` that do not go with it, a table that does not fit the step or whose
-            ranks wait for each other. When the program is built: a step without `accumulate`, or with mutable
-            leaves; more stages than blocks, or counts that do not add up. Also a backward that reads
-            what an earlier stage's makes, and an update of leaves of two stages at once.
+        FzeroValueError: another schedule or `gather`, `chunks` that do not go with it, a table that does not fit the
+            step or whose ranks wait for each other. When the program is built: a step without `accumulate`, or with
+            mutable leaves; more stages than blocks, or counts that do not add up; `gather="micro"` without sharded
+            parameters. Also a backward that reads what an earlier stage's makes, and an update of leaves of two stages
+            at once.
         TransformError: a loop over micro-batches; a parallel transform over `axis`; `offload`, `once_a_step`,
             `redundant`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
         VerifyError: stages that wait for each other.
@@ -134,6 +143,8 @@ def pipeline(
         problems.append(f"chunks={chunks!r}: the number of stages of a rank, at least 1")
     if problems:
         raise FzeroTypeError("pipeline", "invalid arguments", problems, "e.g. fz.pipeline(axis='pipe', stages=[7, 9])")
+    if gather not in GATHERS:
+        raise FzeroValueError("pipeline", f"unknown gather {gather!r}", fix=f"one of {', '.join(map(repr, GATHERS))}")
     order = schedule if isinstance(schedule, str) else _table(schedule)
     if isinstance(order, str):
         if order not in SCHEDULES:
@@ -142,7 +153,7 @@ def pipeline(
         if (order == "interleaved") != (chunks > 1):
             fix = "schedule='interleaved' with chunks=2 or more, any other with 1"
             raise FzeroValueError("pipeline", f"schedule={order!r} with chunks={chunks}", fix=fix)
-    return applied(Pipeline(axis, None if stages is None else tuple(stages), order, chunks), step)
+    return applied(Pipeline(axis, None if stages is None else tuple(stages), order, chunks, gather), step)
 
 
 def _table(schedule: Any) -> tuple[tuple[str, ...], ...]:
