@@ -32,11 +32,13 @@ from fzero.program.ops import COPIES, TRANSFERS, transfer_bytes
 
 OBSERVED = (*TRANSFERS, "wait")
 """The functions of a program that a `Limits` hears of."""
+PASSING = ("hand_start", "take_start")
+"""The transfers between the stages of a pipeline."""
 
 
 def limits_of(program: Program, mesh: Mesh) -> Limits | None:
-    """The measurement of a program's runs; None for one whose leaves and activations all stay on the device."""
-    if not any(line.op in COPIES for line, _ in program.walk()):
+    """The measurement of a program's runs; None for one that copies nothing between tiers and is no pipeline's."""
+    if not any(line.op in COPIES or line.op in PASSING for line, _ in program.walk()):
         return None
     return Limits(program, mesh, clock_of(mesh.device))
 
@@ -72,10 +74,12 @@ def report(
         }
     shares = {COMPUTE: 1 - sum(link["stalled"] for link in links.values())}
     shares |= {name: max(link["busy"], link["stalled"]) for name, link in links.items()}
+    passing = [name for name in links if name.startswith(("hand:", "take:"))]
     return {
         "speed_of_light": peak_seconds / seconds,
         "links": links,
         "bound_by": max(shares, key=lambda name: shares[name]),
+        **({"bubble": sum(links[name]["stalled"] for name in passing)} if passing else {}),
     }
 
 
