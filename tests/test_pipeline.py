@@ -81,11 +81,14 @@ def equal(got: Any, want: Any, tolerance: float = 0.0) -> None:
 
 
 OWN = [["F0", "F1", "F0.1", "B0.1", "B0", "F1.1", "B1.1", "B1"]] * 2
+WEIGHTS = [["F0", "F1", "F0.1", "B0.1", "W0.1", "B0", "F1.1", "B1.1", "W0", "B1", "W1", "W1.1"]] * 2
 ALONE = [
     *((p, m, {}) for p, m in ((2, 2), (2, 8), (4, 2), (4, 8))),
     *((p, m, {"schedule": "gpipe"}) for p, m in ((3, 4), (2, 4))),
     *((p, m, {"schedule": "interleaved", "chunks": 2}) for p, m in ((2, 2), (2, 4))),
     (2, 2, {"schedule": OWN, "chunks": 2}),
+    (2, 2, {"schedule": WEIGHTS, "chunks": 2}),
+    *((p, m, {"schedule": "zb"}) for p, m in ((2, 4), (4, 4))),
 ]
 
 
@@ -107,6 +110,11 @@ BESIDE = {
     "zero-2": ({"pipe": 3, "data": 2}, [fz.shard_grads()], {}),
     "zero-3": ({"pipe": 2, "data": 2}, [fz.shard_params(), fz.remat("full")], {"stages": [1, 4]}),
     "gathered anew": ({"pipe": 2, "data": 2}, [fz.shard_params(), fz.mixed_precision("bf16")], {"gather": "micro"}),
+    "weights": (
+        {"pipe": 2, "data": 2, "model": 2},
+        [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0, "by": 0})],
+        {"schedule": "zb", "gather": "micro"},
+    ),
     "bf16": ({"pipe": 2}, [fz.mixed_precision("bf16")], {}),
     "tensor": ({"pipe": 2, "model": 2}, [fz.tensor_parallel(rules={"w": 1, "b": 0, "by": 0})], {}),
     "all": (
@@ -185,6 +193,7 @@ RANKS = {
     "four": (4, {"pipe": 4}, [], {"schedule": "gpipe"}, "eager"),
     "zero-3": (4, {"pipe": 2, "data": 2}, [fz.shard_params()], {}, "eager"),
     "compiled": (2, {"pipe": 2}, [], {}, "inductor"),
+    "weights": (2, {"pipe": 2}, [], {"schedule": "zb"}, "inductor"),
 }
 
 
@@ -332,9 +341,12 @@ def test_units_in_flight() -> None:
             for stage, order in enumerate(table(how, p, 1, m)):
                 most, flying, largest = m if how == "gpipe" else min(p - stage, m), 0, 0
                 for unit in order:
-                    flying += -1 if unit.backward else 1
+                    flying += (1, -1)[unit.kind]
                     largest = max(largest, flying)
                 assert (largest, len(order)) == (most, 2 * m)
+        for order in table("zb", p, 1, m):  # until their weights, on no stage more than on the first under 1F1B
+            flying = list(itertools.accumulate((1, 0, -1)[unit.kind] for unit in order))
+            assert (max(flying), len(order)) == (min(p, m), 3 * m)
 
 
 def test_the_plan_of_all_stages() -> None:
@@ -350,6 +362,10 @@ def test_the_plan_of_all_stages() -> None:
         found = simulate(lowered.programs, one, asynchronous=True)
         seconds = max(x.step_seconds for x in found)
         assert [1 - x.compute_seconds / seconds for x in found] == pytest.approx([(p - 1) / (m + p - 1)] * p), how
+    zb = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline(schedule="zb"))(fz.train_step(chain, optim.sgd(0.1)))
+    rows = torch.empty(4 * 8192, 4, device="meta")
+    seconds, filled = (fz.lower(x, AbstractMesh(pipe=4), given, rows, device="h100").plan.bubble for x in (step, zb))
+    assert filled < 0.8 * seconds
     plan = lowered.plan
     assert [x.num_blocks for x in plan.stages] == [2] * 4 and plan.peak_bytes == plan.stages[0].peak_bytes
     assert [x.resting_bytes for x in plan.stages] == [resting_bytes(x) for x in lowered.programs]
@@ -411,6 +427,8 @@ def test_tables_of_units() -> None:
             orders = table(how, p, chunks, m)
             seconds = max(end for _, end in when(orders, p * chunks).values())
             assert [len({*order}) for order in orders] == [2 * m * chunks] * p == [len(order) for order in orders]
+            if chunks == 1 and m >= p:
+                assert max(end for _, end in when(table("zb", p, 1, m), p).values()) == 3 * m + p - 1
             if m % p == 0:
                 assert 1 - 3 * m * chunks / seconds == pytest.approx((p - 1) / (m * chunks + p - 1))
     wrong = {
@@ -421,6 +439,14 @@ def test_tables_of_units() -> None:
         "rank 1 has behind a later micro-batch of its kind and chunk B0": [
             ["F0", "F1", "B0", "B1"],
             ["F0", "F1", "B1", "B0"],
+        ],
+        "runs the units F0 to F1, B0 to B1 and W0 to W1 once": [
+            ["F0", "B0", "W0", "F1", "B1"],
+            ["F0", "B0", "F1", "B1"],
+        ],
+        "rank 0 waits at W0 for B0 of stage 0": [
+            ["F0", "F1", "W0", "B0", "B1", "W1"],
+            ["F0", "B0", "F1", "B1", "W0", "W1"],
         ],
         "rank 0 waits at B0 for B0 of stage 1": [["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]],
     }
@@ -448,8 +474,8 @@ def test_what_cannot_be_divided() -> None:
         lower(pipelined(2, stages=[2, 2]), pipe=2)
     with pytest.raises(FzeroValueError, match="unknown mesh axis"):
         lower(pipelined(2, fz.data_parallel()), data=2)
-    with pytest.raises(FzeroValueError, match="unknown schedule 'zb'"):
-        fz.pipeline(schedule="zb")
+    with pytest.raises(FzeroValueError, match="unknown schedule 'dualpipe'"):
+        fz.pipeline(schedule="dualpipe")
     with pytest.raises(FzeroValueError, match="unknown gather 'once'\nFix: one of 'step', 'micro'"):
         fz.pipeline(gather="once")
     with pytest.raises(FzeroValueError, match="gather='micro' does nothing: parameters are not sharded"):

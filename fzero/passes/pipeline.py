@@ -1,6 +1,7 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
-    recorded program -- fuse, copies --> base program -- remat, cut, accumulate, shard, cut_update -->
+    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, accumulate, shard,
+    cut_update -->
     lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
     rename, pool, batch, device_waits --> finished program
 
@@ -32,6 +33,7 @@ from fzero.passes import (
     remat,
     rules,
     shard,
+    split_backward,
     stages,
     tiers,
 )
@@ -216,6 +218,12 @@ PASSES = (
         lambda program, asked, _: cut.rewrite(program, asked.zero),
         wanted=lambda program, asked, _: asked.zero.cutting,
         needed="functions would read whole parameters, of which a rank has parts",
+    ),
+    Pass(
+        "split_backward",
+        lambda program, *_: split_backward.rewrite(program),
+        wanted=lambda program, *_: split_backward.wanted(program),
+        needed="the schedule has units that make gradients of parameters alone",
     ),
     Pass(
         "accumulate",

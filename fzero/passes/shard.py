@@ -71,9 +71,9 @@ class _Rewrite:
         self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
         self.own: set[str] = set()  # values that differ between ranks along a batch axis
         self.brought: dict[str, Sequence[str]] = {}  # of handles, the axes of which they bring what all ranks have
-        # of a function in segments, what they read, and the names of what was gathered for the first
+        # of a function in segments, what they read, and the names of what was gathered for the first, for a micro-batch
         self.reads_of: dict[int, dict[str, None]] = defaultdict(dict)
-        self.gathered_for: dict[int, dict[str, str]] = {}
+        self.gathered_for: dict[tuple[int, tuple[int, int] | None], dict[str, str]] = {}
         for line, _ in program.walk():
             if line.segment.count > 1:
                 self.reads_of[line.segment.of].update(dict.fromkeys(line.args))
@@ -171,9 +171,9 @@ class _Rewrite:
 
     def _reads(self, line: Line) -> tuple[Line, list[Line]]:
         """The line with the whole values of the sharded parameters it reads, and the lines that gather them."""
-        part = line.segment.of
-        if part in self.gathered_for:
-            return line.rename(self.gathered_for[part]), []
+        part, micro = line.segment.of, line.micro if self.gathers == "micro" else None
+        if (part, micro) in self.gathered_for:
+            return line.rename(self.gathered_for[part, micro]), []
         wanted = [a for a in (self.reads_of.get(part) or dict.fromkeys(line.args)) if a in self.leaf_of]
         lines = self._keep(wanted)
         names = {a: self.kept.get(a, a) for a in wanted}
@@ -186,7 +186,7 @@ class _Rewrite:
                 gathered[a], tensor = self._unflatten(a, name)
                 more.append(tensor)
         if part in self.reads_of:
-            self.gathered_for[part] = {**names, **gathered}
+            self.gathered_for[part, micro] = {**names, **gathered}
         self.shared = gathered or self.shared
         return line.rename({**names, **gathered}), lines + more
 

@@ -30,8 +30,8 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.errors import FzeroValueError
-from fzero.passes.schedules import Unit, table, when
-from fzero.program.attrs import HandAttrs, TakeAttrs
+from fzero.passes.schedules import BACKWARD, FORWARD, WEIGHTS, Unit, table, when
+from fzero.program.attrs import CallAttrs, HandAttrs, TakeAttrs
 from fzero.program.ir import Line, Program, moving
 from fzero.program.names import Names, identifier
 from fzero.program.ops import OPS, STARTS
@@ -257,8 +257,8 @@ class _Whole:
         self.lines, self.values = program.lines, program.values_by_name
         micro = next((line.micro[1] for line in self.lines if line.micro is not None), 1)
         self.table = table(spec.schedule, self.n, spec.chunks, micro)
-        self.when = when(self.table, len(spec.stages))
         self.index = {unit: i for order in self.table for i, unit in enumerate(order)}
+        self._weights = self._of_weights()
         self._unit_of = [self._unit(i) for i in range(len(self.lines))]
         self.units: dict[Unit, list[int]] = defaultdict(list)
         for i, unit in enumerate(self._unit_of):
@@ -266,6 +266,7 @@ class _Whole:
                 self.units[unit].append(i)
         self.of_step = [i for i, unit in enumerate(self._unit_of) if unit is None]
         self._find_crossing()
+        self.when = when(self.table, len(spec.stages), self._between_weights())
         self._needed = self._first_needed()
         self.posts = [self._posts_of(rank) for rank in range(self.n)]
 
@@ -340,18 +341,41 @@ class _Whole:
             for a in line.args:
                 made, stage = self.places.made.get(a), self.places.of.get(a)
                 of = None if made is None else self._unit_of[made]
-                if of is None or stage is None or stage == EVERY or unit.backward > of.backward:
+                if of is None or stage is None or stage == EVERY or unit.kind > of.kind:
                     continue
-                if of.backward > unit.backward or (stage < here if unit.backward else stage > here):
+                if of.kind > unit.kind or (stage > here if unit.kind == FORWARD else stage < here):
                     problems.append(f"{a}, of stage {stage}: read by {line.fn or line.op} on stage {here}")
         if problems:
             fix = "let `stages` keep the blocks that it is of on one stage"
             raise FzeroValueError("pipeline", "values go against the order of stages", problems[:5], fix)
 
+    def _of_weights(self) -> set[int]:
+        """The numbers of the lines of units of weights: calls that make gradients of parameters, and what reads
+        these."""
+        found, made = set[int](), set[str]()
+        for i, line in enumerate(self.lines):
+            says = isinstance(line.attrs, CallAttrs) and line.attrs.weights
+            if line.micro is not None and (says or not made.isdisjoint(line.args)):
+                found.add(i)
+                made.update(v.name for v in line.out)
+        return found
+
+    def _between_weights(self) -> dict[Unit, set[Unit]]:
+        """The units of weights of other stages that a unit of weights reads from, such as of a tied embedding."""
+        found: dict[Unit, set[Unit]] = defaultdict(set)
+        for i in self._weights:
+            for a in self.lines[i].args:
+                made, unit = self.places.made.get(a), self._unit_of[i]
+                of = self._unit_of[made] if made in self._weights else None
+                if of is not None and unit is not None and EVERY not in (of.stage, unit.stage) and of != unit:
+                    found[unit] |= {of} if of.micro == unit.micro else set()
+        return found
+
     def _unit(self, i: int) -> Unit | None:
         """The unit of a line, on no stage if it is wherever it is read; None of a line of the step."""
         micro, stage = self.lines[i].micro, self.places.of_line[i]
-        return None if micro is None else Unit(i >= self.places.backward, micro[0], EVERY if stage is None else stage)
+        kind = WEIGHTS if i in self._weights else BACKWARD if i >= self.places.backward else FORWARD
+        return None if micro is None else Unit(kind, micro[0], EVERY if stage is None else stage)
 
 
 class _Projection:

@@ -137,6 +137,46 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
     return Segments(cut.graph.inputs, results, steps, frozenset(own))
 
 
+class Halved(NamedTuple):
+    """A function in two.
+
+    Attributes:
+        inputs, outputs: of the whole function.
+        steps: both parts; the second reads what the first makes.
+        positions: of each part, for each of its outputs the number among the whole function's; None of what is made
+            for the second part.
+    """
+
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+    steps: tuple[CallStep, CallStep]
+    positions: tuple[Sequence[int | None], Sequence[int | None]]
+
+
+def in_two(source: Recorded, first: Sequence[int]) -> Halved:
+    """A function in two: the first part makes the outputs with these numbers, and what comes with them; the second
+    makes the others."""
+    whole = extract(source, source.inputs, source.outputs)  # a copy, which is written to
+    graph, outputs = whole.graph, whole.outputs
+    needed = ancestors([outputs[i] for i in first], stop=set())
+    made = {x: int(x not in needed) for x in graph.nodes if x.op == "call_function"}
+    for x in made:  # what an operation makes several of comes with it
+        if x.target is operator.getitem:
+            made[x] = made[x.all_input_nodes[0]]
+    _cross(graph, made, {*outputs})
+    positions: list[list[int | None]] = [[i for i, x in enumerate(outputs) if made.get(x, 0) == k] for k in (0, 1)]
+    leaving = [x for x in graph.nodes if made.get(x) == 0 and x not in outputs and _leaves(x, made, {*outputs})]
+    positions[0] += [None] * len(leaving)
+    steps, places = list[CallStep](), {*whole.inputs}
+    for k, more in enumerate((leaving, [])):
+        here = [outputs[i] for i in positions[k] if i is not None] + more
+        read = ancestors(here, stop=places)
+        inputs = tuple(x for x in graph.nodes if x in read and x in places)
+        steps.append(CallStep(extract(whole, inputs, here), inputs, tuple(here)))
+        places |= {*here}
+    return Halved(whole.inputs, outputs, (steps[0], steps[1]), (positions[0], positions[1]))
+
+
 def _lay_out(cut: CutFunction, like: Sequence[torch.Tensor]) -> None:
     """Gives every output the strides that its readers were recorded with, and two names to what is an output twice."""
     graph, seen = cut.graph.graph, set[fx.Node]()

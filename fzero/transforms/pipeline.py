@@ -21,10 +21,10 @@ from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.shard import Parallel
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
 GATHERS = ("step", "micro")
-UNIT = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
-"""A unit of a table of one's own: forward or backward, the micro-batch, the chunk."""
+UNIT = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
+"""A unit of a table of one's own: forward, backward or weights, the micro-batch, the chunk."""
 _NOT_YET = (Fp8, Offload, OnceAStep, Redundant)
 
 
@@ -54,6 +54,13 @@ class Pipeline(Transform):
 
     def idle(self, step: EvalStep) -> str | None:
         return "its stages pass on the micro-batches of a training step"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the schedule has units that make gradients of parameters alone."""
+        if isinstance(self.schedule, str):
+            return self.schedule == "zb"
+        return any(unit.startswith("W") for order in self.schedule for unit in order)
 
     def only(self, leaf: Leaf) -> Only | None:
         """The place along the axis where a parameter is, if it is at one alone."""
