@@ -22,12 +22,21 @@ from fzero.lowering.layouts import zero_of
 from fzero.lowering.traced import base_program
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.ir import Program
-from fzero.runtime.compile import compile
 from fzero.runtime.training import CompiledStep
 from fzero.state.storage import load
 from fzero.step import State
 from fzero.step.checks import wants_key
-from fzero.testing.check import Comparison, compare, everyones, leaves_of, most_skipped, overflowed, rows, trajectory
+from fzero.testing.check import (
+    Comparison,
+    compare,
+    compiled,
+    everyones,
+    leaves_of,
+    most_skipped,
+    overflowed,
+    rows,
+    trajectory,
+)
 from fzero.testing.lines import Reference, distance, first_line, part_values
 from fzero.testing.recording import recording
 from fzero.testing.report import Blame, FirstLine, Report
@@ -150,7 +159,7 @@ def _batches(s: Comparison) -> tuple[int, list[Any]]:
 
 def first_differing(s: Comparison, culprit: Transform | None) -> tuple[FirstLine | None, int]:
     """The first line that differs, in the first step in which one does, and that step."""
-    train: CompiledStep = compile(s.step, s.mesh, backend=s.backend, **s.options)
+    train = compiled(s)
     state, step, skipped = train.init(s.params, s.key), 0, 0
     while step < s.steps:
         whole = train.gather(state)

@@ -13,6 +13,7 @@ from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.lowering.choose_rules import choose_rules
+from fzero.lowering.choose_stages import open_stages
 from fzero.lowering.layouts import batch_inputs, zero_of
 from fzero.lowering.traced import base_program
 from fzero.mesh import AbstractMesh, Mesh, make_mesh
@@ -337,7 +338,7 @@ def _taken(s: Comparison) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
         for state, metrics in simulated(s.step, s.simulated, s.params, s.whole_batch, s.steps, s.key):
             yield leaves_of(state, metrics), 0
         return
-    train: CompiledStep = compile(s.step, s.mesh, backend=s.backend, **s.options)
+    train = compiled(s)
     state, left = train.init(s.params, s.key), most_skipped(s.step)
     yield leaves_of(train.gather(state), {}), 0
     for _ in range(s.steps):
@@ -347,6 +348,12 @@ def _taken(s: Comparison) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
             state, metrics = train(state, s.batch)
             left -= 1
         yield leaves_of(train.gather(state), metrics), before - left
+
+
+def compiled(s: Comparison) -> CompiledStep:
+    """The step, compiled for the batch where its stages depend on that."""
+    given = {"batch": s.batch} if open_stages(s.step, s.mesh) else {}
+    return compile(s.step, s.mesh, backend=s.backend, **{**given, **s.options})
 
 
 def overflowed(metrics: dict[str, Any]) -> bool:
