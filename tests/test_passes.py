@@ -45,6 +45,10 @@ STEPS = {
         fz.compose(fz.shard_params(), fz.accumulate(2), fz.redundant(), fz.offload("cpu", "opt_state")),
         APART,
     ),
+    "stages": (
+        fz.compose(fz.accumulate(2, vertical=True), fz.pipeline(schedule="zb")),
+        fz.AbstractMesh(pipe=2),
+    ),
 }
 """Steps, with their meshes."""
 
@@ -66,6 +70,7 @@ RAN = {
     "whole": "fuse remat shard cut_update deal hoist_updates overlap pool",
     "cpu": "fuse copies remat shard cut_update hoist_updates tiers overlap pool batch device_waits",
     "nvme": "fuse remat shard cut_update gradients hoist_updates tiers overlap pool device_waits",
+    "stages": "fuse remat split_backward accumulate cut_update hoist_updates stages overlap pool",
     "all": "fuse remat accumulate shard cut_update hoist_updates tiers overlap redundant pool device_waits",
 }
 

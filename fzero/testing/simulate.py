@@ -97,9 +97,7 @@ def simulated(
     parts = parts_of(step, mesh, batch)
     lowered = lower(step, mesh, whole.params, parts[0])
     if kept := sorted(name for name in lowered.program.leaves if name.startswith("extras")):
-        fix = (
-            "leave out the transform that keeps them, or check_equivalent on ranks of fz.make_mesh"
-        )
+        fix = "leave out the transform that keeps them, or check_equivalent on ranks of fz.make_mesh"
         raise FzeroValueError("simulate", "the state has more than parameters and optimizer state", kept, fix)
     yield whole, {}
     for _ in range(steps):

@@ -100,8 +100,10 @@ def pipeline(
         stages: the number of blocks of each stage, one behind the other: `[7, 9]`. By default as even as their
             products are, with the code before and behind the blocks.
         schedule: "1f1b": a stage begins the backward of a micro-batch as soon as it can. "gpipe": all forwards first.
-            "interleaved": 1F1B with several stages a rank, `chunks`. Or a table: for each rank the order of its units,
-            `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`; `F0.1` is the forward of micro-batch 0 on chunk 1.
+            "interleaved": 1F1B with several stages a rank, `chunks`. "zb": 1F1B whose backwards make the gradients that
+            other stages wait for; those of parameters fill the bubble. Or a table: for each rank the order of its
+            units, `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`; `F0.1` is the forward of micro-batch 0 on
+            chunk 1. With units such as `W0` gradients of parameters are units of their own.
         chunks: the stages of a rank. Stage s is on rank s mod p.
         gather: of parameters that `shard_params` shards. "step": they are gathered once a step, and stay whole until
             their last micro-batch. "micro": they are gathered for each forward and backward of a micro-batch.
@@ -110,10 +112,10 @@ def pipeline(
         a number for each block. A leaf that several stages read goes to the others once a step, and its gradients come
         back once a micro-batch. `gather="micro"` gathers 2 m times what "step" gathers once. Waiting takes
         (p-1)/(m+p-1) of a step where stages are equal, (p-1)/(m*chunks+p-1) interleaved, which hands on `chunks` times
-        as often.
+        as often; with "zb" (p-1)/(3m+p-1) if forward, backward and weights take equally long.
     Memory: the parameters, gradients and optimizer state of a stage. "1f1b": activations of at most p - s micro-batches
-        on stage s. "gpipe": of all. With `shard_params` all parameters of a stage whole, or with `gather="micro"` those
-        of two blocks.
+        on stage s. "gpipe": of all. "zb": of p, with what weights need of their backwards. With `shard_params` all
+        parameters of a stage whole, or with `gather="micro"` those of two blocks.
 
     Raises:
         FzeroTypeError: an `axis` that is not a name; `stages` that are not whole numbers.
@@ -127,7 +129,7 @@ def pipeline(
         VerifyError: stages that wait for each other.
 
     Papers: Huang et al., GPipe, 2019; Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training,
-        2019.
+        2019; Qi et al., Zero Bubble Pipeline Parallelism, 2023.
 
     Example:
         >>> import torch, fzero as fz
