@@ -209,6 +209,12 @@ CASES = {
         small={"layers": 1, "shorter": 64},
         how="Planned",
     ),
+    "pipeline_plans": Case(
+        "plans of stages, and of a trillion parameters in 16", 10, plans.pipeline_plans,
+        flags={"layers": 128, "pipe": 16, "micro": [32, 128], "smaller": 1},
+        small={"layers": 4, "pipe": 2, "micro": [4], "smaller": 64},
+        how="Planned",
+    ),
     "expert_plans": Case(
         "plans of experts, whose rows are exchanged in two parts", 1, plans.expert_plans,
         flags={"layers": 4, "smaller": 1},

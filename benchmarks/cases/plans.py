@@ -250,6 +250,101 @@ def _long(layers: int, length: int, rows: int, mesh: dict[str, int], kept: str) 
     }
 
 
+# --- stages ---
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb")
+STAGES = (4, 8)
+
+
+def pipeline_plans(args: argparse.Namespace) -> Table:
+    """What schedules of stages cost, by plan; and how long a trillion parameters over 1,024 devices take to plan.
+
+    A GPT of 7B width, bf16, AdamW, four layers a stage, two micro-batches of a row a stage, by the rates of 8 H100 a
+    host. Then data=8 x pipe=16 x model=8 of a GPT of width 25,600, ZeRO-1, `remat("full")`, micro-batches of a row.
+    """
+    rows, found = [], []
+    for pipe, how in itertools.product(STAGES, SCHEDULES):
+        options = {"schedule": how, **({"chunks": 2} if how == "interleaved" else {})}
+        case = _staged({**WIDE, "layers": 4 * pipe, "seq": 4096 // args.smaller}, {"pipe": pipe}, 2 * pipe, options)
+        rows.append(_staged_row(f"{4 * pipe} layers of {WIDE['width']}", case))
+        found.append(case)
+    for micro in args.micro:
+        trillion = {"layers": args.layers, "width": 25600, "heads": 160, "vocab": 51200, "seq": 2048 // args.smaller}
+        case = _staged(trillion, {"data": 8, "pipe": args.pipe, "model": 8}, micro, {}, kept="full")
+        rows.append(_staged_row(f"{args.layers} layers of 25,600", case))
+        found.append(case)
+    notes = [
+        PREDICTED,
+        "bubble: the mean share of a step in which a stage waits. Peaks are of the stage that takes most. The text is "
+        "that of the first stage's program, folded, as `fzero show` prints it.",
+        "lower, plan: CPU seconds of `fz.lower`, which has the programs of all stages, and of their plan.",
+    ]
+    columns = (
+        "model",
+        "mesh",
+        "micro",
+        "schedule",
+        "s",
+        "bubble",
+        "peak GB",
+        "functions",
+        "lines",
+        "text",
+        "lower",
+        "plan",
+    )
+    return Table("Stages", columns, rows, notes, {"cases": found})
+
+
+def _staged_row(model: str, case: dict[str, Any]) -> list[Any]:
+    mesh = " x ".join(f"{axis}={n}" for axis, n in case["mesh"].items())
+    speed = (f"{case['seconds']:.3g}", f"{case['bubble']:.1%}", f"{max(case['peaks']) / 1e9:.1f}")
+    text = (f"{case['lines']:,}", f"{case['text']:,}", f"{case['lowered_in']:.1f}", f"{case['planned_in']:.1f}")
+    return [model, mesh, case["micro"], case["schedule"], *speed, case["functions"], *text]
+
+
+def _staged(
+    model: dict[str, int], mesh: dict[str, int], micro: int, how: dict[str, Any], kept: str = "none"
+) -> dict[str, Any]:
+    """A step in stages: its plan in numbers, and what it took."""
+    import torch
+    from model import Config, make_init, make_loss
+    from torch._subclasses import FakeTensorMode
+
+    import fzero as fz
+    from fzero import optim
+    from fzero.plan.devices import get_device
+
+    config = Config(batch=micro, **model)
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
+    transforms = [fz.mixed_precision("bf16"), fz.remat(kept), fz.accumulate(micro, vertical=True), fz.pipeline(**how)]
+    transforms += [fz.shard_opt_state()] if "data" in mesh else []
+    transforms += [fz.tensor_parallel()] if "model" in mesh else []
+    step = fz.compose(*transforms)(fz.train_step(make_loss(config), optimizer))
+    with FakeTensorMode():
+        params = make_init(config)(fz.random.key(0))
+    params = fz.tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
+    tokens = torch.empty(micro, config.seq, dtype=torch.int64, device="meta")
+    where, begin = fz.AbstractMesh(device_type="cuda", **mesh), time.process_time()
+    lowered = fz.lower(step, where, params, (tokens, tokens), device=get_device("h100"))
+    between = time.process_time()
+    plan = lowered.plan
+    return {
+        "model": model,
+        "mesh": mesh,
+        "micro": micro,
+        "schedule": how.get("schedule", "1f1b"),
+        "seconds": plan.step_seconds,
+        "bubble": plan.bubble,
+        "peaks": [stage.peak_bytes for stage in plan.stages],
+        "functions": len(lowered.program.functions),
+        "lines": max(len(program.lines) for program in lowered.programs),
+        "text": len(str(lowered.program).splitlines()),
+        "lowered_in": between - begin,
+        "planned_in": time.process_time() - between,
+    }
+
+
 # --- experts ---
 
 MIXTURES = {
