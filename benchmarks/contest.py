@@ -75,7 +75,13 @@ def of_rank(make: Callable[[], Step], batches: Sequence[Any]) -> dict[str, Calla
         lines = [(x, times) for x, times in program.walk() if x.op in COLLECTIVES and x.op != "take_start"]
         return sum(times * transfer_bytes(x, program.values_by_name, program.mesh) for x, times in lines)
 
-    return {"build": build, "steps": steps, "planned": planned}
+    def bubbles() -> tuple[float, float]:
+        """The share of the last round's steps in which this stage waited, and in which it waits by plan."""
+        train, measured = live["step"].train, live["step"].bubbles
+        axis = next(t.axis for t in train.resolved.transforms if t.name == "pipeline")
+        return statistics.mean(measured[len(measured) // 2 :]), train.plan.stages[train.mesh.index(axis)].bubble
+
+    return {"build": build, "steps": steps, "planned": planned, "bubbles": bubbles}
 
 
 def stepped(train: Any, state: Any) -> Step:
@@ -84,20 +90,22 @@ def stepped(train: Any, state: Any) -> Step:
     def run(batch: Any) -> Any:
         nonlocal state
         state, metrics = train(state, batch)
+        run.bubbles.append(metrics.get("bubble"))  # type: ignore[attr-defined]
         return metrics["loss"]
 
-    run.train = train  # type: ignore[attr-defined]
+    run.train, run.bubbles = train, []  # type: ignore[attr-defined]
     return run
 
 
 def contest(
-    args: argparse.Namespace, script: str, size: int, others: Mapping[str, int] | None = None
+    args: argparse.Namespace, script: str, size: int, others: Mapping[str, int] | None = None, stages: bool = False
 ) -> dict[str, dict[str, Any]]:
     """By contestant its losses and, for each round, seconds a step and process and bytes that all ranks sent a step.
 
     Args:
         script: the file whose `worker` is a rank's.
         size: processes of a contestant; of some, `others` has another number.
+        stages: whether fzero's processes are stages, whose bubbles are asked for.
     """
     found, groups = dict[str, dict[str, Any]](), dict[str, Group]()
     with contextlib.ExitStack() as stack:
@@ -123,6 +131,8 @@ def contest(
         for name in args.only:
             if name.startswith("fzero"):
                 found[name]["planned_bytes"] = sum(groups[name].ask("planned"))
+            if name.startswith("fzero") and stages:
+                found[name]["bubbles"] = [*zip(*groups[name].ask("bubbles"), strict=True)]
     for x in found.values():
         x |= {kind: statistics.median(r[kind] for r in x["rounds"]) for kind in ("cpu_s", "wall_s", "sent_bytes")}
     return found

@@ -1,23 +1,26 @@
-"""Stages over ranks beside PyTorch's own: `fz.pipeline`, and `torch.distributed.pipelining`, alone and with FSDP2.
+"""Stages over ranks beside PyTorch's and DeepSpeed's: `fz.pipeline`; `torch.distributed.pipelining`, alone and with
+FSDP2; and DeepSpeed's `PipelineModule`, alone and with its ZeRO-1, where DeepSpeed is installed.
 
     python benchmarks/pipeline_peers.py                      # two and four processes: about 8 minutes on 2 cores
     python benchmarks/pipeline_peers.py --steps 3 --small    # to see that it works
 
 One GPT; the same values, batches, AdamW and clipping for all, in fp32. Two processes are two stages, or four where
 they are interleaved. On four `data` cuts the batch: fzero runs ZeRO-1 over it, PyTorch FSDP2, which keeps
-parameters gathered through the step. PyTorch's layers are compiled; its norm of all gradients is an all_reduce by hand.
+parameters gathered through the step. The peers' layers are compiled; PyTorch's norm of all gradients is an all_reduce
+by hand. "zb" has two products for each of 1F1B's backward; its bubble is shorter, which CPU seconds do not show.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import publish, serve, settings
+from common import publish, serve, settings, verdict
 from contest import COLUMNS, Step, arguments, compared, contest, how, of_rank, own_network, row, stepped
 from model import Config, make_batches, make_init
 from torch import nn
@@ -26,18 +29,23 @@ LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES, PIPE, MICRO = 3e-4, 0.01, 1.0, 16, 2, 4
 TITLES = {
     "fzero": "fzero, 1F1B",
     "fzero_interleaved": "fzero, interleaved, 2 chunks",
+    "fzero_zb": "fzero, zero bubble",
     "torch": "torch.distributed.pipelining, 1F1B, compiled layers",
     "torch_interleaved": "torch.distributed.pipelining, interleaved, 2 chunks, compiled layers",
+    "deepspeed": "DeepSpeed, PipelineModule, compiled layers",
 }
-PAIRS = (("fzero", "torch"), ("fzero_interleaved", "torch_interleaved"))
+THERE = [name for name in TITLES if name != "deepspeed" or importlib.util.find_spec("deepspeed")]
+PAIRS = (("fzero", "torch"), ("fzero_interleaved", "torch_interleaved"), ("fzero", "deepspeed"))
+OPTIONS = {"fzero_interleaved": {"schedule": "interleaved", "chunks": 2}, "fzero_zb": {"schedule": "zb"}}
 
 
 def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = Config(args.layers, args.width, args.heads, args.seq, args.batch)
-    data = size // PIPE  # ranks are row-major over data, pipe
-    batches = [tuple(x.chunk(data)[rank // PIPE] for x in both) for both in make_batches(config, NUM_BATCHES)]
-    make = _fzero if args.contestant.startswith("fzero") else _torch
+    data = size // PIPE  # ranks are row-major over data, pipe; DeepSpeed's over pipe, data
+    index = rank % data if args.contestant == "deepspeed" else rank // PIPE
+    batches = [tuple(x.chunk(data)[index] for x in both) for both in make_batches(config, NUM_BATCHES)]
+    make = _fzero if args.contestant.startswith("fzero") else _torch if "torch" in args.contestant else _deepspeed
     return of_rank(lambda: make(args, config, rank, batches[0]), batches)
 
 
@@ -48,9 +56,10 @@ def _fzero(args: argparse.Namespace, config: Config, rank: int, batch: Any) -> S
     from fzero import optim
 
     data = int(os.environ["WORLD_SIZE"]) // PIPE
-    mesh = fz.make_mesh(device="cpu", shared_memory=False, **({"data": data} if data > 1 else {}), pipe=PIPE)
+    axes: dict[str, Any] = {"data": data} if data > 1 else {}
+    mesh = fz.make_mesh(device="cpu", shared_memory=False, **axes, pipe=PIPE)
     optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
-    how: Any = {"schedule": "interleaved", "chunks": 2} if args.contestant == "fzero_interleaved" else {}
+    how: Any = OPTIONS.get(args.contestant, {})
     more = [fz.shard_opt_state()] if data > 1 else []
     step = fz.compose(*more, fz.accumulate(MICRO, vertical=True), fz.pipeline(**how))(
         fz.train_step(make_loss(config), optimizer)
@@ -155,13 +164,76 @@ def _torch(args: argparse.Namespace, config: Config, rank: int, batch: Any) -> S
     return run
 
 
+# --- DeepSpeed ---
+
+
+class Embedding(nn.Module):
+    def __init__(self, p: Any):
+        super().__init__()
+        self.p = nn.ParameterDict(p)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.p["tok"]) + self.p["pos"]
+
+
+class Head(nn.Module):
+    def __init__(self, p: Any):
+        super().__init__()
+        self.p = nn.ParameterDict(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.layer_norm(x, x.shape[-1:], self.p["ln"]), self.p["out"])
+
+
+def _deepspeed(args: argparse.Namespace, config: Config, rank: int, batch: Any) -> Step:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed  # pyright: ignore[reportMissingImports]
+    from deepspeed.pipe import PipelineModule  # pyright: ignore[reportMissingImports]
+
+    import fzero as fz
+
+    data = int(os.environ["WORLD_SIZE"]) // PIPE
+    deepspeed.init_distributed(dist_backend="gloo")
+    params: Any = make_init(config)(fz.random.key(0))
+    layers = [Layer(p, config.heads) for p in params["layers"]]
+    for layer in layers:
+        layer.compile()
+    half = config.layers // PIPE
+    net: Any = PipelineModule(
+        layers=[
+            nn.Sequential(Embedding(params["embed"]), *layers[:half]),
+            nn.Sequential(*layers[half:], Head(params["head"])),
+        ],
+        num_stages=PIPE,
+        loss_fn=_loss,
+        partition_method="uniform",
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    rows = config.batch // data // MICRO
+    config_of: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": {"stage": 1 if data > 1 else 0},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 30,
+    }
+    engine: Any = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of)[0]
+
+    def run(batch: Any) -> Any:
+        return engine.train_batch(data_iter=iter([*zip(*(x.split(rows) for x in batch), strict=True)]))
+
+    return run
+
+
 # --- all of them ---
 
 
 def main() -> None:
     small = {"layers": 4, "width": 64, "heads": 4, "seq": 32, "rounds": 2}
     model = {"layers": 4, "width": 256, "heads": 8, "seq": 256, "batch": 16}
-    args = arguments(__doc__, "pipeline_peers", TITLES, [*TITLES], small, **model)
+    args = arguments(__doc__, "pipeline_peers", TITLES, THERE, small, **model)
     if args.worker:
         serve(worker(args))
         return
@@ -169,8 +241,13 @@ def main() -> None:
     data: dict[str, Any] = {"settings": settings(args, "contestant"), "found": {}}
     rows, notes = [], []
     for size in args.processes:
-        found = data["found"][str(size)] = contest(args, __file__, size)
+        found = data["found"][str(size)] = contest(args, __file__, size, stages=True)
         notes += compared(size, found, PAIRS)
+        for name in (x for x in found if "bubbles" in found[x]):
+            measured, planned = (sum(x) / size for x in found[name]["bubbles"])
+            apart = abs(measured - planned) / planned
+            text = f"{name} waits for other stages {measured:.1%} of a step, by plan {planned:.1%}"
+            notes.append(f"{size} processes: {text} (within 10%: {verdict(apart, 0.1)})")
         rows += [row(f"{size}: {TITLES[name]}", x) for name, x in found.items()]
     notes = [
         f"A GPT of {args.layers} layers, width {args.width}, {args.heads} heads, sequence {args.seq}, global "

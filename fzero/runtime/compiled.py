@@ -152,12 +152,18 @@ class Compiled:
     def plan(self) -> Plan:
         """The cost of the program that ran last on each rank, as built for this machine's device."""
         if self.program is not self._planned[0]:
-            functions = {
-                name: replace(f, graph=on_device(f.graph, self.mesh.device))
-                for name, f in self.program.functions.items()
-            }
             assert self._lowered is not None
-            as_built = replace(self._lowered, programs=(replace(self.program, functions=functions),), stage=0)
+            programs = self._lowered.programs
+            graphs = {id(f.graph): f.graph for program in programs for f in program.functions.values()}
+            built = {of: on_device(graph, self.mesh.device) for of, graph in graphs.items()}  # stages share functions
+            functions = (
+                {name: replace(f, graph=built[id(f.graph)]) for name, f in program.functions.items()}
+                for program in programs
+            )
+            as_built = replace(
+                self._lowered,
+                programs=tuple(replace(x, functions=f) for x, f in zip(programs, functions, strict=True)),
+            )
             self._planned = self.program, as_built.plan_on(None, self.backend)
         return self._planned[1]
 
