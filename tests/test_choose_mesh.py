@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from fzero import optim
 from fzero.cli import main
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TransformError
 from fzero.lowering.choose_mesh import choose_mesh
+from fzero.plan.devices import get_device
+
+choose_mesh_file = importlib.import_module("fzero.lowering.choose_mesh")
 
 
 @fz.block
@@ -78,7 +83,30 @@ def test_what_does_not_fit_comes_last_with_the_reason() -> None:
     assert all(x.plan is None and "than the 700.0 KiB it may have" in x.refused for x in tight.found)
     with pytest.raises(BudgetError, match=r"no mesh of 2 devices has room for the step\n  data=2, ZeRO-1"):
         _ = tight.best
-    assert "not possible" in str(tight)
+    assert "left out" in str(tight)
+
+
+def test_what_cannot_be_best_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bounds away it does not fit, or is slower than the fastest."""
+    step, params, batch = given(width=512)
+    step = fz.mixed_precision("bf16")(step)
+    fast = get_device("h100")
+    slow = replace(fast, flops={dtype: n / 1e5 for dtype, n in fast.flops.items()})
+    for device, budget, mesh, why in (
+        (fast, "15MiB", {"data": 16}, "parameters alone take 16.0 MiB, more than the 15.0 MiB that it may have"),
+        (slow, None, {"data": 4, "pipe": 4}, "it takes at least"),
+    ):
+        both = []
+        for hopeless in (choose_mesh_file._Planner._hopeless, lambda *_: None):
+            with monkeypatch.context() as patched:
+                patched.setattr(choose_mesh_file, "_factors", lambda *_, mesh=mesh: [{"data": 16}, mesh][: len(mesh)])
+                patched.setattr(choose_mesh_file._Planner, "_hopeless", hopeless)
+                both.append(choose_mesh(step, params, batch, devices=16, device=device, memory_budget=budget))
+        bounded, every = ({(x.mesh, x.title): x for x in found.found} for found in both)
+        left = [name for name, x in bounded.items() if why in x.refused]
+        assert left
+        for name in left:
+            assert every[name].plan is None or every[name].planned.step_seconds > both[0].best.planned.step_seconds
 
 
 def test_what_is_wrong_is_said() -> None:

@@ -31,6 +31,7 @@ from fzero.transforms.base import find
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.pipeline import Pipeline, pipeline
+from fzero.transforms.precision import DTYPES, MixedPrecision
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.remat import Remat, remat
 from fzero.transforms.shard import Parallel, data_parallel, shard_opt_state, shard_params
@@ -159,7 +160,7 @@ class MeshPlans:
         title = f"meshes of {self.devices} {self.device.name}, {size(self.budget)} each, {self.rows} rows a step"
         out = [TextTable(title, columns, rows)] if rows else []
         if others := [(x.mesh, x.title, x.refused) for x in self.found if x.plan is None]:
-            out.append(TextTable("not possible", ("mesh", "with", "because"), others, prose=True))
+            out.append(TextTable("left out", ("mesh", "with", "because"), others, prose=True))
         return out
 
     def __str__(self) -> str:
@@ -207,7 +208,8 @@ def choose_mesh(
 
     Candidates have a data axis with ZeRO-1 or ZeRO-3, `tensor_parallel` within a host, `pipeline` with 1F1B, and every
     two or three of them whose sizes multiply to `devices`. Without `remat` of its own the step gets `remat("auto")`,
-    which keeps as many activations as fit. Where one micro-batch does not fit, more are tried.
+    which keeps as many activations as fit. Where one micro-batch does not fit, more are tried. Not planned is a
+    candidate whose parameters alone do not fit, or whose products and bubble take longer than the fastest one.
 
     Args:
         step: a training step with its precision and optimizer, and none of these transforms.
@@ -257,7 +259,8 @@ def choose_mesh(
     every, found = [*_factors(devices, rates.devices_per_host)], list[MeshPlan]()
     for number, axes in enumerate(every):
         with within("planning", f"mesh {number + 1} of {len(every)}"):
-            found += planner.candidates(axes)
+            plans = [x.planned for x in found if x.plan is not None]
+            found += planner.candidates(axes, min(plans, key=lambda x: x.step_seconds, default=None))
     found.sort(key=lambda x: math.inf if x.plan is None else x.plan.step_seconds)
     return MeshPlans(devices, rates, budget, rows, tuple(found))
 
@@ -302,9 +305,9 @@ class _Planner:
     rules: Rules | None
     backend: str
 
-    def candidates(self, axes: dict[str, int]) -> Iterator[MeshPlan]:
+    def candidates(self, axes: dict[str, int], fastest: Plan | None) -> Iterator[MeshPlan]:
         """The plans of a mesh, one for each ZeRO stage: with the fewest micro-batches that fit, of a pipeline with the
-        fastest number of them."""
+        fastest number of them. `fastest`: of the meshes before."""
         data, pipe = axes.get("data", 1), axes.get("pipe", 1)
         if self.rows % data:
             yield MeshPlan(axes, (), "", self.step, None, refused=f"{self.rows} rows do not divide into {data} parts")
@@ -313,14 +316,40 @@ class _Planner:
         for zero in self._stages(axes):
             plans = list[MeshPlan]()
             for micro in self._micro(here, pipe):
-                plans.append(self._planned(axes, self._added(axes, zero, micro), here))
+                added = self._added(axes, zero, micro)
+                if (why := self._hopeless(axes, zero, micro, fastest)) is not None:
+                    code, title = tuple(x.code for x in added), ", ".join(x.title for x in added if x.title)
+                    plans.append(MeshPlan(axes, code, title, self.step, None, refused=why))
+                    continue
+                plans.append(self._planned(axes, added, here))
                 if plans[-1].plan is not None and pipe == 1:
                     break
+                if plans[-1].plan is not None:
+                    fastest = min([plans[-1].planned, *([fastest] if fastest else [])], key=lambda x: x.step_seconds)
             if not plans:
                 what = f"{here} rows of a rank are too few for micro-batches of {pipe} stages"
                 plans = [MeshPlan(axes, (), "", self.step, None, refused=what)]
             fit = [x for x in plans if x.plan is not None]
             yield min(fit, key=lambda x: x.planned.step_seconds) if fit else plans[-1]
+
+    def _hopeless(self, axes: Mapping[str, int], zero: _Added | None, micro: int, fastest: Plan | None) -> str | None:
+        """Why a candidate need not be planned, if it need not: whatever else it does, its largest stage has the whole
+        parameters that it computes with, and its stages multiply as much as those of any mesh and wait for each
+        other."""
+        pipe, parts = axes.get("pipe", 1), axes.get("pipe", 1) * axes.get("model", 1)
+        if zero is None or zero.title != "ZeRO-3":
+            leaves = [x for x in tree.leaves(self.params) if isinstance(x, torch.Tensor)]
+            precision = find(self.step.transforms, MixedPrecision)
+            most = torch.float32.itemsize if precision is None else DTYPES[precision.compute].itemsize
+            least = sum(x.numel() * min(x.dtype.itemsize, most) for x in leaves) // parts
+            if least > self.budget:
+                return f"parameters alone take {size(least)}, more than the {size(self.budget)} that it may have"
+        if fastest is not None and pipe > 1:
+            # every rank does an equal share of the products, of as many ranks
+            seconds = fastest.speed_of_light * fastest.step_seconds * (micro + pipe - 1) / micro
+            if seconds > fastest.step_seconds:
+                return f"it takes at least {duration(seconds)}, for its products and its bubble"
+        return None
 
     def _stages(self, axes: Mapping[str, int]) -> list[_Added | None]:
         if axes.get("data", 1) == 1:
@@ -332,7 +361,7 @@ class _Planner:
         """Numbers of micro-batches to try."""
         able = [n for n in range(1, here + 1) if here % n == 0]
         if pipe == 1:
-            return [1, *sorted({able[len(able) // 2], able[-1]} - {1})]
+            return [*dict.fromkeys((1, able[-1], able[len(able) // 2]))]
         most = ([n for n in able if 2 <= n <= each * pipe][-1:] for each in MICRO_A_STAGE)
         return sorted({n for found in most for n in found})
 

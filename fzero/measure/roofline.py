@@ -27,18 +27,17 @@ from fzero.plan.cost import channel, model_flops
 from fzero.plan.devices import get_device
 from fzero.plan.plan import compute_dtype
 from fzero.plan.timeline import COMPUTE
+from fzero.program.attrs import HandAttrs
 from fzero.program.ir import Program
 from fzero.program.ops import COPIES, TRANSFERS, transfer_bytes
 
 OBSERVED = (*TRANSFERS, "wait")
 """The functions of a program that a `Limits` hears of."""
-PASSING = ("hand_start", "take_start")
-"""The transfers between the stages of a pipeline."""
 
 
 def limits_of(program: Program, mesh: Mesh) -> Limits | None:
     """The measurement of a program's runs; None for one that copies nothing between tiers and is no pipeline's."""
-    if not any(line.op in COPIES or line.op in PASSING for line, _ in program.walk()):
+    if not any(line.op in COPIES or isinstance(line.attrs, HandAttrs) for line, _ in program.walk()):
         return None
     return Limits(program, mesh, clock_of(mesh.device))
 
