@@ -259,10 +259,9 @@ class _Coding:
     def _dealt(self, line: Line, moved: Sequence[tuple[Value, Value, Wire]], scatters: bool) -> list[Line]:
         """A reduction: summands encoded, dealt and added up; and if it leaves whole sums, these encoded, gathered and
         decoded."""
-        (axis,), size = line.axes, self.mesh.axis_size(line.axes)
-        bundles = dict[
-            tuple[str, ...], list[tuple[Value, Value, Wire]]
-        ]()  # by the axes along which ranks have their own
+        (axis,) = line.axes
+        # by the axes along which ranks have their own
+        bundles = dict[tuple[str, ...], list[tuple[Value, Value, Wire]]]()
         for value, out, wire in moved:
             own = tuple(a for a in self.mesh.axes if a in value.placement.own)
             bundles.setdefault(own, []).append((value, out, wire))

@@ -234,8 +234,8 @@ def _is_update(line: Line) -> bool:
 
 
 _CARRIED = {"cast", "join_parts", "wait", *COPIES}
-"""The ops that a transfer takes along when it starts sooner: casts of its shards, and copies from another tier. It takes
-along the calls that make its codes too."""
+"""The ops that a transfer takes along when it starts sooner: casts of its shards, and copies from another tier. The
+calls that make its codes come along too."""
 
 
 class _Hoisting:
@@ -486,7 +486,7 @@ def _sums(lines: Sequence[Line], waits: Mapping[str, Line], late: bool) -> dict[
     totals."""
     readers, found = _every_reader(lines), {}
     summed = {x.out[0].name for x in lines if x.by == "compress" and x.op in (_DEAL, _GATHER)}
-    for handle in (x.out[0].name for x in lines if _is_reduction(x) or x.out and x.out[0].name in summed):
+    for handle in (x.out[0].name for x in lines if _is_reduction(x) or (x.out and x.out[0].name in summed)):
         brought, along = [v.name for v in waits[handle].out], list[Line]()
         comes = lambda x: x.of_codes and {*x.args} <= {*brought}  # noqa: B023, E731
         while calls := {id(x): x for a in brought for x in readers.get(a, []) if comes(x)}:

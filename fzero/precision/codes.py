@@ -4,8 +4,8 @@
 and behind them the block's scale, which is its largest magnitude, as bfloat16 rounded up: 258 or 130 bytes, 1.008 or
 0.508 an element. Codes of parameters have even steps. Codes of gradients have steps of the square root: an optimizer
 that divides by an element's own magnitude loses the whole update of an element that is rounded to 0. A block that is
-not finite decodes to NaN throughout, so the step is skipped, or fails, as without codes. Two codes share a byte as the first
-and the second half of a block: so no operation crosses lanes.
+not finite decodes to NaN throughout, so the step is skipped, or fails, as without codes. Two codes share a byte as the
+first and the second half of a block: so no operation crosses lanes.
 
 Rows are a function of their block alone, so a leaf has the same ones on every mesh ([Note: blocks] in fzero/layout.py).
 Sums are float32, in the order of the ranks.
@@ -137,17 +137,17 @@ def unpacked(sent: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 def total(sent: torch.Tensor, wire: Wire) -> torch.Tensor:
     """The sum of the ranks' parts [ranks, elements], in their order."""
-    rows = list(unpacked(sent, wire).to(torch.float32).unbind())
+    rows = unpacked(sent, wire).to(torch.float32)
     while len(rows) > _RUN:  # a graph has no thousand additions
-        runs, whole = len(rows) // _RUN, torch.stack(rows[: len(rows) // _RUN * _RUN])
-        of_runs = functools.reduce(torch.add, whole.view(runs, _RUN, wire.numel).unbind(1))
-        rows = [*of_runs.unbind(), *rows[runs * _RUN :]]
-    return functools.reduce(torch.add, rows)
+        num = len(rows) // _RUN
+        runs = rows[: num * _RUN].view(num, _RUN, wire.numel)
+        rows = torch.cat([functools.reduce(torch.add, (runs[:, i] for i in range(_RUN))), rows[num * _RUN :]])
+    return functools.reduce(torch.add, (rows[i] for i in range(len(rows))))
 
 
 def bundles(wires: Sequence[Wire], parts: int) -> list[Form]:
     """The values in which so many values travel together: one for each dtype, part behind part."""
-    sent = {dtype: 0 for dtype in (w.sent_dtype for w in wires)}
+    sent = dict.fromkeys((w.sent_dtype for w in wires), 0)
     for wire in wires:
         sent[wire.sent_dtype] += parts * wire.sent
     return [Form((numel, 1), dtype) for dtype, numel in sent.items()]
