@@ -54,6 +54,10 @@ class Compress(Transform):
             return dict(of).get(axis)
         return of if self.axis in (None, axis) else None
 
+    def rounding(self, of: Named) -> float:
+        """Half a step of the coarsest of these formats, relative to the largest element of a block."""
+        return max((0.5 / (GRADS | PARAMS)[name].top if name != "bf16" else 2**-8 for name in _names(of)), default=0.0)
+
     def refuses(self, leaf: Leaf) -> str | None:
         """Why a leaf travels as it is, or None."""
         if leaf.dtype not in _DTYPES:
