@@ -187,3 +187,133 @@ def test_a_step_means_what_is_written_by_hand(zero: str, params_in: Any, grads_i
         assert (off > 1e-6 + 1e-5 * moved).float().mean() <= 5e-3 if x.numel() else True, name
         if name in ("tied", "x4096", "x4097"):
             assert (x - plain[name]).norm() > 20 * off.norm(), name
+
+
+# --- as it runs ---
+
+STEPS: dict[str, Any] = {
+    "zero-3": fz.compose(fz.shard_params(), fz.compress()),
+    "zero-1": fz.compose(fz.shard_opt_state(), fz.accumulate(2), fz.compress(grads="int4")),
+    "whole": fz.compose(fz.data_parallel(), fz.compress(grads="int8")),
+    "plain": fz.shard_params(),
+    "other": fz.compose(fz.shard_grads(), fz.compress(params=None, grads="bf16")),
+}
+CODED = ["zero-3", "zero-1", "whole"]
+
+
+def step_of(transform: Any) -> Any:
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
+    return transform(fz.train_step(loss_fn, optimizer, trainable=TRAINABLE))
+
+
+def trained(names: list[str], shared: bool) -> dict[str, Any]:
+    """Of each step the whole state after two, and the losses, on this rank."""
+    mesh, found = fz.make_mesh(shared_memory=shared), {}
+    for name in names:
+        train = fz.compile(step_of(STEPS[name]), mesh, backend="eager")
+        state = train.init(params())
+        for _ in range(2):
+            state, metrics = train(state, BATCH.chunk(mesh.size)[mesh.rank])
+        found[name] = [x.clone() for x in fz.tree.leaves((train.gather(state), metrics))]
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "gloo"])
+def test_ranks_come_to_what_the_program_says(run_ranks: Any, shared: bool) -> None:
+    """To the bit where sums are in the order of the ranks; gloo adds norms up in another."""
+    mesh = fz.AbstractMesh(data=3)
+    wanted = {n: fz.testing.simulate(step_of(STEPS[n]), mesh, params(), BATCH, steps=2) for n in CODED}
+    for found in run_ranks(3, trained, CODED, shared):
+        for name, leaves in found.items():
+            for x, y in zip(leaves, fz.tree.leaves(wanted[name]), strict=True):
+                same = torch.equal(x, y) if shared else (x - y).double().norm() <= 1e-4 * y.double().norm()
+                assert same, (name, x.shape)
+
+
+def checked() -> list[Any]:
+    mesh = fz.make_mesh()
+    own = BATCH.chunk(mesh.size)[mesh.rank]
+    return [fz.testing.check_equivalent(step_of(STEPS[name]), params(), own, mesh).equivalent for name in CODED]
+
+
+def test_a_step_is_near_the_plain_one_and_equal_without_codes(run_ranks: Any) -> None:
+    assert run_ranks(2, checked) == [[True] * len(CODED)] * 2
+
+
+def blamed() -> str:
+    """The report of a step whose gradients come back too small."""
+    mesh, right = fz.make_mesh(), codes.values_of
+    codes.values_of = lambda rows, form: right(rows, form) * (0.5 if form.root else 1)
+    for made in (codes.decoder, codes.adder, codes.recoder, codes.unbundler):
+        made.cache_clear()
+    own = BATCH.chunk(mesh.size)[mesh.rank]
+    step = fz.compose(fz.shard_params(), fz.compress())(fz.train_step(loss_fn, optim.sgd(1.0), trainable=TRAINABLE))
+    report = fz.testing.check_equivalent(step, params(), own, mesh, raises=False)
+    return "equivalent" if report.blame is None else str(report.blame.transform)
+
+
+def test_a_fault_in_the_codes_is_blamed_on_the_transform(run_ranks: Any) -> None:
+    assert run_ranks(2, blamed) == ["compress(params='int8', grads='int8')"] * 2
+
+
+def overflowed() -> list[Any]:
+    """Steps in fp16, with an infinite number in one rank's part of the second batch."""
+    mesh = fz.make_mesh()
+    step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean() + (x @ p["w"]).sum() * 0, optim.sgd(0.1))
+    found = []
+    for zero in (fz.shard_params(), fz.data_parallel()):
+        made = fz.compose(zero, fz.mixed_precision("fp16"), fz.compress())(step)
+        train = fz.compile(made, mesh, backend="eager")
+        state = train.init({"w": torch.eye(64)})
+        for bad in (False, True, False):
+            x = torch.ones(4, 64)
+            x[0, 0] = torch.inf if bad and mesh.rank == 1 else 1.0
+            state, metrics = train(state, x)
+            found.append((bool(metrics["skipped"]), bool(metrics["finite"])))
+        assert all(x.isfinite().all() for x in fz.tree.leaves(train.gather(state).params))
+    return found
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(run_ranks: Any) -> None:
+    assert run_ranks(3, overflowed) == [[(False, True), (True, False), (False, True)] * 2] * 3
+
+
+def saved(path: str, zero: str) -> list[torch.Tensor]:
+    train = fz.compile(step_of(fz.compose(getattr(fz, zero)(), fz.compress())), fz.make_mesh(), backend="eager")
+    state, _ = train(train.init(params()), BATCH.chunk(2)[fz.make_mesh().rank])
+    fz.checkpoint.save(path, state)
+    return fz.tree.leaves(train.gather(state).params)
+
+
+def restored(path: str, name: str) -> list[torch.Tensor]:
+    mesh = fz.make_mesh()
+    train = fz.compile(step_of(STEPS[name]), mesh, backend="eager")
+    state = train.restore(path)
+    params = fz.tree.leaves(train.gather(state).params)
+    train(state, BATCH.chunk(mesh.size)[mesh.rank])
+    return params
+
+
+@pytest.mark.parametrize("zero", ["shard_opt_state", "shard_params"])
+def test_a_checkpoint_goes_on_with_other_formats_and_ranks(run_ranks: Any, tmp_path: Any, zero: str) -> None:
+    want = run_ranks(2, saved, str(tmp_path), zero)[0]
+    for ranks, name in ((1, "plain"), (3, "other")):
+        for got in run_ranks(ranks, restored, str(tmp_path), name):
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def compiled() -> float:
+    """The farthest that a leaf of a compiled step is off an interpreted one, relative to its norm."""
+    mesh = fz.make_mesh()
+    train = fz.compile(step_of(STEPS["zero-3"]), mesh)
+    state = train.init(params())
+    for _ in range(2):
+        state, _ = train(state, BATCH.chunk(mesh.size)[mesh.rank])
+    want, _ = fz.testing.simulate(step_of(STEPS["zero-3"]), fz.AbstractMesh(data=2), params(), BATCH, steps=2)
+    pairs = zip(*(fz.tree.leaves(x.params) for x in (train.gather(state), want)), strict=True)
+    return max(float((x - y).norm() / y.norm()) if x.numel() else 0.0 for x, y in pairs)
+
+
+@pytest.mark.skipif(not fz.has_compiler(), reason="no C++ compiler")
+def test_inductor_makes_the_same_codes(run_ranks: Any) -> None:
+    assert max(run_ranks(2, compiled, timeout=240)) < 1e-4

@@ -104,6 +104,11 @@ class Roundoff:
         rounded = rounded if rounded > unit(self.given) else 0.0
         return math.sqrt(self.chain * unit(self.sum) ** 2 + self.parts * unit(self.reduce) ** 2 + rounded**2)
 
+    @property
+    def with_codes(self) -> float:
+        """The relative error of one execution whose transfers are in codes."""
+        return math.hypot(self.value, *self.coded)
+
     def __str__(self) -> str:
         dtypes = {
             "sums": self.sum,
