@@ -55,8 +55,15 @@ def rewrite(program: Program, zero: Zero) -> Program:
 
 
 class _Bundle(NamedTuple):
-    """The gradients of a transfer that ranks along the same axes have as their own: the call that encodes them, what is
-    sent and comes, the call that adds up; and, of whole sums, what is gathered, and the call that decodes it."""
+    """The gradients of a transfer that ranks along the same axes have as their own.
+
+    Attributes:
+        encode: the call that encodes them.
+        sent, come: its results, before and behind the deal.
+        add: the call that adds up.
+        wholes: gathered sums in codes, if sums are to be whole.
+        decode: the last call.
+    """
 
     encode: Line
     sent: Sequence[Value]
