@@ -117,7 +117,8 @@ class Roundoff:
             **({"multiplied": self.operands} if self.operands != self.compute else {}),
         }
         said = [f"{what} in {tree.dtype_name(d)}" for what, d in dtypes.items()]
-        said += [f"{what} sent to {x:.1e}" for what, x in zip(("parameters", "gradients"), self.coded, strict=True) if x]
+        sent = zip(("parameters", "gradients"), self.coded, strict=True)
+        said += [f"{what} sent to {rounding:.1e}" for what, rounding in sent if rounding]
         return f"{self.value:.1e} = a chain of {self.chain:,} roundings, {self.parts} parts; {', '.join(said)}"
 
 

@@ -153,14 +153,14 @@ def compress(
 def _checked(params: Any, grads: Any, axis: Any, where: Any) -> tuple[Compress, list[str]]:
     """The spec, and what is of a wrong kind."""
     problems = [] if axis is None or (isinstance(axis, str) and axis) else [f"axis={axis!r}: the name of one axis"]
-    made = list[Named]()
+    formats = dict[str, Named]()
     for name, given in (("params", params), ("grads", grads)):
         by_axis = tuple(given.items()) if isinstance(given, Mapping) else ((None, given),)
         wrong = [x for x in by_axis if not (x[1] is None or isinstance(x[1], str))]
         wrong += [x for x in by_axis if isinstance(given, Mapping) and not (isinstance(x[0], str) and x[0])]
         problems += [f"{name}={given!r}: a format, None, or a mapping of axes to them"] if wrong else []
-        made.append(by_axis if isinstance(given, Mapping) else given)
-    return Compress(*made, axis, where), problems + predicate("where", where)
+        formats[name] = by_axis if isinstance(given, Mapping) else given
+    return Compress(**formats, axis=axis, where=where), problems + predicate("where", where)
 
 
 def _names(of: Named) -> list[str]:
