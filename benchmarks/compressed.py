@@ -245,7 +245,7 @@ def main() -> None:
         result = {"losses": losses, "link": link}[args.job](args)
         if int(os.environ["RANK"]) == 0:
             (Path(args.folder) / "found.json").write_text(json.dumps(result))
-        return
+        os._exit(0)  # a thread of gloo's that comes back from C++ when the interpreter has ended would abort it
     if args.small:
         args.steps, args.seeds, args.timed, args.held_out = 6, 1, 2, 2
     data = {"settings": settings(args, "folder", "job", "what", "seed")}

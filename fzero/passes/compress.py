@@ -329,11 +329,14 @@ class _Coding:
         idle = [a for a in self.spec.axes if self.mesh.axes[a] > 1 and a not in self.done]
         if self.done and (not idle or not self.program.assigns):
             return
-        leaves = [x for x in self.program.leaves.values() if x.role == "params"]
-        shown = [f"{x}: {why}" for x in leaves if (why := self.spec.refuses(x)) is not None]
-        more = [f"and {len(shown) - 5} more"] if len(shown) > 5 else []
         what = f"nothing would travel in codes over {', '.join(map(repr, idle))}" if idle else "does nothing"
-        along = ", ".join(sorted(self.axes)) or "none, on which transforms shard or divide the batch"
-        said = [f"{self.spec} on mesh {self.mesh}, axes of several ranks: {along}"]
+        said = [f"{self.spec}: the mesh has {self.mesh}"]
+        if not self.axes:
+            said.append("there is one rank along each axis that shards leaves or divides the batch")
+        else:
+            said.append(f"leaves are sharded, or the batch is divided, over {', '.join(sorted(self.axes))}")
+            leaves = [x for x in self.program.leaves.values() if x.role == "params"]
+            shown = [f"{x}: {why}" for x in leaves if (why := self.spec.refuses(x)) is not None]
+            said += [*shown[:5], *([f"and {len(shown) - 5} more"] if len(shown) > 5 else [])]
         fix = "leave compress out here; or select leaves of 4,096 elements and more that cross an axis"
-        raise FzeroValueError("compress", what, [*said, *shown[:5], *more], fix)
+        raise FzeroValueError("compress", what, said, fix)

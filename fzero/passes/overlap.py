@@ -481,9 +481,9 @@ def _is_reduction(line: Line) -> bool:
 
 
 def _sums(lines: Sequence[Line], waits: Mapping[str, Line], late: bool) -> dict[str, list[Line]]:
-    """For each reduction the lines that come with its wait: those that add codes up, or encode the sum for a further
-    transfer, or decode it; and, if they are to be `late` and no other line reads the results, those that add them to
-    totals."""
+    """For each reduction the lines that come with its wait: calls that add codes up, encode their sum for a further
+    transfer, or decode it. Lines that add its results to totals come too, if they are to be `late` and no other line
+    reads these."""
     readers, found = _every_reader(lines), {}
     summed = {x.out[0].name for x in lines if x.by == "compress" and x.op in (_DEAL, _GATHER)}
     for handle in (x.out[0].name for x in lines if _is_reduction(x) or (x.out and x.out[0].name in summed)):
