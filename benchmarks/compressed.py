@@ -37,7 +37,8 @@ FORMATS: dict[str, tuple[dict[str, Any] | None, float | None]] = {
     "4 ranks: int8, int4 between nodes": ({"grads": {"data": "int8", "node": "int4"}}, 0.01),
 }
 """Arguments of compress, and how much more the held-out loss may be, of fp32's."""
-PEERS = ("DDP", "DDP, fp16 hook", "FSDP2", "FSDP2, bf16")
+ALL_BF16 = "FSDP2, bf16, sums too"
+PEERS = ("DDP", "DDP, fp16 hook", "FSDP2", "FSDP2, bf16", ALL_BF16)
 OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "data_parallel": ("data_parallel", None),
     "data_parallel, int8": ("data_parallel", {"params": None}),
@@ -112,7 +113,12 @@ def link(args: argparse.Namespace) -> dict[str, Any]:
     if args.what in OURS:
         run, rank = _ours(*OURS[args.what], model, config)
     else:
-        library, bf16 = ("ddp" if "DDP" in args.what else "fsdp2"), args.what == "FSDP2, bf16"
+        library, bf16 = ("ddp" if "DDP" in args.what else "fsdp2"), "bf16" in args.what
+        if args.what == ALL_BF16:
+            from torch.distributed import fsdp
+
+            policy = fsdp.MixedPrecisionPolicy
+            fsdp.MixedPrecisionPolicy = lambda compute, reduce: policy(compute, compute)  # type: ignore[assignment]
         options = argparse.Namespace(optimizer="fused")
         make, rank = contestants._torch(options, contestants.Contestant(args.what, library, bf16=bf16), config)
         run = make() if "hook" not in args.what else _hooked(make)
