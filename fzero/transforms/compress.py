@@ -93,7 +93,7 @@ def compress(
     axis: str | None = None,
     where: Where | None = None,
 ) -> Any:
-    """Sends parameters and gradients in fewer bits, where the link between ranks binds.
+    """Sends parameters and gradients in fewer bits.
 
     A leaf of 4,096 elements and more travels in blocks of 256: a code for each element, and the block's scale. Smaller
     leaves travel as they are, in the same transfer. Not equal to the step without it, but near it
