@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fzero.step import EvalStep, State, Step, compose, eval_step, train_step
     from fzero.trace.block import block
     from fzero.transforms.accumulate import accumulate
+    from fzero.transforms.compress import compress
     from fzero.transforms.expert import expert_parallel
     from fzero.transforms.fp8 import fp8
     from fzero.transforms.offload import offload
@@ -64,6 +65,7 @@ _HOME = {
     "close_mesh": "mesh",
     "compile": "runtime.compile",
     "compose": "step",
+    "compress": "transforms.compress",
     "data_parallel": "transforms.shard",
     "eval_step": "step",
     "expert_parallel": "transforms.expert",
@@ -114,6 +116,7 @@ __all__ = [
     "close_mesh",
     "compile",
     "compose",
+    "compress",
     "data",
     "data_parallel",
     "deepspeed",

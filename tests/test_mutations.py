@@ -37,7 +37,12 @@ def loss_fn(params: Any, x: torch.Tensor, *, key: torch.Tensor) -> torch.Tensor:
     return fz.weighted((fz.random.dropout(key, x, 0.1) * params["scale"]).pow(2).sum(), x.numel())
 
 
-PARAMS = {"layers": [{"w": torch.eye(4), "b": torch.zeros(4)} for _ in range(2)], "scale": torch.ones(4)}
+def params_of(size: int) -> Any:
+    layers = [{"w": torch.eye(size), "b": torch.zeros(size)} for _ in range(2)]
+    return {"layers": layers, "scale": torch.ones(size)}
+
+
+PARAMS = params_of(4)
 APART = fz.AbstractMesh(data=2, unified_memory=False)
 PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
     "stage_0": (fz.data_parallel(), fz.AbstractMesh(data=2)),
@@ -82,6 +87,11 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
     ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),
     "redundant": (fz.compose(fz.shard_params(), fz.redundant(every=2), fz.offload("cpu", "opt_state")), APART),
+    "codes": (fz.compose(fz.shard_params(), fz.compress()), fz.AbstractMesh(data=2)),
+    "codes_replica": (
+        fz.compose(fz.shard_grads(), fz.data_parallel(axis="replica"), fz.compress(grads={"replica": "int4"})),
+        fz.AbstractMesh(replica=2, data=2),
+    ),
     "offload_nvme": (
         fz.compose(fz.mixed_precision("bf16"), fz.offload("nvme", ("opt_state", "params"), path="/scratch")),
         fz.AbstractMesh(data=1, unified_memory=False),
@@ -94,7 +104,8 @@ def program_of(name: str) -> Program:
     transform, mesh = PROGRAMS[name]
     last = optim.muon(0.1, other=optim.adamw(0.1)) if name == "whole" else optim.adamw(0.1)
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), last))
-    return fz.lower(transform(step), mesh, PARAMS, torch.ones(6, 4)).program
+    size = 64 if name.startswith("codes") else 4
+    return fz.lower(transform(step), mesh, params_of(size), torch.ones(6, size)).program
 
 
 def spliced(lines: tuple[Line, ...], path: tuple[int, ...], new: tuple[Line, ...]) -> tuple[Line, ...]:

@@ -189,7 +189,7 @@ def test_the_passes_that_run_are_listed_and_their_programs_can_be_had() -> None:
 
 
 def test_ops_are_named_where_they_are_emitted() -> None:
-    """Beside the table nine files name four ops or more: the passes that emit them."""
+    """Beside the table ten files name four ops or more: the passes that emit them."""
     named = {}
     for path in PACKAGE.rglob("*.py"):
         found = {
@@ -197,7 +197,7 @@ def test_ops_are_named_where_they_are_emitted() -> None:
         }
         if len(found) >= 4 and "ops" not in path.parts:
             named[path.relative_to(PACKAGE).as_posix()] = sorted(found)
-    assert len(named) <= 9 and all(path.startswith("passes/") for path in named), named
+    assert len(named) <= 10 and all(path.startswith("passes/") for path in named), named
 
 
 def test_each_row_is_complete() -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import test_experts as experts
 import torch
-from test_mutations import APART, PARAMS, loss_fn
+from test_mutations import APART, PARAMS, loss_fn, params_of
 
 import fzero as fz
 from fzero import optim
@@ -33,6 +33,7 @@ STEPS = {
     "plain": (fz.compose(), fz.AbstractMesh(data=1)),
     "zero-3": (fz.shard_params(), fz.AbstractMesh(data=2)),
     "whole": (fz.shard_params(), fz.AbstractMesh(data=2)),
+    "codes": (fz.compose(fz.shard_params(), fz.compress()), fz.AbstractMesh(data=2)),
     "cpu": (
         fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params"))),
         APART.of_type("cuda"),
@@ -60,7 +61,8 @@ def lower(name: str, *more: Any, **kwargs: Any) -> Lowered:
     transform, mesh = STEPS[name]
     last = optim.muon(0.1, other=optim.adamw(0.1)) if name == "whole" else optim.adamw(0.1)
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), last))
-    return fz.lower(fz.compose(transform, *more)(step), mesh, PARAMS, torch.ones(6, 4), **kwargs)
+    size = 64 if name == "codes" else 4
+    return fz.lower(fz.compose(transform, *more)(step), mesh, params_of(size), torch.ones(6, size), **kwargs)
 
 
 RAN = {
@@ -68,6 +70,7 @@ RAN = {
     "plain": "fuse remat cut_update hoist_updates pool",
     "zero-3": "fuse remat shard cut_update hoist_updates overlap pool",
     "whole": "fuse remat shard cut_update deal hoist_updates overlap pool",
+    "codes": "fuse remat shard compress cut_update hoist_updates overlap pool",
     "cpu": "fuse copies remat shard cut_update hoist_updates tiers overlap pool batch device_waits",
     "nvme": "fuse remat shard cut_update gradients hoist_updates tiers overlap pool device_waits",
     "stages": "fuse remat split_backward accumulate cut_update hoist_updates stages overlap pool",

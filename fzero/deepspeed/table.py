@@ -158,7 +158,7 @@ note zero_optimization.leaf_module | no hooks: every rank runs the same lines
   texts classes names name_suffixes
 refused zero_optimization [0, 1] | a second group of shards is not there
   count zero_hpz_partition_size
-refused zero_optimization [false] | transfers in 8 bits are fz.fp8's
+refused zero_optimization [false] | transfers in 8 bits are fz.compress's
   flag zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
 refused zero_optimization [null] | it updates by stale gradients
   any zenflow

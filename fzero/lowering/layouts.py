@@ -31,6 +31,7 @@ from fzero.trace.recorder import Recorded
 from fzero.transforms import shard
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
+from fzero.transforms.compress import Compress
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload, tiers_of
@@ -111,7 +112,8 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
         spec.check(leaves, tied)
     check_dims("compile", leaves, mesh)
     zero.check_once(leaves)
-    leaves = [zero.rests(leaf) for leaf in leaves]
+    coded = _coded(step, params, leaves, zero, known)
+    leaves = [zero.rests(leaf, of_codes) for leaf, of_codes in zip(leaves, coded, strict=True)]
     if (pipeline := find(step.transforms, Pipeline)) is not None and mesh.axes[pipeline.axis] > 1:
         leaves = [leaf.with_layout(only=pipeline.only(leaf)) for leaf in leaves]
     _check_where(step, leaves, tied)
@@ -148,12 +150,33 @@ def _frozen(step: Step | EvalStep, params: Any, known: Sequence[Leaf]) -> Sequen
     return [x.dtype == precision.frozen_dtype(x) for x in known] or [False] * len(tree.leaves(params))
 
 
+def _coded(
+    step: Step | EvalStep, params: Any, leaves: Sequence[Leaf], zero: Zero, known: Sequence[Leaf]
+) -> Sequence[bool]:
+    """For each leaf whether codes are made of it in each step, so that its master is read by its owner alone."""
+    spec = find(step.transforms, Compress)
+    if spec is None or spec.params is None:
+        return [False] * len(leaves)
+    finest = [zero.opt_state(leaf) for leaf in leaves]
+    if isinstance(step, Step):
+        trained = step.trains(params)
+    else:
+        trained = (
+            [x.layout.axes == axes for x, axes in zip(known, finest, strict=True)] if known else [True] * len(leaves)
+        )
+    travels = [
+        leaf.dtype.is_floating_point and any(map(spec.of_params, axes))
+        for leaf, axes in zip(leaves, finest, strict=True)
+    ]
+    return [a and b for a, b in zip(trained, travels, strict=True)]
+
+
 def _check_where(step: Step | EvalStep, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
     """Raises naming the tied leaves of which a transform is about some paths alone, or the leaves of which it is about
     none. fp8 asks all paths (transforms/fp8.py)."""
     metas = [leaf.meta for leaf in leaves]
     for transform in step.transforms:
-        if not isinstance(transform, (MixedPrecision, Offload, shard.Parallel)) or transform.where is None:
+        if not isinstance(transform, (MixedPrecision, Offload, Compress, shard.Parallel)) or transform.where is None:
             continue
         accepted = [bool(transform.where(leaf.path, x)) for leaf, x in zip(leaves, metas, strict=True)]
         if not any(accepted) and (missed := accepts_none("where", transform.where, [leaf.path for leaf in leaves])):

@@ -28,7 +28,7 @@ def hoist_updates(program: Program) -> Program:
     later = _next_blocks(lines[:first])
     travels = not program.mesh.unified_memory and any(leaf.layout.tier != "device" for leaf in program.leaves.values())
     gathered = {x.out[0].name for x in lines if x.op in COLLECTIVES}
-    arrives = [OPS[x.op].waits and x.args[0] in gathered for x in lines]
+    arrives = [x.of_codes or (OPS[x.op].waits and x.args[0] in gathered) for x in lines]
     behind = [*range(first)]  # the line that each comes right after, itself before the optimizer
     for number in range(first, len(lines)):
         at = max((behind[i] for i in before[number]), default=-1)
@@ -51,6 +51,11 @@ def _next_blocks(lines: Sequence[Line]) -> list[int]:
         micro, count = lines[i].micro or (0, 1)
         if lines[i].is_backward and lines[i].ends_block and micro == count - 1:
             found = i
-            while found + 1 < len(lines) and lines[found + 1].op in ("cast", "add", "split_parts", *COLLECTIVES):
+            while found + 1 < len(lines) and _leaves(lines[found + 1]):
                 found += 1
     return out
+
+
+def _leaves(line: Line) -> bool:
+    """Whether a line behind a block sees to it that gradients leave."""
+    return line.op in ("cast", "add", "split_parts", *COLLECTIVES) or line.of_codes

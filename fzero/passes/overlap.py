@@ -7,13 +7,13 @@ Deterministic, and the same on every rank: all that is free is in `Order`, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fzero.program.ir import Line, Program, Value, repeats
 from fzero.program.ops import COLLECTIVES, COPIES, OPS, STARTS, Start, stays, transfer_bytes
 
-_GATHER, _SCATTER = "all_gather_start", "reduce_scatter_start"
+_GATHER, _SCATTER, _DEAL = "all_gather_start", "reduce_scatter_start", "all_to_all_start"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
     def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
         lines = [replace(x, body=visit(x.body)) if x.body else x for x in lines]
         if choice.coalesced:
-            lines = _coalesce(_coalesce(lines, _GATHER, choice.coalesced, sent), _SCATTER, choice.coalesced, sent)
+            for op in (_GATHER, _SCATTER):
+                lines = _coalesce(lines, op, choice.coalesced, sent, state)
         for row in STARTS.values():
             if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
                 lines = _Hoisting(lines, row, state, choice.ahead).run()
@@ -118,6 +119,11 @@ def _hops(lines: Sequence[Line]) -> dict[str, int]:
     return found
 
 
+def _of_shards(line: Line, state: Collection[str]) -> bool:
+    """Whether a line can come as soon as one likes: it casts shards, or encodes leaves."""
+    return line.op == "cast" or (line.of_codes and all(a in state for a in line.args))
+
+
 def coalescable(program: Program, limit: int) -> bool:
     """Whether there may be two gathers, or two reductions, to travel as one: each sends fewer bytes than the limit."""
     sent = [
@@ -153,11 +159,13 @@ def _share(program: Program, pairs: dict[str, str]) -> Program:
     return program.map_lines(lambda line: [] if numbers.get(id(line)) in dropped else [line.rename(names)])
 
 
-def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int]) -> list[Line]:
+def _coalesce(
+    lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int], state: Collection[str]
+) -> list[Line]:
     """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a
     reduction the one after."""
     waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
-    groups = [group for group in _alike(lines, op, limit, sent, waits) if len(group) > 1]
+    groups = [group for group in _alike(lines, op, limit, sent, waits, state) if len(group) > 1]
     new: dict[int, list[Line]] = {}
     for group in groups:
         handle: Value = group[0].out[0]
@@ -167,23 +175,29 @@ def _coalesce(lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line],
         new.update((id(x), []) for x in (*group, *waiting))
         new[id(group[0] if op == _GATHER else group[-1])] = [start]
         new[id(waiting[0] if op == _GATHER else waiting[-1])] = [wait]
-    # the casts of shards that join an earlier gather come before it
+    # the casts of shards that join an earlier gather, and their codes, come before it
     moved = {a for group in groups for x in group[1:] for a in x.args} if op == _GATHER else set()
-    casts = {v.name: x for x in lines if x.op == "cast" for v in x.out if v.name in moved}
+    casts = {v.name: x for x in lines if _of_shards(x, state) for v in x.out if v.name in moved}
     new.update((id(x), []) for x in casts.values())
     for group in groups if casts else ():
-        new[id(group[0])] = [*(casts[a] for x in group[1:] for a in x.args if a in casts), *new[id(group[0])]]
+        along = {id(casts[a]): casts.pop(a) for x in group[1:] for a in x.args if a in casts}
+        new[id(group[0])] = [*along.values(), *new[id(group[0])]]
     return [y for x in lines for y in new.get(id(x), [x])]
 
 
 def _alike(
-    lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int], waits: Mapping[str, Line]
+    lines: Sequence[Line],
+    op: str,
+    limit: int,
+    sent: Callable[[Line], int],
+    waits: Mapping[str, Line],
+    state: Collection[str],
 ) -> list[list[Line]]:
     """The transfers of one kind in groups that can travel together."""
     transfers = [x for x in lines if x.op == op]
     largest = max((sent(x) for x in transfers), default=0)
     between = lambda group, line: (  # noqa: E731
-        _read_between(lines, waits, group, line) if op == _SCATTER else _made_between(lines, group[0], line)
+        _read_between(lines, waits, group, line) if op == _SCATTER else _made_between(lines, group[0], line, state)
     )
     groups: list[list[Line]] = []
     for line in transfers:
@@ -196,14 +210,14 @@ def _alike(
     return groups
 
 
-def _made_between(lines: Sequence[Line], first: Line, later: Line) -> bool:
-    """Whether the arguments of a later gather are made or written after an earlier one. Casts of shards do not count:
-    they can be made sooner."""
+def _made_between(lines: Sequence[Line], first: Line, later: Line, state: Collection[str]) -> bool:
+    """Whether the arguments of a later gather are made or written after an earlier one. Casts of shards do not count,
+    nor do their codes: they can be made sooner."""
     after = next(i for i, x in enumerate(lines) if x is first)
-    made = {v.name for x in lines[after:] if x.op != "cast" for v in x.out} | {
+    made = {v.name for x in lines[after:] if not _of_shards(x, state) for v in x.out} | {
         w for x in lines[after:] for w in x.writes
     }
-    sources = {v.name: x.args[0] for x in lines if x.op == "cast" for v in x.out}
+    sources = {v.name: a for x in lines if _of_shards(x, state) for v, a in zip(x.out, x.args, strict=False)}
     return any(a in made or sources.get(a, a) in made for a in later.args)
 
 
@@ -220,7 +234,8 @@ def _is_update(line: Line) -> bool:
 
 
 _CARRIED = {"cast", "join_parts", "wait", *COPIES}
-"""The ops that a transfer takes along when it starts sooner: casts of its shards, and copies from another tier."""
+"""The ops that a transfer takes along when it starts sooner: casts of its shards, and copies from another tier. The
+calls that make its codes come along too."""
 
 
 class _Hoisting:
@@ -240,7 +255,8 @@ class _Hoisting:
         self.hops = _hops(lines)  # the first of several starts so many blocks sooner, as the last is there then
         self.updates = {id(x) for x in lines if _is_update(x)}
         first = lambda x: x.segment.index == 0  # noqa: E731
-        reads = lambda x: x.fn and not x.writes and first(x) and not fetched.isdisjoint(x.args)  # noqa: E731
+        own = lambda x: x.fn and not x.writes and not x.of_codes  # noqa: E731
+        reads = lambda x: own(x) and first(x) and not fetched.isdisjoint(x.args)  # noqa: E731
         self.calls = {id(x) for x in lines if x.begins_block or reads(x)}
         self.blocks = {id(x) for x in lines if id(x) in self.calls and not repeats(x)}
         self.readers = _readers(lines)
@@ -310,7 +326,8 @@ class _Hoisting:
         """Whether a transfer's arguments are made for it alone: from leaves, or by a gather over another axis."""
         if maker.op == "wait" and line.op == self.made[maker.args[0]].op == _GATHER:
             return True
-        return maker.op in _CARRIED and not maker.writes and _from_state(maker, self.made, self.state)
+        carried = maker.op in _CARRIED or maker.of_codes
+        return carried and not maker.writes and _from_state(maker, self.made, self.state)
 
 
 def _readers(lines: Sequence[Line]) -> dict[str, Line]:
@@ -323,7 +340,7 @@ def _readers(lines: Sequence[Line]) -> dict[str, Line]:
 
     def reader(name: str) -> Line | None:
         line = first.get(name)
-        while line is not None and line.op in (_GATHER, *_CARRIED):
+        while line is not None and (line.op in (_GATHER, *_CARRIED) or line.of_codes):
             made = started.get(line.out[0].name, ()) if line.op in (_GATHER, *COPIES) and line.out else line.out
             line = next((first[v.name] for v in made if v.name in first), None)
         return line
@@ -337,7 +354,8 @@ def _readers(lines: Sequence[Line]) -> dict[str, Line]:
 def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
     """Whether all that a line reads are leaves of the state, or copies of some; but for the scale of a cast."""
     args = line.args[:1] if line.op == "cast" else line.args
-    return all(a in state or (a in made and made[a].op in _CARRIED and _from_state(made[a], made, state)) for a in args)
+    carried = lambda x: x.op in _CARRIED or x.of_codes  # noqa: E731
+    return all(a in state or (a in made and carried(made[a]) and _from_state(made[a], made, state)) for a in args)
 
 
 def _join_sums(lines: Sequence[Line], num: int, values: Mapping[str, Value]) -> list[Line]:
@@ -375,11 +393,11 @@ class _Sinking:
 
     def __init__(self, lines: Sequence[Line], late_sums: bool):
         self.lines, self.waits = lines, {x.args[0]: x for x in lines if OPS[x.op].waits}
-        self.onward = _onward(lines, self.waits)
-        self.sums = _sums(lines, self.waits) if late_sums else {}
+        self.sums = _sums(lines, self.waits, late_sums)
+        self.onward = _onward(lines, self.waits, self.sums)
         away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
         self.leaving = {handle for handle, x in away.items() if not x.writes}
-        reduced = {x.out[0].name for x in lines if x.op == _SCATTER or (x.op in COPIES and x.writes)}
+        reduced = {x.out[0].name for x in lines if _is_reduction(x) or (x.op in COPIES and x.writes)}
         self.reduced = reduced | {*away, *self.onward}
         self.here = self.reduced - self.leaving  # those that an update passes, and one on the host
         self.kept = self.reduced - {*away}
@@ -457,25 +475,42 @@ def _every_reader(lines: Sequence[Line]) -> dict[str, list[Line]]:
     return readers
 
 
-def _sums(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, list[Line]]:
-    """For each reduction the lines that add its results to totals, if no other line reads them."""
+def _is_reduction(line: Line) -> bool:
+    """Whether a transfer makes shards of a sum: its wait brings these, or codes of summands."""
+    return line.op == _SCATTER or (line.op == _DEAL and line.by == "compress")
+
+
+def _sums(lines: Sequence[Line], waits: Mapping[str, Line], late: bool) -> dict[str, list[Line]]:
+    """For each reduction the lines that come with its wait: calls that add codes up, encode their sum for a further
+    transfer, or decode it. Lines that add its results to totals come too, if they are to be `late` and no other line
+    reads these."""
     readers, found = _every_reader(lines), {}
-    for handle in (x.out[0].name for x in lines if x.op == _SCATTER):
-        added = [x for v in waits[handle].out for x in readers.get(v.name, [])]
-        if added and all(x.op == "accumulate" for x in added):
-            found[handle] = added
+    summed = {x.out[0].name for x in lines if x.by == "compress" and x.op in (_DEAL, _GATHER)}
+    for handle in (x.out[0].name for x in lines if _is_reduction(x) or (x.out and x.out[0].name in summed)):
+        brought, along = [v.name for v in waits[handle].out], list[Line]()
+        comes = lambda x: x.of_codes and {*x.args} <= {*brought}  # noqa: B023, E731
+        while calls := {id(x): x for a in brought for x in readers.get(a, []) if comes(x)}:
+            along += calls.values()
+            brought = [v.name for x in calls.values() for v in x.out]
+        added = [x for a in brought for x in readers.get(a, [])]
+        if late and added and all(x.op == "accumulate" for x in added):
+            along += added
+        if along:
+            found[handle] = along
     return found
 
 
-def _onward(lines: Sequence[Line], waits: Mapping[str, Line]) -> dict[str, Line]:
-    """For each reduction the one over the next axis that takes all it brings further, if that is all that becomes of
-    it: it starts when the first is waited for, which holds up no block."""
+def _onward(lines: Sequence[Line], waits: Mapping[str, Line], sums: Mapping[str, Sequence[Line]]) -> dict[str, Line]:
+    """For each reduction the transfer that takes all it brings further, over the next axis or as codes of the sum, if
+    that is all that becomes of it: it starts when the first is waited for, which holds up no block."""
     readers, found = _every_reader(lines), {}
-    for start in (x for x in lines if x.op in COLLECTIVES and x.op != _GATHER):
-        brought = [v.name for v in waits[start.out[0].name].out]
+    for start in (x for x in lines if x.op in COLLECTIVES and (x.op != _GATHER or x.by == "compress")):
+        handle = start.out[0].name
+        last = (sums.get(handle) or [waits[handle]])[-1]
+        brought = [v.name for v in last.out]
         next_ = {id(x): x for a in brought for x in readers.get(a, [])}
         if len(next_) == 1 and (line := next(iter(next_.values()))).op in COLLECTIVES and [*line.args] == brought:
-            found[start.out[0].name] = line
+            found[handle] = line
     return found
 
 

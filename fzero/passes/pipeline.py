@@ -1,7 +1,7 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
     recorded program -- fuse, copies --> base program -- remat, cut, split_backward, accumulate, shard,
-    cut_update -->
+    compress, cut_update -->
     lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
     rename, pool, batch, device_waits --> finished program
 
@@ -23,6 +23,7 @@ from fzero.layout import TIERS, Leaf, in_slot
 from fzero.passes import (
     accumulate,
     batch,
+    compress,
     copies,
     cut,
     fuse,
@@ -52,6 +53,7 @@ from fzero.program.ops import STARTS
 from fzero.program.verify import BUG, verify
 from fzero.program.verify_pool import check
 from fzero.transforms.base import Transform, find
+from fzero.transforms.compress import Compress
 from fzero.transforms.offload import Offload
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.remat import Remat
@@ -239,6 +241,12 @@ PASSES = (
         tried=lambda choice, program, _: [replace(choice, whole_grads=True)] if _loops(program) else (),
         grows=lambda choice, program, _: choice.shares("stay") if _stays_open(program) else (),
         needed="without it every rank would train by itself",
+    ),
+    Pass(
+        "compress",
+        lambda program, asked, _: compress.rewrite(program, asked.zero),
+        wanted=lambda program, *_: find(program.transforms, Compress),
+        needed="values would travel in more bits than the step asks for",
     ),
     Pass(
         "cut_update",

@@ -82,10 +82,10 @@ class Zero:
         """The axes that cut parameters gathered once a step, of blocks whose parts stay gathered."""
         return self.once.before(self.params(param)) if self.once else self.params(param)
 
-    def rests(self, param: Leaf) -> Leaf:
-        """The parameter as it rests: a master that is only read to be cast as finely cut as its state."""
+    def rests(self, param: Leaf, coded: bool = False) -> Leaf:
+        """The parameter as it rests: a master that is only read to be cast, or `coded`, as finely cut as its state."""
         finest = self.opt_state(param)
-        return param.with_layout(axes=finest if self.casts(param) else self.params(param), grid=finest)
+        return param.with_layout(axes=finest if coded or self.casts(param) else self.params(param), grid=finest)
 
     def check_once(self, leaves: Sequence[Leaf]) -> None:
         """Raises if none of these parameters is cut over the axis of `once_a_step`, though a transform names it."""

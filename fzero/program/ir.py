@@ -263,6 +263,11 @@ class Line(Generic[A]):
         return isinstance(self.attrs, CallAttrs) and self.attrs.scales
 
     @property
+    def of_codes(self) -> bool:
+        """Whether it makes or reads the codes in which values travel (passes/compress.py): it belongs to a transfer."""
+        return self.by == "compress" and bool(self.fn)
+
+    @property
     def of_sums(self) -> bool:
         """Whether it reads totals over all ranks and micro-batches; any other line reads this rank's own values."""
         return isinstance(self.attrs, CallAttrs) and self.attrs.of_sums

@@ -233,4 +233,5 @@ def _reference(
             tolerance[f"after metrics {output}"] = plain.tolerances[1][path]
     given = {v.name for v in program.inputs} & leaves.keys()
     before = {name: wholes.get(name, leaves[name]) for name in given}
-    return Reference(parts, before, after, tolerance, 32 * s.size.value if precise else 0.0), axes
+    coarse = 32 * max(s.size.value if precise else 0.0, *s.size.coded)
+    return Reference(parts, before, after, tolerance, coarse), axes

@@ -290,7 +290,7 @@ def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff
             come = norm(x) if metric else norm(x.to(torch.float64) - exact[0][path].to(torch.float64))
             num_stored = 0 if metric else t + (unit(size.store) > unit(x.dtype))
             stored = math.sqrt(num_stored) * max(unit(x.dtype), unit(size.store)) * norm(x)
-            most[path] = 2 * _farthest([run[t][path] for run in others], x) + LAMBDA * (size.value * come + stored)
+            most[path] = 2 * _farthest([run[t][path] for run in others], x) + LAMBDA * (size.with_codes * come + stored)
         tolerances.append(most)
     return Trajectory(first, exact, tolerances)
 

@@ -80,7 +80,7 @@ class Interpreter:
         return x.chunk(self.mesh.axis_size(axes))[self.mesh.index(axes)].clone()
 
     def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
-        return gather(self.mesh, x, axis)
+        return gather(self.mesh, x.reshape(-1), axis)
 
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         dist.all_reduce(x, _OPS[op], self.mesh.group(axis))

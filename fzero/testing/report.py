@@ -113,8 +113,8 @@ class Report:
         blame: where a difference begins; None if there is none.
         skipped: steps that were taken again, with a lower loss scale.
         wanted: steps that were asked for; those after which the plain step itself is not finite are not compared.
-        exact: of the same step without `mixed_precision`, if it has that and other transforms: its tolerances are about
-            a thousand times tighter.
+        exact: of the same step without the transforms that round, such as `mixed_precision`, if it has some and others:
+            its tolerances are about a thousand times tighter.
 
     Example:
         >>> import torch, fzero as fz
@@ -170,7 +170,7 @@ class Report:
             out.append(TextTable("where it begins", ("", ""), _blamed(self.blame)))
         if self.exact is not None and not self.exact.equivalent:
             first, *rest = self.exact.tables()
-            out += [first._replace(title=f"without mixed_precision: {first.title}"), *rest]
+            out += [first._replace(title=f"without {self._rounding()}: {first.title}"), *rest]
         return out
 
     def remarks(self) -> Sequence[str]:
@@ -185,10 +185,15 @@ class Report:
             )
         if self.exact is not None and self.exact.equivalent:
             lines.append(
-                f"without mixed_precision: equivalent in all {len(self.exact.differences)} leaves, with a roundoff of "
-                f"{self.exact.roundoff.split()[0]}"
+                f"without {self._rounding()}: equivalent in all {len(self.exact.differences)} leaves, with a roundoff "
+                f"of {self.exact.roundoff.split()[0]}"
             )
         return lines
+
+    def _rounding(self) -> str:
+        """The names of the transforms that `exact` is without."""
+        left = self.exact.transforms if self.exact is not None else ()
+        return ", ".join(x.partition("(")[0] for x in self.transforms if x not in left)
 
     def to_json(self) -> str:
         # of `exact` too, without its verdict: that is in its leaves

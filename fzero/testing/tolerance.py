@@ -12,7 +12,8 @@ ed., 2002, chapter 3). Here
 Here n is the longest chain of summations and operations in the step: a matrix product counts its inner dim, a sum its
     length, any other operation one. The dtype of sums, float32 or wider, gives u_sum. The number of ranks times
     micro-batches is `parts`, and the dtype of reduced gradients gives u_reduce. Every parameter and input is rounded
-    once to the compute dtype, or to that of products' operands if it is lower: u_compute.
+    once to the compute dtype, or to that of products' operands if it is lower: u_compute. What travels in codes is
+    rounded further, by half a step of its block's largest: that moves parameters and gradients apart from each other.
 
 What the loss, the optimizer and the steps before make of errors of that size is not bounded but measured, by runs of
 the plain step. Four of them run in the compute dtype, with random moves of relative size `lambda roundoff`: of every
@@ -55,13 +56,14 @@ from fzero.program.ir import Program
 from fzero.step import Step
 from fzero.step.checks import wants_key
 from fzero.transforms.base import find
+from fzero.transforms.compress import Compress
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision
 
 LAMBDA = 4.0
 """The factor of [Note: tolerance]: one rounding in 1500 is beyond it, and the sum of a chain all but never."""
-PRECISIONS = (MixedPrecision, Fp8)
-"""The transforms that change what a step computes in."""
+PRECISIONS = (MixedPrecision, Fp8, Compress)
+"""The transforms that change what a step computes, or sends, in."""
 WAYS = (1, -1)
 """In which gradients are moved: a run of the plain step each."""
 NUM_MOVED = 4
@@ -94,12 +96,18 @@ class Roundoff:
     given: torch.dtype  # in which the plain step rests and computes
     operands: torch.dtype  # that products round to
     kept: frozenset[str] = frozenset()  # the paths of parameters that are not cast, such as buffers of a module
+    coded: tuple[float, float] = (0.0, 0.0)  # the roundings of parameters and of gradients that travel in codes
 
     @property
     def value(self) -> float:
         rounded = max(unit(self.compute), unit(self.store), unit(self.operands))
         rounded = rounded if rounded > unit(self.given) else 0.0
         return math.sqrt(self.chain * unit(self.sum) ** 2 + self.parts * unit(self.reduce) ** 2 + rounded**2)
+
+    @property
+    def with_codes(self) -> float:
+        """The relative error of one execution whose transfers are in codes."""
+        return math.hypot(self.value, *self.coded)
 
     def __str__(self) -> str:
         dtypes = {
@@ -108,10 +116,10 @@ class Roundoff:
             "computed": self.compute,
             **({"multiplied": self.operands} if self.operands != self.compute else {}),
         }
-        names = {what: tree.dtype_name(d) for what, d in dtypes.items()}
-        return f"{self.value:.1e} = a chain of {self.chain:,} roundings, {self.parts} parts; " + ", ".join(
-            f"{what} in {n}" for what, n in names.items()
-        )
+        said = [f"{what} in {tree.dtype_name(d)}" for what, d in dtypes.items()]
+        sent = zip(("parameters", "gradients"), self.coded, strict=True)
+        said += [f"{what} sent to {rounding:.1e}" for what, rounding in sent if rounding]
+        return f"{self.value:.1e} = a chain of {self.chain:,} roundings, {self.parts} parts; {', '.join(said)}"
 
 
 def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
@@ -138,7 +146,9 @@ def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
     kept = frozenset(
         path for path in tree.paths(params, "params") if keeps(path, precision.compute if precision else "")
     )
-    return Roundoff(longest_chain(base), parts, sums, reduced, compute, store, coarsest, operands, kept)
+    sent = find(step.transforms, Compress)
+    coded = (0.0, 0.0) if sent is None else (sent.rounding(sent.params), sent.rounding(sent.grads))
+    return Roundoff(longest_chain(base), parts, sums, reduced, compute, store, coarsest, operands, kept, coded)
 
 
 def longest_chain(program: Program) -> int:
@@ -193,7 +203,8 @@ def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]
             function of it.
         seen: gets the gradients of each step.
     """
-    key, by = fzrandom.fold_in(fzrandom.key(0x7E57), number), LAMBDA * size.value
+    key = fzrandom.fold_in(fzrandom.key(0x7E57), number)
+    by, of_grads = (LAMBDA * math.hypot(size.value, rounding) for rounding in size.coded)
     way = WAYS[number % len(WAYS)]
 
     def nudged(x: torch.Tensor, number: int) -> torch.Tensor:
@@ -215,7 +226,7 @@ def moved(step: Step, size: Roundoff, number: int, seen: list[list[torch.Tensor]
 
     def shifted(t: int, i: int, x: torch.Tensor) -> torch.Tensor:
         present = x != 0
-        return x + way * by * (x.square().sum() / present.sum().clamp(min=1)).sqrt() * present
+        return x + way * of_grads * (x.square().sum() / present.sum().clamp(min=1)).sqrt() * present
 
     return with_gradients(replace(step, loss_fn=with_key if wants_key(step.loss_fn) else loss_fn), shifted, seen)
 

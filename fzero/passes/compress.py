@@ -1,0 +1,342 @@
+"""Has parameters and gradients travel in codes (precision/codes.py): rewrites the transfers that spreading a program
+over the mesh has placed, each by itself.
+
+    w_codes = encode(params['w'])                 # once a step, ahead of all lines that read it, of what rests
+    w = decode(all_gather(w_codes))
+
+    codes = encode_grads(d_w, ...)                # of a block: the parts of all ranks, one behind the other
+    d_w_shard, ... = decode_sum(all_to_all(codes))
+
+Where the sum is to be whole it is encoded again, `recode`, and gathered, and every rank decodes the same bits. Codes of
+parameters are shards as their leaf is, and move over several axes as that does; codes of gradients are ranks' own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from fzero import compat
+from fzero.boxes import Dim
+from fzero.errors import FzeroValueError
+from fzero.layout import BLOCK, Leaf
+from fzero.passes.zero import Zero
+from fzero.precision import codes
+from fzero.precision.codes import Form, Format, Wire
+from fzero.program.attrs import GatherAttrs, ScatterAttrs
+from fzero.program.ir import WHOLE, Line, Placement, Program, Value, moving
+from fzero.program.lines import Functions
+from fzero.program.names import Names, identifier
+from fzero.program.ops import OPS, STARTS
+from fzero.trace.recorder import Recorded
+from fzero.transforms.base import find
+from fzero.transforms.compress import Compress
+
+_GATHER = "all_gather_start"
+_REDUCTIONS = ("reduce_scatter_start", "all_reduce_start")
+_KEEPS = ("wait", "accumulate", "flatten", "split_parts", "add")
+"""The ops whose results are the gradient that they read."""
+
+
+def rewrite(program: Program, zero: Zero) -> Program:
+    """The program whose transfers are in codes.
+
+    Raises:
+        FzeroValueError: an axis of the transform is not on the mesh, or nothing travels in codes over it, or at all.
+    """
+    spec = find(program.transforms, Compress)
+    assert spec is not None
+    axes = {a for r in zero.specs for a in r.axes if program.mesh.axes[a] > 1}.difference(zero.computed)
+    return _Coding(program, spec, axes).run()
+
+
+class _Bundle(NamedTuple):
+    """The gradients of a transfer that ranks along the same axes have as their own.
+
+    Attributes:
+        encode: the call that encodes them.
+        sent, come: its results, before and behind the deal.
+        add: the call that adds up.
+        wholes: gathered sums in codes, if sums are to be whole.
+        decode: the last call.
+    """
+
+    encode: Line
+    sent: Sequence[Value]
+    come: Sequence[Value]
+    add: Line
+    wholes: Sequence[Value]
+    decode: Line
+
+
+class _Coding:
+    def __init__(self, program: Program, spec: Compress, axes: Iterable[str]):
+        self.program, self.spec, self.axes, self.mesh = program, spec, {*axes}, program.mesh
+        self.values, self.names = program.values_by_name, Names(program.values())
+        self.functions = Functions(program.functions)
+        self.device = torch.device(compat.trace_device(self.mesh.device_type))
+        lines = [line for line, _ in program.walk()]
+        self.made = {v.name: line for line in lines for v in line.out}
+        self.waits = {line.args[0]: line for line in lines if OPS[line.op].waits}
+        self.leaf_of = {**self._params(lines), **self._grads()}
+        self.read = {a for x in lines for a in x.args if not self._takes_codes(x, a)}  # by values
+        self.read |= {*program.outputs}
+        self.codes: dict[str, Value] = {}  # of a parameter, of a cast of it, or of what was gathered of it
+        self.wires: dict[str, Wire] = {}  # likewise
+        self.num_deals = 0
+        self.before: list[Line] = []  # what is encoded ahead of a line, or of the loop that it is in
+        self.starts: dict[str, Line] = {}  # of handles that carry codes, the gather as it was
+        self.done: set[str] = set()  # axes over which something travels in codes
+        self.gone: set[str] = set()  # waits that have another in their place
+
+    def run(self) -> Program:
+        if unknown := [a for a in self.spec.axes if a not in self.mesh.axes]:
+            said = [f"{a!r}: the mesh has {self.mesh}" for a in unknown]
+            raise FzeroValueError("compress", "unknown mesh axis", said, "name an axis of the mesh")
+        lines = list[Line]()
+        for line in self.program.lines:
+            new = self._line(line)
+            lines += [*self.before, *new]
+            self.before = []
+        self._check()
+        read = {a for line in lines for x in line.with_body() for a in x.args} | {*self.program.outputs}
+        idle = lambda x: x.op == "cast" and read.isdisjoint(v.name for v in x.out)  # noqa: E731
+        kept = [replace(x, body=tuple(y for y in x.body if not idle(y))) if x.body else x for x in lines]
+        lines = [x for x in kept if not idle(x)]
+        return replace(self.program, lines=tuple(lines), functions=self.functions.by_name)
+
+    # --- what travels ---
+
+    def _params(self, lines: Sequence[Line]) -> dict[str, Leaf]:
+        """The leaf of each value that is a parameter: it itself, a cast of it, or what is gathered of that."""
+        found = {x.path: x for x in self.program.leaves.values() if x.role in ("params", "compute")}
+        for line in lines:
+            source = self.made.get(line.args[0]) if line.op == "wait" else None
+            if line.op == "cast" and len(line.out) == 1:
+                source = line
+            if source is not None and source.op in (_GATHER, "cast"):
+                found.update((v.name, found[a]) for v, a in zip(line.out, source.args, strict=False) if a in found)
+        return found
+
+    def _grads(self) -> dict[str, Leaf]:
+        """The leaf of each gradient, and of what becomes one when it is added up and reduced."""
+        found = dict[str, Leaf]()
+        todo = [(g, self.program.leaves[path]) for path, g in self.program.grads.items()]
+        while todo:
+            name, leaf = todo.pop()
+            line = self.made.get(name)
+            if name in found or line is None:
+                continue
+            found[name] = leaf
+            if line.op in _KEEPS:
+                source = self.made[line.args[0]] if line.op == "wait" else line
+                todo += [(a, leaf) for a in source.args[[v.name for v in line.out].index(name) :: len(line.out)]]
+        return found
+
+    def _format(self, line: Line) -> Format | None:
+        """The format of a transfer, of parameters or gradients."""
+        (axis,) = line.axes if len(line.axes) == 1 else ("",)
+        of = self.spec.of_params if line.op == _GATHER else self.spec.of_grads
+        return of(axis) if axis in self.axes else None
+
+    def _takes_codes(self, line: Line, name: str) -> bool:
+        """Whether a line gathers a value in codes, if it has any: not where parts along a dim come."""
+        if line.op != _GATHER or self._format(line) is None:
+            return False
+        return STARTS[_GATHER].arrives(line, self.values[name].placement).kind != "parts"
+
+    def _wire(self, name: str, format: Format, numel: int) -> Wire:
+        """A value as it travels in parts of so many elements."""
+        value, leaf = self.values[name], self.leaf_of[name]
+        whole = self.program.leaves.get(leaf.master, leaf)
+        refused = self.spec.refuses(whole) or value.dtype.itemsize == 1 or numel % BLOCK
+        narrow = format.bits == 16 and value.dtype.itemsize == 2
+        return Wire(None if refused or narrow else format, numel, value.dtype)
+
+    def _held(self, value: Value) -> Form:
+        return Form(value.held(self.mesh), value.dtype)
+
+    # --- lines ---
+
+    def _line(self, line: Line) -> list[Line]:
+        if line.body:
+            return [replace(line, body=tuple(new for x in line.body for new in self._line(x)))]
+        if line.op == _GATHER and (format := self._format(line)) and self.leaf_of.keys() & {*line.args}:
+            return self._gather(line, format)
+        if line.op == "wait" and line.args[0] in self.starts:
+            return self._gathered(line, self.starts[line.args[0]])
+        if line.op == "wait" and line.args[0] in self.gone:
+            return []
+        if line.op in _REDUCTIONS and (format := self._format(line)):
+            return self._reduce(line, format)
+        return [line]
+
+    def _call(self, fn: str, graph: Recorded, args: Sequence[str], out: Sequence[Value]) -> Line:
+        return Line("call", tuple(args), tuple(out), self.functions.add(fn, graph), by=self.spec.name)
+
+    def _gather(self, line: Line, format: Format) -> list[Line]:
+        takes = [a for a in line.args if a in self.leaf_of and self._takes_codes(line, a)]
+        fresh = [a for a in takes if a not in self.codes]
+        wires = {a: self._wire(a, format, math.prod(self._held(self.values[a]).shape)) for a in fresh}
+        lines = self._encoded({a: wire for a, wire in wires.items() if wire.format is not None})
+        sent = tuple(self.codes[a].name if a in takes and a in self.codes else a for a in line.args)
+        if sent == line.args:
+            return [line]
+        self.done.update(line.axes)
+        self.starts[line.out[0].name] = line
+        return [*lines, replace(line, args=sent)]
+
+    def _encoded(self, wires: dict[str, Wire]) -> list[Line]:
+        """The codes of shards: of what rests once a step, ahead of all that reads it."""
+        lines, self.wires = list[Line](), {**self.wires, **wires}
+        rests = {a: path for a in wires if (path := self._resting(a)) is not None}
+        self.codes |= {a: self.codes[path] for a, path in rests.items() if path in self.codes}
+        early = {path: wires[a] for a, path in rests.items() if a not in self.codes}
+        for group, place in ((early, self.before), ({a: w for a, w in wires.items() if a not in rests}, lines)):
+            if group:
+                given = tuple(self._held(self.values[a]) for a in group)
+                made = [self._coded(a, wire) for a, wire in group.items()]
+                graph = codes.shard_encoder(given, tuple(group.values()), self.device)
+                place.append(self._call("encode", graph, [*group], made))
+        self.codes |= {a: self.codes[path] for a, path in rests.items()}
+        return lines
+
+    def _resting(self, name: str) -> str | None:
+        """The leaf that a value is, or is cast from: codes are of what rests."""
+        made = self.made.get(name)
+        source = name if made is None else made.args[0] if made.op == "cast" else None
+        return source if source in self.program.leaves else None
+
+    def _coded(self, name: str, wire: Wire) -> Value:
+        """The codes of a shard, which are cut as it is."""
+        at = replace(self.values[name].placement, dims=())
+        shape = (wire.sent * self.mesh.axis_size(at.axes), 1)
+        self.codes[name] = Value(self.names(f"{identifier(name)}_codes"), shape, torch.uint8, at)
+        return self.codes[name]
+
+    def _gathered(self, wait: Line, start: Line) -> list[Line]:
+        """The wait for codes, and, where anything but a further gather reads them, the values."""
+        size, out = self.mesh.axis_size(start.axes), list[Value]()
+        decoded = list[tuple[Value, Value, Wire]]()
+        for a, value in zip(start.args, wait.out, strict=True):
+            if a not in self.codes or not self._takes_codes(start, a):
+                out.append(value)
+                continue
+            coded = self.codes[a]
+            come = replace(coded, name=self.names(f"{value.name}_codes"))
+            come = replace(come, placement=STARTS[_GATHER].arrives(start, coded.placement))
+            wire = self.wires[a]._replace(numel=self.wires[a].numel * size)
+            self.codes[value.name], self.wires[value.name] = come, wire
+            out.append(come)
+            if value.name in self.read:
+                decoded.append((come, value, wire))
+        lines = [replace(wait, out=tuple(out))]
+        if decoded:
+            come, made, wires = zip(*decoded, strict=True)
+            given = tuple(map(self._held, come))
+            graph = codes.decoder(given, wires, tuple(map(self._held, made)), self.device)
+            lines.append(self._call("decode", graph, [v.name for v in come], made))
+        return lines
+
+    def _reduce(self, line: Line, format: Format) -> list[Line]:
+        wait = self.waits[line.out[0].name]
+        said, size = line.says(ScatterAttrs) if line.op == _REDUCTIONS[0] else None, self.mesh.axis_size(line.axes)
+        scatters = said is not None
+        pairs = [(self.values[a], v) for a, v in zip(line.args, wait.out, strict=True) if a in self.leaf_of]
+        wires = list[Wire]()
+        for value, out in pairs:
+            unit = BLOCK if self.spec.refuses(self.leaf_of[value.name]) is None else 1
+            held = math.prod(self._held(out).shape)
+            wires.append(self._wire(value.name, format, held if scatters else -(-held // (size * unit)) * unit))
+        summed = getattr(line.attrs, "reduction", "") == "sum" and not (said is not None and said.rows)
+        if not summed or all(w.format is None for w in wires):
+            return [line]
+        self.done.update(line.axes)
+        self.gone.add(line.out[0].name)
+        lines = self._dealt(line, [(*pair, wire) for pair, wire in zip(pairs, wires, strict=True)], scatters)
+        if rest := [(a, v) for a, v in zip(line.args, wait.out, strict=True) if a not in self.leaf_of]:
+            args, kept = zip(*rest, strict=True)
+            lines += [replace(line, args=args), replace(wait, out=kept)]
+        return lines
+
+    def _dealt(self, line: Line, moved: Sequence[tuple[Value, Value, Wire]], scatters: bool) -> list[Line]:
+        """A reduction: summands encoded, dealt and added up; and if it leaves whole sums, these encoded, gathered and
+        decoded."""
+        (axis,) = line.axes
+        # by the axes along which ranks have their own
+        bundles = dict[tuple[str, ...], list[tuple[Value, Value, Wire]]]()
+        for value, out, wire in moved:
+            own = tuple(a for a in self.mesh.axes if a in value.placement.own)
+            bundles.setdefault(own, []).append((value, out, wire))
+        made = [self._bundle(axis, own, values, scatters) for own, values in bundles.items()]
+        self.num_deals += 1
+        lines = [x.encode for x in made]
+        lines += self._moved(
+            "all_to_all_start", "deal", axis, [v for x in made for v in x.sent], [v for x in made for v in x.come]
+        )
+        lines += [x.add for x in made]
+        if not scatters:
+            lines += self._moved(
+                _GATHER, "gather_sum", axis, [v for x in made for v in x.add.out], [v for x in made for v in x.wholes]
+            )
+            lines += [x.decode for x in made]
+        return lines
+
+    def _bundle(
+        self, axis: str, own: tuple[str, ...], values: Sequence[tuple[Value, Value, Wire]], scatters: bool
+    ) -> _Bundle:
+        sources, outs, wires = zip(*values, strict=True)
+        size, made = self.mesh.axes[axis], tuple(map(self._held, outs))
+        forms = codes.bundles(wires, size)
+
+        def named(ending: str, placement: Placement) -> list[Value]:
+            kinds = ["codes" if form.dtype == torch.uint8 else "raw" for form in forms]
+            names = [self.names(f"{kind}{ending}_{self.num_deals}") for kind in kinds]
+            return [Value(n, form.shape, form.dtype, placement) for n, form in zip(names, forms, strict=True)]
+
+        sent, come = named("", Placement("local", own)), named("_dealt", Placement("local", own))
+        encoder = codes.encoder(tuple(map(self._held, sources)), wires, size, self.device)
+        encode = self._call("encode_grads", encoder, [v.name for v in sources], sent)
+        names = [v.name for v in come]
+        if scatters:
+            add = self._call("decode_sum", codes.adder(wires, size, made, self.device), names, outs)
+            return _Bundle(encode, sent, come, add, [], add)
+        left = tuple(a for a in own if a != axis)
+        rest = Placement("local", left) if left else WHOLE
+        parts, wholes = named("_part", replace(rest, cuts=((axis, Dim(0)),))), named("_sum", rest)
+        add = self._call("recode", codes.recoder(wires, size, self.device), names, parts)
+        decoder = codes.unbundler(wires, size, made, self.device)
+        return _Bundle(
+            encode, sent, come, add, wholes, self._call("decode_sums", decoder, [v.name for v in wholes], outs)
+        )
+
+    def _moved(self, op: str, name: str, axis: str, sent: Sequence[Value], come: Sequence[Value]) -> list[Line]:
+        """A transfer and its wait."""
+        handle, attrs = moving(self.names.numbered(name)), GatherAttrs(axes=(axis,))
+        start = Line(op, tuple(v.name for v in sent), (handle,), attrs=attrs, by=self.spec.name)
+        return [start, Line("wait", (handle.name,), tuple(come), by=self.spec.name)]
+
+    # --- what does not ---
+
+    def _check(self) -> None:
+        """Raises if nothing travels in codes, at all or over an axis that was named."""
+        if not self.program.assigns and self.spec.params is None:
+            return
+        idle = [a for a in self.spec.axes if self.mesh.axes[a] > 1 and a not in self.done]
+        if self.done and (not idle or not self.program.assigns):
+            return
+        what = f"nothing would travel in codes over {', '.join(map(repr, idle))}" if idle else "does nothing"
+        said = [f"{self.spec}: the mesh has {self.mesh}"]
+        if not self.axes:
+            said.append("there is one rank along each axis that shards leaves or divides the batch")
+        else:
+            said.append(f"leaves are sharded, or the batch is divided, over {', '.join(sorted(self.axes))}")
+            leaves = [x for x in self.program.leaves.values() if x.role == "params"]
+            shown = [f"{x}: {why}" for x in leaves if (why := self.spec.refuses(x)) is not None]
+            said += [*shown[:5], *([f"and {len(shown) - 5} more"] if len(shown) > 5 else [])]
+        fix = "leave compress out here; or select leaves of 4,096 elements and more that cross an axis"
+        raise FzeroValueError("compress", what, said, fix)
