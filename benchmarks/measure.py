@@ -26,6 +26,7 @@ from cases import (
     determinism,
     disks,
     host,
+    idle,
     memory,
     model,
     modules,
@@ -195,6 +196,12 @@ CASES = {
         "plans for 7 billion parameters on 24 GB", 2, plans.headline,
         flags={"device": "rtx4090", "layers": int},
         small={"layers": 2},
+        how="Planned",
+    ),
+    "memory_idle": Case(
+        "planned peaks, and what of them is idle", 6, idle.memory_idle,
+        flags={"before": str, "only": str, "layers": int},
+        small={"layers": 2, "only": "8 x"},
         how="Planned",
     ),
     "model_plans": Case(

@@ -62,7 +62,7 @@ def test_every_mesh_is_planned_and_the_first_is_the_fastest() -> None:
     # what is planned is what the code says, written by hand
     for x in found.found:
         made = fz.compose(*(eval(code, {"fz": fz, "rules": {"up": 1, "down": 0}}) for code in x.code))(step)
-        mesh, limit = fz.AbstractMesh(**x.axes).of_type("cuda"), found.budget
+        mesh, limit = fz.AbstractMesh(**dict[str, Any](x.axes)).of_type("cuda"), found.budget
         again = fz.lower(made, mesh, params, x.batch, device="h100", memory_budget=limit)
         assert again.plan.step_seconds == x.planned.step_seconds and x.batch["x"].shape[0] == 64 // x.axes.get(
             "data", 1

@@ -130,8 +130,8 @@ def moved_off(program: Program) -> Program:
     return tiers.rewrite(program, frozenset(), frozenset(), ())
 
 
-def without_a_place(program: Program) -> Program:
-    placed = PLACE(program)
+def without_a_place(program: Program, temporaries: Any) -> Program:
+    placed = PLACE(program, temporaries)
     at = next(line for line in placed.lines if line.op == "all_gather_start")
     return replace(placed, lines=tuple(replace(x, into=()) if x is at else x for x in placed.lines))
 

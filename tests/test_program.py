@@ -121,7 +121,7 @@ def test_what_runs_is_the_flat_form():
 
 def test_folding_keeps_the_length_of_the_text_from_growing():
     short, long = (len(str(gpt_program("stage_3", layers)).splitlines()) for layers in (4, 12))
-    assert long <= 1.2 * short
+    assert long <= 1.3 * short  # a few waits say `together`
     flat = len(fz.show(gpt_program("stage_3", 12), fold=False).splitlines())
     assert flat > 2 * long
 

@@ -108,7 +108,7 @@ class ProcessGroups:
         group, flats, shards = self._mesh.group(axis), into[: len(wholes)], into[len(wholes) :]
         settle(wholes, flats)
         if self._mesh.device.type == "cuda":
-            return self._moving(compat.reduce_scatter_together(shards, flats, _OPS[op], group), shards)
+            return self._moving(compat.reduce_scatter_together(shards, flats, _OPS[op], group), shards, kept=flats)
         works, parts, size = list[Any](), list[tuple[torch.Tensor, torch.Tensor]](), self._mesh.axes[axis]
         for flat in flats:
             buffer = self._buffer(flat.nbytes)
@@ -116,7 +116,7 @@ class ProcessGroups:
             parts.append((buffer, come.view(flat.dtype).view(size, flat.numel() // size)))
             if flat.numel():
                 works.append(dist.all_to_all_single(come, flat.view(torch.uint8), group=group, async_op=True))
-        return self._moving(works, shards, parts=parts, op=op)
+        return self._moving(works, shards, parts=parts, op=op, kept=flats)
 
     def all_reduce_start(
         self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
@@ -135,7 +135,7 @@ class ProcessGroups:
         settle(values, flats)
         pairs = [(out.view(torch.uint8), flat.view(torch.uint8)) for flat, out in zip(flats, filled, strict=True)]
         works = [dist.all_to_all_single(out, flat, group=group, async_op=True) for out, flat in pairs if out.numel()]
-        return self._moving(works, filled)
+        return self._moving(works, filled, kept=flats)
 
     def connect(self, axis: str) -> None:
         """Makes the process groups for what is sent along an axis, unless they are there: in another's queue it would

@@ -132,7 +132,13 @@ def resolve(
     told = ["the first program"]
     with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: told[-1]):
         least = first_choice(left, mesh, budget.nbytes is not None)
-        rests, why = _Tiers(variants, least, auto, budget, mesh.unified_memory, told.append).best()
+        tiers = lambda least: _Tiers(variants, least, auto, budget, mesh.unified_memory, told.append)  # noqa: E731
+        try:
+            rests, why = tiers(least).best()
+        except BudgetError:
+            if not traced.variants.asked.zero.batch_axes:
+                raise
+            rests, why = tiers(least.narrow()).best()
     chosen = PlanDecision("offload", _names(rests) if rests else "nothing", why)
     return Resolved(_with_records(left, rests, auto), (chosen,), built[rests])
 

@@ -114,7 +114,10 @@ def _of_micro_batches(program: Program, choice: Choice) -> Iterator[PlanDecision
 def _of_order(order: Order) -> Iterator[PlanDecision]:
     why = "serve the forward and the backward of a block: as many as fit"
     yield PlanDecision("shared gathers", str(order.shared), why)
-    yield PlanDecision("ahead", str(order.ahead), "blocks that a gather starts before it is needed: the fastest")
+    why = "blocks that a gather starts before it is needed"
+    yield PlanDecision("ahead", str(order.ahead), f"{why}: {'the fastest' if order.ahead else 'no other fits'}")
+    if order.leafwise:
+        yield PlanDecision("reductions", "leaf by leaf", "a block's gradients do not fit at once in their dtype")
     if order.late_sums:
         why = "a micro-batch's gradients are reduced while the next block computes: faster"
         yield PlanDecision("sums", "a block later", why)

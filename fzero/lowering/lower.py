@@ -30,6 +30,7 @@ from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FIRST, Asked
 from fzero.plan.devices import Device, get_device
+from fzero.plan.inductor.temporaries import temporaries
 from fzero.plan.plan import Plan, peak_bytes, plan
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
@@ -140,7 +141,10 @@ def lower_inputs(
     if isinstance(step, EvalStep):
         check_arguments(step.fn, batch.structure.num_children)
         recorded, structure, *_ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
-        variants = Variants(replace(recorded, transforms=step.transforms), Asked(zero_of(step, mesh), skip=skip))
+        variants = Variants(
+            replace(recorded, transforms=step.transforms),
+            Asked(zero_of(step, mesh), skip=skip, temporaries=temporaries),
+        )
         starts, passes = [[Choice()]], ()  # nothing is open
     else:
         traced = traced or trace_step(step, mesh, params, batch, skip=skip)

@@ -65,12 +65,13 @@ class Variants:
 
     def starts(self, least: Choice, budget: Budget | None) -> list[list[Choice]]:
         """The choices that a search begins with: each differs from the least one in the updates that are on a guess and
-        the gradients that wait on the host. A second list has choices for a budget that no other fits."""
+        the gradients that wait on the host. Further lists have choices for a budget that no other fits."""
         starts = [least, *([] if budget is None else self._guesses(least, budget.host is not None))]
         if budget is None or budget.nbytes is None:
             return [starts]
         *sooner, last = self._grads(least)
-        return [[replace(c, grads=where) for c in starts for where in grads] for grads in (sooner, [last]) if grads]
+        found = [[replace(c, grads=where) for c in starts for where in grads] for grads in (sooner, [last]) if grads]
+        return found + ([[c.narrow() for c in found[-1]]] if self.asked.zero.batch_axes else [])
 
     def _guesses(self, least: Choice, copies: bool) -> list[Choice]:
         """A choice with updates on a guess for each set of tiers by which more of them can be. `copies`: whether the

@@ -98,11 +98,11 @@ class _Batcher:
 
     def _span(self, place: Place) -> _Span:
         size = self.program.mesh.axis_size(place.part) if place.part else 1
-        return place.arena, place.offset, place.offset + place.nbytes * size
+        return (place.arena, place.room), place.offset, place.offset + place.nbytes * size
 
 
-_Span = tuple[str, int, int]
-"""An arena, and the first byte and the end of a place in it."""
+_Span = tuple[tuple[str, int], int, int]
+"""An arena or a room, and the first byte and the end of a place in it."""
 
 
 def _overlap(some: Sequence[_Span], others: Sequence[_Span]) -> bool:

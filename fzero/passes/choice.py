@@ -43,6 +43,10 @@ class Choice:
     def ordered(self, **how: Any) -> Choice:
         return replace(self, order=replace(self.order, **how))
 
+    def narrow(self) -> Choice:
+        """The choice with as little on the way at a time as can be, which is slower: where nothing else fits."""
+        return self.ordered(ahead=0, leafwise=True)
+
 
 def orders(choice: Choice, program: Program, device: Any) -> list[list[Choice]]:
     """The same choices with gathers that start farther and farther ahead, and with small transfers merged if that is
@@ -50,4 +54,5 @@ def orders(choice: Choice, program: Program, device: Any) -> list[list[Choice]]:
     link = device.links["intra"]
     small = int(link.latency * link.bandwidth)  # bytes: below that a transfer is mostly latency
     merged = [choice.ordered(coalesced=small)] if coalescable(program, small) else []
-    return [[c.ordered(ahead=n) for n in range(1, FARTHEST + 1)] for c in (choice, *merged)]
+    first = min(1, choice.order.ahead)
+    return [[c.ordered(ahead=n) for n in range(first, FARTHEST + 1)] for c in (choice, *merged)]

@@ -24,13 +24,15 @@ class Order:
         shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay
             whole in between.
         ahead: how many blocks before the one that needs it a gather starts. With 1 at most two blocks' parameters are
-            whole at a time.
+            whole at a time; with 0 those of one, and no block computes while they travel.
         late_sums: in a loop over micro-batches a reduction is added to those before it a block later, as it is used a
             block later elsewhere: it travels while that block computes.
         joined_sums: in a loop over micro-batches the parts that reductions leave of so many blocks are added to those
             before them together, and wait for the last of them.
         coalesced: neighbouring gathers, or reductions, become one transfer if each sends fewer bytes than this and all
             together at most as many as the largest of their kind.
+        leafwise: gradients are cast and reduced leaf by leaf: one leaf of a block at a time has the dtype of the
+            reduction, and nothing else runs while it travels.
     """
 
     shared: int = 0
@@ -38,6 +40,7 @@ class Order:
     coalesced: int = 0
     late_sums: bool = False
     joined_sums: int = 1
+    leafwise: bool = False
 
 
 _DEFAULT = Order()
@@ -60,6 +63,7 @@ def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
             if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
                 lines = _Hoisting(lines, row, state, choice.ahead).run()
         lines = _sink_waits(lines, choice.late_sums)
+        lines = _leafwise(lines, values) if choice.leafwise else lines
         return tuple(_pair_updates(_join_sums(lines, choice.joined_sums, values)))
 
     return replace(program, lines=visit(program.lines))
@@ -464,6 +468,26 @@ class _Sinking:
         start = self.onward.get(handle)
         brings = (self.waits[handle], *self.sums.get(handle, ()))
         return any(_reads(line, x) for x in brings) or (start is not None and self._reads(line, start.out[0].name))
+
+
+def _leafwise(lines: Sequence[Line], values: Mapping[str, Value]) -> list[Line]:
+    """Each reduction by its leaves, every one waited for before the next is cast."""
+    waits, readers = {x.args[0]: x for x in lines if OPS[x.op].waits}, _every_reader(lines)
+    casts = {x.out[0].name: x for x in lines if x.op == "cast" and len(x.out) == 1}
+    new: dict[int, list[Line]] = {}
+    for start in (x for x in lines if x.op == _SCATTER):
+        handle = start.out[0]
+        wait = waits[handle.name]
+        new[id(start)] = made = []
+        new[id(wait)] = []
+        for k, (name, value) in enumerate(zip(start.args, wait.out, strict=True)):
+            own = handle if k == 0 else replace(handle, name=f"{handle.name}_{k}")
+            if name in casts and readers[name] == [start]:
+                made.append(casts[name])
+                new[id(casts[name])] = []
+            made.append(replace(start, args=(name,), out=(own,)))
+            made.append(replace(wait, args=(own.name,), out=(value,)))
+    return [y for x in lines for y in new.get(id(x), [x])]
 
 
 def _every_reader(lines: Sequence[Line]) -> dict[str, list[Line]]:

@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fzero.program.liveness import Interval
 
 SLACK = 0.02  # more than the least by this share is not worth another order
 EFFORT = 5000  # placements that are made for steps: some tenths of a second
+
+
+Bytes = npt.NDArray[np.int64]
+"""Bytes at each line."""
 
 
 class Item(NamedTuple):
@@ -122,14 +127,18 @@ def _placed(items: Sequence[Item], order: Sequence[int], meetings: Sequence[Sequ
     return Packing(tuple(offsets), max(at + x.nbytes for at, x in zip(offsets, items, strict=True)))
 
 
-def _taken(items: Sequence[Item]) -> list[int]:
-    """Bytes that are taken at each line."""
-    change = np.zeros(max(b for x in items for _, b in x.times) + 2, dtype=np.int64)
+def taken(items: Iterable[Item], num: int) -> Bytes:
+    """Bytes that are taken at each of the first `num` lines."""
+    change = np.zeros(num + 1, dtype=np.int64)
     for x in items:
         end = -1
         for a, b in sorted(x.times):  # they may overlap
             if b > end:
                 change[max(a, end + 1)] += x.nbytes
-                change[b + 1] -= x.nbytes
+                change[min(b, num - 1) + 1] -= x.nbytes
                 end = b
-    return np.cumsum(change).tolist()
+    return np.cumsum(change)[:num]
+
+
+def _taken(items: Sequence[Item]) -> list[int]:
+    return taken(items, 1 + max(b for x in items for _, b in x.times)).tolist()

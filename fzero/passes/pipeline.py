@@ -48,7 +48,7 @@ from fzero.passes.rename import rename_functions
 from fzero.passes.reuse_cut import cut_as
 from fzero.passes.speculate import speculate
 from fzero.passes.zero import Zero, keeps_gathers
-from fzero.program.ir import Line, Program
+from fzero.program.ir import Function, Line, Program
 from fzero.program.ops import STARTS
 from fzero.program.verify import BUG, verify
 from fzero.program.verify_pool import check
@@ -77,6 +77,7 @@ class Asked:
         skip: names of passes to leave out, for whoever looks for a fault.
         slots: the transforms that declare slots, by the slot's name.
         known: the findings of passes about programs of this step.
+        temporaries: peak bytes inside a call of a function beyond its inputs and outputs, on whatever machine.
     """
 
     zero: Zero
@@ -87,6 +88,7 @@ class Asked:
     skip: frozenset[str] = frozenset()
     slots: Mapping[str, Transform] = field(default_factory=dict)
     known: dict[Any, Any] = field(default_factory=dict)
+    temporaries: Callable[[Function], int] = lambda _: 0
 
 
 def _nothing(*_: Any) -> None:
@@ -311,7 +313,7 @@ PASSES = (
     ),
     Pass(
         "pool",
-        lambda program, *_: pool.place(program),
+        lambda program, asked, _: pool.place(program, asked.temporaries),
         behind=lambda program: (rules.placed(program), check(program)),
         needed="nothing that moves would have a buffer",
     ),

@@ -14,14 +14,17 @@ So three regions alternate: one is read, one updated, one written.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fzero import layout
+from fzero.passes.apart import STAYS, apart
 from fzero.passes.out_variants import with_out_variants
+from fzero.passes.packing import Bytes, Item, taken
 from fzero.passes.regions import ALIGNMENT, Region, RegionSlot, assign
 from fzero.program.attrs import ScatterAttrs
-from fzero.program.ir import Line, Program, Value
+from fzero.program.ir import Function, Line, Program, Value
 from fzero.program.liveness import Uses
 from fzero.program.ops import OPS, STARTS, stays
 
@@ -30,14 +33,27 @@ VECTOR = 16  # bytes that a GPU's kernel reads at once; it copies arguments that
 SMALL = 1 << 16  # bytes: an all_reduce of less is packed, and its sums do not overwrite its summands
 
 
-def place(program: Program) -> Program:
-    """The program with a place in the pool for all that moves."""
-    return _Placer(program).run()
+def place(program: Program, temporaries: Callable[[Function], int] = lambda _: 0) -> Program:
+    """The program with a place in the pool for all that moves. `temporaries`: peak bytes inside a call of a function
+    beyond its inputs and outputs, by which places are chosen that lie apart from the arena."""
+    return _Placer(program, temporaries).run()
+
+
+class _Held(NamedTuple):
+    """A region that other ranks may read: from when to when this rank needs it, with the wait at which they read it,
+    and the axes of the transfer."""
+
+    region: Region
+    first: int
+    last: int
+    wait: int
+    axes: tuple[str, ...]
 
 
 class _Placer:
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, temporaries: Callable[[Function], int]):
         self.program, self.mesh, self.uses = program, program.mesh, (uses := Uses(program))
+        self.temporaries = temporaries
         self.lines, self.made, self.reads, self.views, self.waits = (
             uses.lines,
             uses.made,
@@ -56,6 +72,8 @@ class _Placer:
         self.into: dict[int, list[RegionSlot | None]] = {}
         self.parts: dict[int, tuple[str, ...]] = {}  # casts that write a rank's part of a gather
         self.regions: list[Region] = []
+        self.held: list[_Held] = []
+        self.together: set[int] = set()  # waits that return when all ranks are done with them
 
     def run(self) -> Program:
         for i, line in self._with("total", "sum").items():
@@ -78,9 +96,10 @@ class _Placer:
         if self.mesh.device_type == "cpu":
             for i, line in results.items():
                 self._results(i, line)
-        pool_bytes, host_pool_bytes = (
-            assign([r for r in self.regions if r.arena == arena]) for arena in ("device", "host")
-        )
+        self.beside, self.resting = self._beside(), self._resting()
+        self._release()
+        pool_bytes = self._assign([r for r in self.regions if r.nbytes and r.arena == "device"])
+        host_pool_bytes = assign([r for r in self.regions if r.arena == "host"])
         numbers = iter(range(len(self.lines)))
 
         def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
@@ -95,13 +114,64 @@ class _Placer:
             replace(self.program, lines=lines, pool_bytes=pool_bytes, host_pool_bytes=host_pool_bytes)
         )
 
+    def _assign(self, regions: Sequence[Region]) -> int:
+        """Offsets for the device's regions, those apart from the arena in rooms of their own. Returns the arena's
+        size."""
+        self._fix_across_bodies(regions)
+        moved = self._moved(regions)
+        for number, region in enumerate(sorted(moved, key=lambda r: r.times)):
+            region.offset, region.room = 0, number
+        return assign([r for r in regions if r.room is None])
+
+    def _moved(self, regions: Sequence[Region]) -> list[Region]:
+        """The regions that are allocated, if that lowers the peak as the arena is packed."""
+        found = apart(regions, self.beside, self.resting)
+        if not found:
+            return []
+        there = {id(r) for r in found}
+        beside = self.beside + taken((r.item for r in found), len(self.beside))
+        packed = assign([r for r in regions if id(r) not in there])
+        return found if packed + int(beside.max()) < assign(regions) + int(self.beside.max()) else []
+
+    def _fix_across_bodies(self, regions: Sequence[Region]) -> None:
+        """Keeps those in the arena that lines of several bodies write or read: a room is allocated by the first line
+        that runs, in each turn of a loop."""
+        scopes: list[int] = [-1] * (len(self.lines) + 1)  # the line in whose body each is
+        for i, (line, _) in enumerate(self.lines):
+            for k in range(i + 1, i + sum(1 for _ in line.with_body())):
+                scopes[k] = i
+        found = {id(r): {scopes[i] for times in r.times for i in times} for r in regions}
+        for i, slots in self.into.items():
+            for slot in slots:
+                if slot is not None and id(slot.region) in found:
+                    found[id(slot.region)].add(scopes[i])
+        for region in regions:
+            region.fixed |= len(found[id(region)]) > 1
+
+    def _resting(self) -> int:
+        tiers = {"device", "host"} if self.mesh.unified_memory else {"device"}
+        return sum(x.shard_bytes(self.mesh) for x in self.program.leaves.values() if x.layout.tier in tiers)
+
+    def _beside(self) -> Bytes:
+        """Bytes on the device at each line that have no place: results of functions, and their temporaries."""
+        items, num = [], len(self.lines)
+        for i, (line, _) in enumerate(self.lines):
+            if not line.fn or (line.on_host and not self.mesh.unified_memory):
+                continue
+            items.append(Item(self.temporaries(self.program.functions[line.fn]), ((i, i),)))
+            for value, slot in zip(line.out, self.into.get(i, [None] * len(line.out)), strict=True):
+                if slot is None and value.name in self.views.alone:
+                    held = math.prod(value.held(self.mesh)) * value.dtype.itemsize
+                    items.append(Item(held, ((i, self.uses.last(value.name)),)))
+        return taken(items, num)
+
     def _with(self, *kinds: str) -> dict[int, Line]:
         """The lines whose results lie in the pool in one of these ways (`Op.pool`), by number."""
         return {i: line for i, (line, _) in enumerate(self.lines) if OPS[line.op].pool in kinds}
 
     def _placed(self, number: int, line: Line) -> Line:
         slots = self.into.get(number)
-        if number in self.uses.together.values():
+        if number in self.together or number in self.uses.together.values():
             line = line.saying(together=True)
         if slots is None:
             return line
@@ -124,6 +194,7 @@ class _Placer:
         value, span = line.out[0], self.lines[number][1]
         region = self._region(value.tier)
         self.slots[value.name] = region.add(self._padded(value, self.scattered.get(value.name, ())), value)
+        region.fixed = True
         assert span is not None
         region.times.append((span[0], self.uses.last(value.name)))
         self.into[number] = [self.slots[value.name]]
@@ -131,12 +202,12 @@ class _Placer:
     def _sum(self, number: int, line: Line) -> None:
         """Totals that are added to in place: each lives from its first line to its last reader, padded like totals of a
         loop. The summands lie in the pool too, as long as they must: one function makes both."""
-        num, parts = len(line.out), self._region()
+        num, parts = len(line.out), self._region(fixed=True)
         for i, value in enumerate(line.out):
             total, part = line.args[i], line.args[num + i]
             slot = self.slots.get(total)
             if slot is None:
-                region = self._region()
+                region = self._region(fixed=True)
                 slot = region.add(self._padded(value, self.scattered.get(self._summed(value.name), ())), value)
                 region.times.append((self._make(total, slot), self.uses.last(total)))
             self.slots[value.name] = self.slots[total] = slot
@@ -164,7 +235,7 @@ class _Placer:
         return layout.shard_numel(value.shape, size := self.mesh.axis_size(axes)) * size
 
     def _gather(self, number: int, line: Line) -> None:
-        region, axes, wait = self._region(), line.axes, self.waits[line.out[0].name]
+        region, axes, wait = self._region(kind="gather"), line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
         slots = [
             region.add(math.prod(self.values[a].held(self.mesh)) * self.mesh.axis_size(axes), v)
@@ -196,7 +267,8 @@ class _Placer:
     def _apart(self, number: int, line: Line, numels: Sequence[int]) -> None:
         """Regions of a transfer whose results lie apart from its operands, which have so many elements."""
         axes, wait = line.axes, self.waits[line.out[0].name]
-        source, result = self._region(), self._region()
+        source, result = self._region(kind="source"), self._region(kind=STAYS)
+        result.fixed = self.mesh.shared_memory and line.op != "reduce_scatter_start"  # others' bytes come in the arena
         outs = self.lines[wait][0].out
         sent = [self._source(source, a, number, n) for a, n in zip(line.args, numels, strict=True)]
         made = [result.add(math.prod(v.held(self.mesh)), v) for v in outs]
@@ -211,7 +283,7 @@ class _Placer:
     def _reduce(self, number: int, line: Line) -> None:
         axes, wait = line.axes, self.waits[line.out[0].name]
         outs = self.lines[wait][0].out
-        source = self._region()
+        source = self._region(kind="summed")
         sent = [self.values[a] for a in line.args]
         packed = sum(math.prod(v.held(self.mesh)) * v.dtype.itemsize for v in sent) <= SMALL
         slots = [self._source(source, v.name, number, math.prod(v.held(self.mesh)), packed) for v in sent]
@@ -241,7 +313,7 @@ class _Placer:
         for name in line.args:
             maker = self.made.get(name)
             if maker is not None and self._is_copy(maker) and maker not in self.into:
-                source = self._region(self.values[name].tier)
+                source = self._region(self.values[name].tier, "sent")
                 self.into[maker] = [source.add(math.prod(self.values[name].held(self.mesh)), self.values[name])]
                 source.times.append((maker, self.uses.last(name)))
 
@@ -264,7 +336,7 @@ class _Placer:
         """A region for the results of a line, which come from a tier, or are to go to one; written from line `number`
         on."""
         outs = line.out
-        region = self._region(outs[0].tier)
+        region = self._region(outs[0].tier, "fetched", fixed=self.mesh.unified_memory)
         slots = region.add_leaves({v: math.prod(v.held(self.mesh)) for v in outs})
         self.into[number] = list(slots)
         self.slots.update((slot.value.name, slot) for slot in slots)
@@ -278,7 +350,7 @@ class _Placer:
                 value.name in self.views.alone and value.name not in self.views.returned and self._contiguous(line, k)
             )
             if into[k] is None and free and value.nbytes >= SMALL_RESULT:
-                region = self._region()
+                region = self._region(kind=line.fn)
                 into[k] = region.add(math.prod(value.held(self.mesh)), value)
                 region.times.append((number, self.uses.last(value.name)))
         if any(into):
@@ -313,8 +385,9 @@ class _Placer:
 
     # --- regions and their times ---
 
-    def _region(self, tier: str = "device") -> Region:
-        self.regions.append(Region(arena="device" if self.mesh.unified_memory else tier))
+    def _region(self, tier: str = "device", kind: str = "", fixed: bool = False) -> Region:
+        arena = "device" if self.mesh.unified_memory else tier
+        self.regions.append(Region(arena=arena, kind=kind, fixed=fixed))
         return self.regions[-1]
 
     def _on_host(self, value: Value) -> bool:
@@ -322,4 +395,37 @@ class _Placer:
 
     def _take(self, region: Region, first: int, last: int, wait: int, axes: tuple[str, ...]) -> None:
         """Takes a region from `first` until it is read, here and by the other ranks that read it at their wait."""
-        region.times.append((first, self.uses.until(last, wait, axes)))
+        region.fixed |= self.mesh.shared_memory
+        self.held.append(_Held(region, first, last, wait, axes))
+
+    def _release(self) -> None:
+        """Settles the times of regions that other ranks read."""
+        if self.mesh.shared_memory:
+            self._sooner()
+        for x in self.held:
+            x.region.times.append((x.first, self._until(x)))
+
+    def _sooner(self) -> None:
+        """Lets waits return only when all ranks are done with them, where the arena would be larger because regions are
+        held longer than this rank itself needs them.
+
+        A rank that waits so is held up by the slowest, as it is by its next transfer anyway.
+        """
+        num = len(self.lines)
+        rest = taken((r.item for r in self.regions if r.arena == "device" and r.times), num)
+
+        def arena(until: Callable[[_Held], int]) -> Bytes:
+            return rest + taken((Item(x.region.nbytes, ((x.first, until(x)),)) for x in self.held), num)
+
+        needed = int(arena(lambda x: x.last).max())
+        over = arena(self._until) > needed
+        for x in sorted((x for x in self.held if x.wait in self.uses.met), key=lambda x: x.wait):
+            if over[x.last + 1 : self._until(x) + 1].any():
+                self.together.add(x.wait)
+                over = arena(self._until) > needed
+
+    def _until(self, held: _Held) -> int:
+        """The line until which a region is taken, which other ranks read."""
+        end, met = self.uses.until(held.last, held.wait, held.axes), self.uses.met
+        done = (w for w in self.together if w >= held.wait and met[w] == met.get(held.wait))
+        return min(end, max(held.last, min(done, default=end)))

@@ -15,7 +15,8 @@ ALIGNMENT = 64  # bytes: a cache line, and the alignment of vector instructions
 
 @dataclass(eq=False)
 class Region:
-    """Bytes that live and die together."""
+    """Bytes that live and die together. `kind`: of the lines that write it; `fixed`: whether it must lie in the arena;
+    `room`: its number, where it lies apart from the arena."""
 
     nbytes: int = 0
     times: list[Interval] = field(default_factory=list)
@@ -23,6 +24,13 @@ class Region:
     arena: str = "device"
     align: int = ALIGNMENT
     first: int | None = None  # the first line that writes it
+    kind: str = ""
+    fixed: bool = False
+    room: int | None = None
+
+    @property
+    def item(self) -> Item:
+        return Item(self.nbytes, tuple(self.times), self.align)
 
     def add(self, numel: int, value: Value, align: int = ALIGNMENT) -> RegionSlot:
         self.nbytes = -(-self.nbytes // align) * align
@@ -56,14 +64,15 @@ class RegionSlot:
             self.numel if numel is None else numel,
             self.value.dtype,
             part,
-            self.region.arena,
+            self.region.arena if self.region.room is None else "apart",
+            self.region.room or 0,
         )
 
 
 def assign(regions: Sequence[Region]) -> int:
     """Offsets for the regions of an arena. Returns its size in bytes."""
     regions = [r for r in regions if r.nbytes]
-    packing = pack([Item(r.nbytes, tuple(r.times), r.align) for r in regions])
+    packing = pack([r.item for r in regions])
     for region, offset in zip(regions, packing.offsets, strict=True):
         region.offset = offset
     return packing.nbytes

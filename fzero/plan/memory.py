@@ -4,7 +4,8 @@ A value is a name for a *storage*: memory that several names may share, for a fu
 given, and a wait hands out what its transfer filled. A storage is alive from the line that makes it until no name
 refers to it; names are let go of where the program says so (`del`). While a call runs its temporaries are alive as
 well. The pool (see [Note: pool] in program/ir.py) is there for the whole run; values in it have a role, but no bytes of
-their own. Bytes of the host count on their own, unless host and device are one memory; leaves on disk take none.
+their own. What lies apart from it is memory like any other. Bytes of the host count on their own, unless host and
+device are one memory; leaves on disk take none.
 """
 
 from __future__ import annotations
@@ -238,8 +239,9 @@ class _Memory:
         known = self.lying.get(place)
         if known is None or known not in self.references:
             # a rank's part of a gather lies within the gather
+            pooled = place.arena != "apart"
             known = self.lying[place] = _Storage(
-                0 if place.part else place.nbytes, self.roles.get(name, "activations"), True, on_host
+                0 if place.part else place.nbytes, self.roles.get(name, "activations"), pooled, on_host
             )
         return known
 

@@ -37,6 +37,9 @@ are reduced, shards of gradients, sums over micro-batches. `Line.into` holds pla
   all_to_all_start         the flat of each argument, then of each result
   wait                     each result, a view of what its transfer filled
 
+Where the arena would be large for a few lines' sake, places lie apart from it (passes/apart.py). Their memory, a room,
+is allocated by the first line that has a place in it. It is given back when the last value that lies there is.
+
 [Note: tiers] A value lies on a tier: in the device's memory, in the host's, or, only as a leaf at rest, on disk. A line
 computes where its arguments lie. Copies move values: `to_host_start`, `to_device_start` and `disk_read_start` each make
 new values, handed out by their `wait`; with `writes` a copy goes over leaves at rest instead, as `disk_write_start`
@@ -192,13 +195,15 @@ def moving(name: str) -> Value:
 @dataclass(frozen=True)
 class Place:
     """A tensor in the pool of an arena, "device" or "host": bytes from its start, elements, dtype; with `part`, this
-    rank's part along those axes of the flat that begins there."""
+    rank's part along those axes of the flat that begins there. In the arena "apart" it lies in the `room` with this
+    number, which is allocated by the first line that has a place there."""
 
     offset: int
     numel: int
     dtype: torch.dtype
     part: tuple[str, ...] = ()
     arena: str = "device"
+    room: int = 0
 
     @property
     def nbytes(self) -> int:

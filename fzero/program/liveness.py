@@ -56,6 +56,9 @@ class Uses:
             for i, (line, _) in enumerate(self.lines)
             if line.op in COLLECTIVES and STARTS[line.op].meets
         ]
+        self.met = {  # the waits for what every rank starts: over which axes, and in which loop
+            wait: (axes, self.lines[wait][1]) for _, wait, axes in self.starts
+        }
         ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
         self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
         # of each loop and axis the starts, and the first wait of any transfer from that start on

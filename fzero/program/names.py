@@ -16,7 +16,7 @@ RESERVED = frozenset(
     {
         *keyword.kwlist,
         *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
-        *("pool", "guess", "wards"),
+        *("pool", "apart", "guess", "wards"),
     }
 )
 """Names that the text of a program has already, beside those of its ops: keywords, its arguments, its primitives."""

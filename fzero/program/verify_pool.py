@@ -22,7 +22,8 @@ from fzero.program.ir import Line, Place, Program
 from fzero.program.ops import OPS, STARTS, Start, stays, turns
 from fzero.program.verify import refuse, shown
 
-Span = tuple[int, int]  # bytes of the pool, half open; the host's pool comes after the device's
+Span = tuple[int, int]  # bytes of the pool, half open; the host's pool comes after the device's, then each room
+_APART = 1 << 52  # between the beginnings of rooms, which are no part of the pool
 
 
 def check(program: Program) -> Program:
@@ -137,7 +138,7 @@ class _PoolChecker:
         if not self.program.mesh.shared_memory or row.between != "ranks" or row.by_message:
             released.append(name)
         if row.holds_device_only or not line.says(WaitAttrs).host:
-            self.sent[name] = [s for s in guard.spans if s[0] >= self.program.pool_bytes]
+            self.sent[name] = [s for s in guard.spans if self.program.pool_bytes <= s[0] < _APART]
         if row.holds_device_only:
             self.sent_leaves[name] = [a for a in map(self._origin, guard.line.args) if a in self.program.leaves]
         read = guard.line.into[: len(guard.line.args)]
@@ -157,7 +158,7 @@ class _PoolChecker:
 
     def _write(self, line: Line, name: str, span: Span, by: _Guard | None = None) -> None:
         bound = self.program.pool_bytes + (self.program.host_pool_bytes if span[0] >= self.program.pool_bytes else 0)
-        if span[1] > bound:
+        if span[1] > bound and span[0] < _APART:
             self._add(line, f"{name} ends at byte {span[1]} of a pool of {bound}")
         for moving, guard in self.guards.items():
             if guard is not by and _meets_any(span, guard.spans):
@@ -181,6 +182,8 @@ class _PoolChecker:
     def _span(self, place: Place) -> Span:
         size = self.program.mesh.axis_size(place.part) if place.part else 1
         begin = place.offset + (self.program.pool_bytes if place.arena == "host" else 0)
+        if place.arena == "apart":
+            begin += (1 + place.room) * _APART
         return begin, begin + place.nbytes * size
 
     def _add(self, line: Line, text: str) -> None:

@@ -18,12 +18,13 @@ from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
 from fzero.measure.roofline import OBSERVED, limits_of
 from fzero.mesh import Mesh
-from fzero.program.ir import Function, Line, Place, Program
-from fzero.program.ops import COPIES, DISK, OPS, TRANSFERS, batch_axes_of, from_to, sends_of
+from fzero.program.ir import Function, Program
+from fzero.program.ops import COPIES, DISK, OPS, batch_axes_of, from_to, sends_of
 from fzero.program.show import name_of, source
 from fzero.ranks import agreement
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
 from fzero.runtime.observe import observed
+from fzero.runtime.places import places_of
 from fzero.runtime.told_errors import indices_explained
 
 
@@ -44,7 +45,7 @@ def executable(
     arenas = {"device": carrier.pool(program.pool_bytes, f"{name_of(program)} {program.name}")}
     if program.host_pool_bytes:
         arenas["host"] = host_pool(program.host_pool_bytes, mesh)
-    memory = arenas["device"]
+    memory, places = arenas["device"], places_of(program, mesh, arenas)
     running = _Running(mesh, carrier, tiers, batch_axes)
     # where a CPU stands for both, one function may be called on either side
     same = mesh.device.type == "cpu" and mesh.unified_memory
@@ -54,7 +55,8 @@ def executable(
             name: _on_host(f, program.functions[name], tiers) if name in on_host else f for name, f in functions.items()
         },
         **{name: runs for name, row in OPS.items() if (runs := row.runs(running)) is not None},
-        "pool": [_tensors(line, mesh, arenas) for line in program.pooled],
+        "pool": places,
+        "apart": places,
         "guess": tiers.guess,
         "wards": sends_of(program),
     }
@@ -144,19 +146,6 @@ class _Running:
     ) -> Sequence[torch.Tensor]:
         """The results of a transfer of any kind."""
         return moving.wait(into, host) if isinstance(moving, TierCopy) else self.carrier.wait(moving, into, together)
-
-
-def _tensors(line: Line, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> list[torch.Tensor | None]:
-    """The places of a line as tensors: flat for a start, shaped as its results for any other line."""
-    flats = [None if place is None else _flat(place, mesh, arenas) for place in line.into]
-    if line.op in TRANSFERS:
-        return flats  # type: ignore[return-value]
-    return [None if flat is None else flat.view(value.held(mesh)) for flat, value in zip(flats, line.out, strict=True)]
-
-
-def _flat(place: Place, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    offset = place.offset + (mesh.index(place.part) * place.nbytes if place.part else 0)
-    return arenas[place.arena][offset : offset + place.nbytes].view(place.dtype)
 
 
 def _within(x: torch.Tensor, memory: torch.Tensor) -> bool:

@@ -327,9 +327,11 @@ def called(line: Line) -> str:
 
 
 def into(line: Line, program: Program) -> Iterator[str]:
-    """The argument that names the line's places in the pool, if it has some."""
+    """The argument that names the line's places in the pool, if it has some: `apart`, if one is apart from the
+    arena."""
     if line.into:
-        yield f"into=pool[{program.pool_index[id(line)]}]"
+        apart = any(place is not None and place.arena == "apart" for place in line.into)
+        yield f"into={'apart' if apart else 'pool'}[{program.pool_index[id(line)]}]"
 
 
 def micro_text(line: Line[PartAttrs]) -> list[str]:
