@@ -333,9 +333,8 @@ class _Planner:
             yield min(fit, key=lambda x: x.planned.step_seconds) if fit else plans[-1]
 
     def _hopeless(self, axes: Mapping[str, int], zero: _Added | None, micro: int, fastest: Plan | None) -> str | None:
-        """Why a candidate need not be planned, if it need not: whatever else it does, its largest stage has the whole
-        parameters that it computes with, and its stages multiply as much as those of any mesh and wait for each
-        other."""
+        """Why a candidate need not be planned, if it need not. Its largest stage has the whole parameters that it
+        computes with. Its stages multiply as much as those of any other mesh, and wait for each other besides."""
         pipe, parts = axes.get("pipe", 1), axes.get("pipe", 1) * axes.get("model", 1)
         if zero is None or zero.title != "ZeRO-3":
             leaves = [x for x in tree.leaves(self.params) if isinstance(x, torch.Tensor)]
