@@ -472,3 +472,26 @@ def test_what_does_not_depend_on_the_product_is_computed_ahead():
     assert "aten.tanh.default" in of(made.ahead) and "aten.mm.default" not in of(made.ahead)
     assert made.behind is not None and "aten.cat.default" in of(made.behind)
     assert sum("mm" in str(x.target) for x in made.part.graph.nodes) == 2
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_models_of_transformers(name):
+    """Their loss shifts the labels; Gemma's head is tied, and its logits are soft-capped."""
+    import transformers
+
+    sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = fz.functionalize(transformers.AutoModelForCausalLM.from_config(config))
+    tokens = torch.randint(0, 128, (2, 16))
+    given = {"input_ids": tokens, "labels": torch.where(torch.rand(2, 16) < 0.2, -100, tokens)}
+    results = []
+    for rows in (None, 8):
+        step = fz.remat("full", head_rows=rows)(model.train_step(optim.sgd(0.1)))
+        train = fz.compile(step, fz.make_mesh(), backend="eager")
+        state, metrics = train(train.init(model.params), given)
+        results.append(({k: metrics[k] for k in ("loss", "grad_norm")}, state.params, num_parts(train.program)))
+    (*whole, none), (*found, parts) = results
+    assert_same(found, whole)
+    assert (none, parts) == (0, 4)
