@@ -84,6 +84,11 @@ CASES = {
         flags={**PEERS, **LARGE, "only": peers.default()},
         small={**FEW, "only": ["fzero_zero3", "ddp"]},
     ),
+    "peers_vocabulary": Case(
+        "memory of a step with a vocabulary of 65 thousand", 8, peers.peers, contestants.worker,
+        flags={**PEERS, "vocab": 65536, "rounds": 1, "turns": True, "only": list(peers.VOCABULARY)},
+        small={**FEW, "vocab": 512, "rounds": 1, "only": list(peers.VOCABULARY[:2])},
+    ),
     "peers_offload": Case(
         "ZeRO-3 with the optimizer on the host, beside DeepSpeed's", 3, peers.peers, contestants.worker,
         flags={**PEERS, "only": list(peers.OFFLOAD)},

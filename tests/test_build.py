@@ -614,7 +614,7 @@ def test_operators_of_ours_are_known_where_functions_are_compiled(tmp_path):
     """A process that compiles imports little: the modules that define them come with the graph."""
     from fzero.operators import ctc, index_sums, quant_blocks, recurrent, scaled_matmul
 
-    ours = [random.DRAW, random.DERIVE, index_sums.add_at, quant_blocks.BLOCK_MAX, scaled_matmul.scaled_mm]
+    ours = [random.DRAW, random.DERIVE, index_sums.ADD_AT, quant_blocks.BLOCK_MAX, scaled_matmul.scaled_mm]
     ours += [recurrent.layer, recurrent.network_backward, *ctc.CTC.values(), torch.ops.aten.neg.default]
     graph = fx.Graph()
     for op in ours:

@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import fzero as fz
-from fzero import optim
+from fzero import compat, optim
 from fzero.operators.index_sums import IN_ORDER, add_at
+from fzero.trace.device import by_operation, on_device
+from fzero.trace.record import record
+from fzero.trace.subgraph import into_buffers
 
 aten = torch.ops.aten
 ROWS, TOKENS, WIDTH = 3, 4096, 64  # few rows and many tokens: threads meet at every one of them
@@ -115,3 +118,16 @@ def test_the_setting_is_as_it_was() -> None:
     add_at(torch.zeros(2, 2), [torch.tensor([0]), torch.tensor([1])], torch.ones(1))
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+def test_sums_at_indices_are_written_into_a_buffer():
+    """The operator that adds in place makes no value that anything reads: it is not left out."""
+    x, tokens = torch.randn(6, 4), torch.tensor([2, 0, 2, 5, 1, 2])
+    with compat.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x), mode.from_tensor(tokens)]
+        put = lambda x, i: [aten.index_put(x.new_zeros(8, 4), [i], x, True), x + 1]  # noqa: E731
+        graph = record(put, fakes, owner="put", names=["x", "tokens"])
+    run = by_operation(into_buffers(on_device(graph, torch.device("cpu")), (0,)))
+    buffer = torch.full((8, 4), 7.0)
+    run(x, tokens, buffer)
+    torch.testing.assert_close(buffer, torch.zeros(8, 4).index_add(0, tokens, x))

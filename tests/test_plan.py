@@ -17,10 +17,11 @@ import fzero as fz
 from fzero import compat, errors, optim
 from fzero.measure.profile import allocated
 from fzero.plan.cost import channel
-from fzero.plan.devices import KNOWN
+from fzero.plan.devices import KNOWN, get_device
 from fzero.plan.memory import ROLES, memory_of, resting_bytes
 from fzero.plan.picture import _over_time
 from fzero.plan.plan import plan
+from fzero.plan.process import CONTEXT, INTERPRETER, NCCL
 from fzero.plan.timeline import COMPUTE, simulate
 from fzero.program.attrs import GatherAttrs, PartAttrs, ReduceAttrs, ScatterAttrs, TurnsAttrs
 from fzero.program.ir import Function, Line, Placement, Program, Value
@@ -625,3 +626,26 @@ def test_what_is_no_size_is_refused(text):
     with pytest.raises(errors.FzeroValueError) as caught:
         fz.fits(lowered().plan, text)
     assert repr(text) in str(caught.value) and "24GiB" in str(caught.value)
+
+
+def test_the_process_comes_on_top_of_the_peak():
+    """Assumed of a datasheet and of a machine that is not calibrated; the interpreter's part as a calibration says."""
+    step = fz.shard_params(fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).mean(), optim.sgd(0.1)))
+    params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+    found = {}
+    calibrated = replace(get_device("cpu"), process_bytes=300 << 20)
+    for name, device in (("h100", get_device("h100")), ("cpu", get_device("cpu")), ("calibrated", calibrated)):
+        for ranks in (1, 2):
+            one = step if ranks > 1 else replace(step, transforms=())
+            found[name, ranks] = fz.lower(one, fz.AbstractMesh(data=ranks), params, batch, device=device).plan
+    gpu, cpu, known = found["h100", 1], found["cpu", 1], found["calibrated", 1]
+    assert gpu.process_bytes == CONTEXT and found["h100", 2].process_bytes == CONTEXT + NCCL
+    assert {x.where for x in gpu.process} == {"device", "host"} and not any(x.measured for x in gpu.process)
+    assert cpu.process_bytes - known.process_bytes == INTERPRETER - (300 << 20)
+    assert [x.measured for x in known.process] == [True, False] and [x.measured for x in cpu.process] == [False, False]
+    assert "the process" in str(known) and "by calibration" in str(known) and "assumed" in str(cpu)
+    data = json.loads(known.to_json())
+    assert data["process_bytes"] == known.process_bytes == sum(x["nbytes"] for x in data["process"])
+    limit = known.peak_bytes + known.process_bytes
+    assert fz.fits(known, limit, whole=True) and not fz.fits(known, limit - 1, whole=True)
+    assert fz.fits(known, known.peak_bytes)

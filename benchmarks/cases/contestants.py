@@ -41,6 +41,7 @@ class Contestant:
     offload: bool = False  # the optimizer's state in host memory, where it is updated
     model: str = "model"  # the file that has it
     functionalized: bool = False
+    head_rows: int | None = None
 
     @property
     def is_floor(self) -> bool:
@@ -50,6 +51,7 @@ class Contestant:
 
 CONTESTANTS = {
     "fzero_zero3": Contestant("fzero ZeRO-3", "fzero", 3),
+    "fzero_zero3_rows": Contestant("fzero ZeRO-3, head in rows", "fzero", 3, optional=True, head_rows=64),
     "fzero_zero2": Contestant("fzero ZeRO-2", "fzero", 2),
     "fzero_zero1": Contestant("fzero ZeRO-1", "fzero", 1),
     "fzero_zero0": Contestant("fzero data parallel", "fzero", 0),
@@ -112,7 +114,8 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         model = importlib.import_module(contestant.model)
-        config = model.Config(args.layers, args.width, args.heads, args.seq, args.batch)
+        more = {"vocab": args.vocab} if "vocab" in args else {}
+        config = model.Config(args.layers, args.width, args.heads, args.seq, args.batch, **more)
         for name in ("torch._dynamo", "torch._inductor.compile_fx", "functorch.compile"):
             # what some load while they build, an optimizer among them, is in nobody's growth
             importlib.import_module(name)
@@ -177,6 +180,7 @@ def _fzero(args: argparse.Namespace, contestant: Contestant, config: Any) -> tup
     transforms = [] if contestant.stage is None else [zero[contestant.stage](axis="data")]
     transforms += [fz.mixed_precision("bf16")] if contestant.bf16 else []
     transforms += [fz.offload("cpu", "opt_state")] if contestant.offload else []
+    transforms += [] if contestant.head_rows is None else [fz.remat(head_rows=contestant.head_rows)]
 
     def make() -> Step:
         optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))

@@ -218,6 +218,7 @@ class Answer:
             f"{self.script.unit}_per_second": self.per_second,
             "filled": self.filled,
             "process": [part._asdict() for part in self.process],
+            "process_bytes": self.process_bytes("device" if self.plan.device.asynchronous else "host"),
             "assumed": [self.plan.device.source, *self.assumptions()],
             "better": self.better(),
             "code": str(self.script),

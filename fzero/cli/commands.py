@@ -237,7 +237,13 @@ class PlanCommand(_OfTarget):
         if self.picture is not None:
             plan.save_picture(self.picture, self.budget_bytes)
         if made is not None:
-            found = Answer(lowered, plan, self.model, made, parts(plan, interpreter, lowered.program.mesh.size > 1))
+            found = Answer(
+                lowered,
+                plan,
+                self.model,
+                made,
+                parts(plan.device, plan.peak_bytes, interpreter, lowered.program.mesh.size > 1),
+            )
             if self.json:
                 data = json_.loads(plan.to_json()) | report.plan_data(lowered, plan) | found.data()
                 print(json_.dumps(data, indent=1))
@@ -245,7 +251,9 @@ class PlanCommand(_OfTarget):
                 report.print_answer(found)
             return 0
         known = self.device is not None or self.devices is not None or plan.device.machine  # else any of the kind
-        memory = plan.device.memory_bytes if known and self.budget_bytes is None else None
+        # a device of a datasheet has more than that, which is left to the process
+        left = plan.device.memory_bytes - plan.process_bytes * bool(plan.device.machine)
+        memory = left if known and self.budget_bytes is None else None
         if self.json:
             print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan, memory), indent=1))
         else:

@@ -35,6 +35,7 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: s
     ]
     if memory is not None:
         left, has = memory - plan.peak_bytes, f"the {size(memory)} of {plan.device.name}"
+        has += " that the process leaves" if memory < plan.device.memory_bytes else ""
         if left >= 0:
             fits.append(f"fits {has}: {size(plan.peak_bytes)} at the peak, {size(left)} to spare")
         else:

@@ -38,7 +38,7 @@ def advise(
         lowered: the program of another step for the same batch that takes least memory.
     """
     num_lines = 0
-    step = replace(step, transforms=tuple(remat.Remat(0.0) if t == remat.Remat("auto") else t for t in step.transforms))
+    step = replace(step, transforms=tuple(_least(t) for t in step.transforms))
 
     def peak(more: Step) -> tuple[int, int] | None:
         """Bytes on the device and on the host."""
@@ -88,6 +88,13 @@ def advise(
     return advice
 
 
+def _least(transform: Any) -> Any:
+    """The transform with least memory for what it leaves open."""
+    if not isinstance(transform, remat.Remat) or transform.policy != "auto":
+        return transform
+    return replace(transform, policy=0.0, head_rows="auto" if transform.rows_open else transform.head_rows)
+
+
 def _with(step: Step, transform: Any) -> Step | None:
     """The step with a transform more; None if it has it, or it cannot be had. It replaces another number of
     micro-batches, and the lower ZeRO stages that it covers."""
@@ -95,7 +102,7 @@ def _with(step: Step, transform: Any) -> Step | None:
     def replaced(t: Any) -> bool:
         if isinstance(transform, shard.Parallel) and isinstance(t, shard.Parallel):
             return transform.covers(t)
-        return isinstance(transform, accumulate.Accumulate) and isinstance(t, accumulate.Accumulate)
+        return any(isinstance(transform, kind) and isinstance(t, kind) for kind in (accumulate.Accumulate, remat.Remat))
 
     try:
         more = transform(replace(step, transforms=tuple(t for t in step.transforms if not replaced(t))))
@@ -128,6 +135,9 @@ def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
     about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
     micro = find(step.transforms, accumulate.Accumulate)
     about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))
+    kept = find(step.transforms, remat.Remat) or remat.Remat()
+    if kept.head_rows is None:
+        about(("temporaries", "activations"), replace(kept, head_rows="auto"))
     if micro and not micro.vertical:
         about(("gradients",), replace(micro, vertical=True))
     if not mesh.unified_memory:

@@ -371,7 +371,7 @@ class _Tiers:
         precision, policy = find(program.transforms, MixedPrecision), find(program.transforms, Remat)
         able = {
             "more shards": device and program.mesh.size > 1,
-            'fz.remat("full")': on_device("saved") and policy not in (Remat("full"), Remat(0.0), Remat("auto")),
+            'fz.remat("full")': on_device("saved") and (policy is None or policy.policy not in ("full", 0.0, "auto")),
             "a smaller batch": on_device(*WITH_BATCH),
             'gradients among what "auto" may move': grads and "gradients" not in self.auto.of,
             "fz.accumulate(n, vertical=True), so that gradients can wait on disk": grads and self.sizes.turns > 1,

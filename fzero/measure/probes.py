@@ -23,6 +23,7 @@ from fzero.comm.files import ScratchFiles
 from fzero.comm.transport import transport
 from fzero.mesh import Mesh
 from fzero.plan.devices import Link
+from fzero.plan.process import resident
 from fzero.program.ir import Function
 from fzero.trace.device import on_device
 from fzero.trace.flops import transcendentals
@@ -56,7 +57,7 @@ def rates(
         directory: whose disk is measured.
     """
     device, each = mesh.device, seconds / 9
-    out: dict[str, Any] = {"flops": {}, "attention": {}, "links": {}}
+    out: dict[str, Any] = {"flops": {}, "attention": {}, "links": {}, "process_bytes": resident()}
     for dtype in _dtypes(device):
         name = dtype_name(dtype)
         progress(f"products in {name}")

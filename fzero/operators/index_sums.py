@@ -1,7 +1,7 @@
 """Sums at indices in the order of the indices, on a CPU: the gradient of reads by index, such as an embedding.
 
 PyTorch adds such values up with several threads as they come, and compiled code likewise, so that two runs of one step
-differ in their last bits. `add_at` takes them one after the other. It is one operator to a compiler, too: its code
+differ in their last bits. `ADD_AT` takes them one after the other. It is one operator to a compiler, too: its code
 calls it. `scatter_add` needs no help: PyTorch's threads divide what it writes, and Inductor's code calls PyTorch's
 where there are several. On a GPU compiled code adds as values come, unless deterministic algorithms are asked for.
 """
@@ -20,24 +20,32 @@ aten = torch.ops.aten
 Indices = Sequence[torch.Tensor | None]
 
 
-def _add_at(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> torch.Tensor:
+def _add_at(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> None:
     first, *others = indices
     if first is None or first.dtype == torch.bool or any(i is not None for i in others) or x.dim() == 0:
         with compat.in_order():
-            return aten.index_put(x, indices, values, True)
+            aten.index_put_(x, indices, values, True)
+        return
     rows = values.expand(*first.shape, *x.shape[1:]).reshape(first.numel(), *x.shape[1:])
     flat = first.reshape(-1)
-    return x.index_add(0, torch.where(flat < 0, flat + x.shape[0], flat), rows)
+    x.index_add_(0, torch.where(flat < 0, flat + x.shape[0], flat), rows)
 
 
-add_at = define(
-    "add_at",
-    "(Tensor x, Tensor?[] indices, Tensor values) -> Tensor",
+ADD_AT = define(
+    "add_at_",
+    "(Tensor(a!) x, Tensor?[] indices, Tensor values) -> ()",
     _add_at,
-    lambda x, indices, values: torch.empty_like(x),
+    lambda x, indices, values: None,
 )
-"""`x` with `values` added at `indices`, as `aten.index_put(x, indices, values, accumulate=True)`, each element's in the
-order of the indices."""
+"""Adds `values` to `x` at `indices`, as `aten.index_put_(x, indices, values, accumulate=True)`, each element's in the
+order of the indices. In place: a gradient of many rows is written where it is wanted."""
+
+
+def add_at(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> torch.Tensor:
+    """`x` with `values` added at `indices`."""
+    sums = x.clone(memory_format=torch.contiguous_format)
+    ADD_AT(sums, indices, values)
+    return sums
 
 
 def _index_put(x: torch.Tensor, indices: Indices, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
@@ -52,7 +60,9 @@ def _embedding_backward(
         counts = rows.new_zeros(num).scatter_add(0, rows, torch.ones_like(rows))
         grad = grad / counts[indices].unsqueeze(-1)
     kept = grad if padding < 0 else torch.where((indices == padding).unsqueeze(-1), 0.0, grad)
-    return add_at(grad.new_zeros(num, grad.shape[-1]), [indices], kept)
+    sums = grad.new_zeros(num, grad.shape[-1])
+    ADD_AT(sums, [indices], kept)
+    return sums
 
 
 def _index_add(

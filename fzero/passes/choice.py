@@ -21,7 +21,8 @@ class Choice:
     `share_because`; `grads`: which gradients wait in host memory (`waiting_on_host` of passes/off_device.py); `guess`:
     the tiers whose leaves are updated on a guess (passes/speculate.py); `rests`: what `offload("auto")` moves off the
     device, and where (lowering/auto.py); `stage`: of
-    a pipeline, whose program it is."""
+    a pipeline, whose program it is; `head_rows`: rows of the head that are computed at once, 0 for all
+    (passes/head_rows.py)."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
@@ -33,6 +34,7 @@ class Choice:
     guess: tuple[str, ...] = ()
     rests: tuple[Any, ...] = field(default=(), repr=False)
     stage: int = 0
+    head_rows: int = 0
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)
 

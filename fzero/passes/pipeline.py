@@ -1,7 +1,7 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
     recorded program -- fuse, copies --> base program -- remat, cut, split_backward, accumulate, shard,
-    compress, cut_update -->
+    head_rows, compress, cut_update -->
     lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
     rename, pool, batch, device_waits --> finished program
 
@@ -28,6 +28,7 @@ from fzero.passes import (
     cut,
     fuse,
     halves,
+    head_rows,
     off_device,
     pool,
     redundant,
@@ -145,6 +146,11 @@ def _loops(program: Program) -> bool:
     return any(line.op == "loop" for line in program.lines)
 
 
+def _remat_open(program: Program) -> bool:
+    spec = find(program.transforms, Remat)
+    return spec is not None and spec.policy == "auto"
+
+
 def _stays_open(program: Program) -> bool:
     once = keeps_gathers(program.transforms)
     return once is not None and once.least < once.most
@@ -215,7 +221,7 @@ PASSES = (
         lambda program, asked, keeps: remat.rewrite(program, keeps.policy, asked.known, asked.zero),
         wanted=lambda program, asked, keeps: _trains(program) and keeps is not None,
         option=lambda made, asked, choice: remat.keeps(_now(made), choice.remat, asked.known, asked.zero),
-        grows=lambda choice, program, _: choice.shares("remat") if Remat("auto") in program.transforms else (),
+        grows=lambda choice, program, _: choice.shares("remat") if _remat_open(program) else (),
     ),
     Pass(
         "cut",
@@ -243,6 +249,15 @@ PASSES = (
         tried=lambda choice, program, _: [replace(choice, whole_grads=True)] if _loops(program) else (),
         grows=lambda choice, program, _: choice.shares("stay") if _stays_open(program) else (),
         needed="without it every rank would train by itself",
+    ),
+    Pass(
+        "head_rows",
+        lambda program, asked, rows: head_rows.rewrite(program, rows),
+        wanted=lambda program, asked, rows: rows is not None,
+        option=lambda made, asked, choice: head_rows.rows_of(_now(made), choice.head_rows, asked.known),
+        grows=lambda choice, program, _: (
+            [replace(choice, head_rows=n) for n in head_rows.LADDER] if head_rows.open_rows(program.transforms) else ()
+        ),
     ),
     Pass(
         "compress",

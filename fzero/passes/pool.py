@@ -66,7 +66,9 @@ class _Placer:
             a: line.says(ScatterAttrs).grid or line.axes for line in self._with("scatter").values() for a in line.args
         }
         self.adds = {
-            a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
+            a: v.name
+            for line in self._with("sum", "product").values()
+            for a, v in zip(line.args, line.out, strict=False)
         }
         self.slots: dict[str, RegionSlot] = {}  # values that lie in the pool
         self.into: dict[int, list[RegionSlot | None]] = {}
@@ -76,8 +78,9 @@ class _Placer:
         self.together: set[int] = set()  # waits that return when all ranks are done with them
 
     def run(self) -> Program:
-        for i, line in self._with("total", "sum").items():
-            self._total(i, line) if OPS[line.op].outlives else self._sum(i, line)
+        totals = {"total": self._total, "sum": self._sum, "product": lambda _, line: self._sums(line)}
+        for i, line in self._with(*totals).items():
+            totals[OPS[line.op].pool](i, line)
         kinds = {
             "gather": self._gather,
             "scatter": self._scatter,
@@ -202,18 +205,22 @@ class _Placer:
     def _sum(self, number: int, line: Line) -> None:
         """Totals that are added to in place: each lives from its first line to its last reader, padded like totals of a
         loop. The summands lie in the pool too, as long as they must: one function makes both."""
-        num, parts = len(line.out), self._region(fixed=True)
-        for i, value in enumerate(line.out):
-            total, part = line.args[i], line.args[num + i]
+        parts = self._region(fixed=True)
+        self._sums(line)
+        for part, value in zip(line.args[len(line.out) :], line.out, strict=True):
+            parts.written(self._make(part, parts.add(math.prod(value.held(self.mesh)), value)))
+        assert parts.first is not None
+        parts.times.append((parts.first, number))
+
+    def _sums(self, line: Line) -> None:
+        """The places of totals that are added to in place."""
+        for total, value in zip(line.args, line.out, strict=False):
             slot = self.slots.get(total)
             if slot is None:
                 region = self._region(fixed=True)
                 slot = region.add(self._padded(value, self.scattered.get(self._summed(value.name), ())), value)
                 region.times.append((self._make(total, slot), self.uses.last(total)))
             self.slots[value.name] = self.slots[total] = slot
-            parts.written(self._make(part, parts.add(math.prod(value.held(self.mesh)), value)))
-        assert parts.first is not None
-        parts.times.append((parts.first, number))
 
     def _make(self, name: str, slot: RegionSlot) -> int:
         """Lets the function, or the cast, that makes a value write it to its place. Returns the number of that line."""

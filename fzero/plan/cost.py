@@ -158,7 +158,17 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
         return cost_of(program.functions[line.fn], backend).seconds(device)
     if line.op in TRANSFERS:
         return transfer_seconds(line, program, device)
-    return OPS[line.op].touched(line, program.values_by_name, program.mesh) / device.memory_bandwidth
+    row, values = OPS[line.op], program.values_by_name
+    touched = row.touched(line, values, program.mesh)
+    if flops := row.flops(line, values, program.mesh):
+        return Cost(flops, bytes=touched, product_bytes=touched).seconds(device)
+    return touched / device.memory_bandwidth
+
+
+def _flops_of_ops(program: Program) -> float:
+    """FLOPs of the products of lines that call no function."""
+    rows = ((OPS[line.op], line, times) for line, times in program.walk() if not line.fn)
+    return sum(times * sum(row.flops(line, program.values_by_name, program.mesh).values()) for row, line, times in rows)
 
 
 def transfer_seconds(line: Line, program: Program, device: Device) -> float:
@@ -236,7 +246,8 @@ def _fewest(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices_pe
 
 def hardware_flops(program: Program) -> float:
     """FLOPs of products that a rank runs in one step, recomputation included."""
-    return sum(times * cost_of(program.functions[line.fn]).total_flops for line, times in program.walk() if line.fn)
+    called = (times * cost_of(program.functions[line.fn]).total_flops for line, times in program.walk() if line.fn)
+    return sum(called) + _flops_of_ops(program)
 
 
 def model_flops(program: Program) -> float:
@@ -248,7 +259,7 @@ def model_flops(program: Program) -> float:
     computes again. For a chain of layers that is three times the forward. Of a block whose values are cut a rank has
     its share.
     """
-    total = 0.0
+    total = _flops_of_ops(program)
     ranks = math.prod(
         program.mesh.axes[t.axis] for t in program.transforms if isinstance(t, Cutting) and not t.cuts_batch
     )

@@ -30,6 +30,7 @@ from fzero.plan.cost import (
 )
 from fzero.plan.devices import Device, get_device
 from fzero.plan.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes, ward_bytes
+from fzero.plan.process import ProcessPart, beside, here
 from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate
 from fzero.program.ir import Program
 from fzero.program.ops import transfer_bytes
@@ -133,6 +134,8 @@ class Plan:
             `step_seconds`, which is of all.
         bubble: the mean of theirs.
         stage_events: the timeline of each stage.
+        process: what a rank's process takes beside, part by part, and whether a calibration has measured it; of a
+            device the context and buffers of NCCL, assumed.
 
     Example:
         >>> import torch, fzero as fz
@@ -173,11 +176,18 @@ class Plan:
     ward_bytes: int = 0
     stages: tuple[StagePlan, ...] = ()
     stage_events: tuple[tuple[Event, ...], ...] = field(default=(), repr=False)
+    process: tuple[ProcessPart, ...] = ()
 
     def __str__(self) -> str:
         from fzero.plan.render import table
 
         return table(self)
+
+    @property
+    def process_bytes(self) -> int:
+        """Bytes of the process beside the peak, in the memory that the peak is of: a container's limit, or a card's
+        whole, must hold both."""
+        return here(self.device, [*self.process])
 
     @property
     def bubble(self) -> float:
@@ -321,6 +331,7 @@ def plan(
             if len(stages) > 1
         ),
         stage_events=tuple(tuple(x.events) for x in timelines if len(stages) > 1),
+        process=tuple(beside(found, peak.total, program.mesh.size > 1)),
     )
 
 
@@ -374,12 +385,14 @@ def _timelines(programs: Sequence[Program], device: Device, backend: str) -> lis
     return simulate(programs, lambda line, program: seconds(line, program, rates, backend), device.asynchronous)
 
 
-def fits(plan: Plan, budget: str | int) -> bool:
+def fits(plan: Plan, budget: str | int, *, whole: bool = False) -> bool:
     """Whether a plan's peak, of a pipeline that of every stage, stays within a budget of memory.
 
     Args:
         plan: of a step.
         budget: bytes of each rank, or text: "80GB" (10^9), "24GiB" (2^30).
+        whole: whether the budget is the whole of a card or a container, which the process is in too
+            (`Plan.process_bytes`).
 
     Raises:
         FzeroValueError: text that is not a size.
@@ -391,8 +404,11 @@ def fits(plan: Plan, budget: str | int) -> bool:
         >>> plan = fz.lower(step, fz.AbstractMesh(data=1), params, batch, device="h100").plan
         >>> fits(plan, "80GB"), fits(plan, "1KiB")
         (True, False)
+        >>> fits(plan, "500MiB"), fits(plan, "500MiB", whole=True)
+        (True, False)
     """
-    return max([plan.peak_bytes, *(stage.peak_bytes for stage in plan.stages)]) <= parse_bytes(budget)
+    peak = max([plan.peak_bytes, *(stage.peak_bytes for stage in plan.stages)])
+    return peak + plan.process_bytes * whole <= parse_bytes(budget)
 
 
 def compute_dtype(program: Program) -> torch.dtype:

@@ -1,7 +1,8 @@
 """Counts the memory of a process besides its program: the interpreter and libraries, the context of a device.
 
-A plan counts what a program allocates. A container's limit, or a card, must hold the rest too. One part is measured
-here, where the plan is made; the other is assumed, and says so.
+A plan counts what a program allocates. A container's limit, or a card, must hold the rest too. The interpreter with its
+libraries is measured once, when a machine is calibrated, or where `fzero plan --hf` makes the plan; the rest is
+assumed, and says so.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from fzero.plan.devices import Device
-from fzero.plan.plan import Plan
+from fzero.plan.rates import Device
 
+INTERPRETER = 450 << 20
+"""Assumed of a machine that is not calibrated: Python, torch and its compiler, fzero."""
 CONTEXT = 600 << 20
 """Assumed: a CUDA context, kernels that are loaded into it, workspaces of cuBLAS."""
 NCCL = 500 << 20
@@ -43,21 +45,42 @@ def resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def parts(plan: Plan, interpreter: int, several: bool) -> list[ProcessPart]:
-    """The parts of a process besides the program of a plan.
+def parts(
+    device: Device,
+    peak: int,
+    interpreter: int,
+    several: bool,
+    measured: bool = True,
+    what: str = "interpreter, torch, transformers",
+) -> list[ProcessPart]:
+    """The parts of a process besides a program.
 
     Args:
-        plan: of the program.
-        interpreter: bytes that were resident when its model was made.
+        device: that it runs on.
+        peak: bytes that the program takes of it.
+        interpreter: bytes that are resident before there is a state.
         several: whether there are several ranks.
+        measured: whether these were measured.
+        what: they are.
     """
-    libraries = ProcessPart("host", "interpreter, torch, transformers", interpreter, True)
-    if not plan.device.asynchronous:
-        kept = COMPILED + int(KEPT * plan.peak_bytes)
+    libraries = ProcessPart("host", what, interpreter, measured)
+    if not device.asynchronous:
+        kept = COMPILED + int(KEPT * peak)
         return [libraries, ProcessPart("host", "compiled code, memory that the allocator keeps", kept, False)]
     out = [ProcessPart("device", "CUDA context, kernels, workspaces", CONTEXT, False)]
     out += [ProcessPart("device", "buffers of NCCL", NCCL, False)] if several else []
     return [*out, libraries, ProcessPart("host", "libraries of CUDA", CUDA_LIBRARIES, False)]
+
+
+def beside(device: Device, peak: int, several: bool) -> list[ProcessPart]:
+    """The parts of a process besides a program, as far as a calibration has measured them."""
+    interpreter, known = device.process_bytes or INTERPRETER, device.process_bytes > 0
+    return parts(device, peak, interpreter, several, known, "interpreter and libraries")
+
+
+def here(device: Device, found: list[ProcessPart]) -> int:
+    """Bytes of these parts in the memory that the program's peak is of."""
+    return sum(x.nbytes for x in found if x.where == ("device" if device.asynchronous else "host"))
 
 
 def room(device: Device, several: bool, interpreter: int) -> int:

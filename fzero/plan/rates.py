@@ -45,7 +45,7 @@ class Link:
         return steps * self.latency + nbytes / self.bandwidth
 
 
-_MAY_BE_ZERO = ("latency", "call_seconds", "disk_mixed")
+_MAY_BE_ZERO = ("latency", "call_seconds", "disk_mixed", "process_bytes")
 
 
 def _no_rates(data: Any, name: str) -> list[str]:
@@ -95,6 +95,8 @@ class Device:
             were masked; where it is not listed, that of products.
         peak_flops: FLOP/s that the vendor states of products, by dtype name: what utilisation is a share of. Empty if
             that is not known.
+        process_bytes: of a process that has imported what a step needs, before it has a state; 0 if that was not
+            measured.
     """
 
     name: str
@@ -116,6 +118,7 @@ class Device:
     machine: Mapping[str, Any] = field(default_factory=dict)
     attention: Mapping[str, float] = field(default_factory=dict)
     peak_flops: Mapping[str, float] = field(default_factory=dict)
+    process_bytes: int = 0
 
     def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
         """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of

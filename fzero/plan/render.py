@@ -43,6 +43,7 @@ def tables(plan: Plan) -> list[TextTable]:
     totals = [
         ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
         ("at rest", size(plan.resting_bytes), "the state between steps"),
+        ("the process", size(plan.process_bytes), f"beside the peak: {_largest_part(plan)}"),
         *([("wards", size(plan.ward_bytes), "host memory of fz.run: another rank's state")] if plan.ward_bytes else []),
         ("time", duration(plan.step_seconds), f"{duration(plan.compute_seconds)} compute"),
         ("exposed transfers", duration(plan.exposed_seconds), f"{share:.1%} of the step"),
@@ -91,6 +92,13 @@ def tables(plan: Plan) -> list[TextTable]:
     if plan.decisions:
         out.append(TextTable("what was left open", ("", "chosen", "because"), plan.decisions, prose=True))
     return out
+
+
+def _largest_part(plan: Plan) -> str:
+    """The largest part of the process, in the memory that the peak is of, and whether it was measured."""
+    where = "device" if plan.device.asynchronous else "host"
+    largest = max((x for x in plan.process if x.where == where), key=lambda x: x.nbytes)
+    return f"{largest.what}, {'by calibration' if largest.measured else 'assumed'}"
 
 
 def _utilisation(plan: Plan) -> str:
@@ -192,6 +200,8 @@ def as_json(plan: Plan) -> str:
         "peak_line": plan.peak_line._asdict(),
         "breakdown": dict(plan.breakdown),
         "host_breakdown": dict(plan.host_breakdown),
+        "process": [part._asdict() for part in plan.process],
+        "process_bytes": plan.process_bytes,
         "bound_by": plan.bound_by,
         "busy": plan.busy,
         "channels": {name: {**c._asdict(), "bandwidth": c.bandwidth} for name, c in plan.channels.items()},

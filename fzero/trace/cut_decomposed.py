@@ -200,7 +200,7 @@ DECOMPOSITIONS.update(dict.fromkeys(ATTENTION, _fewer_keys))
 def _nll_loss(op: WholeOp, w: Writer) -> tuple[Any, ...] | None:
     """The log-probability of the target is a sum with one term that is not zero."""
     x, target, reduction = op["self"], op["target"], op["reduction"]
-    if op["weight"] is not None or len(shape_of(x)) != 2:
+    if op["weight"] is not None or len(shape_of(x)) != 2 or (reduction == 0 and not _cut_along(op, x, 1)):
         return None
     hit, valid = _hits(op, w, x, target)
     picked = w(aten.where.self, hit, x, _number(w, 0.0, x))
@@ -220,7 +220,7 @@ def _nll_loss(op: WholeOp, w: Writer) -> tuple[Any, ...] | None:
 @_decomposes(aten.nll_loss_backward.default)
 def _nll_loss_backward(op: WholeOp, w: Writer) -> fx.Node | None:
     x, target, reduction = op["self"], op["target"], op["reduction"]
-    if op["weight"] is not None or len(shape_of(x)) != 2:
+    if op["weight"] is not None or len(shape_of(x)) != 2 or (reduction == 0 and not _cut_along(op, x, 1)):
         return None
     hit, _ = _hits(op, w, x, target)
     grad = w(aten.neg.default, op["grad_output"])

@@ -504,6 +504,35 @@ def _over_images(op: WholeOp) -> Iterator[Strategy]:
     yield from along(op, range(len(op.shape) - two, len(op.shape)))
 
 
+# --- losses ---
+
+
+@rule(
+    aten.nll_loss_forward.default,
+    aten.nll_loss2d_forward.default,
+    aten.nll_loss_backward.default,
+    aten.nll_loss2d_backward.default,
+)
+def _loss(op: WholeOp) -> Iterator[Strategy]:
+    """The loss of each row by itself, dim 1 is that of classes; a reduced one is decomposed."""
+    x, target, grad = op["self"], op["target"], op["grad_output"]
+    if op["reduction"] != 0:
+        return
+    of_rows = [Dim(p.dim + (p.dim > 0), p.groups) for _, p in op.cut(target, grad)]
+    for c in unique([*(p for _, p in op.cut(x) if p.dim != 1), *of_rows]):
+        rows = Dim(c.dim - (c.dim > 0), c.groups)
+        if grad is None:
+            yield Strategy(op.at({x: c, target: rows}), (rows, None))
+        else:
+            yield Strategy(op.at({x: c, target: rows, grad: rows}), c)
+
+
+@rule(aten.binary_cross_entropy_with_logits.default)
+def _loss_of_elements(op: WholeOp) -> Iterator[Strategy]:
+    if op["reduction"] == 0:
+        yield from pointwise(op)
+
+
 # --- draws ---
 
 

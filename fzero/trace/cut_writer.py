@@ -50,6 +50,7 @@ class GraphWriter:
         self.number: fx.Node | None = None  # the placeholder of the rank's number
         self.last_input: fx.Node | None = None
         self.device = torch.device("cpu")
+        self.place: Any = None  # the user's line that is written
         self.half: int | None = None  # of the rows that are exchanged (fzero/trace/halves.py)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -59,10 +60,15 @@ class GraphWriter:
             node = self.graph.call_function(target, args)
             node.meta["val"] = args[0].meta["val"][args[1]]
             return node
-        node = self.graph.call_function(target, args, kwargs)
+        node = self._placed(self.graph.call_function(target, args, kwargs))
         values = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
         with self._mode:
             node.meta["val"] = self._results(target, *values)
+        return node
+
+    def _placed(self, node: fx.Node) -> fx.Node:
+        if self.place is not None:
+            node.meta["place"] = self.place
         return node
 
     def named(self, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
@@ -96,7 +102,7 @@ class GraphWriter:
         value = x.meta["val"]
         if marker is not all_reduce:
             x = self.packed(x)
-        node = self.graph.call_function(marker, (x, *extra))
+        node = self._placed(self.graph.call_function(marker, (x, *extra)))
         node.meta["val"] = compat.new_fake(self._mode, shape, value.dtype, value.device)
         if self.half is not None:
             node.meta[HALF] = self.half

@@ -327,6 +327,7 @@ class _Propagation:
         node = next(iter(self.source.graph.nodes))
         while node.op != "output":
             before = node.prev
+            self.write.place = self.rewrite.place = node.meta.get("place")
             if node.op == "call_function" and self._decomposed(node):
                 node = before.next
                 continue

@@ -49,6 +49,8 @@ _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 _META = torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _SHARED = "write y = y * 3 in place of y.mul_(3), or let the block return a copy (x.clone())"
+FROM = "from"
+"""The key under which the meta data of a node has the user's line that it is, or is the backward of."""
 _ON_SHARDS = {"optimizer", "init"}
 """Whose operations are asked for their lines when they turn out not to run on shards."""
 
@@ -296,11 +298,12 @@ class Recorder(compat.TorchDispatchMode):
             kwargs = kwargs | {"device": args[0].device}  # PyTorch's sum with a ZeroTensor, which a fake one is of meta
         elif kwargs.get("device") == _META or any(isinstance(x, torch.Tensor) and x.device == _META for x in args):
             return func(*args, **kwargs)  # PyTorch's own, for the shape of a product with a ZeroTensor
-        backward = compat.backward_of()
-        if backward is None and self._outside is not None:
-            number = compat.next_autograd_node() - 1
-            if number not in self._lines:
-                self._lines[number] = user_place(self._outside)
+        backward, place = compat.backward_of(), None
+        if backward is not None:
+            place = self._lines.get(backward)
+        elif self._outside is not None:
+            place = user_place(self._outside)
+            self._lines.setdefault(compat.next_autograd_node() - 1, place)
         node_args, node_kwargs = self.nodes_in((args, kwargs))
         try:
             check_dtypes(func, args)
@@ -320,6 +323,7 @@ class Recorder(compat.TorchDispatchMode):
         if func._schema.is_mutable:
             self._write(overwrites.overwritten(func, args, kwargs))
         node = self.graph.call_function(func, node_args, node_kwargs)
+        node.meta[FROM] = place
         if self.owner in _ON_SHARDS:
             node.meta["place"] = user_place(self._outside)
         if isinstance(out, torch.Tensor):

@@ -102,7 +102,9 @@ def into_buffers(source: Recorded, which: Sequence[int]) -> Recorded:
     assert all(n.target is not torch.ops.aten.copy_.default for n in source.graph.nodes), (
         "a function that writes its arguments has no results to place"
     )
-    copy = extract(source, source.inputs, source.outputs)
+    made = compat.Graph()  # all of it: what an operation writes in place depends on no name
+    made.output(made.graph_copy(source.graph, {}))
+    copy = Recorded(made, source.constants)
     graph, results, first = copy.graph, copy.outputs, copy.graph.find_nodes(op="placeholder")
     last = graph.output_node()
     with graph.inserting_after(first[-1]) if first else graph.inserting_before(next(iter(graph.nodes))):

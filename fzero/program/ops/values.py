@@ -237,16 +237,24 @@ class Zeros(Op):
     name = "zeros"
     args = 0
     out = 1
+    makes_own = True
+    settles = True
 
     def check(self, line: Line, args: list[Value], rules: Rules) -> None:
-        if line.out[0].placement != WHOLE:
+        if line.out[0].placement.kind not in ("whole", "local") or line.out[0].placement.cuts:
             rules.bad(line, f"makes {line.out[0]}")
 
     def text(self, line: Line, program: Program) -> Text:
-        return Text(f"zeros({list(line.out[0].shape)}, {dtype_name(line.out[0].dtype)!r})")
+        value = line.out[0]
+        return Text(f"zeros({', '.join([str([*value.shape]), repr(dtype_name(value.dtype)), *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
-        return lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=on.mesh.device)
+        def zeros(shape: Sequence[int], dtype: str, into: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+            if into is not None:
+                return into[0].zero_()
+            return torch.zeros(shape, dtype=getattr(torch, dtype), device=on.mesh.device)
+
+        return on.tiers.settled(zeros, lambda *args: args[-1])
 
     def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         return [torch.zeros(v.shape, dtype=v.dtype, device=told.mesh.device) for v in line.out]
