@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from fzero.program.ir import Line, Program
 from fzero.program.verify import verify
 from fzero.program.verify_stages import meeting
 
+choose_stages = importlib.import_module("fzero.lowering.choose_stages")
 WIDTH, WORDS, ROWS, LENGTH = 8, 12, 16, 4
 
 
@@ -470,6 +473,17 @@ def test_tables_of_units() -> None:
     for how, chunks in (("interleaved", 1), ("1f1b", 2)):
         with pytest.raises(FzeroValueError, match=f"schedule='{how}' with chunks={chunks}"):
             fz.pipeline(schedule=how, chunks=chunks)
+
+
+def test_by_default_the_slowest_stage_does_as_little_as_in_any_cut() -> None:
+    draw = random.Random(0)
+    for _ in range(40):
+        work = [draw.choice((1.0, 1.0, 1.0, 5.0, 20.0)) for _ in range(draw.randint(3, 8))]
+        n = draw.randint(2, min(4, len(work)))
+        cuts = [(0, *at, len(work)) for at in itertools.combinations(range(1, len(work)), n - 1)]
+        slowest = lambda ends: max(sum(work[i:j]) for i, j in itertools.pairwise(ends))  # noqa: B023, E731
+        found = [0, *itertools.accumulate(choose_stages._even(work, n))]
+        assert slowest(found) == min(map(slowest, cuts)) and len(found) == n + 1
 
 
 def test_what_cannot_be_divided() -> None:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import SOURCE
+from common import SOURCE, verdict
 
 from cases import Table
 
@@ -278,6 +278,7 @@ def pipeline_plans(args: argparse.Namespace) -> Table:
         "bubble: the mean share of a step in which a stage waits. Peaks are of the stage that takes most. The text is "
         "that of the first stage's program, folded, as `fzero show` prints it.",
         "lower, plan: CPU seconds of `fz.lower`, which has the programs of all stages, and of their plan.",
+        _uneven(args),
     ]
     columns = (
         "model",
@@ -294,6 +295,24 @@ def pipeline_plans(args: argparse.Namespace) -> Table:
         "plan",
     )
     return Table("Stages", columns, rows, notes, {"cases": found})
+
+
+def _uneven(args: argparse.Namespace) -> str:
+    """The default cut of a model whose head weighs as much as layers, beside all cuts."""
+    layers, stages = 6, 3
+    model = {"layers": layers, "width": 2048, "heads": 16, "seq": 2048 // args.smaller, "vocab": 131072}
+
+    def slowest(counts: list[int] | None) -> tuple[float, list[int]]:
+        found = _staged(model, {"pipe": stages}, 8, {} if counts is None else {"stages": counts}, kept="full")
+        return max(found["compute"]), found["blocks"]
+
+    blocks = layers + 2  # with the embedding and the head
+    cuts = ((0, *at, blocks) for at in itertools.combinations(range(1, blocks), stages - 1))
+    best, of_all = min(slowest([j - i for i, j in itertools.pairwise(cut)]) for cut in cuts)
+    took, counts = slowest(None)
+    what = f"{layers} layers of {model['width']} with a vocabulary of {model['vocab']:,} on {stages} stages"
+    text = f"{what}: the default cut {counts} computes {took / best:.3f} times as long as the best of all, {of_all}"
+    return f"{text} (1.1: {verdict(took / best, 1.1)})"
 
 
 def _staged_row(model: str, case: dict[str, Any]) -> list[Any]:
@@ -337,6 +356,8 @@ def _staged(
         "seconds": plan.step_seconds,
         "bubble": plan.bubble,
         "peaks": [stage.peak_bytes for stage in plan.stages],
+        "compute": [stage.compute_seconds for stage in plan.stages],
+        "blocks": [stage.num_blocks for stage in plan.stages],
         "functions": len(lowered.program.functions),
         "lines": max(len(program.lines) for program in lowered.programs),
         "text": len(str(lowered.program).splitlines()),
