@@ -32,7 +32,7 @@ from fzero.optim import apply_updates
 from fzero.passes import remat, shard
 from fzero.program.ir import Program
 from fzero.program.ops import OPS
-from fzero.runtime import compiled, execute, training
+from fzero.runtime import compiled, places, training
 from fzero.testing import check_equivalent
 from fzero.testing.blame import first_differing
 from fzero.testing.check import setting_of
@@ -114,14 +114,14 @@ def stale_cast(patch):
 
 
 def buffer_of_another(patch):
-    tensors, first = execute._tensors, {}
+    tensors, first = places._tensors, {}
 
-    def overlapping(line, mesh, arenas):
+    def overlapping(line, mesh, arenas, rooms):
         if line.fn == "dense":  # all calls of a program have the places of its first
             _, line = first.setdefault(id(arenas), (arenas, line))
-        return tensors(line, mesh, arenas)
+        return tensors(line, mesh, arenas, rooms)
 
-    patch.setattr(execute, "_tensors", overlapping)
+    patch.setattr(places, "_tensors", overlapping)
 
 
 def leaves_swapped(patch):

@@ -134,7 +134,7 @@ def compress(
         >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
         >>> lowered = fz.lower(compress(fz.shard_params(step)), fz.AbstractMesh(data=4), params, batch)
         >>> [line.op for line in lowered.program.lines if line.op.endswith("start")]
-        ['all_gather_start', 'all_to_all_start', 'all_reduce_start']
+        ['all_gather_start', 'all_reduce_start', 'all_to_all_start', 'all_reduce_start']
     """
     spec, problems = _checked(params, grads, axis, where)
     if problems:
