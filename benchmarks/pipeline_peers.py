@@ -1,7 +1,7 @@
 """Stages over ranks beside PyTorch's and DeepSpeed's: `fz.pipeline`; `torch.distributed.pipelining`, alone and with
-FSDP2; and DeepSpeed's `PipelineModule`, alone and with its ZeRO-1, where DeepSpeed is installed.
+FSDP2; and DeepSpeed's `PipelineModule` with its ZeRO-1, where DeepSpeed is installed.
 
-    python benchmarks/pipeline_peers.py                      # two and four processes: about 8 minutes on 2 cores
+    python benchmarks/pipeline_peers.py                      # two and four processes: about 12 minutes on 2 cores
     python benchmarks/pipeline_peers.py --steps 3 --small    # to see that it works
 
 One GPT; the same values, batches, AdamW and clipping for all, in fp32. Two processes are two stages, or four where
@@ -214,7 +214,7 @@ def _deepspeed(args: argparse.Namespace, config: Config, rank: int, batch: Any) 
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": MICRO,
         "gradient_clipping": MAX_NORM,
-        "zero_optimization": {"stage": 1 if data > 1 else 0},
+        "zero_optimization": {"stage": 1},  # without, each stage clips by a norm of its own
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 30,

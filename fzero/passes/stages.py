@@ -196,10 +196,14 @@ class _Places:
         return place if of_unit and place != EVERY else None
 
     def _of_unit(self, i: int, line: Line) -> Place:
-        if line.args and line.args[0] in self.made and (line.op == "cast" or OPS[line.op].in_place):  # of a summand
-            return self.of.get(line.args[0])
-        if i in self._after:
+        in_place = OPS[line.op].in_place
+        if line.args and line.args[0] in self.made and (line.op == "cast" or in_place):  # of a summand
+            place = self.of.get(line.args[0])
+            if place is not None or not in_place:
+                return place
+        elif i in self._after:
             return self._after[i]
+        # a total that begins with zeros is where its summands are
         units, step = set[int](), set[int]()
         for a in line.args:
             if (place := self.of.get(a)) is not None and place != EVERY:
