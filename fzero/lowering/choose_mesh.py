@@ -343,8 +343,8 @@ class _Planner:
             least = sum(x.numel() * min(x.dtype.itemsize, most) for x in leaves) // parts
             if least > self.budget:
                 return f"parameters alone take {size(least)}, more than the {size(self.budget)} that it may have"
-        if fastest is not None and pipe > 1:
-            # every rank does an equal share of the products, of as many ranks
+        if fastest is not None and not fastest.stages and pipe > 1:
+            # its ranks do equal shares of the products, of as many ranks; stages do not
             seconds = fastest.speed_of_light * fastest.step_seconds * (micro + pipe - 1) / micro
             if seconds > fastest.step_seconds:
                 return f"it takes at least {duration(seconds)}, for its products and its bubble"

@@ -22,6 +22,7 @@ from fzero.program.names import Names
 from fzero.trace.head_rows import HeadRows, NoRows, RowsInput, in_rows, widest
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import ancestors
+from fzero.transforms.base import find
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.remat import Remat
 
@@ -45,9 +46,9 @@ class Rows:
     made: HeadRows = field(compare=False, repr=False)
 
 
-def open_rows(transforms: Sequence[Any]) -> bool:
+def open_rows(transforms: tuple[Any, ...]) -> bool:
     """Whether the rows are left to the memory budget."""
-    spec = next((t for t in transforms if isinstance(t, Remat)), None)
+    spec = find(transforms, Remat)
     return spec is not None and spec.rows_open
 
 
@@ -247,9 +248,9 @@ class _ToRows:
         return reader if alone else None
 
 
-def first_rows(transforms: Sequence[Any], limited: bool) -> int:
+def first_rows(transforms: tuple[Any, ...], limited: bool) -> int:
     """The rows at once of the choice that takes least memory, 0 for all."""
-    spec = next((t for t in transforms if isinstance(t, Remat)), None)
+    spec = find(transforms, Remat)
     if spec is None:
         return 0
     if spec.rows_open:

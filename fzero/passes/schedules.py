@@ -142,7 +142,10 @@ def when(
     found: dict[Unit, tuple[float, float]] = {}
     at, clock = [0] * len(orders), [0.0] * len(orders)
     seconds = (1.0, 1.0, 1.0) if any(u.kind == WEIGHTS for order in orders for u in order) else (1.0, 2.0)
-    needs = lambda unit: {x for x in (_before(unit, num_stages), *(more or {}).get(unit, ())) if x is not None}  # noqa: E731
+
+    def needs(unit: Unit) -> set[Unit]:
+        return {x for x in (_before(unit, num_stages), *(more or {}).get(unit, ())) if x is not None}
+
     moving = True
     while moving:
         moving = False

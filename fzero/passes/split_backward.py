@@ -74,6 +74,9 @@ def _parts(line: Line, args: list[Value], of: Halved, functions: Functions, name
     made = dict(zip(of.inputs, args, strict=True))
     made.update((x, v) for x, v in zip(of.outputs, line.out, strict=True) if x not in made)
     own: dict[fx.Node, tuple[str, ...]] = {x: v.placement.own for x, v in zip(of.inputs, args, strict=True)}
+    for x in of.inputs[0].graph.nodes:  # a rank has its own of a value along the axes of what that is made of
+        if x not in own:
+            own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))
     lines, block = [], line.says(CallAttrs).block
     assert block is not None
     for number, step in enumerate(of.steps):
@@ -82,8 +85,7 @@ def _parts(line: Line, args: list[Value], of: Halved, functions: Functions, name
             if position is not None:
                 out.append(line.out[position])
                 continue
-            axes = _axes(x, own)
-            at, value = Placement("local", axes) if axes else WHOLE, x.meta["val"]
+            at, value = Placement("local", own[x]) if own[x] else WHOLE, x.meta["val"]
             name = names(f"{line.fn}_{block.number}_{x.name}")
             made[x] = Value(name, tuple(value.shape), value.dtype, at)
             out.append(made[x])
@@ -91,10 +93,3 @@ def _parts(line: Line, args: list[Value], of: Halved, functions: Functions, name
         new = replace(line, fn=fn, args=tuple(made[x].name for x in step.inputs), out=tuple(out))
         lines.append(new.saying(weights=True) if number else new)
     return lines
-
-
-def _axes(node: fx.Node, own: dict[fx.Node, tuple[str, ...]]) -> tuple[str, ...]:
-    """The axes along which a rank has its own of a value, as it has of what that is made of."""
-    if node not in own:
-        own[node] = tuple(dict.fromkeys(axis for a in node.all_input_nodes for axis in _axes(a, own)))
-    return own[node]
