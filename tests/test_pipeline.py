@@ -483,7 +483,7 @@ def test_by_default_the_slowest_stage_does_as_little_as_in_any_cut() -> None:
         n = draw.randint(2, min(4, len(work)))
         cuts = [(0, *at, len(work)) for at in itertools.combinations(range(1, len(work)), n - 1)]
         slowest = lambda ends: max(sum(work[i:j]) for i, j in itertools.pairwise(ends))  # noqa: B023, E731
-        found = [0, *itertools.accumulate(choose_stages._even(work, n))]
+        found = [0, *itertools.accumulate(choose_stages.even(work, n))]
         assert slowest(found) == min(map(slowest, cuts)) and len(found) == n + 1
 
 

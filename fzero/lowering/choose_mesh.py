@@ -1,14 +1,22 @@
-"""Chooses the mesh of a step with its parallel transforms: plans every candidate, and takes the fastest that fits.
+"""Chooses the mesh of a step with its parallel transforms: plans candidates, and takes the fastest that fits.
 
-A candidate is a factorisation of the devices over (data, model, pipe) with a ZeRO stage and a number of micro-batches.
-Each is lowered and planned as if the user had written it, so that what is chosen is what runs.
+A candidate is a factorisation of the devices over (node, data, pipe, seq, expert, model) with a ZeRO stage, a schedule
+and a number of micro-batches. What is planned is lowered as if the user had written it, so what is chosen is what runs.
+
+[Note: best first] Planning a candidate takes seconds to minutes, and a lower bound of its seconds and bytes
+(mesh_bounds.py) one trace for all candidates with the same cut of values. Candidates are looked at in order of their
+bounds, ZeRO alone before all others. One whose bound is no more than 2 % below the fastest plan is left out: so the
+first of the table takes at most 2 % longer than the best of all.
 """
 
 from __future__ import annotations
 
+import functools
+import heapq
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +24,13 @@ import torch
 from fzero import tree
 from fzero.arguments import keywords
 from fzero.errors import BudgetError, FzeroError, FzeroTypeError, FzeroValueError, TransformError
-from fzero.lowering.at_rest import shortage
+from fzero.lowering.at_rest import AtRest, at_rest, shortage
 from fzero.lowering.budget import Budget
-from fzero.lowering.layouts import abstract
+from fzero.lowering.choose_rules import choose_rules
+from fzero.lowering.layouts import abstract, batch_inputs, params_inputs
 from fzero.lowering.lower import lower
+from fzero.lowering.mesh_bounds import CutCost, cut_cost, link_seconds
+from fzero.lowering.search import GAIN
 from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan
@@ -28,20 +39,27 @@ from fzero.progress import within
 from fzero.step import Step
 from fzero.transforms.accumulate import Accumulate, accumulate
 from fzero.transforms.base import find
+from fzero.transforms.compress import Compress
 from fzero.transforms.cutting import Cutting
+from fzero.transforms.expert import expert_parallel
+from fzero.transforms.fp8 import Fp8
+from fzero.transforms.offload import Offload
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.pipeline import Pipeline, pipeline
 from fzero.transforms.precision import DTYPES, MixedPrecision
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.remat import Remat, remat
+from fzero.transforms.sequence import sequence_parallel
 from fzero.transforms.shard import Parallel, data_parallel, shard_opt_state, shard_params
-from fzero.transforms.tensor import Rules, tensor_parallel
+from fzero.transforms.tensor import Rules, TensorParallel, tensor_parallel
 from fzero.units import as_argument, duration, parse_bytes, size
 
 _SEARCHED = (Parallel, Cutting, Pipeline, Accumulate, OnceAStep, Redundant)
 MICRO_A_STAGE = (2, 4, 8)
 """Micro-batches for each stage of a pipeline, at most: with more a step waits less, and each is smaller."""
-ROWS = ("data",)
+ROWS = ("node", "data")
+"""Axes along which ZeRO alone is."""
+Where = Callable[[str, torch.Tensor], bool]
 
 
 class _Added(NamedTuple):
@@ -61,8 +79,9 @@ class MeshPlan:
         code: the transforms that were put on the step, as they are written; `title`: the open ones among them.
         step: with them.
         batch: a rank's part of the batch, of meta tensors.
-        plan: of the step; None if it does not fit or cannot be had.
+        plan: of the step; None if it does not fit, cannot be had or cannot be fastest.
         refused: why not.
+        least_seconds: that it takes at least, of one that cannot be fastest.
     """
 
     axes: Mapping[str, int]
@@ -72,6 +91,12 @@ class MeshPlan:
     batch: Any
     plan: Plan | None = None
     refused: str = ""
+    least_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, or the least that it takes; None if it cannot be had."""
+        return self.least_seconds if self.plan is None else self.plan.step_seconds
 
     @property
     def mesh(self) -> str:
@@ -133,15 +158,22 @@ class MeshPlans:
     def sentence(self) -> str:
         """The fastest beside ZeRO alone, in plain words."""
         best = self.best
-        zero = next((x for x in self.found if x.plan is not None and {*x.axes} <= {*ROWS}), None)
+        alone = [x for x in self.found if {*x.axes} <= {*ROWS}]
+        zero = next((x for x in alone if x.plan is not None), None)
         if zero is None:
-            return f"ZeRO alone does not fit; {best.mesh} is fastest of what does"
-        if best is zero:
-            others = [x for x in self.found if x.plan is not None and not {*x.axes} <= {*ROWS}]
-            longer = [x.planned.step_seconds / best.planned.step_seconds for x in others[:1]]
-            return "ZeRO alone is fastest" + "".join(f"; {others[0].mesh} takes {n:.2f} times as long" for n in longer)
-        ratio = zero.planned.step_seconds / best.planned.step_seconds
-        return f"{best.mesh} is fastest; ZeRO alone takes {ratio:.2f} times as long"
+            why = f" ({alone[0].refused})" if alone else ""
+            return f"ZeRO alone cannot be{why}; {best.mesh} is fastest of what can"
+        if best is not zero:
+            ratio = zero.planned.step_seconds / best.planned.step_seconds
+            return f"{best.mesh} is fastest; ZeRO alone takes {ratio:.2f} times as long"
+        others = [x for x in self.found if x not in alone and x.seconds is not None]
+        least = min(others, key=lambda x: x.seconds or 0.0, default=None)
+        if least is None or least.seconds is None:
+            return "ZeRO alone is fastest"
+        ratio, at_least = least.seconds / best.planned.step_seconds, "" if least.plan is not None else " at least"
+        if ratio < 1:  # by a bound
+            return f"ZeRO alone is fastest; no other is more than {GAIN:.0%} faster"
+        return f"ZeRO alone is fastest; {least.mesh} takes{at_least} {ratio:.2f} times as long"
 
     def tables(self) -> list[TextTable]:
         """The candidates that fit, and those that do not."""
@@ -174,7 +206,7 @@ class MeshPlans:
         for x in self.found:
             row: dict[str, Any] = {"axes": dict(x.axes), "transforms": list(x.code)}
             if x.plan is None:
-                row["refused"] = x.refused
+                row |= {"refused": x.refused, "least_seconds": x.least_seconds}
             else:
                 sent = {name: c.bytes for name, c in x.plan.channels.items()}
                 row |= {name: getattr(x.plan, name) for name in fields} | {"peak_bytes": x.peak_bytes, "sent": sent}
@@ -202,14 +234,16 @@ def choose_mesh(
     device: Device | str | None = None,
     memory_budget: str | int | None = None,
     rules: Rules | None = None,
+    experts: Where | None = None,
     backend: str = "inductor",
 ) -> MeshPlans:
-    """Plans a step on every mesh of a number of devices, with the parallel transforms for each. No device is touched.
+    """Plans a step on the meshes of a number of devices, with the parallel transforms for each. No device is touched.
 
-    Candidates have a data axis with ZeRO-1 or ZeRO-3, `tensor_parallel` within a host, `pipeline` with 1F1B, and every
-    two or three of them whose sizes multiply to `devices`. Without `remat` of its own the step gets `remat("auto")`,
-    which keeps as many activations as fit. Where one micro-batch does not fit, more are tried. Not planned is a
-    candidate whose parameters alone do not fit, or whose products and bubble take longer than the fastest one.
+    Candidates have a data axis with ZeRO-1 or ZeRO-3, also over the axes node and data, `pipeline` with 1F1B or "zb",
+    and within a host `tensor_parallel` (with `sequence=True` and without), `sequence_parallel` and `expert_parallel`:
+    all factorisations of `devices`. Without `remat` of its own the step gets `remat("auto")`, which keeps as many
+    activations as fit. Where one micro-batch does not fit, more are tried. Not planned is a candidate whose state and
+    waiting activations do not fit, or whose least seconds are no more than 2 % below the fastest.
 
     Args:
         step: a training step with its precision and optimizer, and none of these transforms.
@@ -218,12 +252,13 @@ def choose_mesh(
         devices: their number.
         device: that the plans are for, as for `lower`; by default this machine's.
         memory_budget: bytes of each rank, or text ("80GB"); by default the device's memory.
-        rules: of `tensor_parallel`; by default it chooses them.
+        rules: of `tensor_parallel`; by default they are chosen for each size.
+        experts: `where` of `expert_parallel`: which parameters are of experts; without it there is no axis of experts.
         backend: as for `lower`.
 
     Returns:
-        All candidates, the fastest first: `.best.step` and `.best.axes` to go on with, `.code` to paste, `str` for a
-        table, `.sentence` for whether ZeRO alone is as fast.
+        The candidates, the fastest first, then those left out: `.best.step` and `.best.axes` to go on with, `.code` to
+        paste, `str` for a table, `.sentence` for whether ZeRO alone is as fast.
 
     Raises:
         FzeroTypeError: no training step; `devices` that are no whole number.
@@ -255,24 +290,23 @@ def choose_mesh(
     rows = _rows(batch)
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
     budget = rates.memory_bytes if memory_budget is None else parse_bytes(memory_budget)
-    planner = _Planner(step, params, batch, rows, rates, budget, rules, backend)
-    every, found = [*_factors(devices, rates.devices_per_host)], list[MeshPlan]()
-    for number, axes in enumerate(every):
-        with within("planning", f"mesh {number + 1} of {len(every)}"):
-            plans = [x.planned for x in found if x.plan is not None]
-            found += planner.candidates(axes, min(plans, key=lambda x: x.step_seconds, default=None))
-    found.sort(key=lambda x: math.inf if x.plan is None else x.plan.step_seconds)
+    planner = _Planner(step, params, batch, rows, rates, budget, rules, experts, backend, devices)
+    found = planner.search()
+    found.sort(key=lambda x: (x.plan is None, x.seconds is None, x.seconds or 0.0))
     return MeshPlans(devices, rates, budget, rows, tuple(found))
 
 
-def _factors(devices: int, per_host: int) -> Iterator[dict[str, int]]:
-    """The axes of each mesh; `model` is within a host. Those of one rank are left out."""
+def _factors(devices: int, per_host: int, experts: bool) -> Iterator[dict[str, int]]:
+    """The axes of each mesh; what cuts values is within a host. Those of one rank are left out."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    for pipe in divisors:
-        for model in divisors:
-            if devices % (pipe * model) == 0 and per_host % model == 0:
-                axes = {"data": devices // (pipe * model), "pipe": pipe, "model": model}
-                yield {axis: n for axis, n in axes.items() if n > 1} or {"data": 1}
+    for pipe, seq, expert, model in itertools.product(divisors, repeat=4):
+        inside = seq * expert * model
+        if devices % (pipe * inside) or per_host % inside or (expert > 1 and (model > 1 or not experts)):
+            continue
+        axes = {"data": devices // (pipe * inside), "pipe": pipe, "seq": seq, "expert": expert, "model": model}
+        yield {axis: n for axis, n in axes.items() if n > 1} or {"data": 1}
+    if devices > per_host > 1 and devices % per_host == 0:
+        yield {"node": devices // per_host, "data": per_host}
 
 
 def _rows(batch: Any) -> int:
@@ -294,8 +328,64 @@ def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     return {path: x for path, x in pairs if isinstance(x, torch.Tensor)}
 
 
+class _Cut(NamedTuple):
+    """The sizes of the axes that cut values, and whether `tensor_parallel` cuts what passes between blocks, too."""
+
+    seq: int = 1
+    expert: int = 1
+    model: int = 1
+    sequence: bool = False
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in ("seq", "expert", "model") if getattr(self, axis) > 1}
+
+    @property
+    def ranks(self) -> int:
+        return self.seq * self.expert * self.model
+
+
+class _Candidate(NamedTuple):
+    """A mesh with what is open besides. `later`: numbers of micro-batches to try where these do not fit."""
+
+    axes: Mapping[str, int]
+    zero: str
+    cut: _Cut
+    schedule: str = ""
+    micro: int = 1
+    later: tuple[int, ...] = ()
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """Equal for candidates of which the table has one."""
+        return *self.axes.items(), self.zero, self.cut
+
+    @property
+    def pipe(self) -> int:
+        return self.axes.get("pipe", 1)
+
+    @property
+    def parts(self) -> int:
+        """Parts that the batch is cut in."""
+        return math.prod(self.axes.get(axis, 1) for axis in (*ROWS, "expert"))
+
+    @property
+    def zero_axes(self) -> tuple[str, ...]:
+        """The axes that ZeRO shards over, fast ones first."""
+        return tuple(axis for axis in ("seq", "expert", "data", "node") if axis in self.axes)
+
+
+class _Least(NamedTuple):
+    """The least seconds of a candidate, and why it does not fit, if it cannot."""
+
+    seconds: float
+    refused: str = ""
+
+
 @dataclass(frozen=True)
 class _Planner:
+    """`costs`: of the cuts so far, or the reason why there is none; `resting`: states at rest, by mesh and stage."""
+
     step: Step
     params: Any
     batch: Any
@@ -303,91 +393,270 @@ class _Planner:
     device: Device
     budget: int
     rules: Rules | None
+    experts: Where | None
     backend: str
+    devices: int
+    costs: dict[_Cut, CutCost | str] = field(default_factory=dict)
+    chosen: dict[int, TensorParallel] = field(default_factory=dict)
+    resting: dict[Any, AtRest] = field(default_factory=dict)
 
-    def candidates(self, axes: dict[str, int], fastest: Plan | None) -> Iterator[MeshPlan]:
-        """The plans of a mesh, one for each ZeRO stage: with the fewest micro-batches that fit, of a pipeline with the
-        fastest number of them. `fastest`: of the meshes before."""
-        data, pipe = axes.get("data", 1), axes.get("pipe", 1)
-        if self.rows % data:
-            yield MeshPlan(axes, (), "", self.step, None, refused=f"{self.rows} rows do not divide into {data} parts")
-            return
-        here = self.rows // data
-        for zero in self._stages(axes):
-            plans = list[MeshPlan]()
-            for micro in self._micro(here, pipe):
-                added = self._added(axes, zero, micro)
-                if (why := self._hopeless(axes, zero, micro, fastest)) is not None:
-                    code, title = tuple(x.code for x in added), ", ".join(x.title for x in added if x.title)
-                    plans.append(MeshPlan(axes, code, title, self.step, None, refused=why))
+    def search(self) -> list[MeshPlan]:
+        """The candidates, planned or left out, of each family one: see [Note: best first]."""
+        found, fastest = dict[Any, list[MeshPlan]](), math.inf
+        left: list[tuple[bool, float, int, bool, _Candidate]] = []
+        number = itertools.count()
+
+        def push(candidate: _Candidate, least: float, bounded: bool) -> None:
+            heapq.heappush(left, (not {*candidate.axes} <= {*ROWS}, least, next(number), bounded, candidate))
+
+        def leave(candidate: _Candidate, why: str, seconds: float | None = None) -> None:
+            found.setdefault(candidate.family, []).append(self._left(candidate, why, seconds))
+            if seconds is None and candidate.later:
+                next_one = candidate._replace(micro=candidate.later[0], later=candidate.later[1:])
+                push(next_one, self._first_bound(next_one), False)
+
+        for axes in _factors(self.devices, self.device.devices_per_host, self.experts is not None):
+            for candidate in self._candidates(axes):
+                if isinstance(candidate, _Candidate):
+                    push(candidate, self._first_bound(candidate), False)
+                else:
+                    found[id(candidate),] = [candidate]
+        planned = 0
+        while left:
+            _, seconds, _, bounded, candidate = heapq.heappop(left)
+            if seconds > (1 - GAIN) * fastest:
+                leave(candidate, f"it takes at least {duration(seconds)}", seconds)
+                continue
+            with within("planning", f"{planned} planned, {len(left) + 1} left"):
+                if not bounded:
+                    least = self._bound(candidate)
+                    if least.refused:
+                        leave(candidate, least.refused)
+                    else:
+                        push(candidate, max(seconds, least.seconds), True)
                     continue
-                plans.append(self._planned(axes, added, here))
-                if plans[-1].plan is not None and pipe == 1:
-                    break
-                if plans[-1].plan is not None:
-                    fastest = min([plans[-1].planned, *([fastest] if fastest else [])], key=lambda x: x.step_seconds)
-            if not plans:
-                what = f"{here} rows of a rank are too few for micro-batches of {pipe} stages"
-                plans = [MeshPlan(axes, (), "", self.step, None, refused=what)]
-            fit = [x for x in plans if x.plan is not None]
-            yield min(fit, key=lambda x: x.planned.step_seconds) if fit else plans[-1]
+                made = self._planned(candidate)
+            planned += 1
+            if made.plan is None:
+                leave(candidate, made.refused)
+            else:
+                found.setdefault(candidate.family, []).append(made)
+                fastest = min(fastest, made.plan.step_seconds)
+        order = lambda x: (x.plan is None, x.seconds is None, x.seconds or 0.0)  # noqa: E731
+        return [min(reversed(of), key=order) for of in found.values()]
 
-    def _hopeless(self, axes: Mapping[str, int], zero: _Added | None, micro: int, fastest: Plan | None) -> str | None:
-        """Why a candidate need not be planned, if it need not. Its largest stage has the whole parameters that it
-        computes with. Its stages multiply as much as those of any other mesh, and wait for each other besides."""
-        pipe, parts = axes.get("pipe", 1), axes.get("pipe", 1) * axes.get("model", 1)
-        if zero is None or zero.title != "ZeRO-3":
-            leaves = [x for x in tree.leaves(self.params) if isinstance(x, torch.Tensor)]
-            precision = find(self.step.transforms, MixedPrecision)
-            most = torch.float32.itemsize if precision is None else DTYPES[precision.compute].itemsize
-            least = sum(x.numel() * min(x.dtype.itemsize, most) for x in leaves) // parts
-            if least > self.budget:
-                return f"parameters alone take {size(least)}, more than the {size(self.budget)} that it may have"
-        if fastest is not None and not fastest.stages and pipe > 1:
-            # its ranks do equal shares of the products, of as many ranks; stages do not
-            seconds = fastest.speed_of_light * fastest.step_seconds * (micro + pipe - 1) / micro
-            if seconds > fastest.step_seconds:
-                return f"it takes at least {duration(seconds)}, for its products and its bubble"
-        return None
+    # --- candidates ---
 
-    def _stages(self, axes: Mapping[str, int]) -> list[_Added | None]:
-        if axes.get("data", 1) == 1:
-            return [_Added(data_parallel(), "fz.data_parallel()", "replicated")] if axes == {"data": 1} else [None]
-        first = _Added(shard_opt_state(), "fz.shard_opt_state()", "ZeRO-1")
-        return [first] if "pipe" in axes else [first, _Added(shard_params(), "fz.shard_params()", "ZeRO-3")]
-
-    def _micro(self, here: int, pipe: int) -> list[int]:
-        """Numbers of micro-batches to try."""
+    def _candidates(self, axes: Mapping[str, int]) -> Iterator[_Candidate | MeshPlan]:
+        """Those of a mesh, each with its first number of micro-batches, of a pipeline one for each number."""
+        seq, expert, model = (axes.get(axis, 1) for axis in ("seq", "expert", "model"))
+        parts, pipe = _Candidate(axes, "", _Cut()).parts, axes.get("pipe", 1)
+        if self.rows % parts:
+            yield MeshPlan(axes, (), "", self.step, None, refused=f"{self.rows} rows do not divide into {parts} parts")
+            return
+        here = self.rows // parts
         able = [n for n in range(1, here + 1) if here % n == 0]
-        if pipe == 1:
-            return [*dict.fromkeys((1, able[-1], able[len(able) // 2]))]
         most = ([n for n in able if 2 <= n <= each * pipe][-1:] for each in MICRO_A_STAGE)
-        return sorted({n for found in most for n in found})
+        staged = sorted({n for found in most for n in found})
+        if pipe > 1 and not staged:
+            what = f"{here} rows of a rank are too few for micro-batches of {pipe} stages"
+            yield MeshPlan(axes, (), "", self.step, None, refused=what)
+            return
+        for zero in self._stages(axes):
+            for sequence in (False, True) if model > 1 and seq == 1 else (False,):
+                first = _Candidate(axes, zero, _Cut(seq, expert, model, sequence))
+                if pipe > 1:
+                    ways = itertools.product(("1f1b", "zb"), staged)
+                    yield from (first._replace(schedule=how, micro=n) for how, n in ways)
+                else:
+                    later = tuple(dict.fromkeys((able[-1], able[len(able) // 2])))
+                    yield first._replace(later=tuple(n for n in later if n > 1))
 
-    def _added(self, axes: Mapping[str, int], zero: _Added | None, micro: int) -> list[_Added]:
-        added = [] if zero is None else [zero]
-        if "model" in axes:
-            given = "" if self.rules is None else "rules=rules"
-            added.append(_Added(tensor_parallel(rules=self.rules), f"fz.tensor_parallel({given})"))
+    def _stages(self, axes: Mapping[str, int]) -> list[str]:
+        if axes == {"data": 1}:
+            return ["replicated"]
+        if "node" in axes:
+            return ["ZeRO-3"]
+        if not {"data", "seq", "expert"}.intersection(axes):
+            return [""]
+        return ["ZeRO-1"] if "pipe" in axes else ["ZeRO-1", "ZeRO-3"]
+
+    def _added(self, candidate: _Candidate) -> list[_Added]:
+        """The transforms of a candidate whose cut is known."""
+        added, axes, micro = list[_Added](), candidate.axes, candidate.micro
+        over = candidate.zero_axes
+        said = "" if over == ("data",) else f"axis={over[0]!r}" if len(over) == 1 else f"axis={over!r}"
+        axis = over[0] if len(over) == 1 else over
+        if candidate.zero == "replicated":
+            added.append(_Added(data_parallel(), "fz.data_parallel()", "replicated"))
+        elif candidate.zero == "ZeRO-1":
+            added.append(_Added(shard_opt_state(axis=axis), f"fz.shard_opt_state({said})", "ZeRO-1"))
+        elif candidate.zero == "ZeRO-3":
+            added.append(_Added(shard_params(axis=axis), f"fz.shard_params({said})", "ZeRO-3"))
+        added += self._cutting(candidate.cut)
         if micro > 1:
             code = f"fz.accumulate({micro}, vertical=True)"
             added.append(_Added(accumulate(micro, vertical=True), code, f"{micro} micro-batches"))
         if "pipe" in axes:
-            added.append(_Added(pipeline(), "fz.pipeline()"))
+            how = "" if candidate.schedule == "1f1b" else f"schedule={candidate.schedule!r}"
+            title = "" if candidate.schedule == "1f1b" else candidate.schedule
+            added.append(_Added(pipeline(schedule=candidate.schedule), f"fz.pipeline({how})", title))
         if find(self.step.transforms, Remat) is None:
             added.append(_Added(remat("auto"), 'fz.remat("auto")'))
         return added
 
-    def _planned(self, axes: Mapping[str, int], added: Sequence[_Added], here: int) -> MeshPlan:
-        code = tuple(x.code for x in added)
-        part = tree.map(lambda x: _rows_of(x, here), self.batch)
-        found = MeshPlan(axes, code, ", ".join(x.title for x in added if x.title), self.step, part)
+    def _cutting(self, cut: _Cut) -> list[_Added]:
+        added = list[_Added]()
+        if cut.seq > 1:
+            added.append(_Added(sequence_parallel(), "fz.sequence_parallel()"))
+        if cut.expert > 1 and self.experts is not None:
+            added.append(_Added(expert_parallel(where=self.experts), "fz.expert_parallel(where=experts)"))
+        if cut.model > 1:
+            spec = replace(self.chosen[cut.model], sequence=cut.sequence) if cut.model in self.chosen else None
+            spec = spec or tensor_parallel(rules=self.rules, sequence=cut.sequence)
+            rules = "" if spec.rules is None else "rules=rules" if self.rules is not None else f"rules={spec.shown_rules}"
+            said = ", ".join(x for x in (rules, "sequence=True" * cut.sequence) if x)
+            added.append(_Added(spec, f"fz.tensor_parallel({said})", "sequence" * cut.sequence))
+        return added
+
+    def _left(self, candidate: _Candidate, why: str, seconds: float | None) -> MeshPlan:
+        added = self._added(candidate)
+        title = ", ".join(x.title for x in added if x.title)
+        return MeshPlan(candidate.axes, tuple(x.code for x in added), title, self.step, None, None, why, seconds)
+
+    # --- bounds ---
+
+    @functools.cached_property
+    def _plain(self) -> bool:
+        """Whether all that a rank has is on its device, and travels as it is."""
+        return not any(isinstance(t, (Offload, Compress, Fp8)) for t in self.step.transforms)
+
+    def _first_bound(self, candidate: _Candidate) -> float:
+        """The least seconds by the products of the step on one device, divided evenly."""
+        whole = self._cost(_Cut())
+        if isinstance(whole, str) or candidate.pipe > len(whole.blocks):
+            return 0.0
+        return self._seconds(candidate, whole.divided(candidate.cut.ranks))
+
+    def _bound(self, candidate: _Candidate) -> _Least:
+        cost = self._cost(candidate.cut)
+        if isinstance(cost, str):
+            return _Least(0.0, cost)
+        if candidate.pipe > len(cost.blocks):
+            return _Least(0.0, f"more stages than blocks: {candidate.pipe} stages, {len(cost.blocks)} blocks")
+        pipe, rest = candidate.pipe, self._rest(candidate)
+        waiting, share = cost.waiting(self.rows // candidate.parts, candidate.micro, pipe)
+        held = cost.numel * self._compute if candidate.zero == "ZeRO-1" and self._casts else 0
+        least = max(rest.total / pipe, share * (rest.total + held) + waiting) if self._plain else 0.0
+        if least > self.budget:
+            what = f"its state, parameters and waiting activations take at least {size(int(least))}"
+            return _Least(0.0, f"{what}, more than the {size(self.budget)} that it may have")
+        update = 2 * rest.opt_state / pipe / self.device.memory_bandwidth if self._plain else 0.0
+        return _Least(self._seconds(candidate, cost, update))
+
+    def _seconds(self, candidate: _Candidate, cost: CutCost, update: float = 0.0) -> float:
+        here, micro, pipe = self.rows // candidate.parts, candidate.micro, candidate.pipe
+        if candidate.zero and self._plain:
+            gathers, reduces = self._sends(candidate, cost)
+        else:
+            gathers = reduces = 0.0
+        if pipe > 1:
+            least = cost.staged_seconds(here, micro, pipe, candidate.schedule == "zb", reduces)
+        else:
+            least = cost.step_seconds(here, micro)
+        return max(least + update, gathers + reduces)
+
+    def _sends(self, candidate: _Candidate, cost: CutCost) -> tuple[float, float]:
+        """The least seconds in which a rank's parameters are gathered, and its gradients reduced."""
+        per_element = self._compute, self._reduced if all(self.step.trains(self.params)) else 0
+        if candidate.zero == "replicated":
+            per_element = 0, 2 * per_element[1]
+        # parameters of experts are cut over their axis as they are
+        numel = cost.numel / candidate.pipe / candidate.axes.get("expert", 1)
+        axes, mesh = [axis for axis in candidate.zero_axes if axis != "expert"], self._mesh(candidate.axes)
+        gathers, reduces = (link_seconds(n * numel, mesh, axes, self.device) for n in per_element)
+        return gathers, reduces
+
+    @functools.cached_property
+    def _precision(self) -> MixedPrecision | None:
+        return find(self.step.transforms, MixedPrecision)
+
+    @functools.cached_property
+    def _itemsize(self) -> int:
+        """Bytes of an element of the parameters, at least."""
+        leaves = [x for x in tree.leaves(self.params) if isinstance(x, torch.Tensor)]
+        return min((x.dtype.itemsize for x in leaves), default=4)
+
+    @functools.cached_property
+    def _compute(self) -> int:
+        """Bytes of an element of a parameter that is gathered."""
+        spec = self._precision
+        return self._itemsize if spec is None else min(self._itemsize, DTYPES[spec.compute].itemsize)
+
+    @functools.cached_property
+    def _reduced(self) -> int:
+        """Bytes of an element of a gradient that is reduced."""
+        spec = self._precision
+        return self._itemsize if spec is None else min(self._itemsize, DTYPES[spec.reduce].itemsize)
+
+    @functools.cached_property
+    def _casts(self) -> bool:
+        """Whether parameters are computed with in a dtype of fewer bytes."""
+        return self._compute < self._itemsize
+
+    def _cost(self, cut: _Cut) -> CutCost | str:
+        if cut not in self.costs:
+            try:
+                self.costs[cut] = self._traced(cut)
+            except FzeroError as error:
+                self.costs[cut] = _brief(error)
+        return self.costs[cut]
+
+    def _traced(self, cut: _Cut) -> CutCost:
+        # of more rows a row takes less: of no candidate has a micro-batch more
+        rows = self.rows // cut.expert if cut.ranks == 1 else max(1, self.rows * cut.ranks // self.devices)
+        axes: Any = cut.axes or {"data": 1}
+        mesh, part = self._mesh(axes), tree.map(lambda x: _rows_of(x, rows), self.batch)
+        if cut.model > 1 and cut.model not in self.chosen and self.rules is None:
+            where = self._mesh({"model": cut.model})
+            step = choose_rules(tensor_parallel(self.step), where, self.params, batch_inputs(part)).step
+            spec = find(step.transforms, TensorParallel)
+            assert spec is not None
+            self.chosen[cut.model] = spec
+        step = self.step
+        for x in self._cutting(cut) or [_Added(data_parallel(), "")]:
+            step = x.transform(step)
+        if find(step.transforms, Remat) is None:
+            step = remat("auto")(step)
+        return cut_cost(step, mesh, self.params, part, rows, self.device, self.backend)
+
+    def _rest(self, candidate: _Candidate) -> AtRest:
+        axes = {axis: n for axis, n in candidate.axes.items() if axis != "pipe"} or {"data": 1}
+        key = *axes.items(), candidate.zero
+        if key not in self.resting:
+            step = self.step
+            for x in self._added(candidate._replace(axes=axes, micro=1)):
+                step = x.transform(step)
+            step, mesh = (step if candidate.zero or candidate.cut.ranks > 1 else data_parallel(step)), self._mesh(axes)
+            self.resting[key] = at_rest(step, mesh, params_inputs(step, mesh, self.params))
+        return self.resting[key]
+
+    def _mesh(self, axes: Mapping[str, int]) -> AbstractMesh:
+        sizes: Any = axes
+        return AbstractMesh(**sizes).of_type("cuda" if self.device.asynchronous else "cpu")
+
+    # --- plans ---
+
+    def _planned(self, candidate: _Candidate) -> MeshPlan:
+        added, axes = self._added(candidate), candidate.axes
+        part = tree.map(lambda x: _rows_of(x, self.rows // candidate.parts), self.batch)
+        title = ", ".join(x.title for x in added if x.title)
+        found = MeshPlan(axes, tuple(x.code for x in added), title, self.step, part)
         try:
             step = self.step
             for x in added:
                 step = x.transform(step)
-            found = replace(found, step=step)
-            mesh = AbstractMesh(**axes).of_type("cuda" if self.device.asynchronous else "cpu")  # type: ignore[arg-type]
+            found, mesh = replace(found, step=step), self._mesh(axes)
             if "pipe" not in axes:  # nothing is traced where the state alone is too large
                 budget = Budget(self.budget, self.device, self.backend)
                 if (short := shortage(step, mesh, self.params, budget)) is not None:
@@ -397,5 +666,10 @@ class _Planner:
             )
             return replace(found, plan=lowered.plan)
         except FzeroError as error:
-            lines = [line.strip() for line in str(error).splitlines() if not line.startswith("Fix:")]
-            return replace(found, refused=": ".join(lines[1:2] if isinstance(error, BudgetError) else lines[:2]))
+            return replace(found, refused=_brief(error))
+
+
+def _brief(error: FzeroError) -> str:
+    """What is wrong, in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("Fix:")]
+    return ": ".join(lines[1:2] if isinstance(error, BudgetError) else lines[:2])

@@ -97,11 +97,11 @@ def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
         fix = f"mark the function of a layer with fz.block; or a mesh with {spec.axis}={fewer} or fewer"
         raise FzeroValueError("pipeline", "more stages than blocks", [f"{n} stages, {len(work)} blocks"], fix)
     if spec.stages is None:
-        return _even(work, n)
+        return even(work, n)
     if len(spec.stages) != n or sum(spec.stages) != len(work):
         ranks = f"{spec.axis}={n // spec.chunks}{f' of {spec.chunks} chunks' if spec.chunks > 1 else ''}"
         problems = [f"stages={[*spec.stages]}: the mesh has {ranks}, and the step {len(work)} blocks"]
-        fix = f"give {n} numbers that add up to {len(work)}, e.g. {[*_even(work, n)]}"
+        fix = f"give {n} numbers that add up to {len(work)}, e.g. {[*even(work, n)]}"
         raise FzeroValueError("pipeline", "blocks per stage do not add up", problems, fix)
     return spec.stages
 
@@ -122,11 +122,11 @@ def _work(program: Program, numbers: Sequence[int]) -> list[float]:
     return [*found.values()]
 
 
-def _even(work: Sequence[float], n: int) -> tuple[int, ...]:
+def even(work: Sequence[float], n: int) -> tuple[int, ...]:
     """The counts of consecutive blocks whose slowest stage does least.
 
     Example:
-        >>> _even([1.0, 1.0, 1.0, 1.0, 4.0], 2)
+        >>> even([1.0, 1.0, 1.0, 1.0, 4.0], 2)
         (4, 1)
     """
     least = max(work, default=0.0) * 1e-9 + 1e-12  # where nothing is multiplied, blocks count

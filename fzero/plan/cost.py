@@ -194,11 +194,17 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     else:
         across = num_hosts if num_hosts > 1 else 0
         inside = max(0, size - 1 - across)
-    bandwidth = intra.bandwidth
-    if num_hosts > 1:
-        bandwidth = inter.bandwidth if per_host == 1 else min(bandwidth, per_host * inter.bandwidth)
     sent = transfer_bytes(line, program.values_by_name, mesh)
-    return inside * intra.latency + across * inter.latency + sent / bandwidth
+    return inside * intra.latency + across * inter.latency + sent / link_bandwidth(mesh, line.axes, device)
+
+
+def link_bandwidth(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> float:
+    """Bytes/s of a rank in a ring along axes."""
+    per_host = ranks_per_host(mesh, axes, device.devices_per_host)
+    intra, inter = device.links["intra"].bandwidth, device.links["inter"].bandwidth
+    if per_host >= mesh.axis_size(axes):
+        return intra
+    return inter if per_host == 1 else min(intra, per_host * inter)
 
 
 def on_mesh(device: Device, mesh: AbstractMesh) -> Device:
@@ -306,6 +312,7 @@ __all__ = [
     "cost_of",
     "hardware_flops",
     "host_bytes",
+    "link_bandwidth",
     "local_bytes",
     "model_flops",
     "on_host",
