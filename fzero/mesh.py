@@ -286,7 +286,7 @@ def make_mesh(
     timeout: float = 600.0,
     shared_memory: bool = True,
     unified_memory: bool | None = None,
-    **axes: int | str,
+    **axes: int | str | Sequence[int],
 ) -> Mesh:
     """The mesh of all processes that torchrun started, this process among them.
 
@@ -299,8 +299,8 @@ def make_mesh(
             offloaded is copied, as for a GPU, by a thread (comm/late_copies.py): for tests and rehearsals.
         **axes: size of each axis, e.g. `replica=2, data=4`, the slowest first; their product is the number of
             processes. One may be -1: whatever is left. One may be "local": as many as a host has processes, for each
-            place on the axes behind it, so that all of these lie within a host: `node=-1, data="local"`. Without any:
-            `data=-1`.
+            place on the axes behind it, so that all of these lie within a host: `node=-1, data="local"`. One may have
+            several sizes, `data=-1, pipe=(4, 2, 1)`: the first that the processes allow. Without any: `data=-1`.
 
     Communication: none besides joining the process group, which a mesh of one device does not need.
 
@@ -334,15 +334,15 @@ def unjoined(
     timeout: float = 600.0,
     shared_memory: bool = True,
     unified_memory: bool | None = None,
-    axes: Mapping[str, int | str] | None = None,
+    axes: Mapping[str, int | str | Sequence[int]] | None = None,
 ) -> Mesh:
     """The mesh that `make_mesh` would make, without its process groups: what is lowered for it is the same."""
     processes = Processes.of()
     world, rank, local, locals_ = processes.world, processes.rank, processes.local, processes.num_local
     given: dict[str, Any] = dict(axes or {"data": -1})
-    _checked({name: n for name, n in given.items() if n not in (-1, LOCAL)})
+    for some in itertools.product(*(n if isinstance(n, tuple | list) and n else [n] for n in given.values())):
+        _checked({name: n for name, n in zip(given, some, strict=True) if n not in (-1, LOCAL)})
     sizes = _checked(processes.axes(given))
-    processes.check(sizes)
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hip, has_mps = torch.version.hip, torch.backends.mps.is_available()
     others = unsupported(hip, available, hasattr(torch, "xpu") and torch.xpu.is_available(), has_mps)

@@ -131,7 +131,8 @@ class _Step(CompiledStep):
                 self.limits[0], get_device(None, self.mesh.device_type), self.backend, *self.limits[1:]
             )
         lowered = self._lower(inputs, batch)
-        used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
+        # a spare takes the place of any rank, so of any stage
+        used = {line.fn for program in lowered.programs for line, _ in program.walk() if line.op == "call"}
         functions = {name: f for name, f in lowered.program.functions.items() if name in used}
         build(functions, self.backend, Mesh({"data": 1}, 0, self.mesh.device))
         raise _Rehearsed
