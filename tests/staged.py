@@ -62,11 +62,11 @@ def killed_at(mesh: fz.Mesh) -> list[int]:
     left, carrier = [0], transport(mesh)
 
     def counted(start: Any) -> Any:
-        def wrapped(*args: Any) -> Any:
+        def wrapped(*args: Any, **how: Any) -> Any:
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return start(*args)
+            return start(*args, **how)
 
         return wrapped
 
