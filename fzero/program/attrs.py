@@ -264,13 +264,20 @@ class HandAttrs(Over):
     number: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TakeAttrs(HandAttrs):
-    """`shape` and `dtype`: of what comes, as a rank holds it. `own`: the axes along which each rank has its own."""
+class Comes(NamedTuple):
+    """A value that comes from another rank: its shape and dtype, as a rank holds it, and the axes along which each rank
+    has its own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     own: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeAttrs(HandAttrs):
+    """`comes`: the values of the message, in their order."""
+
+    comes: tuple[Comes, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
