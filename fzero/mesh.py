@@ -435,6 +435,19 @@ def ranks_along(mesh: Mesh, axis: str) -> list[int]:
     return [base + i * stride for i in range(mesh.axes[axis])]
 
 
+def ranks_by_index(mesh: Mesh, axis: str) -> list[list[int]]:
+    """For each index along an axis the ranks that have it.
+
+    Example:
+        >>> ranks_by_index(Mesh({"data": 2, "pipe": 2}, 0, torch.device("cpu")), "pipe")
+        [[0, 2], [1, 3]]
+    """
+    found: list[list[int]] = [[] for _ in range(mesh.axes[axis])]
+    for rank in range(mesh.size):
+        found[Mesh(mesh.axes, rank, mesh.device).index(axis)].append(rank)
+    return found
+
+
 def close_mesh() -> None:
     """Leaves the process group, if this process is in one. A script's last line.
 

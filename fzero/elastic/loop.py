@@ -30,7 +30,7 @@ from fzero.elastic.wards import Ward
 from fzero.errors import CheckpointError, FzeroValueError, StorageError
 from fzero.layout import extent_of
 from fzero.lowering.layouts import zero_of
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, ranks_by_index
 from fzero.processes import Processes
 from fzero.ranks import agreement, turns
 from fzero.ranks.notes import STRANGERS, proven, signed
@@ -39,6 +39,7 @@ from fzero.runtime.training import CompiledStep
 from fzero.step import State
 from fzero.train_state import check_whole
 from fzero.transforms.base import find
+from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.redundant import Redundant
 
 logger = logging.getLogger("fzero")
@@ -186,6 +187,8 @@ class Run:
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
         self._path, self._train, self._data, self._private = path, train, data, private
         self._cursor = None if data is None else data.cursor(0)
+        if self._pace is not None and (stages := find(train.resolved.transforms, Pipeline)) is not None:
+            self._pace.alike = ranks_by_index(self.mesh, stages.axis)
         kept, lost, reached = self._in_memory()
         self._signals.free = kept is None
         if self._stops and kept is None:  # there is nothing to save
