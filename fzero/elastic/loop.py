@@ -112,7 +112,7 @@ class Run:
     @property
     def place(self) -> dict[str, int]:
         if self._train is not None:
-            axes = zero_of(self._train.step, self.mesh).batch_axes
+            axes = zero_of(self._train.step, self.mesh).dealt_axes
         else:
             axes = tuple(name for name in self.mesh.axes if name in ("node", "replica", "data"))
         return {"rank": self.mesh.index(axes), "size": self.mesh.axis_size(axes)}

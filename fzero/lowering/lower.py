@@ -22,6 +22,7 @@ from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.choose_stages import choose_stages
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
 from fzero.lowering.lowered import Lowered
+from fzero.lowering.outer_steps import outer_steps
 from fzero.lowering.search import Search
 from fzero.lowering.slots import check_used
 from fzero.lowering.traced import Traced, trace_step
@@ -173,6 +174,9 @@ def lower_inputs(
             raises=raises,
             stage=here,
             stages=lambda: _stages(variants, replace(choice, stage=here)),
+            outer_steps=lambda: (
+                outer_steps(step, mesh, traced.slots, lower_inputs) if traced and isinstance(step, Step) else ()
+            ),
         )
 
     if budget is None:
