@@ -254,3 +254,17 @@ def test_other_refusals() -> None:
         fz.lower(composed("shard_params"), fz.AbstractMesh(data=2), first(12), {"x": torch.zeros(4, 16)})
     with pytest.raises(TransformError, match="this rank's replica"):
         fz.local_sgd(fz.eval_step(loss_fn))
+
+
+def in_a_run() -> str:
+    def main(run: Any) -> str:
+        train = fz.compile(composed("shard_params"), run.mesh, backend="eager")
+        with pytest.raises(FzeroValueError, match="states of their own") as caught:
+            run.state(train, first(12))
+        return str(caught.value)
+
+    return fz.run(main, device="cpu", replica=2, data=1)
+
+
+def test_a_run_refuses_it(run_ranks: Any) -> None:
+    assert all("train.sync" in text for text in run_ranks(2, in_a_run))

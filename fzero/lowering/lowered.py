@@ -118,7 +118,7 @@ class Lowered:
 
 
 def _met(program: Program, fragment: int, outer: Plan) -> PlanDecision:
-    """What the sync of a fragment costs, beside the steps between two."""
+    """The cost of the sync of a fragment, beside the steps between two."""
     spec = find(program.transforms, LocalSGD)
     assert spec is not None
     sent = sum(channel.bytes for name, channel in outer.channels.items() if name.endswith(spec.axis))

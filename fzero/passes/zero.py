@@ -47,8 +47,7 @@ class Zero:
 
     @property
     def dealt_axes(self) -> tuple[str, ...]:
-        """Axes along which ranks have batches of their own, in mesh order: those along which the batch is cut, and that
-        of replicas that train by themselves."""
+        """Axes along which ranks have batches of their own, in mesh order. Replicas that train by themselves do."""
         return tuple(a for a in self.mesh.axes if a in self.batch_axes or a == self.replicas)
 
     @property

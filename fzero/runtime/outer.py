@@ -24,7 +24,7 @@ from fzero.transforms.local_sgd import ANCHOR, OUTER, LocalSGD
 
 
 @dataclass(frozen=True)
-class _Moved:
+class Wandered:
     """A trained parameter as it rests on this rank, its copy to compute with, and its anchor, which is as finely cut or
     finer."""
 
@@ -149,13 +149,13 @@ class Outer:
             if of.is_meta or x.device != of.device:
                 storage.copy(x.view(of.shape), of)
 
-    def _moved(self, state: State, fragment: int | None = None) -> list[_Moved]:
+    def _moved(self, state: State, fragment: int | None = None) -> list[Wandered]:
         """The trained parameters, of all fragments or of one, in order."""
         anchors = state.extras[ANCHOR]
         params, copies = dict(tree.with_paths(state.params)), dict(tree.with_paths(state.extras.get("compute", ())))
         chosen = anchors if fragment is None else [anchors[fragment]]
         named = [(path, x) for tree_ in chosen for path, x in tree.with_paths(tree_)]
-        return [_Moved(params[path], copies.get(path), x) for path, x in named]
+        return [Wandered(params[path], copies.get(path), x) for path, x in named]
 
 
 def _leaf(tensor: torch.Tensor) -> Leaf:
