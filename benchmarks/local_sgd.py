@@ -27,6 +27,9 @@ CASES: dict[str, dict[str, Any] | None] = {
     "every 20 steps, int4": {"every": 20, "wire": "int4"},
     "every 100 steps, int4": {"every": 100, "wire": "int4"},
     "every 100 steps, 4 fragments, int4": {"every": 100, "fragments": 4, "wire": "int4"},
+    "every 20 steps, their mean, int8": {"every": 20, "outer": (1.0, 0.0), "wire": "int8"},
+    "every 100 steps, their mean, int8": {"every": 100, "outer": (1.0, 0.0), "wire": "int8"},
+    "every 20 steps, momentum 0.5, int8": {"every": 20, "outer": (0.7, 0.5), "wire": "int8"},
     "never": {"every": 10**9},
 }
 
@@ -46,6 +49,9 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     rate = optim.warmup_cosine(args.rate, args.steps // 10 + 1, args.steps, init=args.rate / 10, end=args.rate / 10)
     decayed = lambda path, leaf: leaf.ndim >= 2  # noqa: E731
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(rate, b2=0.95, weight_decay=0.1, mask=decayed))
+    given = given and dict(given)
+    if given and "outer" in given:
+        given["outer"] = optim.sgd(given["outer"][0], momentum=given["outer"][1], nesterov=given["outer"][1] > 0)
     spec = fz.data_parallel() if given is None else fz.local_sgd(**given)
     step = spec(fz.train_step(lambda p, b: train_gpt.gpt(p, *b, heads=compressed.HEADS)[0], optimizer))
     train = fz.compile(step, mesh, backend="eager")

@@ -168,6 +168,25 @@ def other_lives(path: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
+def averaged() -> list[float]:
+    """An outer optimizer without a state: replicas take their mean."""
+    mesh = fz.make_mesh(replica=2, data=1)
+    step = composed("shard_params", every=STEPS, wire=None, outer=optim.sgd(1.0))
+    train = fz.compile(step, mesh, backend="eager")
+    state, _ = trained(mesh, train, train.init(first(12)), (2, 1))
+    assert sorted(state.extras) == ["anchor"]
+    alone = plain()
+    ends = [alone.init(first(12)) for _ in range(2)]
+    for given in batches(2, 1):
+        ends = [alone(end, batch)[0] for end, batch in zip(ends, given, strict=True)]
+    whole = train.gather(train.sync(state)).params
+    return [float((whole[n] - (ends[0].params[n] + ends[1].params[n]) / 2).abs().max()) for n in whole]
+
+
+def test_replicas_may_take_their_mean(run_ranks: Any) -> None:
+    assert max(max(far) for far in run_ranks(2, averaged)) < 1e-6
+
+
 def resumed(path: str, sizes: tuple[int, int]) -> float:
     mesh = fz.make_mesh(replica=sizes[0], data=sizes[1])
     train = fz.compile(composed("shard_grads", every=3, wire=None), mesh, backend="eager")

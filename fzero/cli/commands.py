@@ -101,7 +101,7 @@ class _OfTarget:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Of the program, without the process."""
+        """The budget of the program, without the process."""
         found = _bytes(self.budget)
         if found is None or not self.whole:
             return found

@@ -121,7 +121,7 @@ class Outer:
         held = [x for x in self._moved(state, fragment) if x.anchor.numel()]
         if not held:
             return []
-        with torch.no_grad(), self._loaded((anchors, state.extras[OUTER][fragment])) as (anchor, moments):
+        with torch.no_grad(), self._loaded((anchors, self._moments(state, fragment))) as (anchor, moments):
             number, key = torch.zeros((), dtype=torch.int64), fzrandom.key(0)
             outer = State(number.to(self.mesh.device), anchor, moments, key.to(self.mesh.device), {})
             batch = tree.unflatten(tree.structure(anchor), [x.part(self.mesh) for x in held])
@@ -129,6 +129,12 @@ class Outer:
             for x, value in zip(held, tree.leaves(anchor), strict=True):
                 x.put(value, self.mesh)
         return [metrics["loss"]]
+
+    def _moments(self, state: State, fragment: int) -> Any:
+        """The outer optimizer's state, of a fragment. One without leaves is in no state."""
+        if OUTER in state.extras:
+            return state.extras[OUTER][fragment]
+        return self.spec.optimizer.init(state.extras[ANCHOR][fragment])
 
     def _outer(self, fragment: int, anchor: Any) -> Any:
         if fragment not in self.steps:
