@@ -18,6 +18,7 @@ from fzero.lowering.advice import advise
 from fzero.lowering.auto import resolve
 from fzero.lowering.base_program import lower_eval
 from fzero.lowering.budget import Budget, unmet
+from fzero.lowering.choose_formats import check_links_known, choose_formats, open_formats
 from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.choose_stages import choose_stages
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
@@ -110,6 +111,8 @@ def lower(
     if device is not None and type(mesh) is AbstractMesh and mesh.device_type != kind:
         mesh = mesh.of_type(kind)
     step = with_first_dtype(step, mesh.device if isinstance(mesh, Mesh) else None)
+    if device is None:
+        check_links_known(step, mesh, rates)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
     budget, chosen, traced = Budget(nbytes, rates, backend, host, disk), (), None
     skip = frozenset((skip,) if isinstance(skip, str) else skip)
@@ -180,6 +183,8 @@ def lower_inputs(
     search = Search(lambda choice: tuple(variants(replace(choice, stage=n)) for n in stages), passes, budget)
     with within("planning", "the fastest program that fits"):
         choice = next(filter(None, map(search.best, starts)), None)
+        if choice is not None and open_formats(step) is not None:
+            choice = _with_formats(variants, search, choice, starts)
     if choice is None:
         programs = variants.all_verified(starts[-1][0])
         program = _largest(programs, budget)
@@ -188,6 +193,16 @@ def lower_inputs(
         advice = advice_on(step, mesh, params, batch, budget, found) if over and isinstance(step, Step) else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
     return lowered(choice)
+
+
+def _with_formats(variants: Variants, search: Search, choice: Choice, starts: Sequence[Sequence[Choice]]) -> Choice:
+    """The best choice with the formats of `compress("auto")`. `choice`: the best one without."""
+    chosen = choose_formats(variants, search, choice)
+    formats = {"wire": chosen.wire, "wire_because": chosen.wire_because}
+    if not search.passes or not any(x.params or x.grads for x in chosen.wire):
+        return chosen
+    again = (search.best([replace(c, **formats) for c in group]) for group in starts)
+    return next(filter(None, again), choice)
 
 
 def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:

@@ -127,6 +127,10 @@ class Device:
         fused = self.attention.get(f"{name} backward" if attention == "backward" else name) if attention else None
         return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
 
+    def measured(self, link: str) -> bool:
+        """Whether the rate of a link, "intra" or "inter", was measured; else it is that of a known device."""
+        return bool(self.machine) and f"link {link}" not in self.source
+
     def shared_by(self, num_ranks: int) -> Device:
         """The device of a rank that shares its host with others, `num_ranks` with itself: its part of the shared
         resources.

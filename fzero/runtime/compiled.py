@@ -23,6 +23,7 @@ from fzero.comm.staged import Staged
 from fzero.errors import FzeroValueError, attribute_of
 from fzero.layout import ties
 from fzero.lowering.budget import Budget
+from fzero.lowering.choose_formats import check_links_known, open_formats
 from fzero.lowering.layouts import batch_inputs
 from fzero.lowering.lower import lower_inputs
 from fzero.lowering.lowered import Lowered
@@ -284,14 +285,14 @@ class Compiled:
     def _rates(self) -> Budget | None:
         """The rates that budgets and choices between tiers go by; None if there are neither. The ranks of several hosts
         plan with the rates of the first."""
-        if self._budget is None and (
-            self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.resolved.transforms)
-        ):
+        asked = any(isinstance(t, Offload) for t in self.resolved.transforms) or open_formats(self.resolved) is not None
+        if self._budget is None and (asked or self.limits != (None, None, None)):
             device = agreement.from_first(
                 self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json()
             )
             nbytes, host, disk = self.limits
             self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
+            check_links_known(self.resolved, self.mesh, self._budget.device)
         return self._budget
 
     def _on_device(self, batch: Any, flat: list[torch.Tensor], written: Collection[int] = ()) -> list[torch.Tensor]:

@@ -3,13 +3,13 @@ precision/codes.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from fzero.arguments import accepts, keywords, predicate
+from fzero.arguments import accepts, keywords, predicate, shown
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf
 from fzero.operators.quant_blocks import has_blocks
@@ -22,16 +22,37 @@ from fzero.transforms.shard import Where
 Named = str | tuple[tuple[str, str | None], ...] | None
 """The name of a format, or one for each of several axes."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+AUTO = "auto"
+
+
+class AxisFormats(NamedTuple):
+    """The formats of parameters and gradients over an axis, by name; None: as they are."""
+
+    axis: str
+    params: str | None = None
+    grads: str | None = None
+
+    def __str__(self) -> str:
+        said = {"parameters": self.params, "gradients": self.grads}
+        return ", ".join(f"{what} {name}" for what, name in said.items() if name) or "as it is"
 
 
 @dataclass(frozen=True)
 class Compress(Transform):
+    """`auto`: formats are chosen by the plan; `params` and `grads` are then None where nothing is to be chosen."""
+
     params: Named = "int8"
     grads: Named = "int8"
     axis: str | None = None
     where: Where | None = None
+    auto: bool = False
     order: ClassVar[int] = 65
     name: ClassVar[str] = "compress"
+
+    def chosen(self, formats: Iterable[AxisFormats]) -> Compress:
+        """An "auto" with these formats."""
+        params, grads = (tuple((x.axis, getattr(x, of)) for x in formats) for of in ("params", "grads"))
+        return replace(self, params=params, grads=grads, axis=None, auto=False)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -54,9 +75,12 @@ class Compress(Transform):
             return dict(of).get(axis)
         return of if self.axis in (None, axis) else None
 
-    def rounding(self, of: Named) -> float:
-        """Half a step of the coarsest of these formats, relative to the largest element of a block."""
-        return max((0.5 / (GRADS | PARAMS)[name].top if name != "bf16" else 2**-8 for name in _names(of)), default=0.0)
+    @property
+    def roundings(self) -> tuple[float, float]:
+        """Half a step of the coarsest format of parameters and of gradients, relative to the largest element of a
+        block."""
+        grads = "int4" if self.auto and self.grads else self.grads
+        return _rounding(self.params), _rounding(grads)
 
     def refuses(self, leaf: Leaf) -> str | None:
         """Why a leaf travels as it is, or None."""
@@ -78,15 +102,18 @@ class Compress(Transform):
         return True
 
     def __str__(self) -> str:
-        said = {"params": self.params, "grads": self.grads, "axis": self.axis}
-        shown = [f"{n}={dict(x) if isinstance(x, tuple) else x!r}" for n, x in said.items() if n != "axis" or x]
-        where = [] if self.where is None else [f"where={getattr(self.where, '__name__', repr(self.where))}"]
-        return f"{self.name}({', '.join(shown + where)})"
+        said = {n: getattr(self, n) for n in ("params", "grads")}
+        said = {n: x for n, x in said.items() if x is None} if self.auto else said
+        given = [f"{n}={dict(x) if isinstance(x, tuple) else x!r}" for n, x in said.items()]
+        given += [] if self.axis is None else [f"axis={self.axis!r}"]
+        given += [] if self.where is None else [f"where={getattr(self.where, '__name__', repr(self.where))}"]
+        return f"{self.name}({', '.join([repr(AUTO)] * self.auto + given)})"
 
 
 @keywords
 def compress(
     step: Any = None,
+    formats: str | None = None,
     *,
     params: str | Mapping[str, str | None] | None = "int8",
     grads: str | Mapping[str, str | None] | None = "int8",
@@ -105,11 +132,19 @@ def compress(
     `data_parallel`, or over `replica`, the sum is encoded again and gathered, so all ranks have the same bits. What is
     not finite stays so, block by block.
 
+    `compress("auto")` leaves formats to the plan of each program, for each axis: the least compression after which the
+    step exposes under 2 % of its seconds there, and as it is where codes do not make it 1 % shorter. From less to more:
+    gradients "bf16", "int8", then parameters "int8", then gradients "int4". "int4" is for the axes alone over which
+    sums of another axis travel: on the first one it costs about 1 % of the loss. `plan.decisions` says what was chosen
+    and why. An evaluation gathers parameters as they are.
+
     Args:
-        step: a step; without one a transform is returned.
-        params: "int8"; None: as without it. Or a mapping of axes to one of these; other axes have None.
+        step: a step, or "auto" when called without one; without a step a transform is returned.
+        formats: "auto"; None: as `params` and `grads` say.
+        params: "int8"; None: as without it. Or a mapping of axes to one of these; other axes have None. With "auto"
+            None leaves parameters as they are.
         grads: "int8", or "int4" for a slow axis, both with steps of the square root; "bf16", whose sum is float32;
-            None. Or a mapping: `{"data": "int8", "node": "int4"}`.
+            None. Or a mapping: `{"data": "int8", "node": "int4"}`. With "auto" None leaves gradients as they are.
         axis: the one axis over which values travel in codes, by default all that shard or divide the batch. Not beside
             a mapping.
         where: predicate `(path, leaf)` of the parameters that travel in codes, with their gradients; by default all.
@@ -121,8 +156,9 @@ def compress(
 
     Raises:
         FzeroTypeError: an axis, or a format, that is not a name.
-        FzeroValueError: an unknown format; nothing to compress; a mapping beside `axis`. When the program is built: an
-            axis that is missing, or over which nothing travels in codes; one rank.
+        FzeroValueError: an unknown format; nothing to compress; a mapping beside `axis`; formats beside "auto". When
+            the program is built: an axis that is missing, or over which nothing travels in codes; one rank; "auto" on
+            ranks whose links were not measured (`fzero calibrate`).
         TransformError: another `compress`; a `pipeline`; an evaluation without codes of parameters.
 
     Papers: Wang et al., ZeRO++: extremely efficient collective communication for giant model training, 2023. Dettmers
@@ -136,10 +172,23 @@ def compress(
         >>> [line.op for line in lowered.program.lines if line.op.endswith("start")]
         ['all_gather_start', 'all_reduce_start', 'all_to_all_start', 'all_reduce_start']
     """
-    spec, problems = _checked(params, grads, axis, where)
-    if problems:
-        raise FzeroTypeError("compress", "invalid arguments", problems, "e.g. fz.compress(params='int8', grads='int8')")
-    problems = _unknown("params", spec.params, PARAMS) + _unknown("grads", spec.grads, GRADS)
+    problems = []
+    if isinstance(step, str):
+        problems += [] if formats is None else [f"{step!r}, {formats!r}: give one of the two"]
+        step, formats = None, step
+    spec, wrong = _checked(params, grads, axis, where)
+    wrong += [] if formats is None or isinstance(formats, str) else [f"formats={shown(formats)}: 'auto' or None"]
+    if wrong:
+        raise FzeroTypeError("compress", "invalid arguments", wrong, "e.g. fz.compress(params='int8', grads='int8')")
+    problems += _unknown("params", spec.params, PARAMS) + _unknown("grads", spec.grads, GRADS)
+    if formats is not None:
+        spec = replace(spec, auto=True)
+        problems += [f"{formats!r}: the only word is 'auto'; formats are params= and grads="] * (formats != AUTO)
+        problems += [
+            f"{n}={shown(x)}: 'auto' chooses formats; None leaves {n} as they are"
+            for n, x in (("params", params), ("grads", grads))
+            if x not in (None, "int8")
+        ]
     if isinstance(params, Mapping) or isinstance(grads, Mapping):
         problems += [] if axis is None else [f"axis={axis!r}: the mapping says over which axes"]
     if not problems and not any(_names(of) for of in (spec.params, spec.grads)):
@@ -160,12 +209,16 @@ def _checked(params: Any, grads: Any, axis: Any, where: Any) -> tuple[Compress, 
         wrong += [x for x in by_axis if isinstance(given, Mapping) and not (isinstance(x[0], str) and x[0])]
         problems += [f"{name}={given!r}: a format, None, or a mapping of axes to them"] if wrong else []
         formats[name] = by_axis if isinstance(given, Mapping) else given
-    return Compress(**formats, axis=axis, where=where), problems + predicate("where", where)
+    return Compress(formats["params"], formats["grads"], axis, where), problems + predicate("where", where)
 
 
 def _names(of: Named) -> list[str]:
     """The names of the formats."""
     return [name for name in (dict(of).values() if isinstance(of, tuple) else [of]) if name is not None]
+
+
+def _rounding(of: Named) -> float:
+    return max((0.5 / (GRADS | PARAMS)[name].top if name != "bf16" else 2**-8 for name in _names(of)), default=0.0)
 
 
 def _unknown(argument: str, of: Named, known: Mapping[str, Format]) -> list[str]:
