@@ -80,12 +80,7 @@ def compressed_plans(args: argparse.Namespace) -> Table:
             of_ways = {way: _numbers(x) for way, x in plans.items()}
             found.append({"case": name, "network": network, "chosen": [x._asdict() for x in decided], "ways": of_ways})
             peaks.append((name, {way: x.peak_bytes for way, x in plans.items()}))
-    columns = (
-        "step",
-        "between hosts",
-        *(f"{way}: s a step / s exposed / GB between hosts" for way in WAYS),
-        "auto has",
-    )
+    columns = ("step", "between hosts", *WAYS, "auto has")
     return Table("1,024 devices over five networks", columns, rows, _notes(found, peaks, args), {"cases": found})
 
 
@@ -100,7 +95,8 @@ def _notes(found: list[dict[str, Any]], peaks: list[tuple[str, dict[str, int]]],
         PREDICTED,
         f"{8 * args.nodes:,} H100, {args.nodes} hosts of 8 over NVLink (360 GB/s a device), a network link a device in "
         f"GB/s ({SHARE:g} of its rate): {shares}. Latencies 8 us, over Ethernet 30 us.",
-        "GB between hosts: what a rank sends along the axis node in a step, of leaves' parts that its host shares.",
+        "Each cell: seconds a step / seconds exposed / GB that a rank sends between hosts in a step. Leaves are cut "
+        "over the devices of a host first, so each sends an eighth.",
         'int8: both axes, parameters too where they travel. "auto" never has 4 bits within a host, the first hop.',
         f"auto at most takes {slower:.3f} times as long as without (1.02: {verdict(slower, 1.02)}), and "
         f"{worst:.3f} times as long as the better of without and int8; at best it is {best:.1f} times as fast.",
@@ -122,7 +118,8 @@ def _numbers(plan: Any) -> dict[str, Any]:
 
 def _cell(plan: Any) -> str:
     numbers = _numbers(plan)
-    return f"{numbers['seconds']:.3g} / {numbers['exposed']:.3g} / {1e-9 * numbers['between_hosts']:.3g}"
+    seconds = (f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (numbers["seconds"], numbers["exposed"]))
+    return " / ".join([*seconds, f"{1e-9 * numbers['between_hosts']:.3g}"])
 
 
 def llama(model: str, layers: int | None, seq: int, transforms: Any) -> tuple[Any, Any, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fzero.errors import FzeroValueError
+from fzero.lowering.budget import Decided
 from fzero.lowering.search import SAME, Search
 from fzero.lowering.variants import Variants
 from fzero.mesh import AbstractMesh, Mesh
@@ -22,7 +23,7 @@ from fzero.passes.compress import ladders
 from fzero.plan.devices import Device
 from fzero.step import EvalStep, Step
 from fzero.transforms.base import find
-from fzero.transforms.compress import Compress
+from fzero.transforms.compress import AxisFormats, Compress
 from fzero.units import duration
 
 FEW = 0.02  # of a step's seconds
@@ -37,7 +38,8 @@ def open_formats(step: Step | EvalStep) -> Compress | None:
 
 def check_links_known(step: Step | EvalStep, mesh: AbstractMesh, device: Device) -> None:
     """Raises where formats are open and the links between these ranks were not measured. `device`: this machine's."""
-    if open_formats(step) is None or not isinstance(mesh, Mesh) or mesh.size == 1:
+    spec = open_formats(step)
+    if spec is None or spec.every is not None or not isinstance(mesh, Mesh) or mesh.size == 1:
         return
     link = "intra" if mesh.size <= device.devices_per_host else "inter"
     if device.measured(link):
@@ -64,6 +66,18 @@ def choose_formats(variants: Variants, search: Search, choice: Choice) -> Choice
     if search.seconds(best) > (1 - WORTH) * search.seconds(plain):
         best = plain
     return replace(best, wire_because=tuple(_why(search, plain, best, axis, tried[axis]) for axis in known))
+
+
+def with_decided(variants: Variants, choice: Choice, decided: Decided) -> Choice:
+    """The choice with the formats that were decided, of those that it can have; other axes as they are."""
+    reasons = [decided.why] * len(decided.formats) if isinstance(decided.why, str) else decided.why
+    known = {x.axis: (x, why) for x, why in zip(decided.formats, reasons, strict=True)}
+    wire, because = list[AxisFormats](), list[str]()
+    for rungs in ladders(variants.before("compress", choice), variants.asked.zero):
+        given, why = known.get(rungs[0].axis, (rungs[0], "not decided"))
+        wire.append(given if given in rungs else rungs[0])
+        because.append(why if given in rungs else f"{given} cannot be had here")
+    return replace(choice, wire=tuple(wire), wire_because=tuple(because))
 
 
 def _why(search: Search, plain: Choice, best: Choice, axis: str, tried: Sequence[Choice]) -> str:

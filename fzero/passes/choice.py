@@ -7,7 +7,7 @@ from typing import Any
 
 from fzero.passes.overlap import Order, coalescable
 from fzero.program.ir import Program
-from fzero.transforms.compress import AxisFormats
+from fzero.transforms.compress import Formats
 
 FINEST = 16
 FARTHEST = 3  # blocks ahead that a gather is tried to start
@@ -36,7 +36,7 @@ class Choice:
     rests: tuple[Any, ...] = field(default=(), repr=False)
     stage: int = 0
     head_rows: int = 0
-    wire: tuple[AxisFormats, ...] = ()
+    wire: Formats = ()
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)
     wire_because: tuple[str, ...] = field(default=(), compare=False)
