@@ -119,6 +119,21 @@ def flapping(patch: pytest.MonkeyPatch) -> Any:
     return run.train.formats, run.measured
 
 
+def evaluated(patch: pytest.MonkeyPatch) -> Any:
+    """The loss of an evaluation of what is trained in codes, and that of the masters."""
+    run = Run(patch, zero=fz.shard_opt_state())
+    state = run.steps(run.train.init(params(64)), 2)
+    evaluate = fz.compose(*run.train.resolved.transforms)(fz.eval_step(STEP.loss_fn))
+    own = BATCH.chunk(2)[run.mesh.rank]
+    found = fz.compile(evaluate, run.mesh, backend="eager")(state.params, own)
+    return run.train.formats, found.clone(), STEP.loss_fn(run.train.gather(state).params, own)
+
+
+def test_an_evaluation_computes_with_masters(on_ranks: Any) -> None:
+    for formats, found, want in on_ranks(evaluated):
+        assert formats == [(0, CODED)] and torch.equal(found, want)
+
+
 def test_one_decision_alone_changes_nothing(on_ranks: Any) -> None:
     """A link that is slow in every other measurement."""
     assert on_ranks(flapping) == [([(0, CODED)], 8)] * 2
