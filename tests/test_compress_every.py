@@ -65,6 +65,7 @@ def changing(patch: pytest.MonkeyPatch) -> Any:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fzero").addHandler(handler)
+    patch.setattr(logging.getLogger("fzero"), "level", logging.INFO)
     run = Run(patch)
     state, programs = run.train.init(params(64)), list[str]()
     for i in range(9):
@@ -223,6 +224,21 @@ def test_a_checkpoint_goes_on_in_its_formats(on_ranks: Any, tmp_path: Any) -> No
         assert after == [(0, CODED), (6, PLAIN)]
     assert all(x[0] == ([(0, CODED)], True, 0) for x in on_ranks(restored, str(tmp_path), ranks=4))
     assert on_ranks(without, str(tmp_path)) == [[(4, PLAIN)]] * 2
+
+
+def spoiled(patch: pytest.MonkeyPatch) -> str:
+    run = Run(patch)
+    state = run.train.init(params(64))
+    state.extras["compress"][:2] = 33
+    try:
+        run.steps(state, 1)
+    except FzeroValueError as error:
+        return str(error)
+    return ""
+
+
+def test_text_that_nobody_wrote_is_refused(on_ranks: Any) -> None:
+    assert all("no decisions that can be read" in said for said in on_ranks(spoiled))
 
 
 # --- links ---

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fzero.errors import message
+from fzero.errors import FzeroValueError, message
 from fzero.lowering.budget import Decided
 from fzero.measure.probes import LinkProbes
 from fzero.mesh import Mesh
 from fzero.passes.choice import Choice
 from fzero.plan.rates import Link, along
 from fzero.ranks import agreement
+from fzero.read_json import parsed
 from fzero.step import State
 from fzero.transforms.compress import SLOT, AxisFormats, Compress, Formats
 
@@ -110,7 +111,8 @@ class FormatsOfRun:
             reasons = [why] * len(formats) if isinstance(why, str) else why
             said = [f"{x.axis}: {x}, {reason}" for x, reason in zip(formats, reasons, strict=True)]
             what = f"formats on the wire from step {self._taken} on"
-            logger.warning(message("compress", what, said, "nothing to do: compress('auto', every=) says so"))
+            fix = "nothing to do; fz.compress('auto', every=, decisions=train.formats) repeats it"
+            logger.log(logging.INFO if before is None else logging.WARNING, message("compress", what, said, fix))
         return True
 
     def count(self) -> None:
@@ -131,6 +133,14 @@ class FormatsOfRun:
 
 
 def _read(state: State) -> list[tuple[int, Formats]]:
-    """The decisions in a state."""
+    """The decisions in a state.
+
+    Raises:
+        FzeroValueError: other text than this module writes.
+    """
     text = bytes(state.extras[SLOT].tolist()).strip(b"\0 ")
-    return [(step, tuple(AxisFormats(*x) for x in formats)) for step, formats in json.loads(text or b"[]")]
+    try:
+        return parsed(text or b"[]", list[tuple[int, tuple[AxisFormats, ...]]])
+    except ValueError as error:
+        what, fix = "the state has no decisions that can be read", f"zero state.extras[{SLOT!r}], and they begin anew"
+        raise FzeroValueError("compress", what, [str(error)], fix) from error
