@@ -50,6 +50,7 @@ from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.formats import FormatsOfRun
 from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.observe import observe
+from fzero.runtime.outer import Outer
 from fzero.runtime.promote import Safer
 from fzero.runtime.told_errors import raise_out_of_memory
 from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, Raised, check_finite
@@ -71,6 +72,7 @@ from fzero.step.checks import check_one_batch, check_params, check_state, no_bac
 from fzero.trace.subgraph import signature
 from fzero.train_state import mark_broken
 from fzero.transforms.base import find
+from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.precision import MixedPrecision
 from fzero.units import size
 
@@ -133,6 +135,9 @@ class CompiledStep(Compiled):
         self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
         # the last trees and a program, and the answer of `_may_guess`
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
+        replicas = find(step.transforms, LocalSGD)
+        make = lambda step, mesh: CompiledStep(step, mesh, backend, (None, None, None))  # noqa: E731
+        self.outer = None if replicas is None else Outer(replicas, mesh, make)
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @property
@@ -471,12 +476,15 @@ class CompiledStep(Compiled):
         check_one_batch(more)
         flat, structure = tree.flatten(batch)
         lowered, run = self._built(state, batch, flat, structure)
+        if self.outer is not None:
+            self.outer.begin(state)
         batch = tree.unflatten(structure, self._on_device(batch, flat, self._last.storages))
         guesses = self._may_guess(state)
         trees = state.step, state.params, state.opt_state, state.key, state.extras
         try:
             with torch.no_grad():
                 outputs = run(*trees, batch, guesses=guesses)
+            met = {} if self.outer is None else self.outer.after(state)
         except NotCaptured:
             raise
         except BaseException as error:
@@ -502,7 +510,37 @@ class CompiledStep(Compiled):
                 lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"
             ]
             self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
-        return state, metrics if limits is None else {**metrics, **limits.metrics}
+        return state, {**metrics, **met, **(limits.metrics if limits is not None else {})}
+
+    @alone("sync")
+    def sync(self, state: State) -> State:
+        """Meets the replicas of `fz.local_sgd` at once, so that a state can be saved; a step without it has none.
+
+        Args:
+            state: donated, as in a step.
+
+        Returns: the state. Parameters are the anchor on every replica, and all other leaves are those of the first
+            replica.
+
+        Communication: over the axis of the replicas, an outer step of what was trained since the last sync, and this
+            rank's optimizer state.
+
+        Raises:
+            FzeroValueError: the step has no `fz.local_sgd`.
+            FzeroTypeError: what is not a state.
+        """
+        if self.outer is None:
+            fix = "leave it out: without fz.local_sgd all ranks have one state, which fz.checkpoint.save takes as it is"
+            raise FzeroValueError("sync", "there are no replicas that train by themselves", fix=fix)
+        check_state(state, "give what train.init, train.restore or a step returned", "sync")
+        self._inputs(state)
+        try:
+            self.outer.sync(state)
+        except BaseException as error:
+            mark_broken(state, error)
+            self._last.let_go()
+            raise
+        return state
 
     def _advice(self, lowered: Lowered) -> list[str]:
         """The memory that a program was planned with, and transforms that lower it."""
@@ -602,7 +640,8 @@ class CompiledStep(Compiled):
                 "step": state.step,
                 "key": state.key,
             }
-            return replicas_of({p: x for role, part in parts.items() for p, x in tree.with_paths(part, role)})
+            named = {p: x for role, part in parts.items() for p, x in tree.with_paths(part, role)}
+            return replicas_of(named, () if self.outer is None else (self.outer.spec.axis,))
 
         replicas.same(
             self.mesh,
@@ -614,7 +653,7 @@ class CompiledStep(Compiled):
 
     def _compare_batch(self, batch: Any) -> None:
         """Raises if ranks have different batches along an axis that cuts no batch."""
-        axes = zero_of(self.resolved, self.mesh).batch_axes
+        axes = zero_of(self.resolved, self.mesh).dealt_axes
         others = [axis for axis, size in self.mesh.axes.items() if size > 1 and axis not in axes]
         if not others:
             return
