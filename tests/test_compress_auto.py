@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
+from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TransformError
 from fzero.lowering.layouts import zero_of
 from fzero.passes.compress import ladders
 from fzero.plan.calibration import calibration_path, machine, save_calibration
@@ -211,6 +212,23 @@ def test_beside_a_budget_micro_batches_and_open_tiers() -> None:
         assert fz.fits(found.plan, how["memory_budget"])
         without = lowered(mesh, SLOW, fz.shard_params(), *transforms, **how)
         assert found.plan.step_seconds < without.plan.step_seconds
+
+
+def test_codes_that_do_not_fit_are_left_out() -> None:
+    """Of a step that fits as it is, though not in codes."""
+
+    def fits(nbytes: int) -> bool:
+        try:
+            lowered(mesh_of(data=8), SLOW, fz.shard_params(), fz.compress(), memory_budget=nbytes)
+        except BudgetError:
+            return False
+        return True
+
+    unit = 1 << 16
+    nbytes = unit * (bisect.bisect_left(range(1 << 9), True, key=lambda n: fits(unit * n)) - 1)
+    found = lowered(mesh_of(data=8), SLOW, fz.shard_params(), fz.compress("auto"), memory_budget=nbytes)
+    assert chosen(found) == {"data": "as it is"} and why(found, "data") == "in codes the step does not fit the budget"
+    assert text(found) == text(lowered(mesh_of(data=8), SLOW, fz.shard_params(), memory_budget=nbytes))
 
 
 def test_a_loop_that_deals_codes_is_said_to_reduce() -> None:

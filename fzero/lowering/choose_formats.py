@@ -46,7 +46,8 @@ def check_links_known(step: Step | EvalStep, mesh: AbstractMesh, device: Device)
         return
     where = "within a host" if link == "intra" else f"between hosts, of {device.devices_per_host} ranks each"
     problems = [f"links {where}: those of {device.name} ({device.source})"]
-    fix = "measure them with fzero calibrate; or give formats: fz.compress(params='int8', grads='int8')"
+    fix = "let the run measure them, fz.compress('auto', every=200); or give formats: fz.compress(params='int8')"
+    fix = f"measure them with fzero calibrate; or {fix}" if link == "intra" else fix
     raise FzeroValueError("compress", "'auto' chooses by the rates of links, which are not known here", problems, fix)
 
 

@@ -221,7 +221,9 @@ def _with_formats(
     if not search.passes or not any(x.params or x.grads for x in chosen.wire):
         return chosen
     again = (search.best([replace(c, **formats) for c in group]) for group in starts)
-    return next(filter(None, again), choice)
+    why = "in codes the step does not fit the budget"
+    plain = tuple(x._replace(params=None, grads=None) for x in chosen.wire)
+    return next(filter(None, again), replace(choice, wire=plain, wire_because=(why,) * len(plain)))
 
 
 def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:
