@@ -216,8 +216,8 @@ class LinkProbes:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        axes = {axis: n for axis, n in mesh.axes.items() if n > 1}
-        self._pools = {axis: transport(mesh).pool(2 * (self._LARGEST // (4 * n) * 4 * n)) for axis, n in axes.items()}
+        sizes = {axis: n * max(self._LARGEST // n // 4 * 4, 4096) for axis, n in mesh.axes.items() if n > 1}
+        self._pools = {axis: transport(mesh).pool(2 * nbytes) for axis, nbytes in sizes.items()}
 
     def measured(self) -> dict[str, Link]:
         """The link along each axis. All ranks call this together."""

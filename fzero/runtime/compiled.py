@@ -113,9 +113,8 @@ class Compiled:
         self._budget: Budget | None = None
         self._chosen: tuple[PlanDecision, ...] = ()  # decisions that the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
-        self._reforms: dict[
-            Any, tuple[Any, Reform]
-        ] = {}  # likewise by kinds of batches, with the step that they are of
+        # likewise, by kinds of batches whatever the formats, each with the step that it is of
+        self._reforms: dict[Any, tuple[Any, Reform]] = {}
         self._staged: Staged | None = None
         # when a program was called last, and how long a look at its settings takes
         self._called, self._looking = (0.0, 0.0)

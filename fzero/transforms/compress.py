@@ -178,7 +178,7 @@ def compress(
     Communication: (N-1)/N x 1.008 bytes an element for "int8", 0.508 for "int4" and 2 for "bf16", sent per rank and
         transfer, where it was 4 or 2. An all_reduce becomes two transfers.
     Memory: the codes of this rank's shards, P/N bytes, during the step; of ZeRO-1 and 2 in fp32 the masters, 4P/N, and
-        whole parameters during the step alone.
+        whole parameters during the step alone. With `every` 8 MiB for each axis, in which links are measured.
 
     Raises:
         FzeroTypeError: an axis, or a format, that is not a name.
