@@ -22,7 +22,8 @@ from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import CheckpointError, FzeroValueError
 from fzero.layout import Leaf, in_slot, leaf_of, shard
 from fzero.lowering.auto import check_auto, resolve
-from fzero.lowering.budget import Budget
+from fzero.lowering.budget import Budget, Decided
+from fzero.lowering.choose_formats import open_formats
 from fzero.lowering.choose_rules import check_batch_given, choose_rules, open_rules
 from fzero.lowering.choose_stages import choose_stages, open_stages
 from fzero.lowering.layouts import (
@@ -36,7 +37,7 @@ from fzero.lowering.layouts import (
     zero_of,
 )
 from fzero.lowering.lower import advice_on
-from fzero.lowering.lowered import Lowered
+from fzero.lowering.lowered import Lowered, Reform
 from fzero.lowering.slots import slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh
@@ -46,6 +47,7 @@ from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
 from fzero.ranks import agreement
 from fzero.runtime.compiled import Compiled, alone
+from fzero.runtime.formats import FormatsOfRun
 from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.observe import observe
 from fzero.runtime.outer import Outer
@@ -128,6 +130,8 @@ class CompiledStep(Compiled):
         # with a loss scale steps that overflow are left out
         self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
         self.calls = 0  # how many steps were taken
+        spec = open_formats(step)
+        self._formats = None if spec is None or spec.every is None else FormatsOfRun(mesh, spec)
         self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
         # the last trees and a program, and the answer of `_may_guess`
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
@@ -490,6 +494,8 @@ class CompiledStep(Compiled):
                 raise_out_of_memory(error, self.owner, lambda: self._advice(lowered))
             raise
         self.calls += 1
+        if self._formats is not None:
+            self._formats.count()
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         no_backward(metrics["loss"])
         if "raised" in metrics:
@@ -559,8 +565,41 @@ class CompiledStep(Compiled):
         params = self._inputs(state)
         if not self._last.begun:
             self._begin(state, params, batch)
+            if self._formats is not None:
+                self._formats.begin(state)
             self._last.begun = True
-        return self._run_for(params, batch, flat, structure, lambda: self._make_safer(state, params))
+        if self._formats is not None:
+            self._decide(self._formats, state)
+        lowered, run = self._run_for(params, batch, flat, structure, lambda: self._make_safer(state, params))
+        if self._formats is not None:
+            self._formats.took(lowered.choice, state)
+        return lowered, run
+
+    @property
+    def formats(self) -> list[tuple[int, dict[str, tuple[str | None, str | None]]]]:
+        """The decisions of `compress("auto", every=)` that changed formats: the steps taken before, and the formats of
+        parameters and gradients by axis. `decisions=` of another run repeats them."""
+        found = [] if self._formats is None else self._formats.history
+        return [(step, {x.axis: (x.params, x.grads) for x in formats}) for step, formats in found]
+
+    def rewound(self, state: State) -> None:
+        """Has the last step be done again, from the state before it, in the formats that it had."""
+        if self._formats is not None:
+            self._formats.rewound(state)
+
+    def _decided(self) -> Decided | None:
+        return None if self._formats is None else self._formats.decided
+
+    def _decide(self, formats: FormatsOfRun, state: State) -> None:
+        """Decides formats before a step, where that is due."""
+        budget = self._rates()
+        assert budget is not None
+        if formats.measures:
+            device = replace(budget.device, links={**budget.device.links, **formats.links()})
+            budget = self._budget = replace(budget, device=device)
+        last = None if self._lowered is None else self._lowered.reform
+        if formats.decide(state, None if last is None else lambda: last.choose(budget, None)):
+            self._runs.clear()  # their pools make room
 
     def _begin(self, state: State, params: Inputs, batch: Any) -> None:
         """Looks at a state before its first step, and at its batch: one with leaves that no step has begun with. Alike
@@ -632,8 +671,10 @@ class CompiledStep(Compiled):
         """Promotes blocks by the counts of the state at hand, before a program is built."""
         self._resolved = self._safer.before_build(self.resolved, params, state)
 
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        lowered, built = super()._build(params, batch)
+    def _build(
+        self, params: Inputs, batch: Any, reform: Reform | None = None
+    ) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        lowered, built = super()._build(params, batch, reform)
         return self._safer.explained(lowered, self.resolved, params), built
 
     def _may_guess(self, state: State) -> bool:
