@@ -170,13 +170,21 @@ def _hooked(make: Callable[[], Any]) -> Any:
     return run
 
 
-def inside(args: argparse.Namespace, job: str, what: str, ranks: int, rate: int = 0, seed: int = 0) -> dict[str, Any]:
-    """The result of a job on ranks in a namespace whose loopback has a rate, in Mbit/s; 0: its own."""
+def inside(
+    args: argparse.Namespace,
+    job: str,
+    what: str,
+    ranks: int,
+    rate: int = 0,
+    seed: int = 0,
+    script: str = __file__,
+) -> dict[str, Any]:
+    """The result of a job of a script on ranks in a namespace whose loopback has a rate, in Mbit/s; 0: its own."""
     print(f"{job}: {what}{f', {rate} Mbit/s' if rate else f', seed {seed}'} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="fzero-bench-") as folder:
         flags = ["--worker", "--job", job, "--what", what, "--seed", seed, "--folder", folder]
         flags += ["--steps", args.steps, "--timed", args.timed, "--held-out", args.held_out]
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
         bucket = f"tc qdisc add dev lo root tbf rate {rate}mbit burst 512kb latency 200ms && " if rate else ""
         shell = ["unshare", "--net", "sh", "-c", f'ip link set lo up && {bucket}exec "$@"', "sh"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo"}

@@ -687,6 +687,17 @@ def nccl_ahead(timeout: datetime.timedelta) -> Any:
     return options
 
 
+def abort_groups() -> None:
+    """Ends what waits in the NCCL groups of this process, and every later call of them is an error. The communicators
+    are aborted together: one after the other each could wait for the next."""
+    device = torch.device("cuda")
+    found: list[Any] = [group._get_backend(device) for group in [*dist.distributed_c10d._world.pg_names]]
+    found[0]._group_start()
+    for backend in found:
+        backend.abort()
+    found[0]._group_end()
+
+
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
     """Starts a gather of flat shards. Returns the work to wait for. 2.13 renamed the function."""
     return _ALL_GATHER(_plain(whole), _plain(shard), group=group, async_op=True)

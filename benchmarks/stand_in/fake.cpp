@@ -208,8 +208,14 @@ X cudaError_t cudaDeviceGetAttribute(int *v, cudaDeviceAttr a, int d) {
     }
     return cudaSuccess;
 }
+// collectives that begin while the file FAKE_GONE is there wait for a rank that is gone, until they are aborted
+static std::atomic<bool> stuck{false};
+static void while_stuck() {
+    while (stuck) usleep(1000);
+}
 X cudaError_t cudaDeviceSynchronize() {
     note("cudaDeviceSynchronize");
+    while_stuck();
     return unsafe("cudaDeviceSynchronize");
 }
 X cudaError_t cudaDeviceCanAccessPeer(int *c, int, int) {
@@ -404,6 +410,7 @@ X cudaError_t cudaStreamQuery(cudaStream_t s) {
 }
 X cudaError_t cudaStreamSynchronize(cudaStream_t s) {
     note("cudaStreamSynchronize");
+    while_stuck();
     if (iscap(s)) {
         cap.invalid = true;
         return err(cudaErrorStreamCaptureUnsupported, "cudaStreamSynchronize");
@@ -460,6 +467,7 @@ X cudaError_t cudaEventQuery(cudaEvent_t e) {
     return unsafe("cudaEventQuery");
 }
 X cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    while_stuck();
     L l(mu);
     note("cudaEventSynchronize");
     auto &v = evs[e];
@@ -874,8 +882,15 @@ X int ncclGroupEnd() {
     note("ncclGroupEnd");
     return 0;
 }
+X int ncclCommAbort(Comm) {
+    note("ncclCommAbort");
+    stuck = false;
+    return 0;
+}
 static int coll(const char *n, const void *s, void *r, size_t cnt, int dt, Comm c, void *st, bool same) {
     L l(mu);
+    const char *gone = getenv("FAKE_GONE");
+    if (gone && access(gone, F_OK) == 0) stuck = true;
     counts[std::string("nccl ") + n]++;
     counts[std::string("nccl ") + n + " bytes"] += cnt * dts(dt);
     LOG("nccl %s %ld dtype %d comm %p stream %p cap %d\n", n, (long)cnt, dt, c, st, (int)iscap(st));
