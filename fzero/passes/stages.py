@@ -16,11 +16,11 @@ schedule is interleaved: what one of them makes for another of the same rank is 
 
 [Note: hands] A value that other ranks read is handed to each of them, at the end of the unit that makes it
 (fzero/passes/schedules.py). Values of one unit for one rank are one message. Values of the step that units read are
-handed before the first unit, other values of the step behind the last. Of these, values of one level are one message
-for each rank: a value has the level of those that it is made of, or one more where these are handed in between. A take
-starts a unit ahead of its first reader, and before the takes of what its rank hands later. A hand is waited for two
-units later, or when its take has started, by the times of units. So in the order of those times every wait comes behind
-the other side's start, and no ranks wait for each other.
+handed before the first unit. Other values of the step, and numbers that no unit reads, are handed behind the last. Of
+these, values of one level are one message for each rank: a value has the level of those that it is made of, or one more
+where these are handed in between. A take starts a unit ahead of its first reader, and before the takes of what its rank
+hands later. A hand is waited for two units later, or when its take has started, by the times of units. So in the order
+of those times every wait comes behind the other side's start, and no ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -318,6 +318,8 @@ class _Whole:
         handed: dict[Unit | str, list[str]] = defaultdict(list)
         for a in sorted(self.crossing, key=lambda a: self.places.made.get(a, -1)):
             unit = self._unit_of[self.places.made[a]] if a in self.places.made else None
+            if a not in of_units and not self.values[a].shape:  # a number that no unit waits for
+                unit = None
             handed[unit or ("before" if a in of_units or a in self.program.leaves else "behind")].append(a)
         self.messages: dict[Unit, list[_Message]] = defaultdict(list)
         self.messages |= {unit: self._together(of) for unit, of in handed.items() if isinstance(unit, Unit)}
