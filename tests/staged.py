@@ -3,7 +3,7 @@
     staged.py OUT STEPS [RANK.LIFE.STEP:N ...]
 
 A rank is killed at its N-th hand, take or reduction of a step. OUT/log gets a line a step; OUT/sources-R what rank R
-goes on from, and its mesh. STAGED_ALONE: no state is sent, every other one is saved.
+goes on from, and its mesh. STAGED_ALONE: no state is sent, every other one is saved. STAGED_NAP: seconds after each step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def train(run: Run, out: Path, steps: int, faults: dict[str, str] | None = None,
                 f.write(json.dumps([int(state.step), float(metrics["loss"]), float(metrics["grad_norm"])]) + "\n")
         if alone and index % 2:
             run.save(state)
+        time.sleep(float(os.environ.get("STAGED_NAP", "0")))
     return int(state.step)
 
 

@@ -55,7 +55,7 @@ def test_a_lost_host_takes_its_pipeline_along(run_ranks: Any, tmp_path: Path) ->
 
     def more(steps: int, **on: int) -> None:
         before = logged(out)[-1][0] if (out / "log").exists() else 0
-        with keepers(out, 1000, script=SCRIPT, **on) as started:
+        with keepers(out, 1000, script=SCRIPT, env={"STAGED_NAP": "0.2"}, **on) as started:
             until(out, before + steps)
             early = [one for one in started if one.poll() is not None]
             assert not early, early[0].communicate()
@@ -71,10 +71,9 @@ def test_a_lost_host_takes_its_pipeline_along(run_ranks: Any, tmp_path: Path) ->
     assert [mesh for _, _, mesh in first] == axes
     last = logged(out)[-1][0]
     run_ranks(4, plainly, str(tmp_path / "calm"), last)
-    calm = {step: numbers for step, *numbers in logged(tmp_path / "calm")}
+    calm = {step: loss for step, loss, _ in logged(tmp_path / "calm")}
     assert {step for step, *_ in logged(out)} == {*calm}
-    for step, *numbers in logged(out):
-        assert numbers == pytest.approx(calm[step], abs=1e-5), step
+    assert max(abs(loss - calm[step]) for step, loss, _ in logged(out)) < 1e-5
 
 
 @pytest.mark.fresh
