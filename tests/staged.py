@@ -3,7 +3,8 @@
     staged.py OUT STEPS [RANK.LIFE.STEP:N ...]
 
 A rank is killed at its N-th hand, take or reduction of a step. OUT/log gets a line a step; OUT/sources-R what rank R
-goes on from, and its mesh. STAGED_ALONE: no state is sent, every other one is saved. STAGED_NAP: seconds after each step.
+goes on from, and its mesh. STAGED_ALONE: no state is sent, every other one is saved. STAGED_NAP: seconds after each
+step.
 """
 
 from __future__ import annotations
