@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from fzero.errors import FzeroValueError
 from fzero.passes.schedules import BACKWARD, FORWARD, WEIGHTS, Unit, table, when
 from fzero.program.aliases import Views
-from fzero.program.attrs import CallAttrs, Comes, HandAttrs, TakeAttrs
+from fzero.program.attrs import CallAttrs, HandAttrs, HandedValue, TakeAttrs
 from fzero.program.dependence import dependences
 from fzero.program.ir import Line, Program, moving
 from fzero.program.names import Names, identifier
@@ -493,10 +493,9 @@ class _Projection:
         number = self.counts[False, message.of]
         self.counts[False, message.of] += 1
         values = [self.whole.values[a] for a in message.values]
-        mesh, by = self.whole.program.mesh, self.whole.spec.name
+        by = self.whole.spec.name
         handle = moving(self.names(f"take_{identifier(message.values[0])}"))
-        comes = tuple(Comes(v.held(mesh), v.dtype, v.placement.own) for v in values)
-        attrs = TakeAttrs(axes=(self.whole.axis,), peer=message.of, number=number, comes=comes)
+        attrs = TakeAttrs(axes=(self.whole.axis,), peer=message.of, number=number, values=self._handed(message))
         self.out.append(Line("take_start", (), (handle,), attrs=attrs, by=by))
         leaves = [a for a in message.values if a in self.whole.program.leaves]
         self.here |= {a: self.names(f"{identifier(a)}_taken") for a in leaves}
@@ -512,9 +511,13 @@ class _Projection:
         number = self.counts[True, message.to]
         self.counts[True, message.to] += 1
         handle = moving(self.names(f"hand_{identifier(message.values[0])}"))
-        attrs = HandAttrs(axes=(self.whole.axis,), peer=message.to, number=number)
+        attrs = HandAttrs(axes=(self.whole.axis,), peer=message.to, number=number, values=self._handed(message))
         self.out.append(Line("hand_start", message.values, (handle,), attrs=attrs, by=self.whole.spec.name))
         self.waits.append((self._awaited(message, before), Line("wait", (handle.name,), by=self.whole.spec.name)))
+
+    def _handed(self, message: _Message) -> tuple[HandedValue, ...]:
+        values, mesh = (self.whole.values[a] for a in message.values), self.whole.program.mesh
+        return tuple(HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in values)
 
     def _awaited(self, message: _Message, before: int) -> int:
         peer, order = message.to, self.whole.table[self.me]

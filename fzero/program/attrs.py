@@ -255,29 +255,28 @@ class SendAttrs(Over):
     number: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class HandAttrs(Over):
-    """`peer`: the place along the axis of the other rank. `number`: that of the hand and its take, among all
-    between two ranks in one direction."""
-
-    peer: int
-    number: int
-
-
-class Comes(NamedTuple):
-    """A value that comes from another rank: its shape and dtype, as a rank holds it, and the axes along which each rank
+class HandedValue(NamedTuple):
+    """A value that one rank hands another: its shape and dtype, as a rank holds it, and the axes along which each rank
     has its own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    own: tuple[str, ...] = ()
+    own: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandAttrs(Over):
+    """`peer`: the place along the axis of the other rank. `number`: that of the hand and its take, among all
+    between two ranks in one direction. `values`: of the message, in their order."""
+
+    peer: int
+    number: int
+    values: tuple[HandedValue, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TakeAttrs(HandAttrs):
-    """`comes`: the values of the message, in their order."""
-
-    comes: tuple[Comes, ...]
+    """What a hand says, on the other side."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from fzero.program.attrs import (
     CopyAttrs,
     GatherAttrs,
     HandAttrs,
+    HandedValue,
     ReduceAttrs,
     ScatterAttrs,
     SendAttrs,
@@ -300,17 +301,17 @@ class Hand(Start[HandAttrs]):
     def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
         said, mesh = line.attrs, rules.program.mesh
-        if len(said.axes) != 1 or self.num(line) < 1:
-            rules.bad(line, f"moves {self.num(line)} values over {len(said.axes)} axes")
+        if len(said.axes) != 1 or not said.values:
+            rules.bad(line, f"moves {len(said.values)} values over {len(said.axes)} axes")
         elif not 0 <= said.peer < mesh.axis_size(said.axes) or said.number < 0:
             rules.bad(line, f"is number {said.number}, with place {said.peer} of {mesh.axis_size(said.axes)}")
         for v in args:
             if not {*said.axes}.isdisjoint(v.placement.own) or v.tier != "device":
                 rules.bad(line, f"{v.name} is {v}")
-
-    def num(self, line: Line[HandAttrs]) -> int:
-        """The number of values."""
-        return len(line.args)
+        if not isinstance(said, TakeAttrs) and [HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in args] != [
+            *said.values
+        ]:
+            rules.bad(line, "hands other values than it says")
 
     def filled(self, line: Line[HandAttrs]) -> Sequence[Place | None]:
         return ()
@@ -319,7 +320,7 @@ class Hand(Start[HandAttrs]):
         return f"{self.name.removesuffix('_start')}:{','.join(line.attrs.axes)}"
 
     def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        return sum(local_bytes(values[a], mesh) for a in line.args)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in line.attrs.values)
 
     def text(self, line: Line[HandAttrs], program: Program) -> Text:
         sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
@@ -345,19 +346,13 @@ class Take(Hand):
     hands_out = True
     sinks = True
 
-    def num(self, line: Line[HandAttrs]) -> int:
-        return len(line.says(TakeAttrs).comes)
-
-    def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in line.says(TakeAttrs).comes)
-
     def text(self, line: Line[HandAttrs], program: Program) -> Text:
-        said, comes = line.says(TakeAttrs), size(self.moved_bytes(line, {}, program.mesh))
-        values = [([*x.shape], str(x.dtype).removeprefix("torch.")) for x in said.comes]
+        said, comes = line.attrs, size(self.moved_bytes(line, {}, program.mesh))
+        values = [([*x.shape], str(x.dtype).removeprefix("torch.")) for x in said.values]
         return Text(f"take_start({values}, {over(line)}, of={said.peer})", f"number {said.number}, {comes} comes")
 
     def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        comes = [torch.empty(x.shape, dtype=x.dtype, device=told.mesh.device) for x in line.says(TakeAttrs).comes]
+        comes = [torch.empty(x.shape, dtype=x.dtype, device=told.mesh.device) for x in line.attrs.values]
         told.started[line.out[0].name] = line, comes
         return [torch.empty(0)]
 
@@ -525,7 +520,7 @@ class Wait(Op[WaitAttrs]):
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
         if isinstance(start.attrs, TakeAttrs):
             said, mesh = start.attrs, rules.program.mesh
-            comes = [(*x, "device") for x in said.comes]
+            comes = [(*x, "device") for x in said.values]
             if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in line.out] != comes:
                 rules.bad(line, "hands out other values than it takes")
             return
