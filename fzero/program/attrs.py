@@ -276,7 +276,7 @@ class HandAttrs(Over):
 
 @dataclass(frozen=True, kw_only=True)
 class TakeAttrs(HandAttrs):
-    """What a hand says, on the other side."""
+    """Attributes of a take, which are those of its hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
