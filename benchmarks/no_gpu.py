@@ -86,6 +86,8 @@ def judged(x: dict[str, Any]) -> list[str]:
         wrong.append(f"the peak is {x['peak_mib'] / x['planned_mib'] - 1:+.1%} beside the plan")
     if x["programs"] != 1:
         wrong.append(f"{x['programs']} programs were made of one kind of batch")
+    if x["registered"] != x["to_register"]:
+        wrong.append(f"{x['registered']} registrations of memory, not {x['to_register']}")
     if x["refused"]:
         wrong.append(f"not captured: {x['refused']}")
     return wrong

@@ -197,6 +197,9 @@ def test_gathers_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = datetime.timedelta(seconds=77)
     options = compat.nccl_ahead(wait)
     assert options.is_high_priority_stream is True
+    engines = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2, Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", engines, raising=False)
+    assert compat.nccl_ahead(wait, copies=True).config.cta_policy == 2
     assert options._timeout == wait  # as the group's, or torch warns: `_new_process_group_helper` compares them
 
 
@@ -231,3 +234,18 @@ def test_transfers_end_when_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> N
     for other in ({"size": 1}, {"device_type": "cpu"}):
         with stuck.freed(SimpleNamespace(**(vars(mesh) | other))):  # type: ignore[arg-type]
             assert not aborted.wait(0.1)
+
+
+def test_symmetric_memory_is_named_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FzeroValueError, match="is of GPUs, and this mesh is of CPUs"):
+        make_mesh(data=1, device="cpu", symmetric_memory=True)
+    with pytest.raises(FzeroValueError, match="symmetric_memory"):
+        make_mesh(data=1, symmetric_memory="yes")  # type: ignore[arg-type]
+    monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
+    assert "does not register memory" in str(compat.lacks_symmetric_memory())
+    register = SimpleNamespace(__doc__="register_mem_pool(pool, symm: bool = False)")
+    new = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2, register_mem_pool=register)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", new, raising=False)
+    for version, lacks in (((2, 27, 5), True), ((2, 28, 3), False)):
+        monkeypatch.setattr("torch.cuda.nccl.version", lambda found=version: found)
+        assert (compat.lacks_symmetric_memory() is not None) == lacks
