@@ -99,13 +99,20 @@ def main() -> None:
     parser.add_argument("--torch", default="2.13.0", choices=list(TRITON))
     parser.add_argument("--backend", default="eager", choices=["eager", "inductor"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--only", nargs="+", help="cases")
     parser.add_argument("--lost", action="store_true", help="a rank is lost instead, with and without aborts")
     parser.add_argument("--plant", action="store_true", help="plant faults instead, which must be found")
     script_flags(parser, "no_gpu")
     args = parser.parse_args()
     env = built(args.folder / args.torch, args.torch)
-    given = [f"--backend={args.backend}", *(["--only", *args.only] if args.only else [])]
+    given = [
+        f"--backend={args.backend}",
+        f"--layers={args.layers}",
+        f"--width={args.width}",
+        *(["--only", *args.only] if args.only else []),
+    ]
     rows, found, failed = [], [], 0
     if args.lost:
         for freed in (True, False):
@@ -159,7 +166,8 @@ def main() -> None:
         )
         title, name = "The CUDA path on a device that computes nothing", f"{args.name}_{args.backend}"
     notes = [
-        f"torch {args.torch}, CUDA build; {args.backend}. A told step is the second, a replayed one the seventh.",
+        f"torch {args.torch}, CUDA build; {args.backend}; {args.layers} layers of {args.width}.",
+        "A told step is the second, a replayed one the seventh.",
         "Waits: of the host for the device; a step whose state the host updates waits for its gradients.",
         f"{failed} of {len(rows)} {'planted faults missed' if args.plant else 'with something wrong'} "
         f"(0: {verdict(failed, 0)})",

@@ -64,8 +64,9 @@ def changing(patch: pytest.MonkeyPatch) -> Any:
     lines = list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fzero").addHandler(handler)
-    patch.setattr(logging.getLogger("fzero"), "level", logging.INFO)
+    logger = logging.getLogger("fzero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     run = Run(patch)
     state, programs = run.train.init(params(64)), list[str]()
     for i in range(9):
@@ -75,6 +76,8 @@ def changing(patch: pytest.MonkeyPatch) -> Any:
     again = Run(patch, decisions=run.train.formats)
     repeated = again.steps(again.train.init(params(64)), 9)
     assert again.measured == 0 and again.train.formats == run.train.formats
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
     return run.train.formats, run.whole(state), again.whole(repeated), programs, run.measured, lines
 
 

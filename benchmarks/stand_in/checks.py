@@ -221,13 +221,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--only", nargs="+")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--plant", default="", help="a fault")
     args = parser.parse_args()
     cudnn.install()
     # nothing is computed, and no rank hears of another
     training.check_finite = lambda *given: None  # type: ignore[assignment]
     replicas.same = lambda mesh, owner, held, fix: held()  # type: ignore[assignment]
-    config, size, rank = Config(4, 512, 8, 128, 8, 2048), int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
+    config = Config(args.layers, args.width, 8, 128, 8, 2048)
+    size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
     wanted = [x for x in CASES if x.ranks == size and (size == 1 or x.graphs)]
     plants = [next(x for x in wanted if x.pageable == (args.plant == "pageable"))] if args.plant else []
     cases = plants or [x for x in CASES if x.ranks == size and (not args.only or x.name in args.only)]

@@ -784,6 +784,12 @@ C(cuMemcpyDtoHAsync_v2, void *d, CUdeviceptr s, size_t n, CUstream) {
     memcpy(d, (void *)s, n);
     return CUDA_SUCCESS;
 }
+// what Triton's launcher asks of the driver
+C(cuCtxGetLimit, size_t *v, CUlimit) {
+    *v = 1 << 20;
+    return CUDA_SUCCESS;
+}
+C(cuCtxSetLimit, CUlimit, size_t) { return CUDA_SUCCESS; }
 C(cuStreamSynchronize, CUstream) {
     note("cuStreamSynchronize");
     return CUDA_SUCCESS;

@@ -34,12 +34,11 @@ from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
 from fzero.errors import CheckpointError
-from fzero.layout import Cut, Only, extent_of, leaf_of
+from fzero.layout import ANCHOR, Cut, Only, extent_of, leaf_of
 from fzero.mesh import Mesh
 from fzero.ranks.together import Ranks, together, world
 from fzero.read_json import parsed
 from fzero.train_state import check_whole, lasting
-from fzero.transforms.local_sgd import ANCHOR
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.layout import ANCHOR
 from fzero.lowering.layouts import batch_inputs, params_inputs
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.slots import Slots
@@ -15,7 +16,7 @@ from fzero.mesh import AbstractMesh
 from fzero.program.lines import Inputs
 from fzero.step import Step
 from fzero.transforms.base import find
-from fzero.transforms.local_sgd import ANCHOR, LocalSGD
+from fzero.transforms.local_sgd import LocalSGD
 
 
 def outer_steps(

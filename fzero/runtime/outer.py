@@ -15,12 +15,12 @@ import torch.distributed as dist
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.comm.collectives import gather
-from fzero.layout import Leaf, leaf_of
+from fzero.layout import ANCHOR, Leaf, leaf_of
 from fzero.mesh import Mesh, along, ranks_along
 from fzero.ranks import agreement
 from fzero.state import storage
 from fzero.step import State, Step
-from fzero.transforms.local_sgd import ANCHOR, OUTER, LocalSGD
+from fzero.transforms.local_sgd import OUTER, LocalSGD
 
 
 @dataclass(frozen=True)

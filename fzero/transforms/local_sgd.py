@@ -13,6 +13,7 @@ import torch
 from fzero import tree
 from fzero.arguments import count, keywords
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError
+from fzero.layout import ANCHOR
 from fzero.operators.quant_blocks import has_blocks
 from fzero.optim.base import GradientTransformation
 from fzero.optim.sgd import sgd
@@ -26,8 +27,8 @@ from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.shard import data_parallel
 
-ANCHOR, OUTER = "anchor", "outer"
-"""The slots: the parameters of the last sync, and the outer optimizer's state, a tree for each fragment."""
+OUTER = "outer"
+"""The slot of the outer optimizer's state: a tree for each fragment, as the slot `ANCHOR` has."""
 
 
 @dataclass(frozen=True)
