@@ -82,7 +82,7 @@ def rehearse(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]
 def _arguments(axes: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `make_mesh`, as `unjoined` takes them."""
     named = ("device", "shared_memory", "unified_memory")
-    sizes = {name: size for name, size in axes.items() if name not in named}
+    sizes = {name: size for name, size in axes.items() if name not in (*named, "symmetric_memory")}
     return {**{name: axes[name] for name in named if name in axes}, "axes": sizes}
 
 
