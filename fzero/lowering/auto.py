@@ -133,12 +133,15 @@ def resolve(
     with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: told[-1]):
         least = first_choice(left, mesh, budget.nbytes is not None)
         tiers = lambda least: _Tiers(variants, least, auto, budget, mesh.unified_memory, told.append)  # noqa: E731
-        try:
-            rests, why = tiers(least).best()
-        except BudgetError:
-            if not traced.variants.asked.zero.batch_axes:
-                raise
-            rests, why = tiers(least.narrow()).best()
+        able = [least, least.narrow()] if traced.variants.asked.zero.batch_axes else [least]
+        able += [replace(able[-1], gather_bytes=n) for n in traced.variants.limits(least)[-1:]]
+        for number, choice in enumerate(able, 1):
+            try:
+                rests, why = tiers(choice).best()
+                break
+            except BudgetError:
+                if number == len(able):
+                    raise
     chosen = PlanDecision("offload", _names(rests) if rests else "nothing", why)
     return Resolved(_with_records(left, rests, auto), (chosen,), built[rests])
 

@@ -22,7 +22,8 @@ class Choice:
     the tiers whose leaves are updated on a guess (passes/speculate.py); `rests`: what `offload("auto")` moves off the
     device, and where (lowering/auto.py); `stage`: of
     a pipeline, whose program it is; `head_rows`: rows of the head that are computed at once, 0 for all
-    (passes/head_rows.py)."""
+    (passes/head_rows.py); `gather_bytes`: bytes of a function's parameters that are gathered at once, 0 for all
+    (passes/split_gathers.py)."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
@@ -35,6 +36,7 @@ class Choice:
     rests: tuple[Any, ...] = field(default=(), repr=False)
     stage: int = 0
     head_rows: int = 0
+    gather_bytes: int = 0
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)
 

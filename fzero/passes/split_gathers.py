@@ -1,0 +1,191 @@
+"""Gathers finer than a block: a function that reads large parameters becomes pieces that each read few of them.
+
+A block is the unit of tracing, of rematerialisation and, by default, of gathering. Here each function is cut where it
+first reads the next large parameter, or makes the next large gradient (fzero/trace/segments.py). What a piece reads is
+gathered for it alone, and what gradients it makes are reduced right behind it. So a backward that computes its forward
+again gathers each parameter twice, and what lies between the pieces of one function is there only while they run. The
+largest parameter of a single operation alone bounds how fine it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fzero.errors import FzeroValueError
+from fzero.passes.head_rows import rows_of
+from fzero.passes.pieces import Groups, calls
+from fzero.passes.zero import Zero
+from fzero.program.ir import Line, Program, local_bytes
+from fzero.program.lines import Functions
+from fzero.program.names import Names
+from fzero.trace.segments import Pieces, by_leaves
+from fzero.transforms.base import find
+from fzero.transforms.pipeline import Pipeline
+from fzero.transforms.shard import ShardParams
+from fzero.units import as_argument, size
+
+NOTE = "shard_params: "
+"""The beginning of the remark about it in a program's header."""
+SMALL = 64
+"""A parameter of less than this part of the bytes that may be gathered at once does not count."""
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """How a program gathers: so many bytes at once, of the leaves that come to their readers, and the function that is
+    left as it is."""
+
+    at_most: int
+    leaves: frozenset[str]
+    left: str = ""
+
+
+def asked_bytes(transforms: tuple[object, ...]) -> int:
+    """The bytes at once that a step asks for, 0 if it leaves them open."""
+    asked = [t.gather_bytes for t in transforms if isinstance(t, ShardParams) and t.gather_bytes is not None]
+    return min(asked, default=0)
+
+
+def gathers_of(
+    program: Program, zero: Zero, at_most: int, head_rows: int, known: dict[Any, Any]
+) -> Gathers | None:
+    """How a program is to gather; None as it is.
+
+    Args:
+        program: before it is spread over the mesh.
+        zero: the demands of its parallel transforms.
+        at_most: bytes at once, 0 for all of a function.
+        head_rows: rows of the head that are computed at once: that function is cut in rows instead.
+        known: facts about functions of this program from earlier calls.
+
+    Raises:
+        FzeroValueError: the step asks for fewer bytes than a parameter has, or keeps what is gathered.
+    """
+    asked = asked_bytes(program.transforms)
+    at_most = asked or at_most
+    leaves = frozenset(_coming(program, zero)) if at_most else frozenset()
+    if asked and leaves:
+        _check(program, leaves, asked)
+    if not leaves:
+        return None
+    rows = rows_of(program, head_rows, known) if head_rows else None
+    return Gathers(at_most, leaves, rows.fn if rows is not None else "")
+
+
+def limits(program: Program, zero: Zero) -> list[int]:
+    """The bytes at once that a budget may choose where nothing else fits, the most first: half of the function that
+    reads most, and the largest parameter."""
+    if asked_bytes(program.transforms):
+        return []
+    read = _bytes_read(program, frozenset(_coming(program, zero)))
+    most = max((sum(x.values()) for x in read), default=0)
+    largest = max((n for x in read for n in x.values()), default=0)
+    return [n for n in dict.fromkeys((most // 2, largest)) if largest <= n < most]
+
+
+def rewrite(program: Program, how: Gathers) -> Program:
+    """The program whose functions read at most so many bytes of leaves at once, as far as single operations let them."""
+    values, sources = program.values_by_name, _sources(program, how.leaves)
+    gradients = _gradients(program)
+    groups, functions, names = Groups(), Functions(program.functions), Names(program.values())
+    bytes_of = lambda a: local_bytes(values[a], program.mesh)  # noqa: E731
+    counts = lambda a: SMALL * bytes_of(a) >= how.at_most  # noqa: E731
+    of_group: dict[int | str, tuple[dict[str, int], dict[str, int]]] = {}  # what each function reads, and makes
+    for line in filter(_may_be_cut, program.lines):
+        read, made = of_group.setdefault(Groups.of(line), ({}, {}))
+        read.update((sources[a], bytes_of(a)) for a in line.args if a in sources)
+        made.update((v.name, bytes_of(v.name)) for v in line.out if v.name in gradients)
+    large = {of for of, x in of_group.items() if max(sum(n.values()) for n in x) > how.at_most}
+    cut: dict[tuple[str, frozenset[int], frozenset[int]], Pieces | None] = {}
+    casts = {x.args[0]: x for x in program.lines if x.op == "cast" and x.out[0].name in gradients and len(x.args) == 1}
+    lines, moved, told = list[Line](), set[int](), dict[str, int]()
+    for line in program.lines:
+        if id(line) in moved:
+            continue
+        made = [line]
+        if _may_be_cut(line) and Groups.of(line) in large and line.fn != how.left:
+            read = {i: bytes_of(a) for i, a in enumerate(line.args) if a in sources and counts(a)}
+            out = {i: bytes_of(v.name) for i, v in enumerate(line.out) if v.name in gradients and counts(v.name)}
+            key = line.fn, frozenset(read), frozenset(out)
+            if key not in cut:
+                cut[key] = by_leaves(program.functions[line.fn].graph, read, out, how.at_most)
+            if (pieces := cut[key]) is not None:
+                told[line.fn] = len(pieces.steps)
+                args = [values[a] for a in line.args]
+                made = calls(line, args, pieces, functions, names, lambda n, fn=line.fn: f"{fn}_part{n}")
+            if pieces is not None or line.segment.count > 1:
+                made = [x.saying(segment=x.segment._replace(alone=True)) for x in made]
+        for piece in made:
+            groups.add(line, [len(lines)])
+            lines.append(piece)
+            behind = [casts[v.name] for v in piece.out if v.name in casts] if piece is not line else []
+            moved.update(map(id, behind))
+            lines += behind
+    used = {x.fn for x in lines if x.fn}
+    groups.number(lines)
+    note = f"{NOTE}at most {size(how.at_most)} of a function's parameters are gathered at once"
+    parts = f": {', '.join(f'{fn} in {n} parts' for fn, n in told.items())}" if told else ", as it is"
+    kept = {name: f for name, f in functions.by_name.items() if name in used}
+    return replace(program, lines=tuple(lines), functions=kept, notes=(*program.notes, note + parts))
+
+
+def largest(program: Program, zero: Zero) -> tuple[str, int] | None:
+    """The largest parameter that comes to its readers, and its bytes there."""
+    read = {path: n for x in _bytes_read(program, frozenset(_coming(program, zero))) for path, n in x.items()}
+    return max(read.items(), key=lambda x: x[1], default=None)
+
+
+def _coming(program: Program, zero: Zero) -> Iterator[str]:
+    """The leaves that come to the functions that read them: gathered, or from another tier."""
+    spec = find(program.transforms, Pipeline)
+    whole = spec is not None and spec.gather == "step" and zero.stages is not None
+    for leaf in program.leaves.values():
+        if leaf.role in ("params", "compute"):
+            axes = zero.params(program.leaves[leaf.master])
+            gathered = not whole and any(axis not in zero.computed for axis in axes)
+            tier = leaf.layout.tier
+            if gathered or tier == "disk" or (tier == "host" and not program.mesh.unified_memory):
+                yield leaf.path
+
+
+def _check(program: Program, leaves: frozenset[str], asked: int) -> None:
+    """Raises if a parameter takes more bytes than may be gathered at once."""
+    found = {path: n for x in _bytes_read(program, leaves) for path, n in x.items() if n > asked}
+    if found:
+        problems = [f"{path}: {size(n)}" for path, n in sorted(found.items(), key=lambda x: -x[1])[:5]]
+        problems += [f"and {len(found) - 5} more"] if len(found) > 5 else []
+        what = f"one operation reads more than gather_bytes={size(asked)!r} of a parameter"
+        fix = f"shard_params(gather_bytes={as_argument(max(found.values()))!r}), or a matrix in several leaves"
+        raise FzeroValueError("shard_params", what, problems, fix)
+
+
+def _bytes_read(program: Program, leaves: frozenset[str]) -> list[dict[str, int]]:
+    """Of each call, the bytes of the leaves that it reads."""
+    sources, values = _sources(program, leaves), program.values_by_name
+    groups: dict[int | str, dict[str, int]] = {}
+    for line in filter(_may_be_cut, program.lines):
+        read = groups.setdefault(Groups.of(line), {})
+        read.update((sources[a], local_bytes(values[a], program.mesh)) for a in line.args if a in sources)
+    return [*groups.values()]
+
+
+def _may_be_cut(line: Line) -> bool:
+    own = bool(line.writes) or line.of_sums or line.scales or line.by == "optimizer"
+    return line.op == "call" and bool(line.out) and not own
+
+
+def _sources(program: Program, leaves: frozenset[str]) -> dict[str, str]:
+    """The leaf that each value is which comes to its readers: itself, or a cast of it."""
+    found = {path: path for path in leaves}
+    for line in program.lines:
+        if line.op == "cast" and line.args[0] in found:
+            found[line.out[0].name] = line.args[0]
+    return found
+
+
+def _gradients(program: Program) -> set[str]:
+    """The values that are gradients of parameters, and those that casts make them of."""
+    found = {*program.grads.values()}
+    return found | {x.args[0] for x in program.lines if x.op == "cast" and x.out[0].name in found}
