@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -133,15 +133,13 @@ def resolve(
     with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: told[-1]):
         least = first_choice(left, mesh, budget.nbytes is not None)
         tiers = lambda least: _Tiers(variants, least, auto, budget, mesh.unified_memory, told.append)  # noqa: E731
-        able = [least, least.narrow()] if traced.variants.asked.zero.batch_axes else [least]
-        able += [replace(able[-1], gather_bytes=n) for n in traced.variants.limits(least)[-1:]]
-        for number, choice in enumerate(able, 1):
-            try:
+        *able, last = [least, *traced.variants.narrower(least)]
+        for choice in able:
+            with suppress(BudgetError):
                 rests, why = tiers(choice).best()
                 break
-            except BudgetError:
-                if number == len(able):
-                    raise
+        else:
+            rests, why = tiers(last).best()
     chosen = PlanDecision("offload", _names(rests) if rests else "nothing", why)
     return Resolved(_with_records(left, rests, auto), (chosen,), built[rests])
 

@@ -72,13 +72,15 @@ class Variants:
             return [starts]
         *sooner, last = self._grads(least)
         found = [[replace(c, grads=where) for c in starts for where in grads] for grads in (sooner, [last]) if grads]
-        found += [[c.narrow() for c in found[-1]]] if self.asked.zero.batch_axes else []
-        return found + [[replace(c, gather_bytes=n) for c in found[-1]] for n in self.limits(least)]
+        return [*found, *([*way] for way in zip(*map(self.narrower, found[-1]), strict=True))]
 
-    def limits(self, least: Choice) -> list[int]:
-        """The bytes of parameters at once that a search may choose where nothing else fits, the most first."""
+    def narrower(self, least: Choice) -> list[Choice]:
+        """Choices that take less memory than the least one does, and are slower: first with as little on the way at a
+        time as can be, then with fewer and fewer bytes of parameters gathered at once."""
         made = self._made(least, self._at_split)
-        return split_gathers.limits(next(reversed(made.values())), self.asked.zero)
+        narrow = least.narrow() if self.asked.zero.batch_axes else least
+        limits = split_gathers.limits(next(reversed(made.values())), self.asked.zero)
+        return [*([narrow] if narrow != least else []), *(replace(narrow, gather_bytes=n) for n in limits)]
 
     def _guesses(self, least: Choice, copies: bool) -> list[Choice]:
         """A choice with updates on a guess for each set of tiers by which more of them can be. `copies`: whether the

@@ -43,8 +43,8 @@ def rewrite(program: Program) -> Program:
             if key not in split:
                 split[key] = in_two(program.functions[line.fn].graph, first)
             args, fn = [values[a] for a in line.args], line.fn
-            first_part, weights = calls(line, args, split[key], functions, names, (fn, f"{fn}_weights").__getitem__)
-            made = [first_part, weights.saying(weights=True)]
+            made = calls(line, args, split[key], functions, names, (fn, f"{fn}_weights").__getitem__)
+            made[1:] = [x.saying(weights=True) for x in made[1:]]
         groups.add(line, range(len(lines), len(lines) + len(made)))
         lines += made
     groups.number(lines)

@@ -24,12 +24,12 @@ from fzero.trace.segments import Pieces, by_leaves
 from fzero.transforms.base import find
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.shard import ShardParams
-from fzero.units import as_argument, size
+from fzero.units import size
 
-NOTE = "shard_params: "
+NOTE = "gathers: "
 """The beginning of the remark about it in a program's header."""
-SMALL = 64
-"""A parameter of less than this part of the bytes that may be gathered at once does not count."""
+SMALL = 16
+"""A parameter of no more than this part of the bytes that may be gathered at once does not count."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,7 @@ def asked_bytes(transforms: tuple[object, ...]) -> int:
     return min(asked, default=0)
 
 
-def gathers_of(
-    program: Program, zero: Zero, at_most: int, head_rows: int, known: dict[Any, Any]
-) -> Gathers | None:
+def gathers_of(program: Program, zero: Zero, at_most: int, head_rows: int, known: dict[Any, Any]) -> Gathers | None:
     """How a program is to gather; None as it is.
 
     Args:
@@ -61,13 +59,14 @@ def gathers_of(
         known: facts about functions of this program from earlier calls.
 
     Raises:
-        FzeroValueError: the step asks for fewer bytes than a parameter has, or keeps what is gathered.
+        FzeroValueError: the step asks for it, and keeps what is gathered.
     """
     asked = asked_bytes(program.transforms)
     at_most = asked or at_most
     leaves = frozenset(_coming(program, zero)) if at_most else frozenset()
-    if asked and leaves:
-        _check(program, leaves, asked)
+    if asked and _stay_whole(program, zero):
+        what = "gather_bytes does nothing: the parameters of a stage stay whole until its last micro-batch"
+        raise FzeroValueError("shard_params", what, fix='fz.pipeline(gather="micro"), or leave gather_bytes out')
     if not leaves:
         return None
     rows = rows_of(program, head_rows, known) if head_rows else None
@@ -81,17 +80,17 @@ def limits(program: Program, zero: Zero) -> list[int]:
         return []
     read = _bytes_read(program, frozenset(_coming(program, zero)))
     most = max((sum(x.values()) for x in read), default=0)
-    largest = max((n for x in read for n in x.values()), default=0)
-    return [n for n in dict.fromkeys((most // 2, largest)) if largest <= n < most]
+    least = max((n for x in read for n in x.values()), default=0)
+    return [n for n in dict.fromkeys((most // 2, least)) if least <= n < most]
 
 
 def rewrite(program: Program, how: Gathers) -> Program:
-    """The program whose functions read at most so many bytes of leaves at once, as far as single operations let them."""
+    """The program whose functions read so many bytes of leaves at once, or those of one leaf."""
     values, sources = program.values_by_name, _sources(program, how.leaves)
-    gradients = _gradients(program)
+    gradients = _gradients(program, how.leaves)
     groups, functions, names = Groups(), Functions(program.functions), Names(program.values())
     bytes_of = lambda a: local_bytes(values[a], program.mesh)  # noqa: E731
-    counts = lambda a: SMALL * bytes_of(a) >= how.at_most  # noqa: E731
+    counts = lambda a: SMALL * bytes_of(a) > how.at_most  # noqa: E731
     of_group: dict[int | str, tuple[dict[str, int], dict[str, int]]] = {}  # what each function reads, and makes
     for line in filter(_may_be_cut, program.lines):
         read, made = of_group.setdefault(Groups.of(line), ({}, {}))
@@ -123,42 +122,39 @@ def rewrite(program: Program, how: Gathers) -> Program:
             behind = [casts[v.name] for v in piece.out if v.name in casts] if piece is not line else []
             moved.update(map(id, behind))
             lines += behind
-    used = {x.fn for x in lines if x.fn}
     groups.number(lines)
-    note = f"{NOTE}at most {size(how.at_most)} of a function's parameters are gathered at once"
-    parts = f": {', '.join(f'{fn} in {n} parts' for fn, n in told.items())}" if told else ", as it is"
+    used = {x.fn for x in lines if x.fn}
     kept = {name: f for name, f in functions.by_name.items() if name in used}
-    return replace(program, lines=tuple(lines), functions=kept, notes=(*program.notes, note + parts))
+    note = f"{NOTE}at most {size(how.at_most)} of a function's parameters at once"
+    path, most = largest(program, how.leaves)
+    note += f", but {path} of {size(most)}" if most > how.at_most else ""
+    note += f": {', '.join(f'{fn} in {n} parts' for fn, n in told.items())}" if told else ", as without it"
+    return replace(program, lines=tuple(lines), functions=kept, notes=(*program.notes, note))
 
 
-def largest(program: Program, zero: Zero) -> tuple[str, int] | None:
-    """The largest parameter that comes to its readers, and its bytes there."""
-    read = {path: n for x in _bytes_read(program, frozenset(_coming(program, zero))) for path, n in x.items()}
-    return max(read.items(), key=lambda x: x[1], default=None)
+def largest(program: Program, leaves: frozenset[str]) -> tuple[str, int]:
+    """The one of these leaves that takes most where it is read, and its bytes there."""
+    read = {path: n for x in _bytes_read(program, leaves) for path, n in x.items()}
+    return max(read.items(), key=lambda x: x[1], default=("", 0))
 
 
 def _coming(program: Program, zero: Zero) -> Iterator[str]:
     """The leaves that come to the functions that read them: gathered, or from another tier."""
-    spec = find(program.transforms, Pipeline)
-    whole = spec is not None and spec.gather == "step" and zero.stages is not None
+    whole = _stay_whole(program, zero)
     for leaf in program.leaves.values():
         if leaf.role in ("params", "compute"):
-            axes = zero.params(program.leaves[leaf.master])
-            gathered = not whole and any(axis not in zero.computed for axis in axes)
+            param = program.leaves[leaf.master]
+            along = [axis for axis in param.layout.axes[: len(param.layout.dims)] if axis in zero.computed]
+            gathered = not whole and any(axis not in along for axis in zero.params(param))
             tier = leaf.layout.tier
             if gathered or tier == "disk" or (tier == "host" and not program.mesh.unified_memory):
                 yield leaf.path
 
 
-def _check(program: Program, leaves: frozenset[str], asked: int) -> None:
-    """Raises if a parameter takes more bytes than may be gathered at once."""
-    found = {path: n for x in _bytes_read(program, leaves) for path, n in x.items() if n > asked}
-    if found:
-        problems = [f"{path}: {size(n)}" for path, n in sorted(found.items(), key=lambda x: -x[1])[:5]]
-        problems += [f"and {len(found) - 5} more"] if len(found) > 5 else []
-        what = f"one operation reads more than gather_bytes={size(asked)!r} of a parameter"
-        fix = f"shard_params(gather_bytes={as_argument(max(found.values()))!r}), or a matrix in several leaves"
-        raise FzeroValueError("shard_params", what, problems, fix)
+def _stay_whole(program: Program, zero: Zero) -> bool:
+    """Whether parameters are gathered for all micro-batches of a pipeline together."""
+    spec = find(program.transforms, Pipeline)
+    return spec is not None and spec.gather == "step" and zero.stages is not None
 
 
 def _bytes_read(program: Program, leaves: frozenset[str]) -> list[dict[str, int]]:
@@ -185,7 +181,8 @@ def _sources(program: Program, leaves: frozenset[str]) -> dict[str, str]:
     return found
 
 
-def _gradients(program: Program) -> set[str]:
-    """The values that are gradients of parameters, and those that casts make them of."""
-    found = {*program.grads.values()}
+def _gradients(program: Program, leaves: frozenset[str]) -> set[str]:
+    """The values that are gradients of these leaves, and those that casts make them of."""
+    masters = {program.leaves[path].master for path in leaves}
+    found = {g for path, g in program.grads.items() if path in masters}
     return found | {x.args[0] for x in program.lines if x.op == "cast" and x.out[0].name in found}

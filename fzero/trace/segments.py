@@ -164,10 +164,9 @@ def in_two(source: Recorded, first: Sequence[int]) -> Pieces:
 
 
 def by_leaves(source: Recorded, leaves: Mapping[int, int], grads: Mapping[int, int], at_most: int) -> Pieces | None:
-    """A function in pieces that read leaves of so many bytes at most, and make gradients of so many, in the order of its
-    operations; None where one piece is enough. A leaf that is larger has pieces for itself.
-
-    What is made of these leaves alone is made again by each piece that reads it, as it is as large as they are.
+    """A function in pieces, in the order of its operations, that read leaves of so many bytes at most, and make
+    gradients of so many; None where one piece is enough. A larger leaf has pieces for itself. What is made of leaves
+    alone is as large as they are: each piece that reads it makes it again.
 
     Args:
         source: the function.

@@ -186,8 +186,9 @@ def shard_params(
         gather_bytes: at most so many bytes, a number or text ("2GB"), of a block's parameters are whole at once, in the
             compute dtype, and of its gradients before they are reduced. The block runs in parts then, each with its own
             gather and its own reduction: cut where its forward or backward reads the next large parameter
-            (fzero/passes/split_gathers.py). By default a block's parameters are gathered together, and in parts only
-            where nothing else fits a memory budget. Parameters of less than 1/64 of it do not count.
+            (fzero/passes/split_gathers.py). A parameter of more is gathered by itself; one of 1/16 or less does not
+            count. By default a block's parameters are gathered together, and in parts only where nothing else fits a
+            memory budget.
 
     Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype,
         and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch
@@ -198,7 +199,8 @@ def shard_params(
         two blocks' gathered parameters and one block's gradients besides; with `gather_bytes` those of two parts and of
         one.
 
-    Raises: as `shard_opt_state`; and when the program is built, for a parameter of more bytes than `gather_bytes`.
+    Raises: as `shard_opt_state`. With `gather_bytes`, when the program is built: in a pipeline whose stages keep what
+        they gather.
 
     Papers: Rajbhandari et al., ZeRO, SC 2020. ZeRO-Infinity, SC 2021, for parts of a layer: there its products are
         tiled.
