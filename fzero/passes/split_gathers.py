@@ -127,7 +127,7 @@ def rewrite(program: Program, how: Gathers) -> Program:
     kept = {name: f for name, f in functions.by_name.items() if name in used}
     note = f"{NOTE}at most {size(how.at_most)} of a function's parameters at once"
     path, most = largest(program, how.leaves)
-    note += f", but {path} of {size(most)}" if most > how.at_most else ""
+    note += f", no fewer than {path} alone takes, {size(most)}" if most >= how.at_most else ""
     note += f": {', '.join(f'{fn} in {n} parts' for fn, n in told.items())}" if told else ", as without it"
     return replace(program, lines=tuple(lines), functions=kept, notes=(*program.notes, note))
 
