@@ -269,6 +269,8 @@ def test_stages_that_keep_what_they_gather_refuse_parts():
 def test_bytes_that_are_no_amount_of_memory(nbytes):
     with pytest.raises(FzeroValueError, match="not an amount of memory"):
         fz.shard_params(gather_bytes=nbytes)
+    with pytest.raises(FzeroValueError, match="nothing could be gathered"):
+        fz.shard_params(gather_bytes="0GB")
 
 
 # --- the cut itself ---

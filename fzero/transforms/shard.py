@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fzero.arguments import Predicate, accepts, keywords, predicate
-from fzero.errors import FzeroTypeError
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf
 from fzero.transforms.base import Transform, applied
 from fzero.units import parse_bytes
@@ -214,6 +214,9 @@ def shard_params(
         ['all_gather_start', 'reduce_scatter_start']
     """
     nbytes = None if gather_bytes is None else parse_bytes(gather_bytes)
+    if nbytes == 0:
+        fix = "bytes, or text, such as the largest matrix of a block has; or leave it out"
+        raise FzeroValueError("shard_params", "gather_bytes=0: nothing could be gathered", fix=fix)
     return applied(_checked(ShardParams(axis, where, nbytes)), step)
 
 
