@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,6 +168,7 @@ def grown(nbytes: int | None) -> tuple[float, float]:
     step = fz.compose(fz.shard_params(gather_bytes=nbytes), fz.remat("full"))(fz.train_step(loss, optim.sgd(0.1)))
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     state, x = train.init(init), torch.ones(4, 256)
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory would hide what the step takes
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):
@@ -175,10 +177,9 @@ def grown(nbytes: int | None) -> tuple[float, float]:
 
 
 def test_a_process_grows_by_the_bytes_of_a_part(run_ranks):
-    """Freed memory that the second run finds counts against the assertion."""
     parts, whole = (run_ranks(2, grown, nbytes) for nbytes in (16 << 20, None))
     for (few, planned), (many, planned_whole) in zip(parts, whole, strict=True):
-        assert planned < 0.6 * planned_whole and few < 0.85 * many
+        assert planned < 0.6 * planned_whole and few < 0.85 * many, (few, planned, many, planned_whole)
 
 
 def test_functions_are_shared_by_layers_and_gradients_leave_behind_their_part():

@@ -34,7 +34,7 @@ SMALL = 16
 
 @dataclass(frozen=True)
 class Gathers:
-    """How a program gathers: so many bytes at once, of the leaves that come to their readers, and the function that is
+    """The gathers of a program in parts: bytes at once, the leaves that come to their readers, and the function that is
     left as it is."""
 
     at_most: int
@@ -49,7 +49,7 @@ def asked_bytes(transforms: tuple[object, ...]) -> int:
 
 
 def gathers_of(program: Program, zero: Zero, at_most: int, head_rows: int, known: dict[Any, Any]) -> Gathers | None:
-    """How a program is to gather; None as it is.
+    """The gathers that are wanted of a program, None if as they are.
 
     Args:
         program: before it is spread over the mesh.
@@ -158,7 +158,7 @@ def _stay_whole(program: Program, zero: Zero) -> bool:
 
 
 def _bytes_read(program: Program, leaves: frozenset[str]) -> list[dict[str, int]]:
-    """Of each call, the bytes of the leaves that it reads."""
+    """The bytes of the leaves that each call reads."""
     sources, values = _sources(program, leaves), program.values_by_name
     groups: dict[int | str, dict[str, int]] = {}
     for line in filter(_may_be_cut, program.lines):

@@ -196,8 +196,7 @@ def shard_params(
         the last of them cross it once a step. With `gather_bytes` a parameter is gathered by each part that reads it:
         three times, where the backward computes the forward again, so 4 x 4P bytes.
     Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most
-        two blocks' gathered parameters and one block's gradients besides; with `gather_bytes` those of two parts and of
-        one.
+        two blocks' gathered parameters and one block's gradients besides. With `gather_bytes` they are those of parts.
 
     Raises: as `shard_opt_state`. With `gather_bytes`, when the program is built: in a pipeline whose stages keep what
         they gather.
