@@ -1,7 +1,8 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
-    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, split_gathers -->
-    lines of a micro-batch -- accumulate, shard, head_rows, compress, cut_update -->
+    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, split_gathers, accumulate, shard,
+    head_rows, compress, cut_update --> lines in the base program's order
+
     lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
     rename, pool, batch, device_waits --> finished program
 
