@@ -69,12 +69,15 @@ class ProcessGroups:
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the
         same order."""
-        on_cpu = self._mesh.device.type == "cpu"
-        found = (
-            host_pool(nbytes, self._mesh)
-            if on_cpu
-            else torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
-        )
+        mesh = self._mesh
+        if mesh.device.type == "cpu":
+            found = host_pool(nbytes, mesh)
+        elif mesh.symmetric_memory and nbytes:
+            axes = [axis for axis, size in mesh.axes.items() if size > 1]
+            groups = [mesh.group(axis, gathers=gathers) for axis in axes for gathers in (True, False)]
+            found = compat.symmetric_memory(nbytes, mesh.device, groups)
+        else:
+            found = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
         found._fzero_number = len(self._names)  # type: ignore[attr-defined]
         self._names.append(name)
         return found

@@ -27,6 +27,7 @@ from fzero.elastic.joining import Signals
 from fzero.elastic.loop import Run
 from fzero.errors import FzeroValueError
 from fzero.lowering.budget import Budget
+from fzero.lowering.choose_formats import open_formats
 from fzero.lowering.layouts import abstract, opt_state_inputs, params_inputs
 from fzero.lowering.slots import slots_of
 from fzero.mesh import Mesh, unjoined
@@ -126,7 +127,8 @@ class _Step(CompiledStep):
 
     def __call__(self, state: State, batch: Any, *more: Any) -> Any:
         inputs: Inputs = self._inputs(state)
-        if self.limits != (None, None, None) or find(self.resolved.transforms, Offload):  # else the ranks compare rates
+        asked = find(self.resolved.transforms, Offload) or open_formats(self.resolved)
+        if asked or self.limits != (None, None, None):  # else the ranks compare rates
             self._budget = Budget(
                 self.limits[0], get_device(None, self.mesh.device_type), self.backend, *self.limits[1:]
             )

@@ -16,9 +16,10 @@ from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan, PlanDecision
 from fzero.plan.render import brief
-from fzero.program.ir import Program
-from fzero.program.ops.transfers import AllReduce, ReduceScatter
+from fzero.program.ir import Line, Program
+from fzero.program.ops.transfers import AllReduce, AllToAll, ReduceScatter
 from fzero.transforms.base import find
+from fzero.transforms.compress import Compress, Formats
 from fzero.transforms.remat import Remat
 from fzero.units import exact_size, size
 
@@ -67,11 +68,20 @@ class Budget:
         return max(shares, default=0.0)
 
 
+class Decided(NamedTuple):
+    """Formats that were decided for `compress("auto", every=)`, and why: for each axis, or for all."""
+
+    formats: Formats
+    why: str | Sequence[str]
+
+
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[PlanDecision, ...]:
     """The decisions behind a program that has been chosen: without a budget only what becomes of the gradients of
     micro-batches."""
     limited = budget is not None and budget.nbytes is not None
     found = [*_gathered_once(program, choice, limited), *_of_micro_batches(program, choice)]
+    formats = zip(choice.wire, choice.wire_because, strict=True)
+    found += [PlanDecision(f"compress over {x.axis}", str(x), why) for x, why in formats]
     if limited:
         spec = find(program.transforms, Remat)
         auto = spec is not None and spec.policy == "auto"
@@ -120,14 +130,20 @@ def _gathered_once(program: Program, choice: Choice, limited: bool) -> Iterator[
 
 def _of_micro_batches(program: Program, choice: Choice) -> Iterator[PlanDecision]:
     for loop in (line for line in program.lines if line.op == "loop"):
-        within = {a: None for line in loop.body if line.op == ReduceScatter.name for a in line.axes}
-        later = {a: None for line in program.lines if line.op in _REDUCES for a in line.axes if a not in within}
+        within = {a: None for x in loop.body if x.op == ReduceScatter.name or _deals(x) for a in x.axes}
+        reduces = (x for x in program.lines if x.op in _REDUCES or _deals(x))
+        later = {a: None for x in reduces for a in x.axes if a not in within}
         why = choice.because if within or choice.whole_grads else "the stage adds them up whole"
         how = "reduced after every micro-batch" if within else "reduced once a step"
         if within and later:
             how = f"reduced over {', '.join(within)} after every micro-batch, over {', '.join(later)} once a step"
         why = f"{how}: {why or 'it takes least, and there is no budget'}"
         yield PlanDecision("gradients", "shards" if within else "whole", why)
+
+
+def _deals(line: Line) -> bool:
+    """Whether a line begins a reduction whose summands are in codes."""
+    return line.op == AllToAll.name and line.by == Compress.name
 
 
 def _of_order(order: Order) -> Iterator[PlanDecision]:

@@ -109,6 +109,11 @@ class Variants:
             pass
         return made["fuse"]
 
+    def before(self, name: str, choice: Choice) -> Program:
+        """The program of a choice that a pass would be given."""
+        at = next(i for i, passed in enumerate(self.passes) if passed.name == name)
+        return next(reversed(self._made(choice, at).values()))
+
     def cut(self, choice: Choice) -> Program:
         """The program of a choice before copies between tiers are placed: in the order of its lines."""
         return next(reversed(self._made(choice, self._at_cut).values()))

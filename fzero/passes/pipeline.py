@@ -271,8 +271,9 @@ PASSES = (
     ),
     Pass(
         "compress",
-        lambda program, asked, _: compress.rewrite(program, asked.zero),
-        wanted=lambda program, *_: find(program.transforms, Compress),
+        lambda program, asked, wire: compress.rewrite(program, asked.zero, wire),
+        wanted=lambda program, asked, wire: wire or ((spec := find(program.transforms, Compress)) and not spec.auto),
+        option=lambda made, asked, choice: tuple(x for x in choice.wire if x.params or x.grads),
         needed="values would travel in more bits than the step asks for",
     ),
     Pass(

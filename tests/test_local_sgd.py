@@ -1,0 +1,289 @@
+"""Replicas that train by themselves (`fz.local_sgd`): equal to the algorithm written out over plain steps, saved after
+a sync, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import optim, tree
+from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError, TransformError
+from fzero.transforms.local_sgd import LocalSGD
+
+STEPS, ROWS = 7, 4
+STAGES: dict[str, Any] = {
+    "data_parallel": fz.data_parallel,
+    "shard_opt_state": fz.shard_opt_state,
+    "shard_grads": fz.shard_grads,
+    "shard_params": fz.shard_params,
+}
+
+
+def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+    hidden = torch.tanh(batch["x"] @ params["w"] + params["b"]) * params["frozen"]
+    return (hidden @ params["w"].T * params["s"] - batch["x"]).square().mean()
+
+
+def first(width: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return {
+        "b": torch.zeros(width),
+        "frozen": torch.ones(width) + 0.1,
+        "s": torch.ones(()),
+        "w": torch.randn(16, width, generator=made) * 0.1,
+    }
+
+
+def batches(replicas: int, ranks: int) -> list[list[dict[str, torch.Tensor]]]:
+    """By step and replica."""
+    made = torch.Generator().manual_seed(1)
+    return [[{"x": torch.randn(ROWS * ranks, 16, generator=made)} for _ in range(replicas)] for _ in range(STEPS)]
+
+
+def plain() -> fz.Step:
+    return fz.train_step(loss_fn, optim.adamw(1e-2), trainable=lambda path, _: "frozen" not in path)
+
+
+def written_out(spec: LocalSGD, replicas: int, ranks: int, width: int) -> dict[str, torch.Tensor]:
+    """The parameters of all replicas after a last sync: one plain step for each, and Nesterov's momentum."""
+    step = plain()
+    states = [step.init(first(width)) for _ in range(replicas)]
+    anchor = {n: x.clone() for n, x in first(width).items() if n != "frozen"}
+    momentum, met = {n: torch.zeros_like(x) for n, x in anchor.items()}, dict.fromkeys(anchor, 0)
+    parts = [[n for n, x in part.items() if x is not None] for part in spec.slots(anchor)["anchor"]]
+
+    def meet(names: list[str], at: int) -> None:
+        for n in names:
+            gradient = anchor[n] - sum(state.params[n] for state in states) / replicas
+            momentum[n] = 0.9 * momentum[n] + gradient
+            anchor[n] = anchor[n] - 0.7 * (gradient + 0.9 * momentum[n])
+            met[n] = at
+            for state in states:
+                state.params[n].copy_(anchor[n])
+
+    for t, given in enumerate(batches(replicas, ranks)):
+        for i, batch in enumerate(given):
+            states[i], _ = step(states[i], batch)
+        meet([n for part in spec.due(t + 1) for n in parts[part]], t + 1)
+    meet([n for n, at in met.items() if at != STEPS], STEPS)
+    return states[0].params
+
+
+def composed(stage: str, more: tuple[Any, ...] = (), **options: Any) -> fz.Step:
+    return fz.compose(STAGES[stage](), *more, fz.local_sgd(**options))(plain())
+
+
+def trained(mesh: fz.Mesh, train: Any, state: fz.State, sizes: tuple[int, int], first_step: int = 0) -> Any:
+    """The state after the remaining steps, and the metrics of each."""
+    replica, at, metrics = mesh.index("replica"), mesh.index("data") * ROWS, []
+    for given in batches(*sizes)[first_step:]:
+        state, found = train(state, {"x": given[replica]["x"][at : at + ROWS]})
+        metrics.append(found)
+    return state, metrics
+
+
+def carried(
+    sizes: tuple[int, int],
+    cases: list[tuple[str, dict[str, Any]]],
+    width: int,
+    path: str,
+    backend: str = "eager",
+    offload: bool = False,
+) -> list[Any]:
+    """The parameters of each case after its steps and a sync, by gather; saves, restores and goes on in each."""
+    mesh = fz.make_mesh(replica=sizes[0], data=sizes[1])
+    out = []
+    for i, (stage, options) in enumerate(cases):
+        more = (fz.offload("cpu"),) if offload else ()
+        train = fz.compile(composed(stage, more, **options), mesh, backend=backend)
+        state, metrics = trained(mesh, train, train.init(first(width)), sizes)
+        last = [t for t, found in enumerate(metrics) if "outer_loss" in found]
+        state = train.sync(train.sync(state))  # the second has nothing to do
+        train.check_replicas(state)
+        whole = train.gather(state)
+        fz.checkpoint.save(f"{path}/{i}", state)
+        again = fz.compile(composed(stage, more, **options), mesh, backend=backend)
+        pairs = [
+            trained(mesh, x, s, sizes, STEPS - 2) for x, s in ((train, state), (again, again.restore(f"{path}/{i}")))
+        ]
+        ends = [x.gather(x.sync(s)) for x, (s, _) in zip((train, again), pairs, strict=True)]
+        same = all(torch.equal(a, b) for a, b in zip(tree.leaves(ends[0]), tree.leaves(ends[1]), strict=True))
+        out.append((whole.params, last, same))
+    return out
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("data_parallel", {"every": 3, "wire": None}),
+    ("shard_opt_state", {"every": 3, "fragments": 2, "wire": None}),
+    ("shard_grads", {"every": 2, "wire": None}),
+    ("shard_params", {"every": 4, "fragments": 3, "wire": None}),
+]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+def test_it_is_the_algorithm_written_out(run_ranks: Any, tmp_path: Any, sizes: Any, offload: bool) -> None:
+    cases = CASES if sizes == (2, 2) else CASES[::3]
+    ranks = run_ranks(sizes[0] * sizes[1], carried, sizes, cases, 12, str(tmp_path), offload=offload)
+    for i, (_, options) in enumerate(cases):
+        spec = fz.local_sgd(**options)
+        expected = written_out(spec, sizes[0], sizes[1], 12)
+        for found in ranks:
+            params, last, same = found[i]
+            assert same, "a restored run goes on as the one that was saved"
+            held = [len(tree.leaves(part)) for part in spec.slots(first(12))["anchor"]]
+            assert last == [t for t in range(STEPS) if any(held[part] for part in spec.due(t + 1))]
+            for name, x in expected.items():
+                torch.testing.assert_close(params[name], x, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_and_in_codes(run_ranks: Any, tmp_path: Any) -> None:
+    options = {"every": 3, "wire": "int8"}
+    cases = [("shard_params", options)]
+    ranks = run_ranks(4, carried, (2, 2), cases, 1024, str(tmp_path), backend="inductor")
+    expected = written_out(fz.local_sgd(**options), replicas=2, ranks=2, width=1024)
+    for ((params, _, same),) in ranks:
+        assert same
+        moved = (expected["w"] - first(1024)["w"]).norm()
+        assert 0 < (params["w"] - expected["w"]).norm() < 0.05 * moved  # codes are near, and not equal
+        assert torch.equal(params["w"], ranks[0][0][0]["w"])
+
+
+def other_lives(path: str) -> list[str]:
+    """Replicas that differ are not saved; a state of two replicas goes on as one of four and of one."""
+    mesh = fz.make_mesh(replica=2, data=1)
+    train = fz.compile(composed("shard_params", every=3, wire=None), mesh, backend="eager")
+    state, _ = trained(mesh, train, train.init(first(12)), (2, 1))
+    moved = fz.move(fz.move(state, "cpu"), "home")
+    state, _ = trained(mesh, train, moved, (2, 1), STEPS - 1)  # replicas may differ when a state is looked at anew
+    with pytest.raises(CheckpointError, match=r"train\.sync") as caught:
+        fz.checkpoint.save(path, state)
+    plainly = fz.compile(fz.data_parallel(plain()), fz.make_mesh(data=2), backend="eager")
+    with pytest.raises(FzeroValueError, match="no replicas"):
+        plainly.sync(plainly.init(first(12)))
+    fz.checkpoint.save(path, train.sync(state))
+    return str(caught.value).splitlines()
+
+
+def averaged() -> list[float]:
+    """An outer optimizer without a state: replicas take their mean."""
+    mesh = fz.make_mesh(replica=2, data=1)
+    step = composed("shard_params", every=STEPS, wire=None, outer=optim.sgd(1.0))
+    train = fz.compile(step, mesh, backend="eager")
+    state, _ = trained(mesh, train, train.init(first(12)), (2, 1))
+    assert sorted(state.extras) == ["anchor"]
+    alone = plain()
+    ends = [alone.init(first(12)) for _ in range(2)]
+    for given in batches(2, 1):
+        ends = [alone(end, batch)[0] for end, batch in zip(ends, given, strict=True)]
+    whole = train.gather(train.sync(state)).params
+    return [float((whole[n] - (ends[0].params[n] + ends[1].params[n]) / 2).abs().max()) for n in whole]
+
+
+def test_replicas_may_take_their_mean(run_ranks: Any) -> None:
+    assert max(max(far) for far in run_ranks(2, averaged)) < 1e-6
+
+
+def resumed(path: str, sizes: tuple[int, int]) -> float:
+    mesh = fz.make_mesh(replica=sizes[0], data=sizes[1])
+    train = fz.compile(composed("shard_grads", every=3, wire=None), mesh, backend="eager")
+    state, _ = trained(mesh, train, train.restore(path), sizes, STEPS - 1)
+    return float(train.sync(state).params["s"])
+
+
+def test_other_lives(run_ranks: Any, tmp_path: Any) -> None:
+    path = str(tmp_path / "saved")
+    assert any("params.w" in line for line in run_ranks(2, other_lives, path)[0])
+    for sizes in [(4, 1), (2, 2), (1, 1)]:
+        assert len(set(run_ranks(sizes[0] * sizes[1], resumed, path, sizes))) == 1
+
+
+def test_fragments_meet_once_each() -> None:
+    for every, fragments in [(1, 1), (5, 5), (100, 7), (4, 3)]:
+        spec = fz.local_sgd(every=every, fragments=fragments)
+        due = [spec.due(t) for t in range(1, 2 * every + 1)]
+        assert due[:every] == due[every:] and sorted(i for at in due[:every] for i in at) == list(range(fragments))
+    params = {f"l{i}": torch.ones(10 * (i + 1)) for i in range(9)}
+    split = fz.local_sgd(fragments=3).slots(params)["anchor"]
+    sizes = [sum(x.numel() for x in tree.leaves(part)) for part in split]
+    assert sum(sizes) == 450 and min(sizes) > 100
+    assert [len(tree.leaves(part)) for part in fz.local_sgd(fragments=3).slots({"w": torch.ones(3)})["anchor"]].count(
+        1
+    ) == 1
+
+
+def test_the_plan_has_a_sync() -> None:
+    params = {"w": torch.empty(4096, 4096, device="meta")}
+    step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), optim.sgd(0.1))
+    step = fz.compose(fz.shard_params(), fz.local_sgd(every=50))(step)
+    mesh = fz.AbstractMesh(replica=4, data=8)
+    lowered = fz.lower(step, mesh, params, torch.empty(2, 4096, device="meta"), device="h100")
+    assert not [line for line, _ in lowered.program.walk() if "replica" in line.axes]
+    (outer,) = lowered.outer
+    assert outer.program.mesh.axes == {"replica": 4}
+    sent = sum(channel.bytes for channel in outer.plan.channels.values())
+    assert sent == pytest.approx(2 * 3 / 4 * 4096**2 / 8 * 130 / 256, rel=1e-3)
+    (decision,) = [x for x in lowered.plan.decisions if "local_sgd" in x.what]
+    assert decision.chosen == "every 50 steps" and decision.what.endswith("over replica")
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"axis": 3}, "the name of one axis"),
+        ({"outer": 0.7}, "an optimizer"),
+        ({"outer": optim.lamb(1e-2)}, "depends on others"),
+        ({"outer": optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1.0))}, "depends on others"),
+        ({"every": 0}, "every"),
+        ({"fragments": 3, "every": 2}, "more than every"),
+        ({"wire": "int2"}, "int2"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_wrong(bad: dict[str, Any], text: str) -> None:
+    with pytest.raises((FzeroTypeError, FzeroValueError), match=text):
+        fz.local_sgd(**bad)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        fz.data_parallel(axis="replica"),
+        fz.shard_params(axis=("data", "replica")),
+        fz.tensor_parallel(axis="replica"),
+        fz.once_a_step(axis="replica"),
+        fz.redundant(axis="data"),
+        fz.pipeline(),
+        fz.mixed_precision("fp16"),
+        fz.compress(axis="replica"),
+        fz.local_sgd(every=7),
+    ],
+    ids=str,
+)
+def test_transforms_that_it_refuses(other: Any) -> None:
+    with pytest.raises(TransformError, match="local_sgd"):
+        fz.compose(other, fz.local_sgd())(plain())
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(FzeroValueError, match="unknown mesh axis"):
+        fz.lower(composed("shard_params"), fz.AbstractMesh(data=2), first(12), {"x": torch.zeros(4, 16)})
+    with pytest.raises(TransformError, match="this rank's replica"):
+        fz.local_sgd(fz.eval_step(loss_fn))
+
+
+def in_a_run() -> str:
+    def main(run: Any) -> str:
+        train = fz.compile(composed("shard_params"), run.mesh, backend="eager")
+        with pytest.raises(FzeroValueError, match="states of their own") as caught:
+            run.state(train, first(12))
+        return str(caught.value)
+
+    return fz.run(main, device="cpu", replica=2, data=1)
+
+
+def test_a_run_refuses_it(run_ranks: Any) -> None:
+    assert all("train.sync" in text for text in run_ranks(2, in_a_run))
