@@ -23,7 +23,9 @@ class Choice:
     the tiers whose leaves are updated on a guess (passes/speculate.py); `rests`: what `offload("auto")` moves off the
     device, and where (lowering/auto.py); `stage`: of
     a pipeline, whose program it is; `head_rows`: rows of the head that are computed at once, 0 for all
-    (passes/head_rows.py); `wire`: the formats over each axis that `compress("auto")` may choose for, `wire_because`."""
+    (passes/head_rows.py); `gather_bytes`: bytes of a function's parameters that are gathered at once, 0 for all
+    (passes/split_gathers.py); `wire`: the formats over each axis that `compress("auto")` may choose for,
+    `wire_because`."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
@@ -36,6 +38,7 @@ class Choice:
     rests: tuple[Any, ...] = field(default=(), repr=False)
     stage: int = 0
     head_rows: int = 0
+    gather_bytes: int = 0
     wire: Formats = ()
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)
