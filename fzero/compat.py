@@ -706,17 +706,23 @@ def lacks_symmetric_memory() -> str | None:
     return None if version >= (2, 28) else f"NCCL {'.'.join(map(str, version))} is older than 2.28"
 
 
-def symmetric_memory(nbytes: int, device: torch.device, groups: Sequence[Any]) -> torch.Tensor:
-    """Zeros in memory of NCCL's, registered with each of these groups for as long as the tensor lives. All ranks call
-    it together, with as many bytes."""
+def symmetric_memory(
+    nbytes: int, device: torch.device, groups: Sequence[Any]
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Zeros in memory of NCCL's, registered with each of these groups, and what ends that. It is to be ended before the
+    groups are: an allocator would ask communicators that are gone. All ranks call it together, with as many bytes."""
     backends = [group._get_backend(device) for group in groups]
     pool = torch.cuda.MemPool(backends[0].mem_allocator)
     with torch.cuda.use_mem_pool(pool):
         found = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     for backend in backends:
         backend.register_mem_pool(pool, symm=True)
-    found._fzero_pool = pool  # type: ignore[attr-defined]
-    return found
+
+    def end() -> None:
+        for backend in backends:
+            backend.deregister_mem_pool(pool)
+
+    return found, end
 
 
 def abort_groups() -> None:

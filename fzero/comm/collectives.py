@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from fzero import compat
 from fzero.comm.host import host_pool
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh, group_along, ranks_along
+from fzero.ranks.turns import before_leaving
 
 _LOOK = 0.5  # seconds between two looks whether abandoned transfers are done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -65,6 +67,7 @@ class ProcessGroups:
         self.slept: dict[int | None, float] = {None: 0.0}  # seconds that the host waited: it does not know for whom
         self._sends: dict[str, Any] = {}  # by axis
         self._free: list[torch.Tensor] = []  # memory for the parts of other ranks, which no reduction uses now
+        self._registered: list[weakref.finalize[..., Any]] = []  # what ends the registration of pools, once each
         self._pairs: dict[tuple[str, int, int], Any] = {}  # by axis, place of who hands and place of who takes
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
@@ -76,12 +79,19 @@ class ProcessGroups:
         elif mesh.symmetric_memory and nbytes:
             axes = [axis for axis, size in mesh.axes.items() if size > 1]
             groups = [mesh.group(axis, gathers=gathers) for axis in axes for gathers in (True, False)]
-            found = compat.symmetric_memory(nbytes, mesh.device, groups)
+            found, end = compat.symmetric_memory(nbytes, mesh.device, groups)
+            self._registered.append(weakref.finalize(found, end))
+            self._registered[-1].atexit = False
+            before_leaving(self._deregister)
         else:
             found = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
         found._fzero_number = len(self._names)  # type: ignore[attr-defined]
         self._names.append(name)
         return found
+
+    def _deregister(self) -> None:
+        for end in self._registered:
+            end()
 
     def begin(self, pool: torch.Tensor) -> None:
         """Called before a program runs."""
