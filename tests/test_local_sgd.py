@@ -241,7 +241,7 @@ def test_the_plan_has_a_sync() -> None:
         ({"fragments": 3, "every": 2}, "more than every"),
         ({"wire": "int2"}, "int2"),
     ],
-    ids=str,
+    ids=["axis", "outer", "lamb", "clip", "every", "fragments", "wire"],
 )
 def test_arguments_that_are_wrong(bad: dict[str, Any], text: str) -> None:
     with pytest.raises((FzeroTypeError, FzeroValueError), match=text):
