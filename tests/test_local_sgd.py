@@ -4,6 +4,7 @@ a sync, and what is refused."""
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import fzero as fz
 from fzero import optim, tree
 from fzero.errors import CheckpointError, DivergenceError, FzeroTypeError, FzeroValueError, TransformError
+from fzero.runtime.outer import Wandered
 from fzero.transforms.local_sgd import LocalSGD
 
 STEPS, ROWS = 7, 4
@@ -355,6 +357,32 @@ def unequal(steps: int, every: int) -> str:
 def test_replicas_with_different_numbers_of_batches(run_ranks: Any, steps: int, every: int) -> None:
     for text in run_ranks(2, unequal, steps, every, timeout=30):
         assert f"rank 0: meets replicas behind {steps} steps" in text and "the ranks do different things" in text
+
+
+def stopped() -> list[str]:
+    """Ctrl-C on one rank in the middle of a sync."""
+    mesh = fz.make_mesh(replica=2, data=1, timeout=30)
+    train = fz.compile(composed("shard_params", every=2, wire=None), mesh, backend="eager")
+    state, given = train.init(first(12)), batches(2, 1)[0][mesh.index("replica")]
+    state, _ = train(state, given)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 0:
+            patch.setattr(Wandered, "put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        for _ in range(2):
+            try:
+                state, _ = train(state, given)
+            except (KeyboardInterrupt, DivergenceError, FzeroValueError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_an_end_in_the_middle_of_a_sync_is_every_ranks(run_ranks: Any) -> None:
+    began = time.monotonic()
+    ranks = run_ranks(2, stopped, timeout=60)
+    assert time.monotonic() - began < 25, "no rank waits for the timeout of the mesh"
+    assert ranks[0][0].startswith("KeyboardInterrupt") and "ended in the middle" in ranks[0][1]
+    assert len(ranks[1]) == 1 and "KeyboardInterrupt" in ranks[1][0]
 
 
 def ill() -> tuple[float, list[str]]:

@@ -99,15 +99,22 @@ class Outer:
     def after(self, state: State) -> dict[str, torch.Tensor]:
         """Meets the fragments that are due behind a step. Metrics of that."""
         self._step += 1
-        if due := self.spec.due(self._step):
-            self._together()
-        return self._meet(state, due)
+        if not (due := self.spec.due(self._step)):
+            return {}
+        self._together()
+        with agreement.unbroken(self.mesh):
+            return self._meet(state, due)
 
     def sync(self, state: State) -> None:
         """Meets every fragment that was trained since it met last. Then all replicas have what else the first has."""
         self.begin(state)
         self._together()
-        self._meet(state, [i for i, met in enumerate(self._met) if met != self._step])
+        with agreement.unbroken(self.mesh):
+            self._meet(state, [i for i, met in enumerate(self._met) if met != self._step])
+            self._share(state)
+
+    def _share(self, state: State) -> None:
+        """Gives all replicas the leaves of the first that no outer step has made."""
         axis = self.spec.axis
         if self.mesh.axes[axis] == 1:
             return
