@@ -3,6 +3,9 @@ a sync, and what is refused."""
 
 from __future__ import annotations
 
+import math
+import time
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 
 import fzero as fz
 from fzero import optim, tree
-from fzero.errors import CheckpointError, FzeroTypeError, FzeroValueError, TransformError
+from fzero.errors import CheckpointError, DivergenceError, FzeroTypeError, FzeroValueError, TransformError
+from fzero.runtime.outer import Wandered
 from fzero.transforms.local_sgd import LocalSGD
 
 STEPS, ROWS = 7, 4
@@ -273,6 +277,135 @@ def test_other_refusals() -> None:
         fz.lower(composed("shard_params"), fz.AbstractMesh(data=2), first(12), {"x": torch.zeros(4, 16)})
     with pytest.raises(TransformError, match="this rank's replica"):
         fz.local_sgd(fz.eval_step(loss_fn))
+
+
+def lives() -> dict[str, Any]:
+    """A state in the hands of two steps in turn, and of steps that are not of its kind."""
+    mesh = fz.make_mesh(replica=2, data=1)
+
+    def made(**options: Any) -> Any:
+        return fz.compile(composed("shard_params", **{"every": 4, "wire": None, **options}), mesh, backend="eager")
+
+    first_train, second = made(), made()
+    state, metrics = trained(mesh, first_train, first_train.init(first(12)), (2, 1), STEPS - 3)
+    batch = {"x": batches(2, 1)[0][mesh.index("replica")]["x"]}
+    for train in (second, second, first_train, second, first_train):
+        state, found = train(state, batch)
+        metrics.append(found)
+    said = {}
+    others = {
+        "fragments": made(fragments=4),
+        "stateless": made(outer=optim.sgd(1.0)),
+        "plain": fz.compile(fz.data_parallel(plain()), fz.make_mesh(data=2), backend="eager"),
+    }
+    for name, other in others.items():
+        with pytest.raises(FzeroValueError, match="laid out for another step") as caught:
+            other(state, batch)
+        said[name] = str(caught.value)
+    cut = fz.compile(fz.shard_params(plain()), fz.make_mesh(data=2), backend="eager")
+    state, _ = first_train(state, batch)
+    with pytest.raises(DivergenceError, match=r"(?s)params\.w.*train\.sync"):
+        fz.reshard(state, cut)  # which would take half of each replica
+    state = first_train.sync(state)
+    held = state.params["w"].clone()
+    same = torch.equal(cut.gather(fz.reshard(state, cut)).params["w"], held)
+    return {"met": [i for i, x in enumerate(metrics) if "outer_loss" in x], "said": said, "same": same}
+
+
+def test_a_state_goes_from_step_to_step(run_ranks: Any) -> None:
+    for found in run_ranks(2, lives):
+        assert found["met"] == [3, 7] and found["same"]
+        assert "extras['anchor']" in found["said"]["fragments"]
+        assert "extras['outer'][0][0].trace['w']: in the state, not in this step" in found["said"]["stateless"]
+        assert "extras['anchor'][0]['w']: in the state, not in this step" in found["said"]["plain"]
+
+
+def far(stage: str) -> list[float]:
+    """The distances of a few syncs; one parameter is empty."""
+    mesh = fz.make_mesh(replica=2, data=2)
+    step = fz.train_step(lambda p, x: loss_fn(p, x) + p["none"].sum(), optim.adamw(1e-2))
+    step = fz.compose(STAGES[stage](), fz.local_sgd(every=3, wire=None))(step)
+    train = fz.compile(step, mesh, backend="eager")
+    _, metrics = trained(mesh, train, train.init({**first(12), "none": torch.zeros(0, 3)}), (2, 2))
+    return [float(x["outer_loss"]) for x in metrics if "outer_loss" in x]
+
+
+def test_the_distance_is_that_of_all_parts(run_ranks: Any) -> None:
+    step = fz.train_step(loss_fn, optim.adamw(1e-2))
+    ends = [step.init(first(12)) for _ in range(2)]
+    for given in batches(2, 2)[:3]:
+        ends = [step(end, batch)[0] for end, batch in zip(ends, given, strict=True)]
+    expected = sum((end.params[n] - x).square().sum() / 4 for n, x in first(12).items() for end in ends)
+    for stage in ("data_parallel", "shard_opt_state", "shard_params"):
+        ranks = run_ranks(4, far, stage)
+        assert len({tuple(found) for found in ranks}) == 1 and len(ranks[0]) == 2
+        assert ranks[0][0] == pytest.approx(float(expected), rel=1e-5)
+
+
+def unequal(steps: int, every: int) -> str:
+    mesh = fz.make_mesh(replica=2, data=1, timeout=60)
+    train = fz.compile(composed("shard_params", every=every, wire=None), mesh, backend="eager")
+    state, given = train.init(first(12)), batches(2, 1)[0][mesh.index("replica")]
+    with pytest.raises(DivergenceError) as caught:
+        for _ in range(steps + mesh.rank):
+            state, _ = train(state, given)
+        train.sync(state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("steps", "every"), [(2, 5), (20, 21)])
+def test_replicas_with_different_numbers_of_batches(run_ranks: Any, steps: int, every: int) -> None:
+    for text in run_ranks(2, unequal, steps, every, timeout=30):
+        assert f"rank 0: meets replicas behind {steps} steps" in text and "the ranks do different things" in text
+
+
+def stopped() -> list[str]:
+    """Ctrl-C on one rank in the middle of a sync."""
+    mesh = fz.make_mesh(replica=2, data=1, timeout=30)
+    train = fz.compile(composed("shard_params", every=2, wire=None), mesh, backend="eager")
+    state, given = train.init(first(12)), batches(2, 1)[0][mesh.index("replica")]
+    state, _ = train(state, given)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 0:
+            patch.setattr(Wandered, "put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        for _ in range(2):
+            try:
+                state, _ = train(state, given)
+            except (KeyboardInterrupt, DivergenceError, FzeroValueError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_an_end_in_the_middle_of_a_sync_is_every_ranks(run_ranks: Any) -> None:
+    began = time.monotonic()
+    ranks = run_ranks(2, stopped, timeout=60)
+    assert time.monotonic() - began < 25, "no rank waits for the timeout of the mesh"
+    assert ranks[0][0].startswith("KeyboardInterrupt") and "ended in the middle" in ranks[0][1]
+    assert len(ranks[1]) == 1 and "KeyboardInterrupt" in ranks[1][0]
+
+
+def ill() -> tuple[float, list[str]]:
+    """The second replica has a batch that is not a number."""
+    mesh = fz.make_mesh(replica=2, data=1)
+    train = fz.compile(composed("shard_params", every=2, wire="int4"), mesh, backend="eager")
+    state = train.init(first(256))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t, given in enumerate(batches(2, 1)):
+            state, _ = train(state, {"x": given[mesh.index("replica")]["x"] * (math.nan if t == mesh.rank else 1)})
+    return float(state.params["w"].isnan().float().mean()), [str(x.message) for x in caught]
+
+
+def test_each_replica_says_that_it_is_not_finite(run_ranks: Any) -> None:
+    for rank, (share, said) in enumerate(run_ranks(2, ill)):
+        assert share == 1.0 and len(said) == 1
+        assert f"step {rank + 1} was the first" in said[0] and "float32[16, 256]" in said[0]
+
+
+def test_it_is_not_the_plain_step() -> None:
+    with pytest.raises(FzeroValueError, match="another algorithm"):
+        fz.testing.check_equivalent(composed("shard_params"), first(12), {"x": torch.zeros(4, 16)}, fz.make_mesh())
 
 
 def in_a_run() -> str:

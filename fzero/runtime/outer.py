@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero import random as fzrandom
 from fzero import tree
@@ -21,6 +22,9 @@ from fzero.ranks import agreement
 from fzero.state import storage
 from fzero.step import State, Step
 from fzero.transforms.local_sgd import OUTER, LocalSGD
+
+_TURNS = WeakTensorKeyDictionary()
+"""By the number of a state: who has looked at it last, for another step may carry it on in between."""
 
 
 @dataclass(frozen=True)
@@ -69,34 +73,48 @@ class Outer:
         self._line: Mesh | None = None
         # of the state that was carried on last: its number, its steps, and those behind which each fragment met
         self._number: torch.Tensor | None = None
-        self._step, self._met = 0, list[int]()
+        self._step, self._met, self._turn = 0, list[int](), object()
 
     def begin(self, state: State) -> None:
         """Looks at a state before it is carried on: at its number of steps, and whether replicas have left their
         anchor."""
-        if state.step is self._number:
+        if state.step is self._number and _TURNS.get(state.step) is self._turn:
             return
         self._number, self._step = state.step, int(state.step)
+        _TURNS[state.step] = self._turn = object()
 
-        def moved() -> bool:
-            return any(
-                not torch.equal(x.part(self.mesh), anchor.reshape(-1).to(x.param.dtype))
-                for x in self._moved(state)
-                for anchor in [storage.load(x.anchor, self.mesh.device)]
-            )
+        def moved() -> list[bool]:
+            return [
+                any(
+                    not torch.equal(x.part(self.mesh), anchor.reshape(-1).to(x.param.dtype))
+                    for x in self._moved(state, i)
+                    for anchor in [storage.load(x.anchor, self.mesh.device)]
+                )
+                for i in range(self.spec.fragments)
+            ]
 
-        somewhere = any(agreement.everyones(self.mesh, "local_sgd", moved))
-        self._met = [-1 if somewhere else self._step] * self.spec.fragments
+        everyones = agreement.everyones(self.mesh, "local_sgd", moved)
+        self._met = [-1 if any(parts) else self._step for parts in zip(*everyones, strict=True)]
 
     def after(self, state: State) -> dict[str, torch.Tensor]:
         """Meets the fragments that are due behind a step. Metrics of that."""
         self._step += 1
-        return self._meet(state, self.spec.due(self._step))
+        if not (due := self.spec.due(self._step)):
+            return {}
+        self._together()
+        with agreement.unbroken(self.mesh):
+            return self._meet(state, due)
 
     def sync(self, state: State) -> None:
         """Meets every fragment that was trained since it met last. Then all replicas have what else the first has."""
         self.begin(state)
-        self._meet(state, [i for i, met in enumerate(self._met) if met != self._step])
+        self._together()
+        with agreement.unbroken(self.mesh):
+            self._meet(state, [i for i, met in enumerate(self._met) if met != self._step])
+            self._share(state)
+
+    def _share(self, state: State) -> None:
+        """Gives all replicas the leaves of the first that no outer step has made."""
         axis = self.spec.axis
         if self.mesh.axes[axis] == 1:
             return
@@ -109,6 +127,11 @@ class Outer:
                     dist.broadcast(value, ranks_along(self.mesh, axis)[0], self.mesh.group(axis))
                     storage.copy(value, x)
 
+    def _together(self) -> None:
+        """Has all ranks see that all meet now: outer steps have notes of their own, which a rank that goes on with its
+        next batch never reads."""
+        agreement.everywhere(self.mesh, "local_sgd", lambda: None, f"meets replicas behind {self._step} steps")
+
     def _meet(self, state: State, fragments: list[int]) -> dict[str, torch.Tensor]:
         losses = [loss for i in fragments for loss in self._carry_on(state, i)]
         for i in fragments:
@@ -118,8 +141,8 @@ class Outer:
     def _carry_on(self, state: State, fragment: int) -> list[torch.Tensor]:
         """The outer step of a fragment. Its loss, if it has parameters on this rank."""
         anchors = state.extras[ANCHOR][fragment]
-        held = [x for x in self._moved(state, fragment) if x.anchor.numel()]
-        if not held:
+        held = self._moved(state, fragment)
+        if not any(x.anchor.numel() for x in held):
             return []
         with torch.no_grad(), self._loaded((anchors, self._moments(state, fragment))) as (anchor, moments):
             number, key = torch.zeros((), dtype=torch.int64), fzrandom.key(0)
@@ -128,7 +151,21 @@ class Outer:
             _, metrics = self._outer(fragment, anchor)(outer, batch)
             for x, value in zip(held, tree.leaves(anchor), strict=True):
                 x.put(value, self.mesh)
-        return [metrics["loss"]]
+        return [self._whole(held, metrics["aux"])]
+
+    def _whole(self, held: list[Wandered], distances: torch.Tensor) -> torch.Tensor:
+        """The sum of distances over parameters, and over the ranks of a replica that hold parts of one."""
+        by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        for x, part in zip(held, distances, strict=True):
+            axes = tuple(axis for axis in _leaf(x.anchor).layout.axes if self.mesh.axes[axis] > 1)
+            by_axes.setdefault(axes, []).append(part)
+        sums = []
+        for axes, parts in by_axes.items():
+            found = torch.stack(parts).sum().reshape(1)
+            for axis in axes:
+                found = gather(self.mesh, found, axis).sum().reshape(1)
+            sums.append(found)
+        return torch.cat(sums).sum()
 
     def _moments(self, state: State, fragment: int) -> Any:
         """The outer optimizer's state, of a fragment. One without leaves is in no state."""

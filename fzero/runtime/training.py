@@ -108,6 +108,7 @@ class CompiledStep(Compiled):
         limits: tuple[int | None, int | None, int | None],
         batch: Any = None,
         graphs: bool | None = False,
+        watched: bool = True,
     ):
         super().__init__(step, mesh, backend, limits, graphs)
         if (auto := auto_of(step)) is not None:
@@ -127,16 +128,18 @@ class CompiledStep(Compiled):
             if precision and scaling
             else None
         )
-        # with a loss scale steps that overflow are left out
-        self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
+        replicas = find(step.transforms, LocalSGD)
+        # with a loss scale steps that overflow are left out; an outer step is not watched: inner steps say it of theirs
+        self._watched = watched
+        watches = watched and self._at_minimum is None
+        self._not_finite = NotFinite(mesh, replicas and replicas.axis) if watches else None
         self.calls = 0  # how many steps were taken
         spec = open_formats(step)
         self._formats = None if spec is None or spec.every is None else FormatsOfRun(mesh, spec)
         self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
         # the last trees and a program, and the answer of `_may_guess`
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
-        replicas = find(step.transforms, LocalSGD)
-        make = lambda step, mesh: CompiledStep(step, mesh, backend, (None, None, None))  # noqa: E731
+        make = lambda step, mesh: CompiledStep(step, mesh, backend, (None, None, None), watched=False)  # noqa: E731
         self.outer = None if replicas is None else Outer(replicas, mesh, make)
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
@@ -608,7 +611,8 @@ class CompiledStep(Compiled):
         if all(x in self._checked for x in leaves):
             return
         trained = self.resolved.trains(abstract_params(params))
-        agreement.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
+        if self._watched:
+            agreement.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
         self._compare(state)
         self._compare_batch(batch)
         self._checked.update((x, True) for x in leaves)

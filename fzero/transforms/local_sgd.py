@@ -65,7 +65,7 @@ class LocalSGD(Transform):
 
     def outer_step(self, anchor: Any, replicas: int) -> Step:
         """The outer step of a fragment, of flat leaves: its parameters are the anchor, its batch those of a replica."""
-        step = data_parallel(train_step(distance, self.optimizer), axis=self.axis)
+        step = data_parallel(train_step(distance, self.optimizer, has_aux=True), axis=self.axis)
         coded = replicas > 1 and self.wire is not None and any(has_blocks(x.shape) for x in tree.leaves(anchor))
         return compress(step, params=None, grads=self.wire) if coded else step
 
@@ -96,10 +96,12 @@ class LocalSGD(Transform):
         return f"{self.name}({shown}{'' if self.outer is None else ', outer=...'})"
 
 
-def distance(anchor: Any, params: Any) -> torch.Tensor:
-    """Half the squared distance of parameters and their anchor, whose gradient by the anchor is anchor - params."""
+def distance(anchor: Any, params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half the squared distance of parameters and their anchor, whose gradient by the anchor is anchor - params; and
+    that of each parameter."""
     pairs = zip(tree.leaves(anchor), tree.leaves(params), strict=True)
-    return torch.stack([(a - x.to(a.dtype)).square().sum() / 2 for a, x in pairs]).sum()
+    each = torch.stack([(a - x.to(a.dtype)).square().sum() / 2 for a, x in pairs])
+    return each.sum(), each
 
 
 def _elementwise(optimizer: GradientTransformation) -> bool:
@@ -158,8 +160,8 @@ def local_sgd(
             float32.
 
     Communication: over `axis` with R ranks, once in `every` steps, 2 (R-1)/R x 0.508 bytes an element of this rank's
-        shard with "int4", 1.008 with "int8", 4 with None; within a replica as without it. Before every 16th step a
-        note, by which ranks see that all go on.
+        shard with "int4", 1.008 with "int8", 4 with None; within a replica as without it. Before every 16th step and
+        every sync a note, by which ranks see that all go on.
     Memory: anchor and momentum, 8P/N bytes for P parameters whose optimizer state is sharded over N ranks, where that
         rests. At a sync 12P/N more, divided by `fragments`.
 
