@@ -13,7 +13,7 @@ import torch
 
 import fzero as fz
 from fzero import optim, tree
-from fzero.errors import CheckpointError, DivergenceError, FzeroTypeError, FzeroValueError, TransformError
+from fzero.errors import BudgetError, CheckpointError, DivergenceError, FzeroTypeError, FzeroValueError, TransformError
 from fzero.runtime.outer import Wandered
 from fzero.transforms.local_sgd import LocalSGD
 
@@ -420,3 +420,31 @@ def in_a_run() -> str:
 
 def test_a_run_refuses_it(run_ranks: Any) -> None:
     assert all("train.sync" in text for text in run_ranks(2, in_a_run))
+
+
+def test_a_budget_holds_a_sync_too() -> None:
+    params = {f"w{i}": torch.empty(2048, 2048, device="meta") for i in range(16)}
+
+    @fz.block
+    def layer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for w in params.values():
+            x = layer(w, x)
+        return x.square().mean()
+
+    def peak(fragments: int, budget: str) -> int:
+        step = fz.compose(
+            fz.shard_params(),
+            fz.remat("full"),
+            fz.offload("cpu", ("opt_state", "params")),
+            fz.local_sgd(fragments=fragments, wire=None),
+        )(fz.train_step(loss, optim.adamw(1e-3)))
+        mesh, batch = fz.AbstractMesh(replica=2, data=4), torch.empty(8, 2048, device="meta")
+        return fz.lower(step, mesh, params, batch, device="h100", memory_budget=budget).plan.peak_bytes
+
+    with pytest.raises(BudgetError, match="fragments") as caught:
+        peak(1, "150MB")
+    assert "the sync of replicas does not fit" in str(caught.value)
+    assert peak(16, "150MB") < 150e6 and peak(1, "600MB") < 600e6

@@ -23,7 +23,7 @@ from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.choose_stages import choose_stages
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
 from fzero.lowering.lowered import Lowered, Reform
-from fzero.lowering.outer_steps import outer_steps
+from fzero.lowering.outer_steps import check_sync, outer_steps
 from fzero.lowering.search import Search
 from fzero.lowering.slots import check_used
 from fzero.lowering.traced import Traced, trace_step
@@ -209,7 +209,9 @@ def lower_inputs(
         over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
         advice = advice_on(step, mesh, params, batch, budget, found) if over and isinstance(step, Step) else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
-    return lowered(choice)
+    found = lowered(choice)
+    check_sync(found, budget)
+    return found
 
 
 def _with_formats(
