@@ -11,6 +11,7 @@ link is that loopback behind a token bucket (tc tbf), which all ranks share.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -38,7 +39,9 @@ FORMATS: dict[str, tuple[dict[str, Any] | None, float | None]] = {
 }
 """Arguments of compress, and how much more the held-out loss may be, of fp32's."""
 ALL_BF16 = "FSDP2, bf16, sums too"
+DEEPSPEED = ("DeepSpeed ZeRO-3", "DeepSpeed ZeRO-3, bf16")
 PEERS = ("DDP", "DDP, fp16 hook", "FSDP2", "FSDP2, bf16", ALL_BF16)
+PEERS += DEEPSPEED if importlib.util.find_spec("deepspeed") else ()
 OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "data_parallel": ("data_parallel", None),
     "data_parallel, int8": ("data_parallel", {"params": None}),
@@ -113,14 +116,16 @@ def link(args: argparse.Namespace) -> dict[str, Any]:
     if args.what in OURS:
         run, rank = _ours(*OURS[args.what], model, config)
     else:
-        library, bf16 = ("ddp" if "DDP" in args.what else "fsdp2"), "bf16" in args.what
+        library, bf16 = next(n for n in ("ddp", "fsdp2", "deepspeed") if n in args.what.lower()), "bf16" in args.what
         if args.what == ALL_BF16:
             from torch.distributed import fsdp
 
             policy = fsdp.MixedPrecisionPolicy
             fsdp.MixedPrecisionPolicy = lambda compute, reduce: policy(compute, compute)  # type: ignore[assignment]
         options = argparse.Namespace(optimizer="fused")
-        make, rank = contestants._torch(options, contestants.Contestant(args.what, library, bf16=bf16), config)
+        peer = contestants.Contestant(args.what, library, 3, bf16=bf16)
+        options.parts = 2
+        make, rank = contestants.LIBRARIES[library](options, peer, config)
         run = make() if "hook" not in args.what else _hooked(make)
     batches = [tuple(t.chunk(2)[rank] for t in batch) for batch in model.make_batches(config, 4)]
     seconds, before = list[float](), 0
@@ -170,13 +175,21 @@ def _hooked(make: Callable[[], Any]) -> Any:
     return run
 
 
-def inside(args: argparse.Namespace, job: str, what: str, ranks: int, rate: int = 0, seed: int = 0) -> dict[str, Any]:
-    """The result of a job on ranks in a namespace whose loopback has a rate, in Mbit/s; 0: its own."""
+def inside(
+    args: argparse.Namespace,
+    job: str,
+    what: str,
+    ranks: int,
+    rate: int = 0,
+    seed: int = 0,
+    script: str = __file__,
+) -> dict[str, Any]:
+    """The result of a job of a script on ranks in a namespace whose loopback has a rate, in Mbit/s; 0: its own."""
     print(f"{job}: {what}{f', {rate} Mbit/s' if rate else f', seed {seed}'} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="fzero-bench-") as folder:
         flags = ["--worker", "--job", job, "--what", what, "--seed", seed, "--folder", folder]
         flags += ["--steps", args.steps, "--timed", args.timed, "--held-out", args.held_out]
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
         bucket = f"tc qdisc add dev lo root tbf rate {rate}mbit burst 512kb latency 200ms && " if rate else ""
         shell = ["unshare", "--net", "sh", "-c", f'ip link set lo up && {bucket}exec "$@"', "sh"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo"}
@@ -224,11 +237,12 @@ def link_table(args: argparse.Namespace) -> tuple[list[list[str]], list[str], di
         rows.append([what, *seconds, f"{found[args.rates[0], what]['bytes']:,.0f}"])
     for rate in args.rates:
         of = {what: found[rate, what]["seconds"] for what in (*PEERS, *OURS)}
+        peers = "of FSDP2 and DeepSpeed ZeRO-3" if DEEPSPEED[0] in of else "FSDP2"
         ddp, fsdp = min(of[x] for x in PEERS[:2]), min(of[x] for x in PEERS[2:])
         notes.append(
             f"{rate} Mbit/s: data_parallel takes {ddp / of['data_parallel, int8']:.2f} times fewer seconds than the "
             f"best DDP with int8, {ddp / of['data_parallel, int4']:.2f} with int4; ZeRO-3 with int8 "
-            f"{fsdp / of['ZeRO-3, int8']:.2f} times fewer than the best FSDP2."
+            f"{fsdp / of['ZeRO-3, int8']:.2f} times fewer than the best {peers}."
         )
     return rows, notes, {"link": [{"rate": r, "what": w, **x} for (r, w), x in found.items()]}
 

@@ -34,6 +34,7 @@ from cases import (
     plans,
     same,
     steps,
+    wire,
 )
 from cases.contestants import CONTESTANTS
 from common import RESULTS, publish, serve, settings
@@ -231,6 +232,12 @@ CASES = {
         "plans of experts, whose rows are exchanged in two parts", 1, plans.expert_plans,
         flags={"layers": 4, "smaller": 1},
         small={"layers": 1, "smaller": 8},
+        how="Planned",
+    ),
+    "compressed_plans": Case(
+        "plans of 1,024 devices over five networks, with codes on the wire", 8, wire.compressed_plans,
+        flags={"layers": int, "seq": 4096, "nodes": 128, "only": [str]},
+        small={"layers": 2, "seq": 64, "nodes": 2},
         how="Planned",
     ),
     "determinism": Case(

@@ -3,6 +3,7 @@
     python benchmarks/no_gpu.py                            # eager: 26 compositions on 1, 2 and 4 ranks
     python benchmarks/no_gpu.py --backend inductor         # those that are compiled too, by Triton and ptxas
     python benchmarks/no_gpu.py --plant                    # faults that it must find
+    python benchmarks/no_gpu.py --lost                     # a rank that is lost while another waits for its transfer
 
 PyTorch's CUDA build runs over stand-ins of NVIDIA's libraries (stand_in/). Memory and copies are real, kernels are
 counted, and captures keep CUDA's rules: streams that are not joined, waits on what is not captured, calls that may not
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +26,7 @@ from typing import Any
 from common import publish, script_flags, settings, verdict
 from stand_in.build import HERE, TRITON, built, environment_of_rank
 
-PEAK_LIMIT = 0.05
+PEAK_LIMIT, FREED_LIMIT = 0.05, 10.0
 PLANTS = ("synchronisation", "pageable", "allocation", "no wait", "index")
 
 
@@ -39,6 +42,30 @@ def ranks_of(env: dict[str, str], size: int, arguments: list[str]) -> tuple[list
         outputs = [rank.communicate()[0] for rank in ranks]
         said.seek(0)
         return [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")], said.read()
+
+
+def lost_rank(env: dict[str, str], freed: bool, seconds: float) -> dict[str, Any] | None:
+    """Seconds after which a rank whose peer is lost goes on, and after which both are in the run again; None: it still
+    waits after so many. `freed`: whether its transfers are aborted."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = {"FAKE_GPUS": "2", "FAKE_GONE": f"{folder}/gone", "KEEPS_WAITING": "" if freed else "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += ["-m", "fzero.run", "--memory", folder, str(HERE / "lost_rank.py")]
+        with tempfile.TemporaryFile("w+") as said:
+            run = subprocess.Popen(
+                command, env={**env, **ranks}, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True
+            )
+            try:
+                out = run.communicate(timeout=seconds)[0]
+            except subprocess.TimeoutExpired:
+                os.killpg(run.pid, signal.SIGKILL)
+                run.communicate()
+                return None
+            if run.returncode:
+                said.seek(0)
+                print(said.read()[-4000:], file=sys.stderr)
+                raise SystemExit(f"the run ended with {run.returncode}")
+        return json.loads(out.splitlines()[-1])
 
 
 def judged(x: dict[str, Any]) -> list[str]:
@@ -59,6 +86,8 @@ def judged(x: dict[str, Any]) -> list[str]:
         wrong.append(f"the peak is {x['peak_mib'] / x['planned_mib'] - 1:+.1%} beside the plan")
     if x["programs"] != 1:
         wrong.append(f"{x['programs']} programs were made of one kind of batch")
+    if x["registered"] != x["to_register"]:
+        wrong.append(f"{x['registered']} registrations of memory, not {x['to_register']}")
     if x["refused"]:
         wrong.append(f"not captured: {x['refused']}")
     return wrong
@@ -70,13 +99,36 @@ def main() -> None:
     parser.add_argument("--torch", default="2.13.0", choices=list(TRITON))
     parser.add_argument("--backend", default="eager", choices=["eager", "inductor"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--only", nargs="+", help="cases")
+    parser.add_argument("--lost", action="store_true", help="a rank is lost instead, with and without aborts")
     parser.add_argument("--plant", action="store_true", help="plant faults instead, which must be found")
     script_flags(parser, "no_gpu")
     args = parser.parse_args()
     env = built(args.folder / args.torch, args.torch)
-    given = [f"--backend={args.backend}", *(["--only", *args.only] if args.only else [])]
+    given = [
+        f"--backend={args.backend}",
+        f"--layers={args.layers}",
+        f"--width={args.width}",
+        *(["--only", *args.only] if args.only else []),
+    ]
     rows, found, failed = [], [], 0
+    if args.lost:
+        for freed in (True, False):
+            x = lost_rank(env, freed, 90.0)
+            failed += (x is None or x["freed"] > FREED_LIMIT) == freed
+            found.append({"aborts": freed, "lost": x})
+            shown = ("waits after 90", "") if x is None else (f"{x['freed']:.1f}", f"{x['again']:.1f}")
+            rows.append(("transfers are aborted" if freed else "they are not", *shown))
+        columns = ("", "s until the other rank goes on", "s until both are in the run again")
+        title, name = "A rank of two is lost", f"{args.name}_lost"
+        notes = [
+            f"torch {args.torch}, CUDA build, `python -m fzero.run`. Rank 1 is killed. What rank 0 begins never ends.",
+            f"At most {FREED_LIMIT:.0f} s wanted, and without aborts rank 0 is to wait: {verdict(failed, 0)}.",
+        ]
+        publish(name, title, columns, rows, notes, {"settings": settings(args, "folder"), "found": found}, args.out)
+        sys.exit(bool(failed))
     if args.plant:
         for plant in PLANTS:
             (x,), said = ranks_of(env, 2 if plant == "no wait" else 1, [f"--plant={plant}"])
@@ -114,7 +166,8 @@ def main() -> None:
         )
         title, name = "The CUDA path on a device that computes nothing", f"{args.name}_{args.backend}"
     notes = [
-        f"torch {args.torch}, CUDA build; {args.backend}. A told step is the second, a replayed one the seventh.",
+        f"torch {args.torch}, CUDA build; {args.backend}; {args.layers} layers of {args.width}.",
+        "A told step is the second, a replayed one the seventh.",
         "Waits: of the host for the device; a step whose state the host updates waits for its gradients.",
         f"{failed} of {len(rows)} {'planted faults missed' if args.plant else 'with something wrong'} "
         f"(0: {verdict(failed, 0)})",

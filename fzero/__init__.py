@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fzero.transforms.compress import compress
     from fzero.transforms.expert import expert_parallel
     from fzero.transforms.fp8 import fp8
+    from fzero.transforms.local_sgd import local_sgd
     from fzero.transforms.offload import offload
     from fzero.transforms.once_a_step import once_a_step
     from fzero.transforms.pipeline import pipeline
@@ -66,6 +67,7 @@ _HOME = {
     "compile": "runtime.compile",
     "compose": "step",
     "compress": "transforms.compress",
+    "local_sgd": "transforms.local_sgd",
     "data_parallel": "transforms.shard",
     "eval_step": "step",
     "expert_parallel": "transforms.expert",
@@ -117,6 +119,7 @@ __all__ = [
     "compile",
     "compose",
     "compress",
+    "local_sgd",
     "data",
     "data_parallel",
     "deepspeed",

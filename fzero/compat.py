@@ -679,12 +679,61 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def nccl_ahead(timeout: datetime.timedelta) -> Any:
+def nccl_ahead(timeout: datetime.timedelta, copies: bool = False) -> Any:
     """Options of a process group whose kernels the GPU starts before those of others. PyTorch warns where they have
-    another timeout than the group."""
-    options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
+    another timeout than the group. `copies`: copy engines move what lies in symmetric memory, and no kernels do."""
+    nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue]
+    options = nccl.Options()
     options.is_high_priority_stream, options._timeout = True, timeout
+    if copies:
+        options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
     return options
+
+
+def connect(group: Any, device: torch.device) -> None:
+    """Makes the NCCL communicator of a group now, and not with its first collective. All its ranks call it together."""
+    group._get_backend(device).eager_connect_single_device(device)
+
+
+def lacks_symmetric_memory() -> str | None:
+    """Why this build has no symmetric memory of NCCL, or None."""
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None or not hasattr(nccl, "NCCL_CTA_POLICY_ZERO") or "symm" not in str(nccl.register_mem_pool.__doc__):
+        return f"torch {torch.__version__} does not register memory with NCCL"
+    from torch.cuda import nccl as library
+
+    version = library.version()
+    return None if version >= (2, 28) else f"NCCL {'.'.join(map(str, version))} is older than 2.28"
+
+
+def symmetric_memory(
+    nbytes: int, device: torch.device, groups: Sequence[Any]
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Zeros in memory of NCCL's, registered with each of these groups, and what ends that. It is to be ended before the
+    groups are: an allocator would ask communicators that are gone. All ranks call it together, with as many bytes."""
+    backends = [group._get_backend(device) for group in groups]
+    pool = torch.cuda.MemPool(backends[0].mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        found = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    for backend in backends:
+        backend.register_mem_pool(pool, symm=True)
+
+    def end() -> None:
+        for backend in backends:
+            backend.deregister_mem_pool(pool)
+
+    return found, end
+
+
+def abort_groups() -> None:
+    """Ends what waits in the NCCL groups of this process, and every later call of them is an error. The communicators
+    are aborted together: one after the other each could wait for the next."""
+    device = torch.device("cuda")
+    found: list[Any] = [group._get_backend(device) for group in [*dist.distributed_c10d._world.pg_names]]
+    found[0]._group_start()
+    for backend in found:
+        backend.abort()
+    found[0]._group_end()
 
 
 def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import hashlib
 import itertools
 import logging
 import math
@@ -149,6 +150,7 @@ class Mesh(AbstractMesh):
     timeout: float = 600.0  # seconds to wait for another rank
     # on CUDA by axis: gathers do not queue behind reductions
     gather_groups: Mapping[str, Any] = field(default_factory=dict)
+    symmetric_memory: bool = False  # whether pools are registered with NCCL
     joined: Any = None  # the default process group it was made in
     context: Context = field(default_factory=Context)
     _store: Any = None
@@ -166,6 +168,7 @@ class Mesh(AbstractMesh):
         unified_memory: bool | None = None,
         store: dist.Store | None = None,
         secret: bytes = b"",
+        symmetric_memory: bool = False,
     ):
         vars(self).update(  # it is frozen for everybody else
             axes=_checked(axes),
@@ -181,6 +184,7 @@ class Mesh(AbstractMesh):
             context=Context(),
             _store=store,
             secret=secret,
+            symmetric_memory=symmetric_memory,
         )
 
     @property
@@ -286,7 +290,8 @@ def make_mesh(
     timeout: float = 600.0,
     shared_memory: bool = True,
     unified_memory: bool | None = None,
-    **axes: int | str,
+    symmetric_memory: bool | None = None,
+    **axes: int | str | Sequence[int],
 ) -> Mesh:
     """The mesh of all processes that torchrun started, this process among them.
 
@@ -297,10 +302,13 @@ def make_mesh(
             through gloo.
         unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is
             offloaded is copied, as for a GPU, by a thread (comm/late_copies.py): for tests and rehearsals.
+        symmetric_memory: whether the pools of programs are registered with NCCL, so that copy engines gather parameters
+            and leave the GPU's processors to the products beside. It takes torch 2.13 and NCCL 2.28; with others a line
+            in the log says why transfers go as without it. By default they do: no GPU has run it.
         **axes: size of each axis, e.g. `replica=2, data=4`, the slowest first; their product is the number of
             processes. One may be -1: whatever is left. One may be "local": as many as a host has processes, for each
-            place on the axes behind it, so that all of these lie within a host: `node=-1, data="local"`. Without any:
-            `data=-1`.
+            place on the axes behind it, so that all of these lie within a host: `node=-1, data="local"`. One may have
+            several sizes, `data=-1, pipe=(4, 2, 1)`: the first that the processes allow. Without any: `data=-1`.
 
     Communication: none besides joining the process group, which a mesh of one device does not need.
 
@@ -319,6 +327,9 @@ def make_mesh(
     problems += flag("unified_memory", unified_memory) if unified_memory is not None else []
     if device is not None and not isinstance(device, str):
         problems.append(f"device={device!r}: must be 'cpu' or 'cuda'")
+    problems += flag("symmetric_memory", symmetric_memory) if symmetric_memory is not None else []
+    if symmetric_memory is True and (device == "cpu" or not torch.cuda.is_available()):
+        problems.append("symmetric_memory=True: is of GPUs, and this mesh is of CPUs")
     if problems:
         fix = "e.g. make_mesh(data=8, timeout=600)"
         raise FzeroValueError("make_mesh", "invalid arguments", problems, fix)
@@ -326,7 +337,7 @@ def make_mesh(
         launcher.die_with_parent()
     if launcher.under_torchrun() or Processes.of().world > 1:
         launcher.install_excepthook()
-    return _joined(unjoined(device, timeout, shared_memory, unified_memory, axes))
+    return _joined(unjoined(device, timeout, shared_memory, unified_memory, axes), symmetric_memory is True)
 
 
 def unjoined(
@@ -334,15 +345,16 @@ def unjoined(
     timeout: float = 600.0,
     shared_memory: bool = True,
     unified_memory: bool | None = None,
-    axes: Mapping[str, int | str] | None = None,
+    axes: Mapping[str, int | str | Sequence[int]] | None = None,
 ) -> Mesh:
     """The mesh that `make_mesh` would make, without its process groups: what is lowered for it is the same."""
     processes = Processes.of()
     world, rank, local, locals_ = processes.world, processes.rank, processes.local, processes.num_local
     given: dict[str, Any] = dict(axes or {"data": -1})
-    _checked({name: n for name, n in given.items() if n not in (-1, LOCAL)})
+    several: list[Sequence[Any]] = [n if isinstance(n, tuple | list) and n else [n] for n in given.values()]
+    for some in itertools.product(*several):
+        _checked({name: n for name, n in zip(given, some, strict=True) if n not in (-1, LOCAL)})
     sizes = _checked(processes.axes(given))
-    processes.check(sizes)
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hip, has_mps = torch.version.hip, torch.backends.mps.is_available()
     others = unsupported(hip, available, hasattr(torch, "xpu") and torch.xpu.is_available(), has_mps)
@@ -364,7 +376,7 @@ def unjoined(
     return Mesh(sizes, rank, where, None, timeout, shared, unified_memory=unified_memory)
 
 
-def _joined(mesh: Mesh) -> Mesh:
+def _joined(mesh: Mesh, symmetric: bool) -> Mesh:
     """A mesh with its process groups, of which a mesh of one device has none."""
     world, rank, where, sizes, device, timeout = (
         mesh.size, mesh.rank, mesh.device, mesh.axes, mesh.device_type, mesh.timeout
@@ -389,10 +401,28 @@ def _joined(mesh: Mesh) -> Mesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    options = compat.nccl_ahead(datetime.timedelta(seconds=timeout)) if device == "cuda" else None
+    if symmetric and (lacks := compat.lacks_symmetric_memory()):
+        logger.warning("fzero.make_mesh: symmetric_memory is left out: %s", lacks)
+        symmetric = False
+    options = compat.nccl_ahead(datetime.timedelta(seconds=timeout), symmetric) if device == "cuda" else None
     gathers = None if options is None else groups_along(sizes, timeout, options)
     settings = mesh.shared_memory, gathers, mesh.unified_memory
-    return Mesh(sizes, rank, where, grid, timeout, *settings, store, drawn[8:])
+    made = Mesh(sizes, rank, where, grid, timeout, *settings, store, drawn[8:], symmetric)
+    if device == "cuda":
+        _connect(made)
+    return made
+
+
+def _connect(mesh: Mesh) -> None:
+    """Makes the communicators of a mesh of GPUs, so that those which cannot be made are an error here."""
+    try:
+        for axis in (axis for axis, size in mesh.axes.items() if size > 1):
+            for gathers in (True, False):
+                compat.connect(mesh.group(axis, gathers=gathers), mesh.device)
+    except RuntimeError as error:
+        what = f"NCCL cannot join the GPUs of {mesh}"
+        fix = "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links"
+        raise FzeroValueError("make_mesh", what, str(error).splitlines()[:3], fix) from error
 
 
 def _drawn(rank: int, world: int) -> bytes:
@@ -432,6 +462,41 @@ def ranks_along(mesh: Mesh, axis: str) -> list[int]:
         stride *= mesh.axes[name]
     base = mesh.rank - mesh.index(axis) * stride
     return [base + i * stride for i in range(mesh.axes[axis])]
+
+
+def ranks_by_index(mesh: Mesh, axis: str) -> list[list[int]]:
+    """For each index along an axis the ranks that have it.
+
+    Example:
+        >>> ranks_by_index(Mesh({"data": 2, "pipe": 2}, 0, torch.device("cpu")), "pipe")
+        [[0, 2], [1, 3]]
+    """
+    found: list[list[int]] = [[] for _ in range(mesh.axes[axis])]
+    for rank in range(mesh.size):
+        found[Mesh(mesh.axes, rank, mesh.device).index(axis)].append(rank)
+    return found
+
+
+def along(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh of the ranks that differ from this one in their place along an axis only, with the process groups of the
+    whole mesh. Each such line of ranks has notes and turns of its own."""
+    size = mesh.axes[axis]
+    if size == 1:
+        return Mesh({axis: 1}, 0, mesh.device, unified_memory=mesh.unified_memory)
+    name = f"fzero/along/{axis}/{ranks_along(mesh, axis)[0]}"
+    return Mesh(
+        {axis: size},
+        mesh.index(axis),
+        mesh.device,
+        mesh.device_mesh[axis],
+        mesh.timeout,
+        mesh.shared_memory,
+        {axis: mesh.gather_groups[axis]} if mesh.gather_groups else None,
+        mesh.unified_memory,
+        dist.PrefixStore(name, mesh.store),
+        hashlib.sha256(mesh.secret + name.encode()).digest(),
+        mesh.symmetric_memory,
+    )
 
 
 def close_mesh() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from fzero.errors import FzeroValueError
@@ -39,12 +40,25 @@ class Processes(NamedTuple):
         """Processes of this host, one where that is not said."""
         return self.local_world or 1
 
-    def axes(self, given: Mapping[str, int | str]) -> dict[str, int]:
-        """The sizes of all axes, of "local" and of the one that is -1 too.
+    def axes(self, given: Mapping[str, int | str | Sequence[int]]) -> dict[str, int]:
+        """The sizes of all axes: of "local", of the one that is -1, and the first that fit where several are given.
 
         Raises:
             FzeroValueError: sizes that these processes do not have.
         """
+        sizes: dict[str, Any] = {name: [n] if isinstance(n, int | str) else n for name, n in given.items()}
+        errors = list[FzeroValueError]()
+        for some in itertools.product(*sizes.values()):
+            try:
+                found = self._of(dict(zip(given, some, strict=True)))
+                self.check(found)
+                return found
+            except FzeroValueError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _of(self, given: Mapping[str, int | str]) -> dict[str, int]:
+        """The sizes of all axes, where one is given for each."""
         sizes: dict[str, Any] = {name: self._local_size(given, name) if n == LOCAL else n for name, n in given.items()}
         rest = math.prod(n for n in sizes.values() if n != -1)
         open_ = [name for name, n in sizes.items() if n == -1]
@@ -60,7 +74,8 @@ class Processes(NamedTuple):
                 self._refuse(
                     f"{self.world} processes do not divide by the product of the given axes, {rest}",
                     sizes,
-                    f"give axes whose product divides {self.world}, or start a multiple of {rest} processes",
+                    f"give axes whose product divides {self.world}, or start a multiple of {rest} processes; or give "
+                    "an axis several sizes, the best first: pipe=(2, 1)",
                 )
             sizes[open_[0]] = self.world // rest
         return sizes

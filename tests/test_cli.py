@@ -391,7 +391,8 @@ def test_passes_one_by_one(run):
         (
             ["--skip", "sahrd"],
             2,
-            "sahrd: no such pass\nFix: one of fuse, halves, remat, head_rows, deal, speculate, hoist_updates, overlap",
+            "sahrd: no such pass\nFix: one of fuse, halves, remat, split_gathers, head_rows, deal, speculate, "
+            "hoist_updates, overlap",
         ),
         (["--skip", "batch"], 1, "batch: has nothing to do here"),
     ],
@@ -624,3 +625,11 @@ def test_ctrl_c_is_quiet(here):
         assert running.stderr is not None and running.stderr.readline() == "waiting\n"
         running.send_signal(signal.SIGINT)
         assert running.communicate(timeout=60) == ("", "") and running.returncode == 130
+
+
+def test_a_whole_budget_holds_the_process_too(run):
+    device = ("--mesh", "data=8", "--device", "a100")
+    code, out, _ = run("plan", "targets.py:good", *device, "--budget", "2GiB", "--whole")
+    assert code == 0 and "fits 948.0 MiB" in out  # of 2,048: 600 for the context, 500 for NCCL
+    code, _, err = run("plan", "targets.py:good", *device, "--whole")
+    assert code == 2 and "--whole: is about --budget SIZE" in err

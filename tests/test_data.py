@@ -203,6 +203,25 @@ def test_read_ahead_ends_when_its_consumer_does():
     assert not readers()
 
 
+class Slow(Source):
+    def batch_at(self, step, rank=0, size=1):
+        if step == 1:
+            self.began.set()
+            time.sleep(0.3)
+        return super().batch_at(step, rank, size)
+
+    began = threading.Event()
+
+
+def test_read_ahead_waits_for_the_batch_under_way():
+    """With the iterator, and so with the process, which a thread in the middle of an operation would take along."""
+    dropped = read_ahead(Slow(), 0)
+    assert Slow.began.wait(5) and readers() and dropped._close.atexit
+    del dropped
+    gc.collect()
+    assert not readers()
+
+
 @pytest.mark.parametrize(
     ("error", "seen"), [(ValueError, ValueError), (StopIteration, RuntimeError), (FzeroValueError, FzeroValueError)]
 )

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import logging
 import os
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from fzero import compat
 from fzero.build import inductor
+from fzero.elastic import stuck
 from fzero.errors import FzeroValueError
 from fzero.local_device import choose_device, crowded, device_problems, idle, one_visible, unsupported
 from fzero.mesh import groups_along, make_mesh
@@ -195,4 +197,55 @@ def test_gathers_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = datetime.timedelta(seconds=77)
     options = compat.nccl_ahead(wait)
     assert options.is_high_priority_stream is True
+    engines = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2, Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", engines, raising=False)
+    assert compat.nccl_ahead(wait, copies=True).config.cta_policy == 2
     assert options._timeout == wait  # as the group's, or torch warns: `_new_process_group_helper` compares them
+
+
+def test_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On groups of NCCL, of which this build may have none: its methods stand in for them, between a start and an
+    end."""
+    kind = getattr(dist, "ProcessGroupNCCL", None)
+    assert kind is None or all(hasattr(kind, name) for name in ("_group_start", "_group_end", "abort"))
+    assert hasattr(dist.ProcessGroup, "_get_backend") and isinstance(dist.distributed_c10d._world.pg_names, dict)
+    done: list[str] = []
+
+    def group(name: str) -> Any:
+        methods = {n: lambda n=n: done.append(f"{n} {name}") for n in ("_group_start", "_group_end", "abort")}
+        return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(**methods))
+
+    groups = {id(x): x for x in (group("a"), group("b"))}
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_names=[*groups.values()]))
+    compat.abort_groups()
+    assert done == ["_group_start a", "abort a", "abort b", "_group_end a"]
+
+
+def test_transfers_end_when_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stuck, "_EVERY", 0.01)
+    gone, aborted = set[int](), threading.Event()
+    mesh = SimpleNamespace(device_type="cuda", size=2, turns=SimpleNamespace(gone=lambda: gone))
+    monkeypatch.setattr(compat, "abort_groups", aborted.set)
+    with stuck.freed(mesh):  # type: ignore[arg-type]
+        assert not aborted.wait(0.1)
+        gone.add(1)
+        assert aborted.wait(10)
+    aborted.clear()
+    for other in ({"size": 1}, {"device_type": "cpu"}):
+        with stuck.freed(SimpleNamespace(**(vars(mesh) | other))):  # type: ignore[arg-type]
+            assert not aborted.wait(0.1)
+
+
+def test_symmetric_memory_is_named_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FzeroValueError, match="is of GPUs, and this mesh is of CPUs"):
+        make_mesh(data=1, device="cpu", symmetric_memory=True)
+    with pytest.raises(FzeroValueError, match="symmetric_memory"):
+        make_mesh(data=1, symmetric_memory="yes")  # type: ignore[arg-type]
+    monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
+    assert "does not register memory" in str(compat.lacks_symmetric_memory())
+    register = SimpleNamespace(__doc__="register_mem_pool(pool, symm: bool = False)")
+    new = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2, register_mem_pool=register)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", new, raising=False)
+    for version, lacks in (((2, 27, 5), True), ((2, 28, 3), False)):
+        monkeypatch.setattr("torch.cuda.nccl.version", lambda found=version: found)
+        assert (compat.lacks_symmetric_memory() is not None) == lacks

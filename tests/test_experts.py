@@ -122,6 +122,45 @@ def test_every_stage_trains_as_the_plain_step(way):
     fz.testing.check_equivalent(step(*transforms), params(), batch(), AbstractMesh(**axes), steps=2)
 
 
+STAGED = {
+    "halves of what ranks send each other": ({"pipe": 2}, [fz.pipeline(schedule="zb")], {"chunks": 2, "ranks": 2}),
+    "the head in rows": (
+        {"data": 2, "pipe": 2},
+        [fz.pipeline(schedule="interleaved", chunks=2), fz.shard_params(axis=BOTH), fz.remat("none", head_rows=8)],
+        {"chunks": 2, "ranks": 2},
+    ),
+    "positions": ({"seq": 2, "pipe": 2}, [fz.pipeline(), fz.sequence_parallel()], {"ranks": 2}),
+}
+
+
+@pytest.mark.parametrize("way", STAGED)
+def test_stages_with_experts(way):
+    axes, transforms, how = STAGED[way]
+    loss = loss_of(ranks=how["ranks"])
+    made = step(fz.accumulate(2, vertical=True), *transforms, loss=loss, chunks=how.get("chunks", 1))
+    mesh = AbstractMesh(expert=2, **axes)
+    twice = {"x": torch.cat([batch()["x"]] * 2)}
+    fz.testing.check_equivalent(made, params(4), twice, mesh, steps=1)
+
+
+def staged(schedule: str | None) -> Any:
+    """The parameters of a few steps with halves, on stages or on none."""
+    mesh = fz.make_mesh(expert=2) if schedule is None else fz.make_mesh(expert=2, pipe=2)
+    stages = [] if schedule is None else [fz.pipeline(schedule=schedule)]
+    made = step(fz.accumulate(2, vertical=True), *stages, loss=loss_of(ranks=2), chunks=2)
+    part = batch(mesh.index("expert"), 2)
+    train = fz.compile(made, mesh, backend="eager", batch=part)
+    state = train.init(params())
+    for _ in range(2):
+        state, _ = train(state, part)
+    return fz.tree.leaves(train.gather(state))
+
+
+def test_stages_with_halves_have_the_bits_of_micro_batches_alone(run_ranks):
+    want = run_ranks(2, staged, None)[0]
+    assert all(map(torch.equal, run_ranks(4, staged, "zb")[0], want))
+
+
 TWO = {
     "alone": ({"expert": 2, "seq": 2}, []),
     "everything": (

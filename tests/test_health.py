@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import staged
 import survivor
 import torch
 from test_run import ended, keepers, logged, plainly
@@ -111,6 +112,30 @@ def paced(slow: int | None, shared: bool) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(health, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         return fz.run(main, health=fz.Health(stragglers=4), shared_memory=shared)
+
+
+def of_stages(shared: bool) -> list[Any]:
+    """By a clock in which the last stage has twice the work, and the second pipeline's first stage is slow."""
+    clock = [0.0]
+
+    def main(run: Any) -> list[Any]:
+        at = run.mesh.coordinate
+        batch = staged.batch_at(0, at["data"], 2)
+        train = fz.compile(staged.step_on(run.mesh), run.mesh, backend="eager", batch=batch)
+        state = run.state(train, staged.init)
+        for _ in run.steps(state, 24):
+            clock[0] += 20.0 if at["pipe"] else 15.0 if at["data"] else 10.0
+            state, _ = train(state, batch)
+        return run.health
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        return fz.run(main, health=fz.Health(stragglers=4), shared_memory=shared, data=2, pipe=2)
+
+
+def test_a_rank_is_compared_with_those_of_its_stage(run_ranks: Any) -> None:
+    found = run_ranks(4, of_stages, True)
+    assert [finding[:3] for finding in found[0]] == [("straggler", 17, (2,))] and found[1] == found[0], found[0]
 
 
 @pytest.mark.parametrize("shared", [True, False])

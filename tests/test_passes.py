@@ -33,6 +33,7 @@ STEPS = {
     "plain": (fz.compose(), fz.AbstractMesh(data=1)),
     "zero-3": (fz.shard_params(), fz.AbstractMesh(data=2)),
     "whole": (fz.shard_params(), fz.AbstractMesh(data=2)),
+    "parts": (fz.compose(fz.shard_params(gather_bytes=64), fz.remat("full")), fz.AbstractMesh(data=2)),
     "codes": (fz.compose(fz.shard_params(), fz.compress()), fz.AbstractMesh(data=2)),
     "head": (fz.compose(fz.shard_params(), fz.remat(head_rows=1)), fz.AbstractMesh(data=2)),
     "cpu": (
@@ -73,6 +74,7 @@ RAN = {
     "zero-3": "fuse remat shard cut_update hoist_updates overlap pool",
     "head": "fuse remat shard head_rows cut_update hoist_updates overlap pool",
     "whole": "fuse remat shard cut_update deal hoist_updates overlap pool",
+    "parts": "fuse split_gathers shard cut_update hoist_updates overlap pool",
     "codes": "fuse remat shard compress cut_update hoist_updates overlap pool",
     "cpu": "fuse copies remat shard cut_update hoist_updates tiers overlap pool batch device_waits",
     "nvme": "fuse remat shard cut_update gradients hoist_updates tiers overlap pool device_waits",
@@ -108,7 +110,8 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: pipeline.Pass, monkeypatch
     name = next((name for name, ran in RAN.items() if passed.name in ran.split()), "zero-3")
     if passed.needed:
         with pytest.raises(
-            FzeroValueError, match=f"(?s)cannot be skipped.*{passed.name}: .*Fix: one of fuse, halves, remat, head_rows"
+            FzeroValueError,
+            match=f"(?s)cannot be skipped.*{passed.name}: .*Fix: one of fuse, halves, remat, split_gathers",
         ):
             lower(name, skip=(passed.name,))
     elif passed.name == "speculate":

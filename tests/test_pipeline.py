@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import fzero as fz
 from fzero import optim
+from fzero.comm.collectives import ProcessGroups
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
 from fzero.layout import leaf_of
 from fzero.mesh import AbstractMesh
@@ -23,6 +24,7 @@ from fzero.passes import pipeline
 from fzero.passes.schedules import table, when
 from fzero.plan.memory import resting_bytes
 from fzero.plan.timeline import simulate
+from fzero.program.attrs import HandAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.verify import verify
 from fzero.program.verify_stages import meeting
@@ -397,6 +399,82 @@ def test_no_stage_gets_the_leaves_and_gradients_of_another() -> None:
         hands = [line for line in program.lines if line.op == "hand_start"]
         large = {a for line in hands for a in line.args if program.values_by_name[a].held(program.mesh)}
         assert not [a for a in large if "layers" in a or "gate" in a or "total" in a], large
+
+
+def of_numbers(program: Program) -> list[Line]:
+    """The hands of a stage that have numbers alone, such as norms."""
+    hands = [line for line in program.lines if line.op == "hand_start"]
+    return [x for x in hands if max(len(program.values_by_name[a].shape) for a in x.args) < 2]
+
+
+def cut_step(parallel: Any, optimizer: Any, tensor: bool) -> Any:
+    rules = [fz.tensor_parallel(rules={"w": 1})] if tensor else []
+    made = fz.compose(parallel(), *rules, fz.accumulate(2, vertical=True), fz.pipeline())
+    return made(fz.train_step(chain, optimizer))
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("parallel", [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params])
+def test_numbers_of_one_level_are_one_message(parallel: Any, tensor: bool) -> None:
+    """The norms of eight blocks and the loss go to each other stage at once; the norms of what is clipped by those
+    behind them."""
+    given = {"layers": [{"w": torch.empty(8, 8, device="meta"), "b": torch.zeros(8)} for _ in range(8)]}
+    once, twice = optim.clip_by_global_norm(0.1), optim.clip_by_global_norm(0.05)
+    axes = {"data": 2, "pipe": 2, **({"model": 2} if tensor else {})}
+    for levels, clips in ((1, [once]), (2, [once, twice])):
+        step = cut_step(parallel, optim.chain(*clips, optim.adamw(0.05)), tensor)
+        programs = fz.lower(step, AbstractMesh(**axes), given, torch.empty(4, 8, device="meta")).programs
+        assert [len(of_numbers(program)) for program in programs] == [levels] * 2
+        assert all(len(line.args) >= 4 for program in programs for line in of_numbers(program))
+
+
+def test_values_of_a_unit_for_one_rank_are_one_message() -> None:
+    """A hidden state and a value that skips stages; gradients of both, and of a tied embedding. Each other stage gets
+    the numbers once."""
+    for p in (2, 4):
+        programs = fz.lower(pipelined(4), AbstractMesh(pipe=p), params(), batch()).programs
+        for stage, program in enumerate(programs):
+            numbers = of_numbers(program)
+            assert [line.says(HandAttrs).peer for line in numbers] == [n for n in range(p) if n != stage]
+            to = set[int]()  # whom it has handed something since it last computed
+            for line in program.lines:
+                if isinstance(line.attrs, HandAttrs) and line.op == "hand_start":
+                    assert line.attrs.peer not in to, line
+                    to.add(line.attrs.peer)
+                to = set() if line.op == "call" else to
+            units = [line for line in program.lines if line.op == "hand_start" and line not in numbers]
+            assert p > 2 or len(units) == 4 + (stage == 0)  # a micro-batch's each, and the embedding
+            if p == 2 or stage == p - 1:
+                assert max(len(line.args) for line in units) > 1
+
+
+def test_levels_of_numbers_train_alike() -> None:
+    twice = optim.chain(optim.clip_by_global_norm(0.1), optim.clip_by_global_norm(0.05), optim.adamw(0.05))
+    step = pipelined(2, fz.shard_params(), optimizer=twice)
+    fz.testing.check_equivalent(step, params(), batch(), AbstractMesh(data=2, pipe=2), steps=2)
+
+
+def message(sizes: list[int]) -> bool:
+    """Whether values of several dtypes come as they were handed."""
+    mesh = fz.make_mesh(pipe=2)
+    carrier = ProcessGroups(mesh)
+    carrier.connect_pairs([("pipe", 0, 1)])
+    values = [
+        torch.arange(n).to(dtype) for n, dtype in zip(sizes, (torch.int8, torch.float64, torch.bfloat16), strict=True)
+    ]
+    values = [torch.tensor(True), *values, torch.arange(6.0).view(2, 3).T]
+    if mesh.rank == 0:
+        carrier.wait(carrier.hand_start(values, "pipe", 1), ())
+        return True
+    comes = [(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in values]
+    came = carrier.wait(carrier.take_start(comes, "pipe", 0), ())
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(came, values, strict=True))
+
+
+def test_a_message_of_several_values(run_ranks: Any) -> None:
+    """Small ones are packed, also where none has elements; large ones are not."""
+    for sizes in ([3, 5, 7], [0, 0, 0], [1 << 16, 3, 1 << 12]):
+        assert run_ranks(2, message, sizes) == [True, True]
 
 
 def test_parameters_are_gathered_once_a_step_or_for_each_micro_batch() -> None:

@@ -263,6 +263,7 @@ def _deepspeed(args: argparse.Namespace, contestant: Contestant, config: Any) ->
         "gradient_clipping": MAX_NORM,
         "zero_optimization": {"stage": contestant.stage, **elsewhere},
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW, as the other peers have
+        "bf16": {"enabled": contestant.bf16},
     }
 
     def make() -> Step:

@@ -53,6 +53,7 @@ class Case:
     compiled: bool = False
     graphs: bool | None = None
     pageable: bool = False  # batches
+    symmetric: bool = False  # memory
 
 
 RULES = {"qkv": (0, 3), "o": 1, "up": 0, "down": 1}
@@ -77,6 +78,7 @@ CASES = [
     Case("ZeRO-2", 2, [BF16, fz.shard_grads()]),
     Case("ZeRO-3", 2, [BF16, fz.shard_params()], compiled=True),
     Case("ZeRO-3, captured", 2, [BF16, fz.shard_params()], graphs=True),
+    Case("ZeRO-3, symmetric memory", 2, [BF16, fz.shard_params()], symmetric=True),
     Case("ZeRO-3, accumulate", 2, [BF16, fz.shard_params(), fz.accumulate(2)], graphs=True),
     Case("ZeRO-3, fp8", 2, [BF16, fz.shard_params(), fz.fp8()], graphs=True),
     Case("ZeRO-3, offload", 2, [BF16, fz.shard_params(), fz.remat("full"), fz.offload("cpu", OFFLOADED)]),
@@ -143,7 +145,8 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
     resident = torch.cuda.memory_allocated()
     for n in case.axes.values():
         size //= n
-    mesh = fz.make_mesh(**case.axes, data=size, timeout=120)
+    counts.taken()
+    mesh = fz.make_mesh(**case.axes, data=size, timeout=120, symmetric_memory=case.symmetric or None)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
     transforms = [*case.transforms, *([case.path(folder)] if case.path else [])]
     step = fz.compose(*transforms)(fz.train_step(planted(make_loss(config), plant), optimizer))
@@ -157,17 +160,21 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
     state = train.init(make_init(config), fz.random.key(0))
     found: dict[str, Any] = {"case": case.name, "ranks": int(os.environ["WORLD_SIZE"]), "backend": backend}
     found["host_works"] = any(isinstance(t, Offload | Redundant) for t in step.transforms)
+    registered = 0
     for number in range(REPLAYED + 1):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         counts.taken()
         began = time.process_time()
         state, _ = train(state, batches[number % 2])
-        cpu = time.process_time() - began
+        cpu, taken = time.process_time() - began, counts.taken()
+        registered += taken.get("ncclCommWindowRegister", 0)
         if number in (TOLD, REPLAYED):
-            found["told" if number == TOLD else "replayed"] = told(counts.taken(), cpu)
+            found["told" if number == TOLD else "replayed"] = told(taken, cpu)
         if number == PEAK:
             found["peak_mib"] = (torch.cuda.max_memory_allocated() - _workspaces() - resident) / 2**20
+    # the pool, with the groups of gathers and of reductions
+    found["registered"], found["to_register"] = registered, 2 * case.symmetric
     found["programs"] = len(train._runs)  # a second one: the step was traced again
     found["planned_mib"], found["refused"] = train.plan.peak_bytes / 2**20, said.refused
     fz.close_mesh()
@@ -214,13 +221,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--only", nargs="+")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--plant", default="", help="a fault")
     args = parser.parse_args()
     cudnn.install()
     # nothing is computed, and no rank hears of another
     training.check_finite = lambda *given: None  # type: ignore[assignment]
     replicas.same = lambda mesh, owner, held, fix: held()  # type: ignore[assignment]
-    config, size, rank = Config(4, 512, 8, 128, 8, 2048), int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
+    config = Config(args.layers, args.width, 8, 128, 8, 2048)
+    size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
     wanted = [x for x in CASES if x.ranks == size and (size == 1 or x.graphs)]
     plants = [next(x for x in wanted if x.pageable == (args.plant == "pageable"))] if args.plant else []
     cases = plants or [x for x in CASES if x.ranks == size and (not args.only or x.name in args.only)]

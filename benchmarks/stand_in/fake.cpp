@@ -208,8 +208,14 @@ X cudaError_t cudaDeviceGetAttribute(int *v, cudaDeviceAttr a, int d) {
     }
     return cudaSuccess;
 }
+// collectives that begin while the file FAKE_GONE is there wait for a rank that is gone, until they are aborted
+static std::atomic<bool> stuck{false};
+static void while_stuck() {
+    while (stuck) usleep(1000);
+}
 X cudaError_t cudaDeviceSynchronize() {
     note("cudaDeviceSynchronize");
+    while_stuck();
     return unsafe("cudaDeviceSynchronize");
 }
 X cudaError_t cudaDeviceCanAccessPeer(int *c, int, int) {
@@ -404,6 +410,7 @@ X cudaError_t cudaStreamQuery(cudaStream_t s) {
 }
 X cudaError_t cudaStreamSynchronize(cudaStream_t s) {
     note("cudaStreamSynchronize");
+    while_stuck();
     if (iscap(s)) {
         cap.invalid = true;
         return err(cudaErrorStreamCaptureUnsupported, "cudaStreamSynchronize");
@@ -460,6 +467,7 @@ X cudaError_t cudaEventQuery(cudaEvent_t e) {
     return unsafe("cudaEventQuery");
 }
 X cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    while_stuck();
     L l(mu);
     note("cudaEventSynchronize");
     auto &v = evs[e];
@@ -776,6 +784,12 @@ C(cuMemcpyDtoHAsync_v2, void *d, CUdeviceptr s, size_t n, CUstream) {
     memcpy(d, (void *)s, n);
     return CUDA_SUCCESS;
 }
+// what Triton's launcher asks of the driver
+C(cuCtxGetLimit, size_t *v, CUlimit) {
+    *v = 1 << 20;
+    return CUDA_SUCCESS;
+}
+C(cuCtxSetLimit, CUlimit, size_t) { return CUDA_SUCCESS; }
 C(cuStreamSynchronize, CUstream) {
     note("cuStreamSynchronize");
     return CUDA_SUCCESS;
@@ -874,8 +888,25 @@ X int ncclGroupEnd() {
     note("ncclGroupEnd");
     return 0;
 }
+X int ncclMemAlloc(void **p, size_t n) {
+    note("ncclMemAlloc");
+    return (int)cudaMalloc(p, n);
+}
+X int ncclMemFree(void *p) { return (int)cudaFree(p); }
+X int ncclCommWindowRegister(Comm, void *, size_t, void **w, int) {
+    note("ncclCommWindowRegister");
+    *w = malloc(64);
+    return 0;
+}
+X int ncclCommAbort(Comm) {
+    note("ncclCommAbort");
+    stuck = false;
+    return 0;
+}
 static int coll(const char *n, const void *s, void *r, size_t cnt, int dt, Comm c, void *st, bool same) {
     L l(mu);
+    const char *gone = getenv("FAKE_GONE");
+    if (gone && access(gone, F_OK) == 0) stuck = true;
     counts[std::string("nccl ") + n]++;
     counts[std::string("nccl ") + n + " bytes"] += cnt * dts(dt);
     LOG("nccl %s %ld dtype %d comm %p stream %p cap %d\n", n, (long)cnt, dt, c, st, (int)iscap(st));

@@ -41,7 +41,7 @@ from fzero.passes.pipeline import FIRST, passes_of
 from fzero.plan.calibration import calibration_path, elsewhere
 from fzero.plan.devices import Device, get_device, get_devices
 from fzero.plan.plan import fits
-from fzero.plan.process import parts, resident, room
+from fzero.plan.process import INTERPRETER, left, parts, resident, room
 from fzero.processes import LOCAL
 from fzero.program.show import show
 from fzero.progress import shown
@@ -87,6 +87,8 @@ class _OfTarget:
     """both at once: 8xh100 is --mesh data=8 --device h100; 64xa100-40gb"""
     budget: Annotated[str | None, _BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
+    whole: Annotated[bool, _FLAG] = False
+    """--budget is the whole of a card or a container: what the process takes besides comes off it first"""
     host_budget: Annotated[str | None, _BUDGET] = None
     """host memory a rank may use, where the host's is another than the device's"""
     disk_budget: Annotated[str | None, _BUDGET] = None
@@ -99,7 +101,12 @@ class _OfTarget:
 
     @property
     def budget_bytes(self) -> int | None:
-        return _bytes(self.budget)
+        """The budget of the program, without the process."""
+        found = _bytes(self.budget)
+        if found is None or not self.whole:
+            return found
+        axes, device = self._devices()
+        return left(device, found, math.prod(axes.values()) > 1, device.process_bytes or INTERPRETER)
 
     def lowered(self, asked: Mapping[str, str | None] = {}, skip: Sequence[str] = ()) -> _Lowered:
         """The target lowered for the mesh and the device that predicts, without the passes to skip. `asked`: by flag
@@ -108,7 +115,7 @@ class _OfTarget:
             self._check()
             axes, device = self._devices()
             mesh = AbstractMesh(**axes).of_type("cuda" if device.asynchronous else "cpu")
-            given = [_bytes(size) for size in (self.budget, self.host_budget, self.disk_budget)]
+            given = [self.budget_bytes, _bytes(self.host_budget), _bytes(self.disk_budget)]
             limits = parse_budgets(*(n and f"{n}B" for n in given))  # a unit was said, or many bytes
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
             print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
@@ -126,7 +133,7 @@ class _OfTarget:
                 step, params, batch = load(self.target)
             else:
                 budgets: dict[str, str | None] = dict(
-                    zip(_BUDGETS, (self.budget, self.host_budget, self.disk_budget), strict=True)
+                    zip(_BUDGETS, (_as_text(self), self.host_budget, self.disk_budget), strict=True)
                 )
                 if self.budget is None:
                     importlib.import_module("transformers")
@@ -174,6 +181,8 @@ class _OfTarget:
             problems.append(f"both {self.target} and --hf {self.model.hf}")
         elif self.target is not None:
             problems += [f"--{name}: is about --hf, and {self.target} has it in its code" for name in self.model.given]
+        if self.whole and self.budget is None:
+            problems.append("--whole: is about --budget SIZE")
         if self.devices is None and not self.mesh:
             problems.append("--mesh wants axes with their sizes, --mesh AXIS=SIZE ...; or give --devices NUMBERxNAME")
         if self.devices is not None and self.device is not None:
@@ -202,6 +211,13 @@ _BUDGETS = ("memory_budget", "host_budget", "disk_budget")
 def _rounded(nbytes: int) -> str:
     """As text, no more than it is."""
     return f"{int(nbytes / 1e8) / 10:g}GB" if nbytes >= 1e8 else f"{nbytes}B"
+
+
+def _as_text(command: _OfTarget) -> str | None:
+    """The budget of the program, as a flag has it."""
+    if command.whole and (found := command.budget_bytes) is not None:
+        return _rounded(found)
+    return command.budget
 
 
 def _likely(blocks: int, search: bool) -> float:
@@ -392,7 +408,7 @@ class Check:
                 raise UsageError(
                     "check", f"{self.target} returns an evaluation", fix="name a function that returns a training step"
                 )
-            part = mesh.index(zero_of(step, mesh).batch_axes)
+            part = mesh.index(zero_of(step, mesh).dealt_axes)
             params, batch, num_drawn = with_values(params, batch, part)
             far = (
                 shown("fzero.check", lambda: f"{self.steps} steps of both, leaf by leaf")

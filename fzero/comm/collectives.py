@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,12 @@ from fzero import compat
 from fzero.comm.host import host_pool
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh, group_along, ranks_along
+from fzero.ranks.turns import before_leaving
 
 _LOOK = 0.5  # seconds between two looks whether abandoned transfers are done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LARGE = 1 << 20  # bytes from which on a gather is broadcasts: gloo's own fills memory of its own first
+_PACKED = 1 << 16  # bytes up to which values of a message between stages are packed into one
 CHUNK = 1 << 18  # bytes combined at once on the host: half of a second-level cache
 COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -64,20 +67,31 @@ class ProcessGroups:
         self.slept: dict[int | None, float] = {None: 0.0}  # seconds that the host waited: it does not know for whom
         self._sends: dict[str, Any] = {}  # by axis
         self._free: list[torch.Tensor] = []  # memory for the parts of other ranks, which no reduction uses now
+        self._registered: list[weakref.finalize[..., Any]] = []  # what ends the registration of pools, once each
         self._pairs: dict[tuple[str, int, int], Any] = {}  # by axis, place of who hands and place of who takes
 
     def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
         """Memory for a program's transfers, on the CPU at a page. Every rank calls this for the same programs in the
         same order."""
-        on_cpu = self._mesh.device.type == "cpu"
-        found = (
-            host_pool(nbytes, self._mesh)
-            if on_cpu
-            else torch.zeros(nbytes, dtype=torch.uint8, device=self._mesh.device)
-        )
+        mesh = self._mesh
+        if mesh.device.type == "cpu":
+            found = host_pool(nbytes, mesh)
+        elif mesh.symmetric_memory and nbytes:
+            axes = [axis for axis, size in mesh.axes.items() if size > 1]
+            groups = [mesh.group(axis, gathers=gathers) for axis in axes for gathers in (True, False)]
+            found, end = compat.symmetric_memory(nbytes, mesh.device, groups)
+            self._registered.append(weakref.finalize(found, end))
+            self._registered[-1].atexit = False
+            before_leaving(self._deregister)
+        else:
+            found = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
         found._fzero_number = len(self._names)  # type: ignore[attr-defined]
         self._names.append(name)
         return found
+
+    def _deregister(self) -> None:
+        for end in self._registered:
+            end()
 
     def begin(self, pool: torch.Tensor) -> None:
         """Called before a program runs."""
@@ -186,24 +200,33 @@ class ProcessGroups:
                         self._pairs[axis, of, to] = made
             self._pairs.setdefault((axis, of, to), None)
 
-    def hand_start(self, value: torch.Tensor, axis: str, to: int) -> PendingTransfer:
-        """A value to the rank at another place along an axis."""
-        here = self._mesh.index(axis)
-        return self._handed(value.detach().contiguous(), axis, here, to, ())
+    def hand_start(self, values: Sequence[torch.Tensor], axis: str, to: int) -> PendingTransfer:
+        """Values to the rank at another place along an axis."""
+        flats = [value.detach().contiguous().view(-1).view(torch.uint8) for value in values]
+        if _packs(ends := _ends(flats)):
+            packed = torch.empty(ends[-1], dtype=torch.uint8, device=self._mesh.device)
+            compat.copy_all([packed[end - len(x) : end] for x, end in zip(flats, ends, strict=True)], flats)
+            flats = [packed]
+        return self._handed(flats, axis, self._mesh.index(axis), to, ())
 
-    def take_start(self, shape: Sequence[int], dtype: str, axis: str, of: int) -> PendingTransfer:
-        """The value of this shape and dtype that the rank at another place along an axis hands over."""
-        value = torch.empty(shape, dtype=getattr(torch, dtype), device=self._mesh.device)
-        return self._handed(value, axis, of, self._mesh.index(axis), (value,))
+    def take_start(self, values: Sequence[tuple[Sequence[int], str]], axis: str, of: int) -> PendingTransfer:
+        """The values of these shapes and dtypes that the rank at another place along an axis hands over."""
+        comes = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in values]
+        if _packs(ends := _ends(comes)):
+            packed = torch.empty(ends[-1], dtype=torch.uint8, device=self._mesh.device)
+            parts = [packed[end - x.nbytes : end] for x, end in zip(comes, ends, strict=True)]
+            filled = [part.view(x.dtype).view(x.shape) for part, x in zip(parts, comes, strict=True)]
+            return self._handed([packed], axis, of, self._mesh.index(axis), filled)
+        filled = [torch.empty_like(x, device=self._mesh.device) for x in comes]
+        return self._handed([x.view(-1).view(torch.uint8) for x in filled], axis, of, self._mesh.index(axis), filled)
 
     def _handed(
-        self, value: torch.Tensor, axis: str, of: int, to: int, filled: Sequence[torch.Tensor]
+        self, flats: Sequence[torch.Tensor], axis: str, of: int, to: int, filled: Sequence[torch.Tensor]
     ) -> PendingTransfer:
-        """A value on its way from one place to another, which is alive until it is there."""
+        """Bytes on their way from one place to another, which are alive until they are there."""
         group, root = self._pairs[axis, of, to], ranks_along(self._mesh, axis)[of]
-        flat = value.view(-1).view(torch.uint8)
-        works = [dist.broadcast(flat, root, group, async_op=True)] if value.numel() else []
-        return self._moving(works, filled, kept=(value,))
+        works = [dist.broadcast(flat, root, group, async_op=True) for flat in flats if flat.numel()]
+        return self._moving(works, filled, kept=flats)
 
     def wait(
         self, moving: PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
@@ -263,6 +286,20 @@ class ProcessGroups:
         began = time.monotonic()
         finish(self._mesh, work)
         self.slept[None] += time.monotonic() - began
+
+
+def _ends(values: Sequence[torch.Tensor]) -> list[int]:
+    """The ends in bytes of values that lie one behind the other, each at a multiple of 16."""
+    ends, end = list[int](), 0
+    for x in values:
+        end = -(-end // 16) * 16 + x.nbytes
+        ends.append(end)
+    return ends
+
+
+def _packs(ends: Sequence[int]) -> bool:
+    """Whether values go as one: several small ones. A copy of large ones takes longer than a second message."""
+    return len(ends) > 1 and ends[-1] <= _PACKED
 
 
 def finish(mesh: Mesh, work: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -12,6 +13,8 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroValueError
+
+_PATIENCE = 10.0  # seconds for the batch under way, once nobody asks for more
 
 
 class Dataset(Protocol):
@@ -33,8 +36,8 @@ def read_ahead(
     """An iterator over `(step, batch)` for the steps from `start` to `stop - 1`, read ahead by a thread.
 
     The batches are those of `dataset.batch_at(step, rank, size)`. An exception in the thread is raised where the batch
-    would have come. The thread ends with the last step, with `close()`, when the iterator is dropped (so a `break` is
-    enough), and never keeps the process alive.
+    would have come. The thread ends with the last step, with `close()`, and when the iterator is dropped (so a `break`
+    is enough) or the process ends: these wait for the batch under way, 10 seconds at most.
 
     Args:
         dataset: a `TokenDataset`, or anything with its `batch_at`; batches are pytrees of tensors.
@@ -95,7 +98,7 @@ class ReadAhead:
         args = (dataset, steps, rank, size, device, self._ready, self._stopped)
         self._thread = threading.Thread(target=_produce, args=args, name="fzero-read-ahead", daemon=True)
         self._thread.start()
-        self._close = weakref.finalize(self, _stop, self._ready, self._stopped)
+        self._close = weakref.finalize(self, _stop, self._ready, self._stopped, self._thread)
 
     def __iter__(self) -> ReadAhead:
         return self
@@ -149,14 +152,16 @@ def _produce(
         ready.put(("error", error))
 
 
-def _stop(ready: queue.Queue[Any], stopped: threading.Event) -> None:
-    """Makes the thread end: it puts at most one more item, for which there is room once the queue was emptied."""
+def _stop(ready: queue.Queue[Any], stopped: threading.Event, thread: threading.Thread) -> None:
+    """Ends the thread with its iterator, or with the process: one that the interpreter finds in the middle of a PyTorch
+    operation when it ends takes the process with it ("terminate called without an active exception"). The thread puts
+    at most one more item, for which there is room once the queue was emptied."""
     stopped.set()
-    while True:
-        try:
+    with contextlib.suppress(queue.Empty):
+        while True:
             ready.get_nowait()
-        except queue.Empty:
-            return
+    if thread is not threading.current_thread():  # which may be the one that collects garbage
+        thread.join(_PATIENCE)
 
 
 def _pinned(x: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,6 +85,10 @@ class Pace:
         mesh: of all ranks.
         every: steps of a window.
 
+    Attributes:
+        alike: groups of ranks that have the same work, such as those of one stage of a pipeline. A rank is compared
+            with its group.
+
     Communication: of so many steps a note of about 100 bytes to the store, and those of all ranks from it.
     """
 
@@ -93,6 +97,7 @@ class Pace:
         self._steps = self._window = 0
         self._began, self._slept = 0.0, dict[int | None, float]()
         self._in_a_row: dict[int, int] = {}
+        self.alike: Sequence[Sequence[int]] = [range(mesh.size)]
 
     def step(self, batch: int) -> list[Finding]:
         """Called before each step. The same on every rank."""
@@ -128,9 +133,10 @@ class Pace:
         return self._judge([*self._notes.read(last, ranks, dict[str, Any]).values()], batch)
 
     def _judge(self, notes: list[dict[str, Any]], batch: int) -> list[Finding]:
-        median = statistics.median_low(note["worked"] for note in notes)
         found = []
+        medians = {r: statistics.median_low(notes[i]["worked"] for i in ranks) for ranks in self.alike for r in ranks}
         for rank, note in enumerate(notes):
+            median = medians[rank]
             times = note["worked"] / median if median > 0 else 1.0
             self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if times > SLOWER else 0
             if self._in_a_row[rank] == _IN_A_ROW:

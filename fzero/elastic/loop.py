@@ -30,7 +30,7 @@ from fzero.elastic.wards import Ward
 from fzero.errors import CheckpointError, FzeroValueError, StorageError
 from fzero.layout import extent_of
 from fzero.lowering.layouts import zero_of
-from fzero.mesh import Mesh
+from fzero.mesh import Mesh, ranks_by_index
 from fzero.processes import Processes
 from fzero.ranks import agreement, turns
 from fzero.ranks.notes import STRANGERS, proven, signed
@@ -39,6 +39,8 @@ from fzero.runtime.training import CompiledStep
 from fzero.step import State
 from fzero.train_state import check_whole
 from fzero.transforms.base import find
+from fzero.transforms.local_sgd import LocalSGD
+from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.redundant import Redundant
 
 logger = logging.getLogger("fzero")
@@ -112,7 +114,7 @@ class Run:
     @property
     def place(self) -> dict[str, int]:
         if self._train is not None:
-            axes = zero_of(self._train.step, self.mesh).batch_axes
+            axes = zero_of(self._train.step, self.mesh).dealt_axes
         else:
             axes = tuple(name for name in self.mesh.axes if name in ("node", "replica", "data"))
         return {"rank": self.mesh.index(axes), "size": self.mesh.axis_size(axes)}
@@ -181,11 +183,17 @@ class Run:
         if problems:
             fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
             raise FzeroValueError("run.state", "invalid arguments", problems, fix)
+        if (replicas := find(train.resolved.transforms, LocalSGD)) is not None and self.mesh.size > 1:
+            what = f"{replicas}: replicas have states of their own, and hosts keep one of what ranks hold in common"
+            fix = "run it without fz.run: make_mesh, and fz.checkpoint.save(path, train.sync(state))"
+            raise FzeroValueError("run.state", what, fix=fix)
         if self._newest is not None:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
         self._path, self._train, self._data, self._private = path, train, data, private
         self._cursor = None if data is None else data.cursor(0)
+        if self._pace is not None and (stages := find(train.resolved.transforms, Pipeline)) is not None:
+            self._pace.alike = ranks_by_index(self.mesh, stages.axis)
         kept, lost, reached = self._in_memory()
         self._signals.free = kept is None
         if self._stops and kept is None:  # there is nothing to save

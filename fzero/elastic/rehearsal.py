@@ -27,6 +27,7 @@ from fzero.elastic.joining import Signals
 from fzero.elastic.loop import Run
 from fzero.errors import FzeroValueError
 from fzero.lowering.budget import Budget
+from fzero.lowering.choose_formats import open_formats
 from fzero.lowering.layouts import abstract, opt_state_inputs, params_inputs
 from fzero.lowering.slots import slots_of
 from fzero.mesh import Mesh, unjoined
@@ -81,7 +82,7 @@ def rehearse(main: Callable[[Run], Any], timeout: float, axes: Mapping[str, Any]
 def _arguments(axes: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `make_mesh`, as `unjoined` takes them."""
     named = ("device", "shared_memory", "unified_memory")
-    sizes = {name: size for name, size in axes.items() if name not in named}
+    sizes = {name: size for name, size in axes.items() if name not in (*named, "symmetric_memory")}
     return {**{name: axes[name] for name in named if name in axes}, "axes": sizes}
 
 
@@ -126,12 +127,14 @@ class _Step(CompiledStep):
 
     def __call__(self, state: State, batch: Any, *more: Any) -> Any:
         inputs: Inputs = self._inputs(state)
-        if self.limits != (None, None, None) or find(self.resolved.transforms, Offload):  # else the ranks compare rates
+        asked = find(self.resolved.transforms, Offload) or open_formats(self.resolved)
+        if asked or self.limits != (None, None, None):  # else the ranks compare rates
             self._budget = Budget(
                 self.limits[0], get_device(None, self.mesh.device_type), self.backend, *self.limits[1:]
             )
         lowered = self._lower(inputs, batch)
-        used = {line.fn for line, _ in lowered.program.walk() if line.op == "call"}
+        # a spare takes the place of any rank, so of any stage
+        used = {line.fn for program in lowered.programs for line, _ in program.walk() if line.op == "call"}
         functions = {name: f for name, f in lowered.program.functions.items() if name in used}
         build(functions, self.backend, Mesh({"data": 1}, 0, self.mesh.device))
         raise _Rehearsed

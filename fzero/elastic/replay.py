@@ -73,6 +73,7 @@ def twice(
 
     def once_more() -> RanStep:
         _rewind(state, _kept(mesh, seen, memory, on_host), mesh)
+        train.rewound(state)
         return _carried_out(train, state, batch)
 
     first, second = _carried_out(train, state, batch), once_more()

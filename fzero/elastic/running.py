@@ -34,6 +34,7 @@ from fzero.elastic.joining import (
     say_why,
 )
 from fzero.elastic.loop import Run
+from fzero.elastic.stuck import freed
 from fzero.errors import DivergenceError, FzeroValueError, RankLost
 from fzero.mesh import close_mesh
 from fzero.processes import Processes
@@ -206,7 +207,8 @@ def _until_it_returns(
             if unlike is None:
                 if memory is not None and Processes.of().local == 0:
                     host.forget(memory, ended)
-                result = main(run)
+                with freed(mesh):
+                    result = main(run)
                 run._end(any(agreement.everyones(mesh, "run", lambda: signals.came)))
                 return result, run.stopping
         except Exception as error:

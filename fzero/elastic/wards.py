@@ -79,6 +79,7 @@ class Wards:
             name: (tag[0], x)
             for name, x in plan.tensors.items()
             if name not in plan.aliases and (tag := leaf_of(x)) is not None and ward.spec.sends(tag[0])
+            if tag[0].is_on(mesh)  # the ranks along the axis are of one stage
         }
         self.names = list(leaves)
         owner = ward.owner(mesh)

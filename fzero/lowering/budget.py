@@ -11,13 +11,15 @@ from fzero.passes.choice import Choice
 from fzero.passes.head_rows import NOTE, open_rows
 from fzero.passes.off_device import blocks_updated_on_host
 from fzero.passes.overlap import Order
+from fzero.passes.split_gathers import NOTE as PARTS
 from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan, PlanDecision
 from fzero.plan.render import brief
-from fzero.program.ir import Program
-from fzero.program.ops.transfers import AllReduce, ReduceScatter
+from fzero.program.ir import Line, Program
+from fzero.program.ops.transfers import AllReduce, AllToAll, ReduceScatter
 from fzero.transforms.base import find
+from fzero.transforms.compress import Compress, Formats
 from fzero.transforms.remat import Remat
 from fzero.units import exact_size, size
 
@@ -66,17 +68,27 @@ class Budget:
         return max(shares, default=0.0)
 
 
+class Decided(NamedTuple):
+    """Formats that were decided for `compress("auto", every=)`, and why: for each axis, or for all."""
+
+    formats: Formats
+    why: str | Sequence[str]
+
+
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[PlanDecision, ...]:
     """The decisions behind a program that has been chosen: without a budget only what becomes of the gradients of
     micro-batches."""
     limited = budget is not None and budget.nbytes is not None
     found = [*_gathered_once(program, choice, limited), *_of_micro_batches(program, choice)]
+    formats = zip(choice.wire, choice.wire_because, strict=True)
+    found += [PlanDecision(f"compress over {x.axis}", str(x), why) for x, why in formats]
     if limited:
         spec = find(program.transforms, Remat)
         auto = spec is not None and spec.policy == "auto"
         why = "the share of activation memory that fits and is fastest" if auto else "the step says so"
         kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
         found = [PlanDecision("remat", kept, why), *_of_head(program), *found, *_of_order(choice.order)]
+    found += _of_parts(program, choice)
     if choice.grads != "update":
         host = choice.grads == "host"
         why = "wherever their update runs: the device has no room for them"
@@ -99,6 +111,15 @@ def _of_head(program: Program) -> Iterator[PlanDecision]:
         yield PlanDecision("head rows", made, "as many at once as fit")
 
 
+def _of_parts(program: Program, choice: Choice) -> Iterator[PlanDecision]:
+    made = next((x.removeprefix(PARTS) for x in program.notes if x.startswith(PARTS)), None)
+    if made is not None:
+        why = (
+            "no other fits; each is gathered by every part that reads it" if choice.gather_bytes else "the step says so"
+        )
+        yield PlanDecision("gathers", made, why)
+
+
 def _gathered_once(program: Program, choice: Choice, limited: bool) -> Iterator[PlanDecision]:
     if (once := keeps_gathers(program.transforms)) is not None:
         why = "as many blocks as fit and are fastest" if limited else "of all blocks: there is no budget"
@@ -109,14 +130,20 @@ def _gathered_once(program: Program, choice: Choice, limited: bool) -> Iterator[
 
 def _of_micro_batches(program: Program, choice: Choice) -> Iterator[PlanDecision]:
     for loop in (line for line in program.lines if line.op == "loop"):
-        within = {a: None for line in loop.body if line.op == ReduceScatter.name for a in line.axes}
-        later = {a: None for line in program.lines if line.op in _REDUCES for a in line.axes if a not in within}
+        within = {a: None for x in loop.body if x.op == ReduceScatter.name or _deals(x) for a in x.axes}
+        reduces = (x for x in program.lines if x.op in _REDUCES or _deals(x))
+        later = {a: None for x in reduces for a in x.axes if a not in within}
         why = choice.because if within or choice.whole_grads else "the stage adds them up whole"
         how = "reduced after every micro-batch" if within else "reduced once a step"
         if within and later:
             how = f"reduced over {', '.join(within)} after every micro-batch, over {', '.join(later)} once a step"
         why = f"{how}: {why or 'it takes least, and there is no budget'}"
         yield PlanDecision("gradients", "shards" if within else "whole", why)
+
+
+def _deals(line: Line) -> bool:
+    """Whether a line begins a reduction whose summands are in codes."""
+    return line.op == AllToAll.name and line.by == Compress.name
 
 
 def _of_order(order: Order) -> Iterator[PlanDecision]:
@@ -179,7 +206,9 @@ def filling(program: Program, found: Plan) -> list[str]:
     """The roles that fill the device's memory at the peak, the largest first, and the reason why many gradients wait,
     if they do."""
     why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
-    return [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
+    parts = next((x.removeprefix(PARTS) for x in program.notes if x.startswith(PARTS)), None)
+    lines = [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
+    return [*lines, *([f"gathers are in parts already: {parts}"] if parts else [])]
 
 
 def filling_host(found: Plan) -> list[str]:

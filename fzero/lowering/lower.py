@@ -17,11 +17,13 @@ from fzero.errors import FzeroTypeError
 from fzero.lowering.advice import advise
 from fzero.lowering.auto import resolve
 from fzero.lowering.base_program import lower_eval
-from fzero.lowering.budget import Budget, unmet
+from fzero.lowering.budget import Budget, Decided, unmet
+from fzero.lowering.choose_formats import check_links_known, choose_formats, open_formats, with_decided
 from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.choose_stages import choose_stages
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
-from fzero.lowering.lowered import Lowered
+from fzero.lowering.lowered import Lowered, Reform
+from fzero.lowering.outer_steps import check_sync, outer_steps
 from fzero.lowering.search import Search
 from fzero.lowering.slots import check_used
 from fzero.lowering.traced import Traced, trace_step
@@ -110,6 +112,8 @@ def lower(
     if device is not None and type(mesh) is AbstractMesh and mesh.device_type != kind:
         mesh = mesh.of_type(kind)
     step = with_first_dtype(step, mesh.device if isinstance(mesh, Mesh) else None)
+    if device is None:
+        check_links_known(step, mesh, rates)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
     budget, chosen, traced = Budget(nbytes, rates, backend, host, disk), (), None
     skip = frozenset((skip,) if isinstance(skip, str) else skip)
@@ -133,9 +137,11 @@ def lower_inputs(
     traced: Traced | None = None,
     limited: bool = False,
     skip: frozenset[str] = frozenset(),
+    formats: Decided | None = None,
 ) -> Lowered:
     """As `lower`, from leaf tables. `traced`: the step as `resolve` has traced it already; `limited`: the choice that
-    takes least memory is asked for, without a budget."""
+    takes least memory is asked for, without a budget; `formats`: those of `compress("auto", every=)`, if they were
+    decided."""
     opt_state = watched = None
     raises = ()
     if isinstance(step, EvalStep):
@@ -153,7 +159,7 @@ def lower_inputs(
         limited = limited or (budget is not None and budget.nbytes is not None)
         starts, passes = variants.starts(first_choice(step, mesh, limited), budget), variants.passes
 
-    axis = zero_of(step, mesh).stages
+    axis, spec = zero_of(step, mesh).stages, open_formats(step)
     here = mesh.index(axis) if axis and isinstance(mesh, Mesh) else 0
     stages = range(mesh.axes[axis] if axis else 1)
 
@@ -173,13 +179,29 @@ def lower_inputs(
             raises=raises,
             stage=here,
             stages=lambda: _stages(variants, replace(choice, stage=here)),
+            reform=None if budget is None or spec is None or spec.every is None else Reform(again, lowered),
+            outer_steps=lambda: (
+                outer_steps(step, mesh, traced.slots, lower_inputs) if traced and isinstance(step, Step) else ()
+            ),
         )
+
+    def chosen(budget: Budget, formats: Decided | None) -> Choice | None:
+        search = Search(lambda choice: tuple(variants(replace(choice, stage=n)) for n in stages), passes, budget)
+        with within("planning", "the fastest program that fits"):
+            choice = next(filter(None, map(search.best, starts)), None)
+            if choice is not None and spec is not None:
+                choice = _with_formats(variants, search, choice, starts, formats)
+        return choice
 
     if budget is None:
         return lowered(starts[0][0])
-    search = Search(lambda choice: tuple(variants(replace(choice, stage=n)) for n in stages), passes, budget)
-    with within("planning", "the fastest program that fits"):
-        choice = next(filter(None, map(search.best, starts)), None)
+
+    def again(budget: Budget, formats: Decided | None) -> Choice:
+        found = chosen(budget, formats)
+        assert found is not None, "it fits without codes"
+        return found
+
+    choice = chosen(budget, formats)
     if choice is None:
         programs = variants.all_verified(starts[-1][0])
         program = _largest(programs, budget)
@@ -187,7 +209,23 @@ def lower_inputs(
         over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
         advice = advice_on(step, mesh, params, batch, budget, found) if over and isinstance(step, Step) else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
-    return lowered(choice)
+    found = lowered(choice)
+    check_sync(found, budget)
+    return found
+
+
+def _with_formats(
+    variants: Variants, search: Search, choice: Choice, starts: Sequence[Sequence[Choice]], decided: Decided | None
+) -> Choice:
+    """The best choice with the formats of `compress("auto")`. `choice`: the best one without."""
+    chosen = choose_formats(variants, search, choice) if decided is None else with_decided(variants, choice, decided)
+    formats = {"wire": chosen.wire, "wire_because": chosen.wire_because}
+    if not search.passes or not any(x.params or x.grads for x in chosen.wire):
+        return chosen
+    again = (search.best([replace(c, **formats) for c in group]) for group in starts)
+    why = "in codes the step does not fit the budget"
+    plain = tuple(x._replace(params=None, grads=None) for x in chosen.wire)
+    return next(filter(None, again), replace(choice, wire=plain, wire_because=(why,) * len(plain)))
 
 
 def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:

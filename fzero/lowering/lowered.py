@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fzero import tree
 from fzero.errors import FzeroValueError
-from fzero.lowering.budget import Budget, decided
+from fzero.lowering.budget import Budget, Decided, decided
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import passes_of
 from fzero.plan.devices import Device
@@ -19,6 +19,22 @@ from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.program.show import show
 from fzero.trace.record import without_gc
+from fzero.transforms.base import find
+from fzero.transforms.local_sgd import LocalSGD
+from fzero.units import duration, size
+
+
+@dataclass(frozen=True, eq=False)
+class Reform:
+    """A step that can be lowered with other formats without another trace (`compress("auto", every=)`).
+
+    Attributes:
+        choose: the choice by these rates; with formats that were decided, for these.
+        lowered: the step with a choice.
+    """
+
+    choose: Callable[[Budget, Decided | None], Choice]
+    lowered: Callable[[Choice], Lowered]
 
 
 @dataclass(frozen=True)
@@ -50,8 +66,11 @@ class Lowered:
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
     raises: tuple[str, ...] = ()  # the lines of conditions under which a training step raises
     stage: int = 0  # of this rank
+    # with other formats, where these may change during a run
+    reform: Reform | None = field(default=None, repr=False, compare=False)
     # the programs on the way, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
+    outer_steps: Callable[[], tuple[Lowered, ...]] = field(default=tuple, repr=False, compare=False)
 
     def __str__(self) -> str:
         return str(self.program)
@@ -94,6 +113,11 @@ class Lowered:
         return programs[max(at - 1, 0)], programs[at]
 
     @functools.cached_property
+    def outer(self) -> tuple[Lowered, ...]:
+        """The outer steps of `fz.local_sgd`, one for each fragment; none without it."""
+        return self.outer_steps()
+
+    @functools.cached_property
     def plan(self) -> Plan:
         """The cost of a step on each rank: memory, bytes on every channel, time; on the device and for the backend that
         it was lowered for."""
@@ -102,6 +126,18 @@ class Lowered:
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
         """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or
         of a calibration file."""
-        decisions = (*self.chosen, *decided(self.program, self.choice, self.budget))
+        outer = (_met(self.program, i, x.plan_on(device, backend)) for i, x in enumerate(self.outer))
+        decisions = (*self.chosen, *decided(self.program, self.choice, self.budget), *outer)
         with without_gc():
             return plan(self.program, device, backend=backend, decisions=decisions, stages=self.programs)
+
+
+def _met(program: Program, fragment: int, outer: Plan) -> PlanDecision:
+    """The cost of the sync of a fragment, beside the steps between two."""
+    spec = find(program.transforms, LocalSGD)
+    assert spec is not None
+    sent = sum(channel.bytes for name, channel in outer.channels.items() if name.endswith(spec.axis))
+    why = f"{duration(outer.step_seconds)} and {size(sent)} sent, in a step of its own: "
+    why += f"{duration(outer.step_seconds / spec.every)} a step"
+    part = f", fragment {fragment}" if spec.fragments > 1 else ""
+    return PlanDecision(f"local_sgd over {spec.axis}{part}", f"every {spec.every} steps", why)

@@ -28,7 +28,7 @@ from fzero.lowering.budget import Budget
 from fzero.passes.choice import Choice
 from fzero.passes.off_device import leaves_side_open
 from fzero.passes.pipeline import Options, Pass
-from fzero.plan.plan import peak_bytes, queue_seconds
+from fzero.plan.plan import exposed_seconds, peak_bytes, queue_seconds
 from fzero.plan.timeline import COMPUTE
 from fzero.program.ir import Program
 from fzero.units import duration, size
@@ -62,6 +62,11 @@ class CostOfChoice:
     def queues(self) -> tuple[float, dict[str, float]]:
         """Seconds of a step, and of each queue (`queue_seconds`)."""
         return queue_seconds(self.programs, self.budget.device, self.budget.backend)
+
+    @functools.cached_property
+    def exposed(self) -> dict[str, float]:
+        """Seconds of a step that compute waits for each channel; of a pipeline, in the first stage."""
+        return exposed_seconds(self.programs, self.budget.device, self.budget.backend)
 
 
 class Search:

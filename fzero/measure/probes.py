@@ -25,6 +25,7 @@ from fzero.mesh import Mesh
 from fzero.plan.devices import Link
 from fzero.plan.process import resident
 from fzero.program.ir import Function
+from fzero.ranks import agreement
 from fzero.trace.device import on_device
 from fzero.trace.flops import transcendentals
 from fzero.trace.record import record
@@ -176,26 +177,63 @@ def link(mesh: Mesh, seconds: float) -> Link:
     transport of the mesh, half each."""
     axis, size = next((a, n) for a, n in reversed(mesh.axes.items()) if n > 1)
     largest = _COPY // (size * 4) * 4 * size  # a whole, in bytes
-    carrier: Any = transport(mesh)
-    pool = carrier.pool(2 * largest)
-
-    def pair(nbytes: int) -> Callable[[], None]:
-        whole = pool[:nbytes].view(torch.float32)
-        summed = pool[largest : largest + nbytes // size].view(torch.float32)
-        part = whole.numel() // size
-        shard = whole[mesh.index(axis) * part : (mesh.index(axis) + 1) * part]
-
-        def run() -> None:
-            carrier.begin(pool)
-            carrier.wait(carrier.all_gather_start([shard], axis, [whole]), [whole], True)
-            carrier.wait(carrier.reduce_scatter_start([whole], axis, "sum", [whole, summed]), [summed], True)
-
-        return run
-
+    pool = transport(mesh).pool(2 * largest)
     # every rank runs each as often as the others: a fixed number of times, not for a time
-    measured = {n: best(pair(n), mesh.device, 0.0, 8 if n == largest else 30) for n in (size * 1024, largest)}
+    pair = lambda n: best(_pair(mesh, axis, pool, n), mesh.device, 0.0, 8 if n == largest else 30)  # noqa: E731
+    return _along({n: pair(n) for n in (size * 1024, largest)}, size)
+
+
+def _along(measured: Mapping[int, float], size: int) -> Link:
+    """The link along an axis with so many ranks, of the seconds of gathers and reductions of wholes."""
     fit = fitted({n * 2 * (size - 1) // size: t for n, t in measured.items()})
     return Link(fit.latency / 2 / (size - 1), fit.bandwidth)
+
+
+def _pair(mesh: Mesh, axis: str, pool: torch.Tensor, nbytes: int) -> Callable[[], None]:
+    """A gather of a whole with so many bytes, and its reduction, in a pool of twice as many at least."""
+    carrier: Any = transport(mesh)
+    size, half = mesh.axes[axis], pool.numel() // 2
+    whole, summed = pool[:nbytes].view(torch.float32), pool[half : half + nbytes // size].view(torch.float32)
+    part = whole.numel() // size
+    shard = whole[mesh.index(axis) * part : (mesh.index(axis) + 1) * part]
+
+    def run() -> None:
+        carrier.begin(pool)
+        carrier.wait(carrier.all_gather_start([shard], axis, [whole]), [whole], True)
+        carrier.wait(carrier.reduce_scatter_start([whole], axis, "sum", [whole, summed]), [summed], True)
+
+    return run
+
+
+class LinkProbes:
+    """Measures the links along each axis of a mesh between steps of a run, in some milliseconds.
+
+    Memory: two times 4 MiB of the device for each axis.
+    """
+
+    _ENOUGH = 5e-3  # seconds of a transfer that is long enough
+    _LARGEST = 1 << 22  # bytes
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        sizes = {axis: n * max(self._LARGEST // n // 4 * 4, 4096) for axis, n in mesh.axes.items() if n > 1}
+        self._pools = {axis: transport(mesh).pool(2 * nbytes) for axis, nbytes in sizes.items()}
+
+    def measured(self) -> dict[str, Link]:
+        """The link along each axis. All ranks call this together."""
+        return {axis: self._along(axis, pool) for axis, pool in self._pools.items()}
+
+    def _along(self, axis: str, pool: torch.Tensor) -> Link:
+        mesh, size = self._mesh, self._mesh.axes[axis]
+        seconds = lambda n, times: best(_pair(mesh, axis, pool, n), mesh.device, 0.0, times)  # noqa: E731
+        few, many = size * 1024, size * 4096
+        quick = seconds(few, 4)
+        while True:
+            slow = seconds(many, 2)
+            longest = max(agreement.everyones(mesh, "compress", lambda slow=slow: slow))
+            if longest > self._ENOUGH or 4 * many > pool.numel() // 2:
+                return _along({few: quick, many: slow}, size)
+            many *= 4
 
 
 def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tuple[Link, Link, float]:

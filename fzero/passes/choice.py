@@ -7,6 +7,7 @@ from typing import Any
 
 from fzero.passes.overlap import Order, coalescable
 from fzero.program.ir import Program
+from fzero.transforms.compress import Formats
 
 FINEST = 16
 FARTHEST = 3  # blocks ahead that a gather is tried to start
@@ -22,7 +23,9 @@ class Choice:
     the tiers whose leaves are updated on a guess (passes/speculate.py); `rests`: what `offload("auto")` moves off the
     device, and where (lowering/auto.py); `stage`: of
     a pipeline, whose program it is; `head_rows`: rows of the head that are computed at once, 0 for all
-    (passes/head_rows.py)."""
+    (passes/head_rows.py); `gather_bytes`: bytes of a function's parameters that are gathered at once, 0 for all
+    (passes/split_gathers.py); `wire`: the formats over each axis that `compress("auto")` may choose for,
+    `wire_because`."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
@@ -35,8 +38,11 @@ class Choice:
     rests: tuple[Any, ...] = field(default=(), repr=False)
     stage: int = 0
     head_rows: int = 0
+    gather_bytes: int = 0
+    wire: Formats = ()
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)
+    wire_because: tuple[str, ...] = field(default=(), compare=False)
 
     def shares(self, what: str) -> list[Choice]:
         """The choices with more and more of something, in steps of 1/16."""

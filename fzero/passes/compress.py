@@ -26,7 +26,7 @@ from fzero.errors import FzeroValueError
 from fzero.layout import BLOCK, Leaf
 from fzero.passes.zero import Zero
 from fzero.precision import codes
-from fzero.precision.codes import Form, Format, Wire
+from fzero.precision.codes import GRADS, PARAMS, Form, Format, Wire
 from fzero.program.attrs import GatherAttrs, ScatterAttrs
 from fzero.program.ir import WHOLE, Line, Placement, Program, Value, moving
 from fzero.program.lines import Functions
@@ -34,7 +34,7 @@ from fzero.program.names import Names, identifier
 from fzero.program.ops import OPS, STARTS
 from fzero.trace.recorder import Recorded
 from fzero.transforms.base import find
-from fzero.transforms.compress import Compress
+from fzero.transforms.compress import AxisFormats, Compress
 
 _GATHER = "all_gather_start"
 _REDUCTIONS = ("reduce_scatter_start", "all_reduce_start")
@@ -42,16 +42,53 @@ _KEEPS = ("wait", "accumulate", "flatten", "split_parts", "add")
 """The ops whose results are the gradient that they read."""
 
 
-def rewrite(program: Program, zero: Zero) -> Program:
-    """The program whose transfers are in codes.
+def rewrite(program: Program, zero: Zero, wire: Sequence[AxisFormats] = ()) -> Program:
+    """The program whose transfers are in codes. `wire`: the formats that an "auto" comes to.
 
     Raises:
         FzeroValueError: an axis of the transform is not on the mesh, or nothing travels in codes over it, or at all.
     """
     spec = find(program.transforms, Compress)
     assert spec is not None
-    axes = {a for r in zero.specs for a in r.axes if program.mesh.axes[a] > 1}.difference(zero.computed)
-    return _Coding(program, spec, axes).run()
+    return _Coding(program, spec.chosen(wire) if spec.auto else spec, _axes(program, zero)).run()
+
+
+def ladders(program: Program, zero: Zero) -> list[list[AxisFormats]]:
+    """The formats that an "auto" may choose for each axis, from as it is to the most compression, of a program before
+    its transfers are in codes. Gradients of 4 bits are for sums of another axis alone.
+
+    Raises:
+        FzeroValueError: the axis of the transform is not on the mesh; nothing could travel in codes.
+    """
+    spec = find(program.transforms, Compress)
+    assert spec is not None
+    coding = _Coding(program, spec, _axes(program, zero))
+    coding.check_axes()
+    found = list[list[AxisFormats]]()
+    for axis in (a for a in program.mesh.axes if a in coding.axes and spec.axis in (None, a)):
+        able = coding.travels(axis)
+        rungs = [AxisFormats(axis)]
+        rungs += [AxisFormats(axis, None, name) for name in ("bf16", "int8") if name in able.grads]
+        rungs += [rungs[-1]._replace(params="int8")] if able.params else []
+        rungs += [rungs[-1]._replace(grads="int4")] if "int4" in able.grads and not able.first else []
+        found += [rungs] if len(rungs) > 1 else []
+    if not found:
+        raise coding.does_nothing("does nothing")
+    return found
+
+
+def _axes(program: Program, zero: Zero) -> set[str]:
+    """The axes over which parameters and gradients travel."""
+    return {a for r in zero.specs for a in r.axes if program.mesh.axes[a] > 1}.difference(zero.computed)
+
+
+class _Travels(NamedTuple):
+    """The transfers over an axis that may be in codes: whether parameters; the formats that change gradients; whether
+    some gradient is reduced over it first."""
+
+    params: bool
+    grads: frozenset[str]
+    first: bool
 
 
 class _Bundle(NamedTuple):
@@ -94,9 +131,7 @@ class _Coding:
         self.gone: set[str] = set()  # waits that have another in their place
 
     def run(self) -> Program:
-        if unknown := [a for a in self.spec.axes if a not in self.mesh.axes]:
-            said = [f"{a!r}: the mesh has {self.mesh}" for a in unknown]
-            raise FzeroValueError("compress", "unknown mesh axis", said, "name an axis of the mesh")
+        self.check_axes()
         lines = list[Line]()
         for line in self.program.lines:
             new = self._line(line)
@@ -109,7 +144,41 @@ class _Coding:
         lines = [x for x in kept if not idle(x)]
         return replace(self.program, lines=tuple(lines), functions=self.functions.by_name)
 
+    def check_axes(self) -> None:
+        """Raises if the spec names an axis that the mesh has not."""
+        if unknown := [a for a in self.spec.axes if a not in self.mesh.axes]:
+            said = [f"{a!r}: the mesh has {self.mesh}" for a in unknown]
+            raise FzeroValueError("compress", "unknown mesh axis", said, "name an axis of the mesh")
+
     # --- what travels ---
+
+    def travels(self, axis: str) -> _Travels:
+        """The transfers over an axis that may be in codes."""
+        lines = [x for x, _ in self.program.walk() if x.op in (_GATHER, *_REDUCTIONS) and x.axes == (axis,)]
+        gathers = [x for x in lines if x.op == _GATHER]
+        reductions = [(x, self._pairs(x)) for x in lines if x.op != _GATHER]
+        coded = lambda line, pairs, of: any(w.format is not None for w in self._wires(line, pairs, GRADS[of]))  # noqa: E731
+        return _Travels(
+            self.spec.params is not None and any(self._gathers_codes(x) for x in gathers),
+            frozenset(of for of in GRADS if self.spec.grads and any(coded(x, pairs, of) for x, pairs in reductions)),
+            any(not self._is_sum(value.name) for _, pairs in reductions for value, _ in pairs),
+        )
+
+    def _gathers_codes(self, line: Line) -> bool:
+        takes = [a for a in line.args if a in self.leaf_of and self._takes_codes(line, a)]
+        format = PARAMS["int8"]
+        return any(self._wire(a, format, math.prod(self._held(self.values[a]).shape)).format for a in takes)
+
+    def _is_sum(self, name: str) -> bool:
+        """Whether a gradient has been reduced over an axis before."""
+        line = self.made.get(name)
+        if line is None or line.op not in _KEEPS:
+            return False
+        if line.op == "wait":
+            return self.made[line.args[0]].op in _REDUCTIONS
+        # of a sum over micro-batches each summand; the first of them is zeros
+        position = [v.name for v in line.out].index(name)
+        return any(self._is_sum(a) for a in line.args[position :: len(line.out)])
 
     def _params(self, lines: Sequence[Line]) -> dict[str, Leaf]:
         """The leaf of each value that is a parameter: it itself, a cast of it, or what is gathered of that."""
@@ -243,25 +312,36 @@ class _Coding:
         return lines
 
     def _reduce(self, line: Line, format: Format) -> list[Line]:
-        wait = self.waits[line.out[0].name]
-        said, size = line.says(ScatterAttrs) if line.op == _REDUCTIONS[0] else None, self.mesh.axis_size(line.axes)
-        scatters = said is not None
-        pairs = [(self.values[a], v) for a, v in zip(line.args, wait.out, strict=True) if a in self.leaf_of]
-        wires = list[Wire]()
-        for value, out in pairs:
-            unit = BLOCK if self.spec.refuses(self.leaf_of[value.name]) is None else 1
-            held = math.prod(self._held(out).shape)
-            wires.append(self._wire(value.name, format, held if scatters else -(-held // (size * unit)) * unit))
-        summed = getattr(line.attrs, "reduction", "") == "sum" and not (said is not None and said.rows)
-        if not summed or all(w.format is None for w in wires):
+        wait, pairs = self.waits[line.out[0].name], self._pairs(line)
+        wires = self._wires(line, pairs, format)
+        if all(w.format is None for w in wires):
             return [line]
         self.done.update(line.axes)
         self.gone.add(line.out[0].name)
+        scatters = line.op == _REDUCTIONS[0]
         lines = self._dealt(line, [(*pair, wire) for pair, wire in zip(pairs, wires, strict=True)], scatters)
         if rest := [(a, v) for a, v in zip(line.args, wait.out, strict=True) if a not in self.leaf_of]:
             args, kept = zip(*rest, strict=True)
             lines += [replace(line, args=args), replace(wait, out=kept)]
         return lines
+
+    def _pairs(self, line: Line) -> list[tuple[Value, Value]]:
+        """The gradients that a reduction takes, each with what comes of it."""
+        out = self.waits[line.out[0].name].out
+        return [(self.values[a], v) for a, v in zip(line.args, out, strict=True) if a in self.leaf_of]
+
+    def _wires(self, line: Line, pairs: Sequence[tuple[Value, Value]], format: Format) -> list[Wire]:
+        """The gradients of a reduction as they travel; none where it is no sum of leaves."""
+        said, size = line.says(ScatterAttrs) if line.op == _REDUCTIONS[0] else None, self.mesh.axis_size(line.axes)
+        if getattr(line.attrs, "reduction", "") != "sum" or (said is not None and said.rows):
+            return []
+        wires = list[Wire]()
+        for value, out in pairs:
+            unit = BLOCK if self.spec.refuses(self.leaf_of[value.name]) is None else 1
+            held = math.prod(self._held(out).shape)
+            padded = -(-held // (size * unit)) * unit
+            wires.append(self._wire(value.name, format, padded if said is None else held))
+        return wires
 
     def _dealt(self, line: Line, moved: Sequence[tuple[Value, Value, Wire]], scatters: bool) -> list[Line]:
         """A reduction: summands encoded, dealt and added up; and if it leaves whole sums, these encoded, gathered and
@@ -329,7 +409,11 @@ class _Coding:
         idle = [a for a in self.spec.axes if self.mesh.axes[a] > 1 and a not in self.done]
         if self.done and (not idle or not self.program.assigns):
             return
-        what = f"nothing would travel in codes over {', '.join(map(repr, idle))}" if idle else "does nothing"
+        over = ", ".join(map(repr, idle))
+        raise self.does_nothing(f"nothing would travel in codes over {over}" if idle else "does nothing")
+
+    def does_nothing(self, what: str) -> FzeroValueError:
+        """The error of a step whose leaves travel as they are, and why."""
         said = [f"{self.spec}: the mesh has {self.mesh}"]
         if not self.axes:
             said.append("there is one rank along each axis that shards leaves or divides the batch")
@@ -339,4 +423,4 @@ class _Coding:
             shown = [f"{x}: {why}" for x in leaves if (why := self.spec.refuses(x)) is not None]
             said += [*shown[:5], *([f"and {len(shown) - 5} more"] if len(shown) > 5 else [])]
         fix = "leave compress out here; or select leaves of 4,096 elements and more that cross an axis"
-        raise FzeroValueError("compress", what, said, fix)
+        return FzeroValueError("compress", what, said, fix)

@@ -1,7 +1,8 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
-    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, accumulate, shard,
-    head_rows, compress, cut_update -->
+    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, split_gathers, accumulate, shard,
+    head_rows, compress, cut_update --> lines in the base program's order
+
     lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
     rename, pool, batch, device_waits --> finished program
 
@@ -36,6 +37,7 @@ from fzero.passes import (
     rules,
     shard,
     split_backward,
+    split_gathers,
     stages,
     tiers,
 )
@@ -236,6 +238,14 @@ PASSES = (
         needed="the schedule has units that make gradients of parameters alone",
     ),
     Pass(
+        "split_gathers",
+        lambda program, asked, how: split_gathers.rewrite(program, how),
+        wanted=lambda program, asked, how: how is not None,
+        option=lambda made, asked, choice: split_gathers.gathers_of(
+            _now(made), asked.zero, choice.gather_bytes, choice.head_rows, asked.known
+        ),
+    ),
+    Pass(
         "accumulate",
         lambda program, asked, _: accumulate.rewrite(program, asked.num_micro, asked.batch),
         wanted=lambda program, asked, _: asked.num_micro > 1,
@@ -261,8 +271,9 @@ PASSES = (
     ),
     Pass(
         "compress",
-        lambda program, asked, _: compress.rewrite(program, asked.zero),
-        wanted=lambda program, *_: find(program.transforms, Compress),
+        lambda program, asked, wire: compress.rewrite(program, asked.zero, wire),
+        wanted=lambda program, asked, wire: wire or ((spec := find(program.transforms, Compress)) and not spec.auto),
+        option=lambda made, asked, choice: tuple(x for x in choice.wire if x.params or x.grads),
         needed="values would travel in more bits than the step asks for",
     ),
     Pass(

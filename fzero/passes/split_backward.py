@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.fx as fx
-
 from fzero.errors import FzeroValueError
-from fzero.program.attrs import CallAttrs, Segment
-from fzero.program.ir import WHOLE, Line, Placement, Program, Value
+from fzero.passes.pieces import Groups, calls
+from fzero.program.ir import Line, Program
 from fzero.program.lines import Functions
 from fzero.program.names import Names
-from fzero.trace.segments import Halved, in_two
+from fzero.trace.segments import Pieces, in_two
 from fzero.transforms.base import find
 from fzero.transforms.pipeline import Pipeline
 
@@ -35,22 +33,21 @@ def rewrite(program: Program) -> Program:
         FzeroValueError: no block has gradients that nothing else waits for.
     """
     functions, names, values = Functions(program.functions), Names(program.values()), program.values_by_name
-    onward, split = _onward(program), dict[tuple[str, tuple[int, ...]], Halved]()
-    lines, groups = list[Line](), dict[int | str, list[int]]()
+    onward, split = _onward(program), dict[tuple[str, tuple[int, ...]], Pieces]()
+    lines, groups = list[Line](), Groups()
     for line in program.lines:
-        made, group = [line], line.segment.of if line.segment.count > 1 else line.out[0].name if line.out else ""
+        made = [line]
         first = tuple(i for i, v in enumerate(line.out) if v.name in onward)
         if line.block is not None and not line.is_forward and first and len(first) < len(line.out):
             key = line.fn, first
             if key not in split:
                 split[key] = in_two(program.functions[line.fn].graph, first)
-            made = _parts(line, [values[a] for a in line.args], split[key], functions, names)
-        if line.op == "call":
-            groups.setdefault(group, []).extend(range(len(lines), len(lines) + len(made)))
+            args, fn = [values[a] for a in line.args], line.fn
+            made = calls(line, args, split[key], functions, names, (fn, f"{fn}_weights").__getitem__)
+            made[1:] = [x.saying(weights=True) for x in made[1:]]
+        groups.add(line, range(len(lines), len(lines) + len(made)))
         lines += made
-    for of, at in enumerate(groups.values()):
-        for index, i in enumerate(at if len(at) > 1 else ()):
-            lines[i] = lines[i].saying(segment=Segment(of, index, len(at)))
+    groups.number(lines)
     if not split:
         what = "the schedule has units of weights, and no block has gradients that nothing else waits for"
         raise FzeroValueError("pipeline", what, fix="schedule='1f1b'")
@@ -67,29 +64,3 @@ def _onward(program: Program) -> set[str]:
         if line.op != "update" and (line.block is not None or any(v.name in found for v in line.out)):
             found.update(line.args)
     return found
-
-
-def _parts(line: Line, args: list[Value], of: Halved, functions: Functions, names: Names) -> list[Line]:
-    """The lines of both parts of a call."""
-    made = dict(zip(of.inputs, args, strict=True))
-    made.update((x, v) for x, v in zip(of.outputs, line.out, strict=True) if x not in made)
-    own: dict[fx.Node, tuple[str, ...]] = {x: v.placement.own for x, v in zip(of.inputs, args, strict=True)}
-    for x in of.inputs[0].graph.nodes:  # a rank has its own of a value along the axes of what that is made of
-        if x not in own:
-            own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))
-    lines, block = [], line.says(CallAttrs).block
-    assert block is not None
-    for number, step in enumerate(of.steps):
-        out = list[Value]()
-        for x, position in zip(step.outputs, of.positions[number], strict=True):
-            if position is not None:
-                out.append(line.out[position])
-                continue
-            at, value = Placement("local", own[x]) if own[x] else WHOLE, x.meta["val"]
-            name = names(f"{line.fn}_{block.number}_{x.name}")
-            made[x] = Value(name, tuple(value.shape), value.dtype, at)
-            out.append(made[x])
-        fn = functions.add(f"{line.fn}{('', '_weights')[number]}", step.graph)
-        new = replace(line, fn=fn, args=tuple(made[x].name for x in step.inputs), out=tuple(out))
-        lines.append(new.saying(weights=True) if number else new)
-    return lines

@@ -15,23 +15,27 @@ of them: those are numbers, such as norms. Leaves of several ranks it may not re
 schedule is interleaved: what one of them makes for another of the same rank is not handed.
 
 [Note: hands] A value that other ranks read is handed to each of them, at the end of the unit that makes it
-(fzero/passes/schedules.py). Values of the step that units read are handed before the first unit, other values of the
-step behind the last, in the order of their lines. A take starts a unit ahead of its first reader, and before the takes
-of what its rank hands later. A hand is waited for two units later, or when its take has started, by the times of
-units. So in the order of those times every wait comes behind the other side's start, and no ranks wait for each other.
+(fzero/passes/schedules.py). Values of one unit for one rank are one message. Values of the step that units read are
+handed before the first unit. Other values of the step, and numbers that no unit reads, are handed behind the last. Of
+these, values of one level are one message for each rank: a value has the level of those that it is made of, or one more
+where these are handed in between. A take starts a unit ahead of its first reader, and before the takes of what its rank
+hands later. A hand is waited for two units later, or when its take has started, by the times of units. So in the order
+of those times every wait comes behind the other side's start, and no ranks wait for each other.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fzero.errors import FzeroValueError
 from fzero.passes.schedules import BACKWARD, FORWARD, WEIGHTS, Unit, table, when
-from fzero.program.attrs import CallAttrs, HandAttrs, TakeAttrs
+from fzero.program.aliases import Views
+from fzero.program.attrs import CallAttrs, HandAttrs, HandedValue, TakeAttrs
+from fzero.program.dependence import dependences
 from fzero.program.ir import Line, Program, moving
 from fzero.program.names import Names, identifier
 from fzero.program.ops import OPS, STARTS
@@ -235,6 +239,14 @@ class _Places:
         return places[0] if alone and not numbers else EVERY if shared or places else None
 
 
+class _Message(NamedTuple):
+    """Values that one rank hands another together."""
+
+    values: tuple[str, ...]
+    of: int
+    to: int
+
+
 class _Whole:
     """The program of all stages: the place of each line, its unit, and what crosses between ranks.
 
@@ -242,8 +254,9 @@ class _Whole:
         units: the numbers of each unit's lines.
         of_step: the numbers of the lines that are of no unit.
         crossing: the ranks that take each value.
-        handed: the values that are handed behind each unit; "before" all units, and "behind" them.
-        posts: for each rank, the number of the unit before which it starts to take each value.
+        messages: of the values that are handed behind each unit.
+        levels: of those that are handed "before" all units, and "behind" them, level by level.
+        posts: for each rank, the number of the unit before which it starts to take each message of units.
     """
 
     def __init__(self, program: Program):
@@ -269,6 +282,9 @@ class _Whole:
             if unit is not None:
                 self.units[unit].append(i)
         self.of_step = [i for i, unit in enumerate(self._unit_of) if unit is None]
+        after = dependences([self.lines[i] for i in self.of_step], Views(program))
+        # by line of the step, those of the step that it comes after
+        self.after = {i: {self.of_step[j] for j in js} for i, js in zip(self.of_step, after, strict=True)}
         self._find_crossing()
         self.when = when(self.table, len(spec.stages), self._between_weights())
         self._needed = self._first_needed()
@@ -299,10 +315,49 @@ class _Whole:
         for a in self.program.outputs:
             if (rank := self.rank_of(a)) is not None and rank != EVERY:
                 self.crossing[a] |= {*range(self.n)} - {rank}
-        self.handed: dict[Unit | str, list[str]] = defaultdict(list)
+        handed: dict[Unit | str, list[str]] = defaultdict(list)
         for a in sorted(self.crossing, key=lambda a: self.places.made.get(a, -1)):
             unit = self._unit_of[self.places.made[a]] if a in self.places.made else None
-            self.handed[unit or ("before" if a in of_units or a in self.program.leaves else "behind")].append(a)
+            if a not in of_units and not self.values[a].shape:  # a number that no unit waits for
+                unit = None
+            handed[unit or ("before" if a in of_units or a in self.program.leaves else "behind")].append(a)
+        self.messages: dict[Unit, list[_Message]] = defaultdict(list)
+        self.messages |= {unit: self._together(of) for unit, of in handed.items() if isinstance(unit, Unit)}
+        level = self._levels({*handed["before"], *handed["behind"]})
+        self.levels: dict[str, list[list[_Message]]] = {}
+        for point in ("before", "behind"):
+            numbers = sorted({level[a] for a in handed[point]})
+            self.levels[point] = [self._together([a for a in handed[point] if level[a] == n]) for n in numbers]
+
+    def _together(self, values: list[str]) -> list[_Message]:
+        """The messages of values that are handed at one point."""
+        found: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for a in values:
+            of = self.rank_of(a)
+            assert of is not None
+            for to in self.crossing[a]:
+                found[of, to].append(a)
+        return [_Message(tuple(those), *way) for way, those in sorted(found.items())]
+
+    def _levels(self, handed: set[str]) -> dict[str, int]:
+        """The levels of values that are handed in the step: see [Note: hands]."""
+        of_line, found = dict[int, int](), dict[str, int]()
+        for i in self.of_step:
+            taken = [a for a in self.lines[i].args if a in handed and self.runs(i) - {self.rank_of(a)}]
+            of_line[i] = max((of_line[j] for j in self.after[i]), default=0)
+            if i not in self.places.divided:
+                of_line[i] = max([of_line[i], *(found.get(a, 0) + 1 for a in taken)])
+            found.update((v.name, of_line[i]) for v in self.lines[i].out)
+        return {a: found.get(a, 0) for a in handed}
+
+    def first(self, values: Sequence[str]) -> list[int]:
+        """The lines of the step that come before these values are there, in their order."""
+        found, left = set[int](), [self.places.made[a] for a in values if self.places.made.get(a) in self.after]
+        while left:
+            if (i := left.pop()) not in found:
+                found.add(i)
+                left += self.after[i]
+        return sorted(found)
 
     def _first_needed(self) -> dict[str, dict[int, int]]:
         """The number of the unit in which each rank first needs a value."""
@@ -323,16 +378,15 @@ class _Whole:
                     found[a][rank] = min(number, found[a].get(rank, number))
         return found
 
-    def _posts_of(self, me: int) -> dict[str, int]:
-        """The number of the unit before which a rank starts to take each value that units of others make."""
-        needed, found = self._needed, dict[str, int]()
+    def _posts_of(self, me: int) -> dict[_Message, int]:
+        """The number of the unit before which a rank starts to take each message of others' units."""
+        needed, found = self._needed, dict[_Message, int]()
         for rank in range(self.n):
             number = len(self.table[me])
             for unit in reversed(self.table[rank]) if rank != me else ():
-                for a in reversed(self.handed[unit]):
-                    if me in self.crossing[a]:
-                        number = max(0, min(number, needed[a].get(me, number) - 1))
-                        found[a] = number
+                for message in (x for x in self.messages[unit] if x.to == me):
+                    first = min(needed[a].get(me, number) for a in message.values)
+                    found[message] = number = max(0, min(number, first - 1))
         return dict(reversed(found.items()))  # those of one rank in the order in which it hands them
 
     def _check_order(self) -> None:
@@ -391,7 +445,7 @@ class _Projection:
         self.out: list[Line] = []
         self.emitted: set[int] = set()
         self.here: dict[str, str] = {}  # what leaves of other stages are called here
-        self.taken: dict[str, Line] = {}  # by value, the take that is not waited for yet
+        self.taken: dict[str, tuple[_Message, Line]] = {}  # by value, the take that is not waited for yet
         self.posted: set[str] = set()
         self.waits: list[tuple[int, Line]] = []  # for what is handed, with the unit before which
         self.counts: dict[tuple[bool, int], int] = defaultdict(int)
@@ -400,78 +454,74 @@ class _Projection:
 
     def _emit_all(self) -> None:
         whole, units = self.whole, self.whole.table[self.me]
-        takes: dict[int, list[str]] = defaultdict(list)
-        for a, number in sorted(whole.posts[self.me].items(), key=lambda item: item[1]):
-            takes[number].append(a)
-        for a in whole.handed["before"]:
-            self._pass_on(a, 1)
+        takes: dict[int, list[_Message]] = defaultdict(list)
+        for message, number in sorted(whole.posts[self.me].items(), key=lambda item: item[1]):
+            takes[number].append(message)
+        self._pass_on("before", 1)
         for number, unit in enumerate(units):
-            for a in takes[number]:
-                self._take(a)
+            for message in takes[number]:
+                self._take(message)
             self._finish(number)
             for i in whole.units[unit]:
                 self._emit(i)
-            for a in whole.handed[unit]:
-                self._hand(a, number + 2)
+            for message in whole.messages[unit]:
+                self._hand(message, number + 2)
         self._finish(len(units))
-        behind = {*whole.handed["behind"]}
+        self._pass_on("behind", len(units))
         for i in whole.of_step:
             if self.me in whole.runs(i):
                 self._emit(i)
-            for v in whole.lines[i].out:
-                if v.name in behind:
-                    self._pass_on(v.name, len(units))
         for a in whole.program.outputs:
             self._need(a)
         self._finish(len(units))
 
-    def _pass_on(self, a: str, before: int) -> None:
-        self._take(a)
-        if self.whole.rank_of(a) == self.me:
+    def _pass_on(self, when: str, before: int) -> None:
+        """Hands and takes the values of the step before all units, or behind them."""
+        for messages in self.whole.levels[when]:
+            own = [message for message in messages if message.of == self.me]
+            for message in messages:
+                if message.to == self.me:
+                    self._take(message)
+            for i in self.whole.first([a for message in own for a in message.values]):
+                if self.me in self.whole.runs(i):
+                    self._emit(i)
+            for message in own:
+                self._hand(message, before)
+
+    def _take(self, message: _Message) -> None:
+        """Starts to take values that come to this rank."""
+        number = self.counts[False, message.of]
+        self.counts[False, message.of] += 1
+        values = [self.whole.values[a] for a in message.values]
+        by = self.whole.spec.name
+        handle = moving(self.names(f"take_{identifier(message.values[0])}"))
+        attrs = TakeAttrs(axes=(self.whole.axis,), peer=message.of, number=number, values=self._handed(message))
+        self.out.append(Line("take_start", (), (handle,), attrs=attrs, by=by))
+        leaves = [a for a in message.values if a in self.whole.program.leaves]
+        self.here |= {a: self.names(f"{identifier(a)}_taken") for a in leaves}
+        made = tuple(replace(v, name=self.here.get(v.name, v.name)) for v in values)
+        self.posted.update(message.values)
+        self.taken |= dict.fromkeys(message.values, (message, Line("wait", (handle.name,), made, by=by)))
+
+    def _hand(self, message: _Message, before: int) -> None:
+        """Hands values of this rank to one that reads them. They are waited for before a unit, or a later one if their
+        take starts later."""
+        for a in message.values:
             self._need(a)
-            self._hand(a, before)
+        number = self.counts[True, message.to]
+        self.counts[True, message.to] += 1
+        handle = moving(self.names(f"hand_{identifier(message.values[0])}"))
+        attrs = HandAttrs(axes=(self.whole.axis,), peer=message.to, number=number, values=self._handed(message))
+        self.out.append(Line("hand_start", message.values, (handle,), attrs=attrs, by=self.whole.spec.name))
+        self.waits.append((self._awaited(message, before), Line("wait", (handle.name,), by=self.whole.spec.name)))
 
-    def _take(self, a: str) -> None:
-        """Starts to take a value, if it comes to this rank."""
-        rank = self.whole.rank_of(a)
-        if self.me not in self.whole.crossing[a] or a in self.posted or rank is None:
-            return
-        self.posted.add(a)
-        value = self.whole.values[a]
-        number = self.counts[False, rank]
-        self.counts[False, rank] += 1
-        handle = moving(self.names(f"take_{identifier(a)}"))
-        attrs = TakeAttrs(
-            axes=(self.whole.axis,),
-            peer=rank,
-            number=number,
-            shape=value.held(self.whole.program.mesh),
-            dtype=value.dtype,
-            own=value.placement.own,
-        )
-        self.out.append(Line("take_start", (), (handle,), attrs=attrs, by=self.whole.spec.name))
-        if a in self.whole.program.leaves:
-            self.here[a] = self.names(f"{identifier(a)}_taken")
-        self.taken[a] = Line(
-            "wait", (handle.name,), (replace(value, name=self.here.get(a, a)),), by=self.whole.spec.name
-        )
+    def _handed(self, message: _Message) -> tuple[HandedValue, ...]:
+        values, mesh = (self.whole.values[a] for a in message.values), self.whole.program.mesh
+        return tuple(HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in values)
 
-    def _hand(self, a: str, before: int) -> None:
-        """Hands a value of this rank to those that read it. It is waited for before a unit, or a later one if its take
-        starts later."""
-        if self.whole.rank_of(a) != self.me:
-            return
-        for peer in sorted(self.whole.crossing[a]):
-            number = self.counts[True, peer]
-            self.counts[True, peer] += 1
-            handle = moving(self.names(f"hand_{identifier(a)}"))
-            attrs = HandAttrs(axes=(self.whole.axis,), peer=peer, number=number)
-            self.out.append(Line("hand_start", (a,), (handle,), attrs=attrs, by=self.whole.spec.name))
-            self.waits.append((self._awaited(a, peer, before), Line("wait", (handle.name,), by=self.whole.spec.name)))
-
-    def _awaited(self, a: str, peer: int, before: int) -> int:
-        post, order = self.whole.posts[peer].get(a), self.whole.table[self.me]
-        if post is None:
+    def _awaited(self, message: _Message, before: int) -> int:
+        peer, order = message.to, self.whole.table[self.me]
+        if (post := self.whole.posts[peer].get(message)) is None:
             return before
         starts = self.whole.when[self.whole.table[peer][post]][0] if post < len(self.whole.table[peer]) else math.inf
         return next((i for i in range(before, len(order)) if self.whole.when[order[i]][0] >= starts), len(order))
@@ -486,7 +536,10 @@ class _Projection:
         if self.whole.rank_of(a) not in (None, EVERY, self.me):
             assert a in self.posted, f"{a} is read on rank {self.me} before it is taken"
             if a in self.taken:
-                self.out.append(self.taken.pop(a))
+                message, wait = self.taken[a]
+                self.out.append(wait)
+                for b in message.values:
+                    del self.taken[b]
         elif a in self.whole.places.made:
             self._emit(self.whole.places.made[a])
 

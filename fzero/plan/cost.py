@@ -25,6 +25,7 @@ from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, Link
 from fzero.plan.inductor.fusion import kernels
 from fzero.plan.inductor.temporaries import temporaries
+from fzero.plan.rates import along
 from fzero.program.attrs import BlockCall
 from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
@@ -186,6 +187,8 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     per_host = ranks_per_host(mesh, line.axes, device.devices_per_host)
     num_hosts = -(-size // per_host)
     intra, inter = device.links["intra"], device.links["inter"]
+    if (own := device.links.get(along(line.axes[0]))) is not None and len(line.axes) == 1:
+        intra, inter, per_host, num_hosts = own, own, size, 1
     if row.direct:
         link = inter if num_hosts > 1 else intra
         return link.latency + transfer_bytes(line, program.values_by_name, mesh) / link.bandwidth

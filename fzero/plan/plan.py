@@ -375,6 +375,15 @@ def queue_seconds(programs: Sequence[Program], device: Device, backend: str) -> 
     return max(x.step_seconds for x in found), least
 
 
+def exposed_seconds(programs: Sequence[Program], device: Device, backend: str) -> dict[str, float]:
+    """Seconds of a step that compute waits for each channel, in the first program. `programs`: of all stages."""
+    timeline, found = _timelines(programs, device, backend)[0], dict[str, float]()
+    for number, waiting in timeline.exposed.items():
+        queue = timeline.waited[number]
+        found[queue] = found.get(queue, 0.0) + waiting
+    return found
+
+
 def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
     here = None if device.asynchronous else torch.device("cpu")  # where there may be no native bfloat16
     return memory_of(program, functools.partial(temporaries, backend=backend, device=here))

@@ -83,12 +83,19 @@ def here(device: Device, found: list[ProcessPart]) -> int:
     return sum(x.nbytes for x in found if x.where == ("device" if device.asynchronous else "host"))
 
 
+def left(device: Device, whole: int, several: bool, interpreter: int) -> int:
+    """Bytes that are left to a program of a card or a container of so many, beside the process."""
+    if not device.asynchronous:
+        return max(1 << 20, int((whole - interpreter - COMPILED) / (1 + KEPT)))
+    return max(1 << 20, whole - CONTEXT - NCCL * several)
+
+
 def room(device: Device, several: bool, interpreter: int) -> int:
     """Bytes of a device that are left to a program by default.
 
     A known device's memory is its datasheet's GB read as 10^9: the rest of the 2^30 is left to the process. Of a
     measured one, and of a CPU, the process's share is taken off.
     """
-    if not device.asynchronous:
-        return max(1 << 20, int((device.memory_bytes - interpreter - COMPILED) / (1 + KEPT)))
-    return device.memory_bytes - (CONTEXT + NCCL * several if device.machine else 0)
+    if device.asynchronous and not device.machine:
+        return device.memory_bytes
+    return left(device, device.memory_bytes, several, interpreter)

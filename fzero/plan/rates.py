@@ -57,6 +57,11 @@ def _no_rates(data: Any, name: str) -> list[str]:
     return [] if 0 < data < math.inf or (data == 0 and name in _MAY_BE_ZERO) else [f"{name} is {data}"]
 
 
+def along(axis: str) -> str:
+    """The name of the link along an axis among `Device.links`."""
+    return f"along {axis}"
+
+
 @dataclass(frozen=True)
 class Host:
     """The resources that ranks of a host share, `what`: its disk, and the memory at its `sockets`; a rank's threads are
@@ -77,7 +82,8 @@ class Device:
         memory_bandwidth: bytes/s read and written together by an operation that does little else.
         transcendentals: elements/s of an exponential, or of what takes as long (trace/flops.py), in compiled functions.
         memory_bytes: of the device.
-        links: `"intra"`: to ranks on the same host, `"inter"`: to ranks on others; what one rank sends.
+        links: `"intra"`: to ranks on the same host, `"inter"`: to ranks on others; what one rank sends. Where it was
+            measured along an axis of a mesh, also `along(axis)`, which is used for that.
         devices_per_host: ranks that share a host.
         call_seconds: fixed cost of one call of a compiled function.
         asynchronous: whether transfers progress while the device computes. On a CPU mesh they do not: a transfer is a
@@ -126,6 +132,10 @@ class Device:
         name = dtype_name(dtype)
         fused = self.attention.get(f"{name} backward" if attention == "backward" else name) if attention else None
         return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
+
+    def measured(self, link: str) -> bool:
+        """Whether the rate of a link, "intra" or "inter", was measured; else it is that of a known device."""
+        return bool(self.machine) and f"link {link}" not in self.source
 
     def shared_by(self, num_ranks: int) -> Device:
         """The device of a rank that shares its host with others, `num_ranks` with itself: its part of the shared

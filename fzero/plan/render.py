@@ -121,7 +121,8 @@ def assumed(plan: Plan) -> TextTable:
     rows = [("memory", size(device.memory_bytes), rate(device.memory_bandwidth)), ("products", "", ", ".join(products))]
     if any(":" in queue for queue in plan.channels):
         rows += [
-            (f"link {name}", rate(link.bandwidth), f"to ranks of {_LINKS[name]}") for name, link in device.links.items()
+            (f"link {name}", rate(link.bandwidth), f"to ranks of {_LINKS[name]}" if name in _LINKS else "as measured")
+            for name, link in device.links.items()
         ]
     if plan.channels.keys() & {"to_host", "to_device"}:
         rows.append(("host copy", rate(device.host_copy.bandwidth), "each way"))

@@ -105,11 +105,14 @@ class BlockCall(Attrs):
 
 
 class Segment(NamedTuple):
-    """The part of a function that was cut at its collectives: `index` of `count`; `of` is the function's own number."""
+    """The part of a function that was cut: `index` of `count`; `of` is the function's own number; `alone`: parameters
+    are gathered for it, and its gradients reduced behind it; otherwise, as for a function that was cut at collectives
+    alone, for all of them together."""
 
     of: int
     index: int
     count: int
+    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,22 +258,28 @@ class SendAttrs(Over):
     number: int = 0
 
 
+class HandedValue(NamedTuple):
+    """A value that one rank hands another: its shape and dtype, as a rank holds it, and the axes along which each rank
+    has its own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    own: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class HandAttrs(Over):
     """`peer`: the place along the axis of the other rank. `number`: that of the hand and its take, among all
-    between two ranks in one direction."""
+    between two ranks in one direction. `values`: of the message, in their order."""
 
     peer: int
     number: int
+    values: tuple[HandedValue, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TakeAttrs(HandAttrs):
-    """`shape` and `dtype`: of what comes, as a rank holds it. `own`: the axes along which each rank has its own."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    own: tuple[str, ...] = ()
+    """Attributes of a take, which are those of its hand."""
 
 
 @dataclass(frozen=True, kw_only=True)

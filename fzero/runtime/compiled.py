@@ -22,10 +22,11 @@ from fzero.build.cache import logger
 from fzero.comm.staged import Staged
 from fzero.errors import FzeroValueError, attribute_of
 from fzero.layout import ties
-from fzero.lowering.budget import Budget
+from fzero.lowering.budget import Budget, Decided
+from fzero.lowering.choose_formats import check_links_known, open_formats
 from fzero.lowering.layouts import batch_inputs
 from fzero.lowering.lower import lower_inputs
-from fzero.lowering.lowered import Lowered
+from fzero.lowering.lowered import Lowered, Reform
 from fzero.mesh import Mesh
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan, PlanDecision
@@ -112,6 +113,8 @@ class Compiled:
         self._budget: Budget | None = None
         self._chosen: tuple[PlanDecision, ...] = ()  # decisions that the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
+        # likewise, by kinds of batches whatever the formats, each with the step that it is of
+        self._reforms: dict[Any, tuple[Any, Reform]] = {}
         self._staged: Staged | None = None
         # when a program was called last, and how long a look at its settings takes
         self._called, self._looking = (0.0, 0.0)
@@ -194,7 +197,7 @@ class Compiled:
         check_bare(batch, flat_batch)
         kinds = tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch])
         same = tuple(ties(flat_batch))
-        key = (
+        kind = (
             params,
             structure,
             kinds,
@@ -203,6 +206,8 @@ class Compiled:
             autocast(),
             switches(),
         )
+        decided = self._decided()
+        key = (*kind, None if decided is None else decided.formats)
         kept = self._runs.pop(key, None)
         if kept is None:
             before()
@@ -211,7 +216,14 @@ class Compiled:
             )
             read = self._settings()
             with strides_noted() as asked:
-                lowered, run = made_together(self.mesh, lambda: self._build(params, batch), why)
+                of, reform = self._reforms.pop(kind, (None, None))
+                reform = reform if of is self.resolved else None
+                lowered, run = made_together(self.mesh, lambda: self._build(params, batch, reform), why)
+            if lowered.reform is not None:
+                self._reforms[kind] = self.resolved, lowered.reform
+                key = key if decided is not None else (*kind, lowered.choice.wire)
+            if len(self._reforms) > MOST_PROGRAMS:
+                del self._reforms[next(iter(self._reforms))]
             kept = _Kept(lowered, run, self._settings(), asked)
             for other in self._runs.values():  # functions do not read a list that the trace itself has grown
                 other.settings = kept.settings if other.settings == read else other.settings
@@ -277,6 +289,10 @@ class Compiled:
                 fix,
             )
 
+    def _decided(self) -> Decided | None:
+        """The formats that programs have, where they are decided during the run."""
+        return None
+
     def _known(self, inputs: Inputs) -> Inputs:
         """A leaf table, or the one like it that there are programs for."""
         return next((params for params, *_ in self._runs if params.alike(inputs)), inputs)
@@ -284,14 +300,14 @@ class Compiled:
     def _rates(self) -> Budget | None:
         """The rates that budgets and choices between tiers go by; None if there are neither. The ranks of several hosts
         plan with the rates of the first."""
-        if self._budget is None and (
-            self.limits != (None, None, None) or any(isinstance(t, Offload) for t in self.resolved.transforms)
-        ):
+        asked = any(isinstance(t, Offload) for t in self.resolved.transforms) or open_formats(self.resolved) is not None
+        if self._budget is None and (asked or self.limits != (None, None, None)):
             device = agreement.from_first(
                 self.mesh, "compile", lambda: get_device(None, self.mesh.device_type).to_json()
             )
             nbytes, host, disk = self.limits
             self._budget = Budget(nbytes, Device.from_json(device), self.backend, host, disk)
+            check_links_known(self.resolved, self.mesh, self._budget.device)
         return self._budget
 
     def _on_device(self, batch: Any, flat: list[torch.Tensor], written: Collection[int] = ()) -> list[torch.Tensor]:
@@ -323,17 +339,25 @@ class Compiled:
         found = [x.to(self.mesh.device, non_blocking=True).contiguous() for x in found]
         return [x.clone() if compat.memory_of(x) in written else x for x in found]
 
-    def _lower(self, params: Inputs, batch: Any) -> Lowered:
+    def _lower(self, params: Inputs, batch: Any, reform: Reform | None = None) -> Lowered:
         """Lowers the step. If tracing changed a value that the user's functions read, or they read the clock, it is
         lowered again. Equal programs mean a cache or a log, and are accepted. Different ones mean that the function
         counts, draws or consumes; that raises."""
+        decided = self._decided()
+        if reform is not None and decided is not None:
+            rates = self._rates()
+            assert rates is not None
+            return reform.lowered(reform.choose(rates, decided))
+        made = lambda: lower_inputs(  # noqa: E731
+            self.resolved, self.mesh, params, batch_inputs(batch), self._rates(), formats=decided
+        )
         read, before = self._settings(), counted(*self._functions())
-        lowered = lower_inputs(self.resolved, self.mesh, params, batch_inputs(batch), self._rates())
+        lowered = made()
         now, first = self._settings(), counted(*self._functions())
         clocks = timed(*self._functions())
         if now == read and first == before and not clocks:
             return lowered
-        again = lower_inputs(self.resolved, self.mesh, params, batch_inputs(batch), self._rates())
+        again = made()
         after = counted(*self._functions())
         changed = [
             _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value
@@ -360,16 +384,18 @@ class Compiled:
             )
         return again
 
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        """The program; how to build its functions once all ranks agree on it, and then how to make it executable, once
-        all have built theirs."""
+    def _build(
+        self, params: Inputs, batch: Any, reform: Reform | None = None
+    ) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        """The program, by `reform` if one like it was traced; how to build its functions once all ranks agree on it,
+        and then how to make it executable, once all have built theirs."""
         with (
             shown("fzero.compile", lambda: f"tracing and planning {self.step.name}")
             if self.mesh.rank == 0
             else nullcontext()
         ):
             # a run keeps its program alone
-            lowered = replace(self._lower(params, batch), chosen=self._chosen, stages=dict)
+            lowered = replace(self._lower(params, batch, reform), chosen=self._chosen, stages=dict)
         if self.graphs is True:
             check(lowered.program, self.owner)
 
@@ -404,7 +430,7 @@ def _unlike(key: tuple[Any, ...], before: tuple[Any, ...] | None) -> str:
 
 
 def _facts(key: tuple[Any, ...]) -> dict[str, str]:
-    params, structure, kinds, same, default_dtype, cast, others = key
+    params, structure, kinds, same, default_dtype, cast, others, formats = key
     leaves = [kind.__name__ if isinstance(kind, type) else tree.form(*kind) for kind in kinds]
     facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | told(others)
     facts |= {
@@ -417,4 +443,5 @@ def _facts(key: tuple[Any, ...]) -> dict[str, str]:
         or "none",
     }
     facts |= {"the default dtype": default_dtype}
+    facts |= {f"over {x.axis}": x for x in formats or ()}
     return {name: str(value).replace("torch.", "") for name, value in facts.items()}

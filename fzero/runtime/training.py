@@ -22,7 +22,8 @@ from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import CheckpointError, FzeroValueError
 from fzero.layout import Leaf, in_slot, leaf_of, shard
 from fzero.lowering.auto import check_auto, resolve
-from fzero.lowering.budget import Budget
+from fzero.lowering.budget import Budget, Decided
+from fzero.lowering.choose_formats import open_formats
 from fzero.lowering.choose_rules import check_batch_given, choose_rules, open_rules
 from fzero.lowering.choose_stages import choose_stages, open_stages
 from fzero.lowering.layouts import (
@@ -36,7 +37,7 @@ from fzero.lowering.layouts import (
     zero_of,
 )
 from fzero.lowering.lower import advice_on
-from fzero.lowering.lowered import Lowered
+from fzero.lowering.lowered import Lowered, Reform
 from fzero.lowering.slots import slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh
@@ -46,8 +47,10 @@ from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
 from fzero.ranks import agreement
 from fzero.runtime.compiled import Compiled, alone
+from fzero.runtime.formats import FormatsOfRun
 from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.observe import observe
+from fzero.runtime.outer import Outer
 from fzero.runtime.promote import Safer
 from fzero.runtime.told_errors import raise_out_of_memory
 from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, Raised, check_finite
@@ -69,6 +72,7 @@ from fzero.step.checks import check_one_batch, check_params, check_state, no_bac
 from fzero.trace.subgraph import signature
 from fzero.train_state import mark_broken
 from fzero.transforms.base import find
+from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.precision import MixedPrecision
 from fzero.units import size
 
@@ -104,6 +108,7 @@ class CompiledStep(Compiled):
         limits: tuple[int | None, int | None, int | None],
         batch: Any = None,
         graphs: bool | None = False,
+        watched: bool = True,
     ):
         super().__init__(step, mesh, backend, limits, graphs)
         if (auto := auto_of(step)) is not None:
@@ -123,12 +128,19 @@ class CompiledStep(Compiled):
             if precision and scaling
             else None
         )
-        # with a loss scale steps that overflow are left out
-        self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
+        replicas = find(step.transforms, LocalSGD)
+        # with a loss scale steps that overflow are left out; an outer step is not watched: inner steps say it of theirs
+        self._watched = watched
+        watches = watched and self._at_minimum is None
+        self._not_finite = NotFinite(mesh, replicas and replicas.axis) if watches else None
         self.calls = 0  # how many steps were taken
+        spec = open_formats(step)
+        self._formats = None if spec is None or spec.every is None else FormatsOfRun(mesh, spec)
         self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
         # the last trees and a program, and the answer of `_may_guess`
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
+        make = lambda step, mesh: CompiledStep(step, mesh, backend, (None, None, None), watched=False)  # noqa: E731
+        self.outer = None if replicas is None else Outer(replicas, mesh, make)
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @property
@@ -467,12 +479,15 @@ class CompiledStep(Compiled):
         check_one_batch(more)
         flat, structure = tree.flatten(batch)
         lowered, run = self._built(state, batch, flat, structure)
+        if self.outer is not None:
+            self.outer.begin(state)
         batch = tree.unflatten(structure, self._on_device(batch, flat, self._last.storages))
         guesses = self._may_guess(state)
         trees = state.step, state.params, state.opt_state, state.key, state.extras
         try:
             with torch.no_grad():
                 outputs = run(*trees, batch, guesses=guesses)
+            met = {} if self.outer is None else self.outer.after(state)
         except NotCaptured:
             raise
         except BaseException as error:
@@ -482,6 +497,8 @@ class CompiledStep(Compiled):
                 raise_out_of_memory(error, self.owner, lambda: self._advice(lowered))
             raise
         self.calls += 1
+        if self._formats is not None:
+            self._formats.count()
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         no_backward(metrics["loss"])
         if "raised" in metrics:
@@ -496,7 +513,37 @@ class CompiledStep(Compiled):
                 lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"
             ]
             self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
-        return state, metrics if limits is None else {**metrics, **limits.metrics}
+        return state, {**metrics, **met, **(limits.metrics if limits is not None else {})}
+
+    @alone("sync")
+    def sync(self, state: State) -> State:
+        """Meets the replicas of `fz.local_sgd` at once, so that a state can be saved; a step without it has none.
+
+        Args:
+            state: donated, as in a step.
+
+        Returns: the state. Parameters are the anchor on every replica, and all other leaves are those of the first
+            replica.
+
+        Communication: over the axis of the replicas, an outer step of what was trained since the last sync, and this
+            rank's optimizer state.
+
+        Raises:
+            FzeroValueError: the step has no `fz.local_sgd`.
+            FzeroTypeError: what is not a state.
+        """
+        if self.outer is None:
+            fix = "leave it out: without fz.local_sgd all ranks have one state, which fz.checkpoint.save takes as it is"
+            raise FzeroValueError("sync", "there are no replicas that train by themselves", fix=fix)
+        check_state(state, "give what train.init, train.restore or a step returned", "sync")
+        self._inputs(state)
+        try:
+            self.outer.sync(state)
+        except BaseException as error:
+            mark_broken(state, error)
+            self._last.let_go()
+            raise
+        return state
 
     def _advice(self, lowered: Lowered) -> list[str]:
         """The memory that a program was planned with, and transforms that lower it."""
@@ -521,8 +568,41 @@ class CompiledStep(Compiled):
         params = self._inputs(state)
         if not self._last.begun:
             self._begin(state, params, batch)
+            if self._formats is not None:
+                self._formats.begin(state)
             self._last.begun = True
-        return self._run_for(params, batch, flat, structure, lambda: self._make_safer(state, params))
+        if self._formats is not None:
+            self._decide(self._formats, state)
+        lowered, run = self._run_for(params, batch, flat, structure, lambda: self._make_safer(state, params))
+        if self._formats is not None:
+            self._formats.took(lowered.choice, state)
+        return lowered, run
+
+    @property
+    def formats(self) -> list[tuple[int, dict[str, tuple[str | None, str | None]]]]:
+        """The decisions of `compress("auto", every=)` that changed formats: the steps taken before, and the formats of
+        parameters and gradients by axis. `decisions=` of another run repeats them."""
+        found = [] if self._formats is None else self._formats.history
+        return [(step, {x.axis: (x.params, x.grads) for x in formats}) for step, formats in found]
+
+    def rewound(self, state: State) -> None:
+        """Has the last step be done again, from the state before it, in the formats that it had."""
+        if self._formats is not None:
+            self._formats.rewound(state)
+
+    def _decided(self) -> Decided | None:
+        return None if self._formats is None else self._formats.decided
+
+    def _decide(self, formats: FormatsOfRun, state: State) -> None:
+        """Decides formats before a step, where that is due."""
+        budget = self._rates()
+        assert budget is not None
+        if formats.measures:
+            device = replace(budget.device, links={**budget.device.links, **formats.links()})
+            budget = self._budget = replace(budget, device=device)
+        last = None if self._lowered is None else self._lowered.reform
+        if formats.decide(state, None if last is None else lambda: last.choose(budget, None)):
+            self._runs.clear()  # their pools make room
 
     def _begin(self, state: State, params: Inputs, batch: Any) -> None:
         """Looks at a state before its first step, and at its batch: one with leaves that no step has begun with. Alike
@@ -531,7 +611,8 @@ class CompiledStep(Compiled):
         if all(x in self._checked for x in leaves):
             return
         trained = self.resolved.trains(abstract_params(params))
-        agreement.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
+        if self._watched:
+            agreement.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
         self._compare(state)
         self._compare_batch(batch)
         self._checked.update((x, True) for x in leaves)
@@ -563,7 +644,8 @@ class CompiledStep(Compiled):
                 "step": state.step,
                 "key": state.key,
             }
-            return replicas_of({p: x for role, part in parts.items() for p, x in tree.with_paths(part, role)})
+            named = {p: x for role, part in parts.items() for p, x in tree.with_paths(part, role)}
+            return replicas_of(named, () if self.outer is None else (self.outer.spec.axis,))
 
         replicas.same(
             self.mesh,
@@ -575,7 +657,7 @@ class CompiledStep(Compiled):
 
     def _compare_batch(self, batch: Any) -> None:
         """Raises if ranks have different batches along an axis that cuts no batch."""
-        axes = zero_of(self.resolved, self.mesh).batch_axes
+        axes = zero_of(self.resolved, self.mesh).dealt_axes
         others = [axis for axis, size in self.mesh.axes.items() if size > 1 and axis not in axes]
         if not others:
             return
@@ -593,8 +675,10 @@ class CompiledStep(Compiled):
         """Promotes blocks by the counts of the state at hand, before a program is built."""
         self._resolved = self._safer.before_build(self.resolved, params, state)
 
-    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        lowered, built = super()._build(params, batch)
+    def _build(
+        self, params: Inputs, batch: Any, reform: Reform | None = None
+    ) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        lowered, built = super()._build(params, batch, reform)
         return self._safer.explained(lowered, self.resolved, params), built
 
     def _may_guess(self, state: State) -> bool:

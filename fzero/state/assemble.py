@@ -13,6 +13,7 @@ from fzero import tree
 from fzero.compat import memory_of
 from fzero.errors import CheckpointError, FzeroValueError
 from fzero.layout import (
+    ANCHOR,
     COMPUTE,
     GRADIENTS,
     Layout,
@@ -218,9 +219,11 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
 
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
-    """The differences between the extras of a state, made anew or slots, and those that a step expects."""
+    """The differences between the extras of a state, made anew or slots, and those that a step expects. Other slots
+    are left as they are, but that of `fz.local_sgd`, whose anchor a step without it would leave behind."""
     slots = slots_of(step, mesh, params)
-    roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: f"extras['{name}']" for name in slots.owners}}
+    names = {*slots.owners, *({ANCHOR} & state.extras.keys())}
+    roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: f"extras['{name}']" for name in sorted(names)}}
     found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), path).leaves]
     here = {x.path: x for x in found}
     anew = leaves_made_anew(step, mesh, params)
@@ -230,9 +233,15 @@ def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> l
     ]
     pairs = [(here.get(leaf.path), leaf) for leaf in expected]
     wrong = [(a, b) for a, b in pairs if a is None or (a.shape, a.layout) != (b.shape, b.layout)]
-    return [
+    lines = [
         f"{b.path}: {_rests(a, b) if a else 'not'} in the state, {_rests(b, a or b)} in this step" for a, b in wrong
     ]
+    lines += [f"{x}: in the state, not in this step" for x in sorted(here.keys() - {leaf.path for leaf in expected})]
+    for name, values in () if lines else abstract_params(slots.inputs).items():
+        one, other = tree.structure(state.extras.get(name)), tree.structure(values)
+        if tree.leaves(values) and one != other:
+            lines.append(f"extras['{name}']: {one} in the state, {other} in this step")
+    return lines
 
 
 def abstract_state(params: Inputs, opt_state: Inputs, slots: Slots) -> State:

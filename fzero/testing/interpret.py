@@ -85,14 +85,17 @@ class Interpreter:
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         dist.all_reduce(x, _OPS[op], self.mesh.group(axis))
 
-    def hand(self, x: torch.Tensor, axis: str, peer: int, number: int) -> None:
-        """Hands a value to the rank at another place along an axis, and goes on."""
-        kept, to = x.contiguous().clone(), ranks_along(self.mesh, axis)[peer]
-        self._handed.append((kept, dist.isend(kept, to, self.mesh.group(axis), number)))
+    def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
+        """Hands values to the rank at another place along an axis, and goes on."""
+        to = ranks_along(self.mesh, axis)[peer]
+        for x in values:
+            kept = x.contiguous().clone()
+            self._handed.append((kept, dist.isend(kept, to, self.mesh.group(axis), number)))
 
-    def take(self, like: torch.Tensor, axis: str, peer: int, number: int) -> torch.Tensor:
-        """The value that the rank at another place along an axis hands over under this number."""
-        dist.recv(like, ranks_along(self.mesh, axis)[peer], self.mesh.group(axis), number)
+    def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
+        """The values that the rank at another place along an axis hands over under this number."""
+        for x in like:
+            dist.recv(x, ranks_along(self.mesh, axis)[peer], self.mesh.group(axis), number)
         return like
 
 

@@ -115,6 +115,7 @@ class _Board:
 
     def __init__(self, ranks: Sequence[Mesh]):
         self._values: dict[Any, torch.Tensor] = {}
+        self._messages: dict[Any, Sequence[torch.Tensor]] = {}
         self._along = {(m.rank, axis): ranks_along(m, axis) for m in ranks for axis in m.axes}
         self._barriers = {tuple(along): threading.Barrier(len(along)) for along in self._along.values()}
         self._handed, self._failed = threading.Condition(), False
@@ -129,19 +130,19 @@ class _Board:
         barrier.wait()
         return found
 
-    def hand(self, mesh: Mesh, axis: str, peer: int, number: int, x: torch.Tensor) -> None:
+    def hand(self, mesh: Mesh, axis: str, peer: int, number: int, values: Sequence[torch.Tensor]) -> None:
         with self._handed:
-            self._values[axis, mesh.rank, self._along[mesh.rank, axis][peer], number] = x.clone()
+            self._messages[axis, mesh.rank, self._along[mesh.rank, axis][peer], number] = [x.clone() for x in values]
             self._handed.notify_all()
 
-    def take(self, mesh: Mesh, axis: str, peer: int, number: int) -> torch.Tensor:
-        """The value handed to a rank under a number, once it is there."""
+    def take(self, mesh: Mesh, axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
+        """The values handed to a rank under a number, once they are there."""
         key = axis, self._along[mesh.rank, axis][peer], mesh.rank, number
         with self._handed:
-            self._handed.wait_for(lambda: self._failed or key in self._values)
+            self._handed.wait_for(lambda: self._failed or key in self._messages)
             if self._failed:
                 raise threading.BrokenBarrierError
-            return self._values.pop(key)
+            return self._messages.pop(key)
 
     def abort(self) -> None:
         """Ends all exchanges: a rank has failed."""
@@ -166,10 +167,10 @@ class _Rank(Interpreter):
     def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
         x.copy_(_JOIN[op](torch.stack(self._board.along(self.mesh, axis, x))))
 
-    def hand(self, x: torch.Tensor, axis: str, peer: int, number: int) -> None:
-        self._board.hand(self.mesh, axis, peer, number, x)
+    def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
+        self._board.hand(self.mesh, axis, peer, number, values)
 
-    def take(self, like: torch.Tensor, axis: str, peer: int, number: int) -> torch.Tensor:
+    def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
         return self._board.take(self.mesh, axis, peer, number)
 
     def lines(self, lines: Sequence[Line], turn: int = 0) -> None:

@@ -147,7 +147,7 @@ def roundoff(step: Step, base: Program, params: Any, parts: int) -> Roundoff:
         path for path in tree.paths(params, "params") if keeps(path, precision.compute if precision else "")
     )
     sent = find(step.transforms, Compress)
-    coded = (0.0, 0.0) if sent is None else (sent.rounding(sent.params), sent.rounding(sent.grads))
+    coded = (0.0, 0.0) if sent is None else sent.roundings
     return Roundoff(longest_chain(base), parts, sums, reduced, compute, store, coarsest, operands, kept, coded)
 
 

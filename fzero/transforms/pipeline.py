@@ -25,7 +25,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
 GATHERS = ("step", "micro")
 UNIT = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 """A unit of a table of one's own: forward, backward or weights, the micro-batch, the chunk."""
-_NOT_YET = (Fp8, Offload, OnceAStep, Redundant)
+_NOT_YET = (Fp8, Offload, OnceAStep)
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Pipeline(Transform):
             return f"stages pass on micro-batches: fz.accumulate({other.num_micro_batches}, vertical=True)"
         if isinstance(other, Parallel) and self.axis in other.axes:
             return f"along {self.axis!r} every rank has the same rows: let {other.name} name another axis"
+        if isinstance(other, Redundant) and other.axis == self.axis:
+            return f"along {self.axis!r} ranks have different leaves: let {other.name} name an axis that shards leaves"
         if isinstance(other, _NOT_YET):
             return f"{other.name} knows nothing of leaves that a rank does not have"
         if isinstance(other, MixedPrecision) and (other.watch or other.auto):
@@ -124,8 +126,8 @@ def pipeline(
             mutable leaves; more stages than blocks, or counts that do not add up; `gather="micro"` without sharded
             parameters. Also a backward that reads what an earlier stage's makes, and an update of leaves of two stages
             at once.
-        TransformError: a loop over micro-batches; a parallel transform over `axis`; `offload`, `once_a_step`,
-            `redundant`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
+        TransformError: a loop over micro-batches; a parallel transform or `redundant` over `axis`; `offload`,
+            `once_a_step`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
         VerifyError: stages that wait for each other.
 
     Papers: Huang et al., GPipe, 2019; Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training,

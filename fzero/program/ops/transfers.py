@@ -16,6 +16,7 @@ from fzero.program.attrs import (
     CopyAttrs,
     GatherAttrs,
     HandAttrs,
+    HandedValue,
     ReduceAttrs,
     ScatterAttrs,
     SendAttrs,
@@ -284,10 +285,10 @@ class Send(Start[SendAttrs]):
 
 
 class Hand(Start[HandAttrs]):
-    """A value of one stage of a pipeline to the rank at another place along its axis, which takes it."""
+    """Values of one stage of a pipeline, as one message, to the rank at another place along its axis, which takes
+    them."""
 
     name = "hand_start"
-    args = 1
     attrs = HandAttrs
     between = "ranks"
     direct = True
@@ -300,13 +301,17 @@ class Hand(Start[HandAttrs]):
     def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
         _starts(line, rules)
         said, mesh = line.attrs, rules.program.mesh
-        if len(said.axes) != 1:
-            rules.bad(line, f"moves a value over {len(said.axes)} axes")
+        if len(said.axes) != 1 or not said.values:
+            rules.bad(line, f"moves {len(said.values)} values over {len(said.axes)} axes")
         elif not 0 <= said.peer < mesh.axis_size(said.axes) or said.number < 0:
             rules.bad(line, f"is number {said.number}, with place {said.peer} of {mesh.axis_size(said.axes)}")
         for v in args:
             if not {*said.axes}.isdisjoint(v.placement.own) or v.tier != "device":
                 rules.bad(line, f"{v.name} is {v}")
+        if not isinstance(said, TakeAttrs) and [HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in args] != [
+            *said.values
+        ]:
+            rules.bad(line, "hands other values than it says")
 
     def filled(self, line: Line[HandAttrs]) -> Sequence[Place | None]:
         return ()
@@ -315,24 +320,25 @@ class Hand(Start[HandAttrs]):
         return f"{self.name.removesuffix('_start')}:{','.join(line.attrs.axes)}"
 
     def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        return sum(local_bytes(values[a], mesh) for a in line.args)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in line.attrs.values)
 
     def text(self, line: Line[HandAttrs], program: Program) -> Text:
         sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
         said = line.attrs
-        return Text(f"hand_start({line.args[0]}, {over(line)}, to={said.peer})", f">>> number {said.number}, {sent}")
+        code = f"hand_start([{', '.join(line.args)}], {over(line)}, to={said.peer})"
+        return Text(code, f">>> number {said.number}, {sent}")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return getattr(on.carrier, self.name)
 
     def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         told.started[line.out[0].name] = line, []
-        told.hand(args[0], line.axes[0], line.attrs.peer, line.attrs.number)
+        told.hand(args, line.axes[0], line.attrs.peer, line.attrs.number)
         return [args[0].new_empty(0)]
 
 
 class Take(Hand):
-    """A value that the rank at another place along an axis hands over."""
+    """The values of a message that the rank at another place along an axis hands over."""
 
     name = "take_start"
     args = 0
@@ -340,25 +346,20 @@ class Take(Hand):
     hands_out = True
     sinks = True
 
-    def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        said = line.says(TakeAttrs)
-        return math.prod(said.shape) * said.dtype.itemsize
-
     def text(self, line: Line[HandAttrs], program: Program) -> Text:
-        said, comes = line.says(TakeAttrs), size(self.moved_bytes(line, {}, program.mesh))
-        dtype = str(said.dtype).removeprefix("torch.")
-        code = f"take_start({[*said.shape]}, {dtype!r}, {over(line)}, of={said.peer})"
-        return Text(code, f"number {said.number}, {comes} comes")
+        said, comes = line.attrs, size(self.moved_bytes(line, {}, program.mesh))
+        values = [([*x.shape], str(x.dtype).removeprefix("torch.")) for x in said.values]
+        return Text(f"take_start({values}, {over(line)}, of={said.peer})", f"number {said.number}, {comes} comes")
 
     def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        said = line.says(TakeAttrs)
-        told.started[line.out[0].name] = line, [torch.empty(said.shape, dtype=said.dtype, device=told.mesh.device)]
+        comes = [torch.empty(x.shape, dtype=x.dtype, device=told.mesh.device) for x in line.attrs.values]
+        told.started[line.out[0].name] = line, comes
         return [torch.empty(0)]
 
     def handed_out(
         self, line: Line[HandAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
     ) -> Sequence[torch.Tensor]:
-        return [told.take(moved[0], line.axes[0], line.attrs.peer, line.attrs.number)]
+        return told.take(moved, line.axes[0], line.attrs.peer, line.attrs.number)
 
 
 class Copy(Start[CopyAttrs]):
@@ -519,9 +520,9 @@ class Wait(Op[WaitAttrs]):
         sent = [rules.known[a] for a in start.args if a in rules.known and moved]
         if isinstance(start.attrs, TakeAttrs):
             said, mesh = start.attrs, rules.program.mesh
-            comes = said.shape, said.dtype, said.own, "device"
-            if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in line.out] != [comes]:
-                rules.bad(line, "hands out another value than it takes")
+            comes = [(*x, "device") for x in said.values]
+            if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in line.out] != comes:
+                rules.bad(line, "hands out other values than it takes")
             return
         if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
             rules.bad(line, "hands back other shapes or dtypes than were sent")

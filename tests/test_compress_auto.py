@@ -1,0 +1,357 @@
+"""`fz.compress("auto")`: formats that the plan chooses for each axis, and what is refused."""
+
+from __future__ import annotations
+
+import bisect
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TransformError
+from fzero.lowering.layouts import zero_of
+from fzero.passes.compress import ladders
+from fzero.plan.calibration import calibration_path, machine, save_calibration
+from fzero.plan.devices import KNOWN, Device, Link
+from fzero.program.show import source
+from fzero.units import duration
+
+WIDTH = 256
+BOTH = ("data", "node")
+
+
+def mesh_of(**axes: Any) -> fz.AbstractMesh:
+    return fz.AbstractMesh(device_type="cuda", **axes)
+
+
+def device_of(within: float, between: float) -> Device:
+    """A GPU in hosts of 8 with links of these rates, in bytes/s."""
+    links = {"intra": Link(1e-9, within), "inter": Link(1e-9, between)}
+    return replace(KNOWN["h100"], name="made up", links=links, call_seconds=1e-9)
+
+
+FAST, SLOW = device_of(1e14, 1e14), device_of(1e9, 1e9)
+SLOW_BETWEEN = device_of(1e14, 1e8)
+
+
+@fz.block
+def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.relu(x @ p["up"]) @ p["down"]
+
+
+def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for p in params:
+        x = layer(p, x)
+    return x.square().mean()
+
+
+def params(width: int = WIDTH) -> Any:
+    def draw(seed: int) -> torch.Tensor:
+        return torch.randn(width, width, generator=torch.Generator().manual_seed(seed)) / width
+
+    return [{"up": draw(2 * i), "down": draw(2 * i + 1)} for i in range(2)]
+
+
+SHAPES = fz.tree.map(lambda x: x.to("meta"), params())
+STEP = fz.train_step(loss_fn, optim.adamw(1e-3))
+
+
+def lowered(mesh: fz.AbstractMesh, device: Device | None, *transforms: Any, **how: Any) -> Any:
+    batch = torch.empty(4096, WIDTH, device="meta")
+    return fz.lower(fz.compose(*transforms)(STEP), mesh, SHAPES, batch, device=device, **how)
+
+
+def chosen(found: Any) -> dict[str, str]:
+    decisions = [x for x in found.plan.decisions if x.what.startswith("compress over ")]
+    return {x.what.removeprefix("compress over "): x.chosen for x in decisions}
+
+
+def why(found: Any, axis: str) -> str:
+    return next(x.why for x in found.plan.decisions if x.what == f"compress over {axis}")
+
+
+# --- what is chosen ---
+
+MOST = {"params": {"data": "int8", "node": "int8"}, "grads": {"data": "int8", "node": "int4"}}
+CASES: dict[str, tuple[dict[str, int], Device, Any, dict[str, str], dict[str, Any] | None]] = {
+    "fast links": ({"data": 8}, FAST, fz.shard_params(), {"data": "as it is"}, None),
+    "slow links": ({"data": 8}, SLOW, fz.shard_params(), {"data": "parameters int8, gradients int8"}, {}),
+    "slow everywhere": (
+        {"node": 2, "data": 8},
+        SLOW,
+        fz.shard_params(axis=BOTH),
+        {"node": "parameters int8, gradients int4", "data": "parameters int8, gradients int8"},
+        MOST,
+    ),
+    "slow between hosts": (
+        {"node": 2, "data": 8},
+        SLOW_BETWEEN,
+        fz.shard_params(axis=BOTH),
+        {"node": "parameters int8, gradients int4", "data": "as it is"},
+        {"params": {"node": "int8"}, "grads": {"node": "int4"}},
+    ),
+    "one rank a host": (
+        {"node": 16, "data": 1},
+        SLOW_BETWEEN,
+        fz.shard_params(axis=BOTH),
+        {"node": "parameters int8, gradients int8"},
+        {},
+    ),
+    "replicas": (
+        {"replica": 2, "data": 8},
+        SLOW_BETWEEN,
+        fz.compose(fz.shard_params(), fz.data_parallel(axis="replica"), fz.accumulate(2)),
+        {"replica": "gradients int4", "data": "as it is"},
+        {"params": None, "grads": {"replica": "int4"}},
+    ),
+    "whole": ({"data": 8}, SLOW, fz.data_parallel(), {"data": "gradients int8"}, {"params": None}),
+    "zero-1": ({"data": 8}, SLOW, fz.shard_opt_state(), {"data": "parameters int8, gradients int8"}, {}),
+}
+
+
+def text(found: Any) -> str:
+    """The lines that run: without the header, which has the transforms, and without who placed each."""
+    return source(found.program)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_axis_gets_the_least_that_helps(name: str) -> None:
+    """And the program is that of these formats; where nothing is to be gained, the one without."""
+    axes, device, zero, want, formats = CASES[name]
+    mesh = mesh_of(**axes)
+    found = lowered(mesh, device, zero, fz.compress("auto"))
+    assert chosen(found) == want
+    by_hand = lowered(mesh, device, zero, *([] if formats is None else [fz.compress(**formats)]))
+    assert text(found) == text(by_hand) and found.plan.step_seconds == by_hand.plan.step_seconds
+
+
+def test_it_says_what_is_exposed_and_why() -> None:
+    axes, device, zero, *_ = CASES["slow between hosts"]
+    found = lowered(mesh_of(**axes), device, zero, fz.compress("auto"))
+    plain = lowered(mesh_of(**axes), device, zero)
+
+    def waits(x: Any) -> float:
+        return sum(c.exposed_seconds for name, c in x.plan.channels.items() if name.endswith(":node"))
+
+    before, after = (f"{duration(waits(x))} of {duration(x.plan.step_seconds)} a step" for x in (plain, found))
+    assert why(found, "node") == f"exposed there: {before} as it is, {after} so: the most compression for it"
+    assert why(found, "data").endswith(": under 2%") and "compress over node" in str(found.plan)
+    assert found.plan.step_seconds < plain.plan.step_seconds / 2
+
+
+LADDER = {"as it is": None, "gradients bf16": "bf16", "gradients int8": "int8"}
+
+
+def test_it_is_the_least_compression_after_which_little_is_exposed() -> None:
+    """Over rates of a link: every rung below the chosen one exposes more than 2 %, and that one no more, if one can."""
+    seen, names = list[str](), [*LADDER]
+    for rate in (3e9, 6e10, 1.3e11, 3e11, 1e12):
+        device, mesh = replace(device_of(rate, rate), memory_bandwidth=1e15), mesh_of(data=8)
+        found = lowered(mesh, device, fz.data_parallel(), fz.compress("auto"))
+        plans = {"as it is": lowered(mesh, device, fz.data_parallel()).plan}
+        for name in names[1:]:
+            plans[name] = lowered(mesh, device, fz.data_parallel(), fz.compress(params=None, grads=LADDER[name])).plan
+        share = {name: x.exposed_seconds / x.step_seconds for name, x in plans.items()}
+        able = [name for name in names if share[name] <= 0.02]
+        want = able[0] if able else names[-1]
+        if plans[want].step_seconds > 0.99 * plans["as it is"].step_seconds:
+            want = "as it is"
+        seen.append(chosen(found)["data"])
+        assert seen[-1] == want and found.plan.step_seconds == plans[want].step_seconds
+    assert seen == ["gradients int8", "gradients int8", "gradients int8", "as it is", "as it is"]
+
+
+def test_codes_that_cost_more_than_they_save_are_left_out() -> None:
+    slow_memory = replace(device_of(5e9, 5e9), memory_bandwidth=3e10)
+    found = lowered(mesh_of(data=8), slow_memory, fz.shard_params(), fz.compress("auto"))
+    assert chosen(found) == {"data": "as it is"} and "gradients bf16 would take" in why(found, "data")
+    assert text(found) == text(lowered(mesh_of(data=8), slow_memory, fz.shard_params()))
+
+
+def rungs(mesh: fz.AbstractMesh, *transforms: Any) -> dict[str, list[str]]:
+    """The ladder of each axis."""
+    found = lowered(mesh, SLOW, *transforms)
+    names = [*found.stages()]
+    before = found.stages()[names[names.index("compress") - 1]] if "compress" in names else None
+    assert before is not None, "nothing was chosen"
+    return {x[0].axis: [*map(str, x[1:])] for x in ladders(before, zero_of(fz.compose(*transforms)(STEP), mesh))}
+
+
+def test_ladders() -> None:
+    """Gradients of 4 bits are for sums alone; bfloat16 is for what travels in 32 bits; None leaves a kind as it is."""
+    one, two = mesh_of(data=8), mesh_of(node=2, data=8)
+    int8 = "parameters int8, gradients int8"
+    assert rungs(one, fz.shard_params(), fz.compress("auto")) == {"data": ["gradients bf16", "gradients int8", int8]}
+    half = fz.mixed_precision("bf16", reduce="bf16")
+    assert rungs(one, fz.shard_params(), half, fz.compress("auto")) == {"data": ["gradients int8", int8]}
+    both = fz.shard_params(axis=BOTH)
+    assert rungs(two, both, fz.compress("auto", axis="node")) == {
+        "node": ["gradients bf16", "gradients int8", int8, "parameters int8, gradients int4"]
+    }
+    assert rungs(two, both, fz.compress("auto", grads=None)) == {x: ["parameters int8"] for x in ("node", "data")}
+    assert rungs(two, fz.shard_opt_state(), fz.data_parallel(axis="node"), fz.compress("auto")) == {
+        "node": ["gradients bf16", "gradients int8", "gradients int4"],
+        "data": ["gradients bf16", "gradients int8", int8],
+    }
+
+
+def test_beside_a_budget_micro_batches_and_open_tiers() -> None:
+    """The formats are chosen for the best program without, and the program is then the best with them."""
+    more = fz.accumulate(2), fz.remat("auto")
+    mesh = mesh_of(data=8, unified_memory=False)
+    for transforms, how in (
+        (more, {"memory_budget": "1GB"}),
+        ((*more, fz.offload("auto")), {"memory_budget": "40MB"}),
+    ):
+        found = lowered(mesh, SLOW, fz.shard_params(), *transforms, fz.compress("auto"), **how)
+        assert chosen(found) == {"data": "parameters int8, gradients int8"}
+        assert fz.fits(found.plan, how["memory_budget"])
+        without = lowered(mesh, SLOW, fz.shard_params(), *transforms, **how)
+        assert found.plan.step_seconds < without.plan.step_seconds
+
+
+def test_codes_that_do_not_fit_are_left_out() -> None:
+    """Of a step that fits as it is, though not in codes."""
+
+    def fits(nbytes: int) -> bool:
+        try:
+            lowered(mesh_of(data=8), SLOW, fz.shard_params(), fz.compress(), memory_budget=nbytes)
+        except BudgetError:
+            return False
+        return True
+
+    unit = 1 << 16
+    nbytes = unit * (bisect.bisect_left(range(1 << 9), True, key=lambda n: fits(unit * n)) - 1)
+    found = lowered(mesh_of(data=8), SLOW, fz.shard_params(), fz.compress("auto"), memory_budget=nbytes)
+    assert chosen(found) == {"data": "as it is"} and why(found, "data") == "in codes the step does not fit the budget"
+    assert text(found) == text(lowered(mesh_of(data=8), SLOW, fz.shard_params(), memory_budget=nbytes))
+
+
+def test_a_loop_that_deals_codes_is_said_to_reduce() -> None:
+    """The plan says of gradients of micro-batches in codes what it says of others."""
+    zero = fz.compose(fz.shard_params(), fz.data_parallel(axis="node"), fz.accumulate(2))
+    said = [lowered(mesh_of(node=2, data=8), SLOW, zero, *x).plan.decisions[:1] for x in ((), (fz.compress(),))]
+    assert said[0] == said[1] and "over data after every micro-batch, over node once" in said[0][0].why
+
+
+def test_an_evaluation_gathers_parameters_as_they_are() -> None:
+    for zero in (fz.shard_params(), fz.shard_opt_state()):
+        evaluate = fz.compose(zero, fz.compress("auto"))(fz.eval_step(loss_fn))
+        program = fz.lower(evaluate, mesh_of(data=8), SHAPES, (torch.empty(8, WIDTH, device="meta"),), device=SLOW)
+        assert not any(line.of_codes for line in program.program.lines)
+        assert any(line.op == "all_gather_start" for line in program.program.lines)
+    with pytest.raises(TransformError, match="does nothing to an evaluation"):
+        fz.compress("auto", params=None)(fz.eval_step(loss_fn))
+
+
+# --- as it runs ---
+
+
+def calibrated(folder: str, links: Link) -> Device:
+    """A calibration of this machine, with links of these rates."""
+    os.environ["FZERO_CACHE"] = folder
+    known = KNOWN["cpu"]
+    found = replace(known, links=dict.fromkeys(known.links, links), source="measured", machine=machine("cpu"))
+    save_calibration(found, calibration_path())
+    return found
+
+
+BATCH = torch.randn(16, 64, generator=torch.Generator().manual_seed(7))
+
+
+def trained(folder: str, bandwidth: float) -> tuple[dict[str, str], list[torch.Tensor]]:
+    """The formats, and the parameters after two steps."""
+    mesh = fz.make_mesh(shared_memory=False)
+    if mesh.rank == 0:
+        calibrated(folder, Link(1e-6, bandwidth))
+    os.environ["FZERO_CACHE"] = folder
+    torch.distributed.barrier()
+    train = fz.compile(fz.compose(fz.shard_params(), fz.compress("auto"))(STEP), mesh, backend="eager")
+    state = train.init(params(64))
+    for _ in range(2):
+        state, _ = train(state, BATCH.chunk(2)[mesh.rank])
+    return chosen(train), [x.clone() for x in fz.tree.leaves(train.gather(state).params)]
+
+
+@pytest.mark.parametrize(("bandwidth", "formats"), [(1e3, {}), (1e15, None)], ids=["slow", "fast"])
+def test_ranks_train_by_measured_links(run_ranks: Any, tmp_path: Any, bandwidth: float, formats: Any) -> None:
+    """To the bits of the formats by hand; on a fast link to those of the step without."""
+    found = run_ranks(2, trained, str(tmp_path), bandwidth)
+    step = fz.compose(fz.shard_params(), *([] if formats is None else [fz.compress(**formats)]))(STEP)
+    want = fz.testing.simulate(step, fz.AbstractMesh(data=2), params(64), BATCH, steps=2)[0].params
+    for decisions, leaves in found:
+        assert decisions == {"data": "as it is" if formats is None else "parameters int8, gradients int8"}
+        assert all(torch.equal(x, y) for x, y in zip(leaves, fz.tree.leaves(want), strict=True))
+
+
+def refused(folder: str) -> str:
+    """The error where no link was measured."""
+    os.environ["FZERO_CACHE"] = folder
+    step = fz.compose(fz.shard_params(), fz.compress("auto"))(STEP)
+    mesh = fz.make_mesh()
+    texts = []
+    train = fz.compile(step, mesh, backend="eager")
+    state = train.init(params(64))
+    for act in (lambda: train(state, torch.ones(8, 64)), lambda: fz.lower(step, mesh, params(64), torch.ones(8, 64))):
+        try:
+            act()
+        except FzeroValueError as error:
+            texts.append(str(error))
+    assert len(texts) == 2 and fz.lower(step, mesh, params(64), torch.ones(8, 64), device="cpu")
+    return texts[0] if texts[0] == texts[1] else "\n".join(texts)
+
+
+def test_links_that_nobody_measured_are_refused(run_ranks: Any, tmp_path: Any) -> None:
+    for said in run_ranks(2, refused, str(tmp_path)):
+        assert said.startswith("fzero.compress: 'auto' chooses by the rates of links, which are not known here\n")
+        assert "links within a host: those of cpu (one thread of" in said and "Fix: measure them with fzero cal" in said
+
+
+def test_known_links() -> None:
+    measured = replace(KNOWN["cpu"], machine={"cores": 2}, source="measured, 2 ranks at once; link inter as of cpu")
+    assert measured.measured("intra") and not measured.measured("inter")
+    assert not KNOWN["cpu"].measured("intra")
+
+
+# --- arguments ---
+
+
+def test_forms() -> None:
+    auto = fz.compress("auto")
+    assert str(auto) == "compress('auto')" and fz.compress("auto")(STEP) == fz.compress(STEP, "auto")
+    assert str(fz.compress("auto", params=None, axis="node")) == "compress('auto', params=None, axis='node')"
+    assert fz.compress(formats="auto") == auto != fz.compress()
+
+
+def test_wrong_arguments_are_all_named() -> None:
+    for word in ("int8", "Auto", ""):
+        with pytest.raises(FzeroValueError, match="the only word is 'auto'; formats are params= and grads="):
+            fz.compress(word)
+    with pytest.raises(FzeroValueError, match=r"params=\{'data': None\}: 'auto' chooses(?s:.*)grads='bf16': 'auto'"):
+        fz.compress("auto", params={"data": None}, grads="bf16")
+    with pytest.raises(FzeroValueError, match="params and grads are None"):
+        fz.compress("auto", params=None, grads=None)
+    with pytest.raises(FzeroValueError, match="'auto', 'auto': give one of the two"):
+        fz.compress("auto", "auto")
+    with pytest.raises(FzeroTypeError, match="formats=8: 'auto' or None"):
+        fz.compress(STEP, 8)  # type: ignore[arg-type]
+
+
+def test_what_nothing_could_compress_is_refused_by_name() -> None:
+    zero, auto = fz.shard_params(), fz.compress("auto")
+    with pytest.raises(FzeroValueError, match=r"fzero.compress: does nothing(?s:.*)there is one rank along each axis"):
+        lowered(mesh_of(data=1), SLOW, zero, auto)
+    with pytest.raises(FzeroValueError, match=r"does nothing(?s:.*)fewer than 4,096|does nothing(?s:.*)left out by"):
+        lowered(mesh_of(data=2), SLOW, zero, fz.compress("auto", where=lambda path, leaf: leaf.numel() > 1_000_000))
+    with pytest.raises(FzeroValueError, match=r"unknown mesh axis(?s:.*)'node': the mesh has data=2"):
+        lowered(mesh_of(data=2), SLOW, zero, fz.compress("auto", axis="node"))
+    with pytest.raises(FzeroValueError, match=r"does nothing(?s:.*)compress\('auto', grads=None\)"):
+        lowered(mesh_of(data=2), SLOW, fz.data_parallel(), fz.compress("auto", grads=None))
+    with pytest.raises(TransformError, match=r"two different compress|conflicts with compress"):
+        fz.compose(zero, auto, fz.compress())(STEP)
+    with pytest.raises(TransformError, match=r"conflicts with pipeline"):
+        fz.compose(zero, fz.pipeline(axis="pipe"), auto)(STEP)
