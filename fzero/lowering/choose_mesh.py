@@ -15,7 +15,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -121,7 +121,8 @@ class MeshPlans:
     Attributes:
         devices, device, budget: that they are for: their number, rates, and bytes of each.
         rows: of the whole batch.
-        found: the candidates.
+        found: the candidates, of each mesh with a ZeRO stage the best.
+        num_planned: how many were planned.
     """
 
     devices: int
@@ -129,6 +130,7 @@ class MeshPlans:
     budget: int
     rows: int
     found: tuple[MeshPlan, ...]
+    num_planned: int = 0
 
     @property
     def best(self) -> MeshPlan:
@@ -289,9 +291,8 @@ def choose_mesh(
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
     budget = rates.memory_bytes if memory_budget is None else parse_bytes(memory_budget)
     planner = _Planner(step, params, batch, rows, rates, budget, rules, experts, backend, devices)
-    found = planner.search()
-    found.sort(key=lambda x: (x.plan is None, x.seconds is None, x.seconds or 0.0))
-    return MeshPlans(devices, rates, budget, rows, tuple(found))
+    found, planned = planner.search()
+    return MeshPlans(devices, rates, budget, rows, tuple(sorted(found, key=_order)), planned)
 
 
 def _factors(devices: int, per_host: int, experts: bool) -> Iterator[dict[str, int]]:
@@ -402,8 +403,8 @@ class _Planner:
     chosen: dict[int, TensorParallel] = field(default_factory=dict)
     resting: dict[Any, AtRest] = field(default_factory=dict)
 
-    def search(self) -> list[MeshPlan]:
-        """The candidates, planned or left out, of each family one: see [Note: best first]."""
+    def search(self) -> tuple[list[MeshPlan], int]:
+        """The candidates, of each family one, and the number of those planned: see [Note: best first]."""
         found, fastest = dict[Any, list[MeshPlan]](), math.inf
         left: list[tuple[bool, float, int, bool, _Candidate]] = []
         number = itertools.count()
@@ -444,8 +445,7 @@ class _Planner:
             else:
                 found.setdefault(candidate.family, []).append(made)
                 fastest = min(fastest, made.plan.step_seconds)
-        order = lambda x: (x.plan is None, x.seconds is None, x.seconds or 0.0)  # noqa: E731
-        return [min(reversed(of), key=order) for of in found.values()]
+        return [min(reversed(of), key=_order) for of in found.values()], planned
 
     # --- candidates ---
 
@@ -454,7 +454,8 @@ class _Planner:
         seq, expert, model = (axes.get(axis, 1) for axis in ("seq", "expert", "model"))
         parts, pipe = _Candidate(axes, "", _Cut()).parts, axes.get("pipe", 1)
         if self.rows % parts:
-            yield MeshPlan(axes, (), "", self.step, None, refused=f"{self.rows} rows do not divide into {parts} parts")
+            rows = "1 row does" if self.rows == 1 else f"{self.rows} rows do"
+            yield MeshPlan(axes, (), "", self.step, None, refused=f"{rows} not divide into {parts} parts")
             return
         here = self.rows // parts
         able = [n for n in range(1, here + 1) if here % n == 0]
@@ -519,7 +520,9 @@ class _Planner:
         if cut.model > 1:
             spec = replace(self.chosen[cut.model], sequence=cut.sequence) if cut.model in self.chosen else None
             spec = spec or tensor_parallel(rules=self.rules, sequence=cut.sequence)
-            rules = "" if spec.rules is None else "rules=rules" if self.rules is not None else f"rules={spec.shown_rules}"
+            rules = (
+                "" if spec.rules is None else "rules=rules" if self.rules is not None else f"rules={spec.shown_rules}"
+            )
             said = ", ".join(x for x in (rules, "sequence=True" * cut.sequence) if x)
             added.append(_Added(spec, f"fz.tensor_parallel({said})", "sequence" * cut.sequence))
         return added
@@ -554,7 +557,9 @@ class _Planner:
         held = rest.total + (cost.numel * self._compute if candidate.zero == "ZeRO-1" and self._casts else 0)
         # a stage adds its gradients up whole; the second backward begins with as many micro-batches waiting
         grads = cost.numel * self._reduced if pipe > 1 and self._trains_all else 0
-        peak = share * (held + grads) + waiting if candidate.micro > pipe else share * held + max(waiting, share * grads)
+        peak = (
+            share * (held + grads) + waiting if candidate.micro > pipe else share * held + max(waiting, share * grads)
+        )
         least = max(rest.total / pipe, peak) if self._plain else 0.0
         if least > self.budget:
             what = f"its state, parameters and waiting activations take at least {size(int(least))}"
@@ -679,6 +684,11 @@ class _Planner:
             return replace(found, plan=lowered.plan)
         except FzeroError as error:
             return replace(found, refused=_brief(error))
+
+
+def _order(x: MeshPlan) -> tuple[bool, bool, float]:
+    """Plans, the fastest first; then what was left out by its seconds; then what cannot be had."""
+    return x.plan is None, x.seconds is None, x.seconds or 0.0
 
 
 def _brief(error: FzeroError) -> str:

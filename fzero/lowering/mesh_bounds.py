@@ -115,7 +115,9 @@ class CutCost:
         return rows / micro * min(micro, pipe) * sum(block.saved for block in first), share
 
 
-def cut_cost(step: Step, mesh: AbstractMesh, params: Any, batch: Any, rows: int, device: Device, backend: str) -> CutCost:
+def cut_cost(
+    step: Step, mesh: AbstractMesh, params: Any, batch: Any, rows: int, device: Device, backend: str
+) -> CutCost:
     """Traces a step on the ranks of one cut.
 
     Args:
@@ -205,7 +207,9 @@ def _numel(base: Program, program: Program, numbers: Sequence[int]) -> Mapping[i
         elif line.op == "call":
             for name in left.intersection(origin.get(a, a) for a in line.args):
                 leaf = program.leaves[name]
-                found[line.block.number if line.block else numbers[0]] += leaf.shard_bytes(program.mesh) // leaf.dtype.itemsize
+                found[line.block.number if line.block else numbers[0]] += (
+                    leaf.shard_bytes(program.mesh) // leaf.dtype.itemsize
+                )
                 left.discard(name)
     return found
 
