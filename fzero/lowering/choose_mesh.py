@@ -95,7 +95,7 @@ class MeshPlan:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, or the least that it takes; None if it cannot be had."""
+        """The seconds of a step, or the least that it takes; None if it cannot be had."""
         return self.least_seconds if self.plan is None else self.plan.step_seconds
 
     @property
@@ -692,6 +692,6 @@ def _order(x: MeshPlan) -> tuple[bool, bool, float]:
 
 
 def _brief(error: FzeroError) -> str:
-    """What is wrong, in a line."""
+    """The problem, in a line."""
     lines = [line.strip() for line in str(error).splitlines() if not line.startswith("Fix:")]
     return ": ".join(lines[1:2] if isinstance(error, BudgetError) else lines[:2])

@@ -63,7 +63,7 @@ class CutCost:
 
     @property
     def seconds(self) -> float:
-        """Of the functions alone, whatever hides the collectives between blocks."""
+        """The seconds of the functions alone, whatever hides the collectives between blocks."""
         return sum(block.seconds for block in self.blocks)
 
     @property

@@ -44,8 +44,9 @@ def outer_steps(
 
 
 def check_sync(lowered: Lowered, budget: Budget) -> None:
-    """Raises BudgetError if a sync of replicas takes more of the device than the budget has: the state at rest, the
-    pool of the step, and what an outer step has besides its own state and the parameters, which are both at rest."""
+    """Raises BudgetError if a sync of replicas takes more of the device than the budget has. There are the state at
+    rest and the pool of the step then. An outer step comes on top, without its own state and the parameters: they
+    rest."""
     if budget.nbytes is None or not lowered.outer:
         return
     program, leaves = lowered.program, lowered.program.leaves.values()

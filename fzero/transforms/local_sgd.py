@@ -178,7 +178,7 @@ def local_sgd(
         >>> import fzero as fz
         >>> step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
         >>> step = fz.local_sgd(fz.shard_params(step), every=50)
-        >>> print(step.transforms[0])
+        >>> print(step.transforms[-1])
         local_sgd(axis='replica', every=50, fragments=1, wire='int4')
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: the name of one axis"]
