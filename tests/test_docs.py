@@ -137,7 +137,7 @@ def test_links_and_names(path: Path) -> None:
 def test_the_pages_are_short() -> None:
     """Prose alone: code, what it prints, and results are not counted."""
     words = {name: len(_FENCE.sub("", path.read_text()).split()) for name, path in zip(NAMES, PAGES, strict=True)}
-    assert sum(words.values()) <= 37_850, sorted(words.items(), key=lambda item: -item[1])
+    assert sum(words.values()) <= 37_900, sorted(words.items(), key=lambda item: -item[1])
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -30,8 +30,8 @@ def mesh_plans(args: argparse.Namespace) -> Table:
     cases = [("80 layers of 8192", LARGE, 64, n, slow) for n, slow in ((64, False), (64, True), (32, False))]
     cases += [("16 layers of 4096", WIDE, 8, n, slow) for n, slow in ((8, False), (8, True), (4, False))]
     cases += [("4 layers of 4096", {**WIDE, "layers": 4}, 4, 16, slow) for slow in (False, True)]
-    for name, model, devices, batch, slow in cases:
-        if devices > args.devices:
+    for number, (name, model, devices, batch, slow) in enumerate(cases):
+        if devices > args.devices or number not in args.rows:
             continue
         small = {**model, "layers": args.layers or model["layers"], "seq": 4096 // args.smaller}
         case = _chosen(small, devices, batch, slow)
