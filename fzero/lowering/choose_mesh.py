@@ -28,7 +28,7 @@ from fzero.lowering.at_rest import AtRest, at_rest, shortage
 from fzero.lowering.budget import Budget
 from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.layouts import abstract, batch_inputs, params_inputs
-from fzero.lowering.lower import lower
+from fzero.lowering.lower import resolve_and_lower
 from fzero.lowering.mesh_bounds import CutCost, cut_cost, link_seconds
 from fzero.lowering.search import GAIN
 from fzero.mesh import AbstractMesh
@@ -46,7 +46,7 @@ from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.pipeline import Pipeline, pipeline
-from fzero.transforms.precision import DTYPES, MixedPrecision
+from fzero.transforms.precision import DTYPES, MixedPrecision, with_first_dtype
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.remat import Remat, remat
 from fzero.transforms.sequence import sequence_parallel
@@ -290,7 +290,9 @@ def choose_mesh(
     rows = _rows(batch)
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
     budget = rates.memory_bytes if memory_budget is None else parse_bytes(memory_budget)
-    planner = _Planner(step, params, batch, rows, rates, budget, rules, experts, backend, devices)
+    planner = _Planner(
+        with_first_dtype(step, None), params, batch, rows, rates, budget, rules, experts, backend, devices
+    )
     found, planned = planner.search()
     return MeshPlans(devices, rates, budget, rows, tuple(sorted(found, key=_order)), planned)
 
@@ -674,13 +676,11 @@ class _Planner:
             for x in added:
                 step = x.transform(step)
             found, mesh = replace(found, step=step), self._mesh(axes)
-            if "pipe" not in axes:  # nothing is traced where the state alone is too large
-                budget = Budget(self.budget, self.device, self.backend)
-                if (short := shortage(step, mesh, self.params, budget)) is not None:
-                    return replace(found, refused=short[0][0])
-            lowered = lower(
-                step, mesh, self.params, part, memory_budget=self.budget, device=self.device, backend=self.backend
-            )
+            budget = Budget(self.budget, self.device, self.backend)
+            # nothing is traced where the state alone is too large
+            if "pipe" not in axes and (short := shortage(step, mesh, self.params, budget)) is not None:
+                return replace(found, refused=short[0][0])
+            lowered = resolve_and_lower(step, mesh, self.params, part, budget, draft=True)
             return replace(found, plan=lowered.plan)
         except FzeroError as error:
             return replace(found, refused=_brief(error))

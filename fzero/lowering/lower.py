@@ -115,8 +115,21 @@ def lower(
     if device is None:
         check_links_known(step, mesh, rates)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
-    budget, chosen, traced = Budget(nbytes, rates, backend, host, disk), (), None
     skip = frozenset((skip,) if isinstance(skip, str) else skip)
+    return resolve_and_lower(step, mesh, params, batch, Budget(nbytes, rates, backend, host, disk), skip)
+
+
+def resolve_and_lower(
+    step: Step | EvalStep,
+    mesh: AbstractMesh,
+    params: Any,
+    batch: Any,
+    budget: Budget,
+    skip: frozenset[str] = frozenset(),
+    draft: bool = False,
+) -> Lowered:
+    """As `lower`, whose arguments are checked. `draft`: to be planned alone, as of `lower_inputs`."""
+    chosen, traced = (), None
     with without_gc():
         if isinstance(step, Step):
             step, ruled = choose_rules(step, mesh, params, batch_inputs(batch))
@@ -124,8 +137,8 @@ def lower(
             step, staged = choose_stages(step, mesh, params, batch_inputs(batch))
             chosen, traced = (*ruled, *chosen, *staged), None if staged else traced
         inputs = params_inputs(step, mesh, params), batch_inputs(batch)
-        lowered = lower_inputs(step, mesh, *inputs, budget, traced, skip=skip)
-    return replace(lowered, device=rates, backend=backend, chosen=chosen)
+        lowered = lower_inputs(step, mesh, *inputs, budget, traced, skip=skip, draft=draft)
+    return replace(lowered, device=budget.device, backend=budget.backend, chosen=chosen)
 
 
 def lower_inputs(
@@ -138,10 +151,11 @@ def lower_inputs(
     limited: bool = False,
     skip: frozenset[str] = frozenset(),
     formats: Decided | None = None,
+    draft: bool = False,
 ) -> Lowered:
     """As `lower`, from leaf tables. `traced`: the step as `resolve` has traced it already; `limited`: the choice that
     takes least memory is asked for, without a budget; `formats`: those of `compress("auto", every=)`, if they were
-    decided."""
+    decided; `draft`: programs are not verified, and an error has no advice."""
     opt_state = watched = None
     raises = ()
     if isinstance(step, EvalStep):
@@ -163,8 +177,11 @@ def lower_inputs(
     here = mesh.index(axis) if axis and isinstance(mesh, Mesh) else 0
     stages = range(mesh.axes[axis] if axis else 1)
 
+    def programs_of(choice: Choice) -> tuple[Program, ...]:
+        return tuple(variants(replace(choice, stage=n)) for n in stages)
+
     def lowered(choice: Choice) -> Lowered:
-        programs = variants.all_verified(choice)
+        programs = programs_of(choice) if draft else variants.all_verified(choice)
         if traced is not None:
             check_used(programs[0], traced.slots)
         return Lowered(
@@ -186,7 +203,7 @@ def lower_inputs(
         )
 
     def chosen(budget: Budget, formats: Decided | None) -> Choice | None:
-        search = Search(lambda choice: tuple(variants(replace(choice, stage=n)) for n in stages), passes, budget)
+        search = Search(programs_of, passes, budget)
         with within("planning", "the fastest program that fits"):
             choice = next(filter(None, map(search.best, starts)), None)
             if choice is not None and spec is not None:
@@ -203,10 +220,10 @@ def lower_inputs(
 
     choice = chosen(budget, formats)
     if choice is None:
-        programs = variants.all_verified(starts[-1][0])
+        programs = programs_of(starts[-1][0]) if draft else variants.all_verified(starts[-1][0])
         program = _largest(programs, budget)
         found = plan(program, budget.device, backend=budget.backend, stages=programs)
-        over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
+        over = budget.nbytes is not None and found.peak_bytes > budget.nbytes and not draft
         advice = advice_on(step, mesh, params, batch, budget, found) if over and isinstance(step, Step) else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
     found = lowered(choice)
