@@ -93,6 +93,8 @@ def test_what_does_not_fit_comes_last_with_the_reason() -> None:
     assert refused["data=4"] == "6 rows do not divide into 4 parts" and found.found[-1].plan is None
     assert "ZeRO alone cannot be (6 rows do not divide into 4 parts)" in found.sentence
     rules, few = {"up": 1, "down": 0}, "350KiB"
+    begins = choose_mesh(fz.mixed_precision("auto")(step), params, batch, devices=2, device="h100", rules=rules)
+    assert begins.best.plan is not None
     tight = choose_mesh(step, params, batch, devices=2, device="h100", rules=rules, memory_budget=few)
     why = r"than the 350.0 KiB (that )?it may have|more stages than blocks"
     assert all(x.plan is None and re.search(why, x.refused) for x in tight.found)

@@ -363,6 +363,11 @@ class _Candidate(NamedTuple):
         """Equal for candidates of which the table has one."""
         return *self.axes.items(), self.zero, self.cut
 
+    def takes_more(self, other: _Candidate) -> bool:
+        """Whether its stages keep as many micro-batches as another's, of no fewer rows."""
+        alike = self.family == other.family and self.pipe > 1
+        return alike and self.micro <= other.micro and other.schedule in (self.schedule, "1f1b")
+
     @property
     def pipe(self) -> int:
         return self.axes.get("pipe", 1)
@@ -389,7 +394,8 @@ class _Least(NamedTuple):
 
 @dataclass(frozen=True)
 class _Planner:
-    """`costs`: of the cuts so far, or the reason why there is none; `resting`: states at rest, by mesh and stage."""
+    """`costs`: of the cuts so far, or the reason why there is none; `resting`: states at rest, by mesh and stage;
+    `short`: candidates whose plans did not fit."""
 
     step: Step
     params: Any
@@ -404,6 +410,7 @@ class _Planner:
     costs: dict[_Cut, CutCost | str] = field(default_factory=dict)
     chosen: dict[int, TensorParallel] = field(default_factory=dict)
     resting: dict[Any, AtRest] = field(default_factory=dict)
+    short: list[_Candidate] = field(default_factory=list)
 
     def search(self) -> tuple[list[MeshPlan], int]:
         """The candidates, of each family one, and the number of those planned: see [Note: best first]."""
@@ -433,12 +440,12 @@ class _Planner:
                 leave(candidate, f"it takes at least {duration(seconds)}", seconds)
                 continue
             with within("planning", f"{planned} planned, {len(left) + 1} left"):
+                least = self._bound(candidate)
+                if least.refused:
+                    leave(candidate, least.refused, smaller=least.smaller)
+                    continue
                 if not bounded:
-                    least = self._bound(candidate)
-                    if least.refused:
-                        leave(candidate, least.refused, smaller=least.smaller)
-                    else:
-                        push(candidate, max(seconds, least.seconds), True)
+                    push(candidate, max(seconds, least.seconds), True)
                     continue
                 made = self._planned(candidate)
             planned += 1
@@ -552,6 +559,8 @@ class _Planner:
         cost = self._cost(candidate.cut)
         if isinstance(cost, str):
             return _Least(0.0, cost)
+        if any(candidate.takes_more(other) for other in self.short):
+            return _Least(0.0, "it takes more memory than with more micro-batches, which did not fit")
         if candidate.pipe > len(cost.blocks):
             return _Least(0.0, f"more stages than blocks: {candidate.pipe} stages, {len(cost.blocks)} blocks")
         pipe, rest = candidate.pipe, self._rest(candidate)
@@ -683,6 +692,8 @@ class _Planner:
             lowered = resolve_and_lower(step, mesh, self.params, part, budget, draft=True)
             return replace(found, plan=lowered.plan)
         except FzeroError as error:
+            if isinstance(error, BudgetError):
+                self.short.append(candidate)
             return replace(found, refused=_brief(error))
 
 
