@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import inspect
@@ -728,8 +729,12 @@ def symmetric_memory(
 def abort_groups() -> None:
     """Ends what waits in the NCCL groups of this process, and every later call of them is an error. The communicators
     are aborted together: one after the other each could wait for the next."""
-    device = torch.device("cuda")
-    found: list[Any] = [group._get_backend(device) for group in [*dist.distributed_c10d._world.pg_names]]
+    device, found = torch.device("cuda"), list[Any]()
+    for group in [*dist.distributed_c10d._world.pg_names]:
+        with contextlib.suppress(RuntimeError):  # a group of the host's alone, which somebody made besides
+            found.append(group._get_backend(device))
+    if not found:
+        return
     found[0]._group_start()
     for backend in found:
         backend.abort()

@@ -303,8 +303,8 @@ def make_mesh(
         unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is
             offloaded is copied, as for a GPU, by a thread (comm/late_copies.py): for tests and rehearsals.
         symmetric_memory: whether the pools of programs are registered with NCCL, so that copy engines gather parameters
-            and leave the GPU's processors to the products beside. It takes torch 2.13 and NCCL 2.28; with others a line
-            in the log says why transfers go as without it. By default they do: no GPU has run it.
+            and leave the GPU's processors to the products beside. It takes torch 2.11 and NCCL 2.28; with others a line
+            in the log says why it is left out. Off by default: no GPU has run it.
         **axes: size of each axis, e.g. `replica=2, data=4`, the slowest first; their product is the number of
             processes. One may be -1: whatever is left. One may be "local": as many as a host has processes, for each
             place on the axes behind it, so that all of these lie within a host: `node=-1, data="local"`. One may have

@@ -157,10 +157,14 @@ class _Coding:
         lines = [x for x, _ in self.program.walk() if x.op in (_GATHER, *_REDUCTIONS) and x.axes == (axis,)]
         gathers = [x for x in lines if x.op == _GATHER]
         reductions = [(x, self._pairs(x)) for x in lines if x.op != _GATHER]
-        coded = lambda line, pairs, of: any(w.format is not None for w in self._wires(line, pairs, GRADS[of]))  # noqa: E731
+
+        def coded(of: str) -> bool:
+            wires = (wire for line, pairs in reductions for wire in self._wires(line, pairs, GRADS[of]))
+            return any(wire.format is not None for wire in wires)
+
         return _Travels(
             self.spec.params is not None and any(self._gathers_codes(x) for x in gathers),
-            frozenset(of for of in GRADS if self.spec.grads and any(coded(x, pairs, of) for x, pairs in reductions)),
+            frozenset(of for of in GRADS if self.spec.grads and coded(of)),
             any(not self._is_sum(value.name) for _, pairs in reductions for value, _ in pairs),
         )
 

@@ -71,16 +71,15 @@ class Outer:
         self.spec, self.mesh, self._make = spec, mesh, make
         self.steps: dict[int, Any] = {}
         self._line: Mesh | None = None
-        # of the state that was carried on last: its number, its steps, and those behind which each fragment met
-        self._number: torch.Tensor | None = None
+        # of the state that was carried on last: its steps, those behind which each fragment met, and its look
         self._step, self._met, self._turn = 0, list[int](), object()
 
     def begin(self, state: State) -> None:
         """Looks at a state before it is carried on: at its number of steps, and whether replicas have left their
         anchor."""
-        if state.step is self._number and _TURNS.get(state.step) is self._turn:
+        if _TURNS.get(state.step) is self._turn:
             return
-        self._number, self._step = state.step, int(state.step)
+        self._step = int(state.step)
         _TURNS[state.step] = self._turn = object()
 
         def moved() -> list[bool]:
