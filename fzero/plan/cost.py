@@ -184,11 +184,8 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     size = mesh.axis_size(line.axes)
     if size == 1:
         return 0.0
-    per_host = ranks_per_host(mesh, line.axes, device.devices_per_host)
+    intra, inter, per_host = _links(mesh, line.axes, device)
     num_hosts = -(-size // per_host)
-    intra, inter = device.links["intra"], device.links["inter"]
-    if (own := device.links.get(along(line.axes[0]))) is not None and len(line.axes) == 1:
-        intra, inter, per_host, num_hosts = own, own, size, 1
     if row.direct:
         link = inter if num_hosts > 1 else intra
         return link.latency + transfer_bytes(line, program.values_by_name, mesh) / link.bandwidth
@@ -203,11 +200,18 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
 
 def link_bandwidth(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> float:
     """Bytes/s of a rank in a ring along axes."""
-    per_host = ranks_per_host(mesh, axes, device.devices_per_host)
-    intra, inter = device.links["intra"].bandwidth, device.links["inter"].bandwidth
+    intra, inter, per_host = _links(mesh, axes, device)
     if per_host >= mesh.axis_size(axes):
-        return intra
-    return inter if per_host == 1 else min(intra, per_host * inter)
+        return intra.bandwidth
+    return inter.bandwidth if per_host == 1 else min(intra.bandwidth, per_host * inter.bandwidth)
+
+
+def _links(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> tuple[Link, Link, int]:
+    """The links of a group along axes, within a host and between hosts, and how many of its ranks share a host. A link
+    that was measured along its one axis stands for all."""
+    if len(axes) == 1 and (own := device.links.get(along(axes[0]))) is not None:
+        return own, own, mesh.axis_size(axes)
+    return device.links["intra"], device.links["inter"], ranks_per_host(mesh, axes, device.devices_per_host)
 
 
 def on_mesh(device: Device, mesh: AbstractMesh) -> Device:
