@@ -124,13 +124,6 @@ def test_more_than_there_is_names_the_bytes_and_a_way_out(mesh):
     )
 
 
-@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", -1), ("", -1), (None, -1)])
-def test_the_numa_node_is_what_the_system_says(tmp_path, text, node):
-    if text is not None:
-        (tmp_path / "numa_node").write_text(text)
-    assert host._node_of(tmp_path) == node
-
-
 def test_pages_are_asked_of_a_node(mesh):
     pool = host_pool(1 << 20, mesh)
     host._prefer(pool.data_ptr(), pool.numel(), 0)

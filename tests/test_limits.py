@@ -15,6 +15,7 @@ import fzero as fz
 from fzero import optim
 from fzero.measure.roofline import OBSERVED, Limits, report
 from fzero.plan.plan import Plan
+from fzero.runtime import execute
 from fzero.runtime.observe import observed
 
 D, LAYERS = 32, 3
@@ -78,6 +79,19 @@ def test_copies_between_two_memories():
     assert metrics["links"]["to_device"]["bytes"] == 4 * P, "the new parameters"
     assert metrics["links"]["to_host"]["bytes"] == plan.channels["to_host"].bytes >= 8 * P, "gradients and the old ones"
     assert all(0 < link["stalled"] < 1 for link in metrics["links"].values())
+    host = metrics["links"]["host"]
+    assert host["bytes"] >= 28 * P and 0 < host["busy"] <= host["stalled"], "the update, which compute waits for"
+
+
+def test_a_slow_update_on_the_host_is_what_binds(monkeypatch):
+    on_host = execute._on_host
+
+    def slowly(run: Any, *given: Any) -> Any:
+        return on_host(lambda *args, **kwargs: (time.sleep(0.1), run(*args, **kwargs))[1], *given)
+
+    monkeypatch.setattr(execute, "_on_host", slowly)
+    found, _ = trained(fz.make_mesh(data=1, unified_memory=False), fz.offload("cpu", "opt_state"), steps=2)
+    assert found[1]["bound_by"] == "host"
 
 
 def test_copies_within_one_memory_move_nothing():

@@ -8,11 +8,11 @@ and there are no locks to be left behind.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fzero.cores import listed, own_cores, share_of, spelled
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
 from fzero.ranks.notes import Notes, timed_out
@@ -29,15 +29,16 @@ class Share:
 
     def __init__(self, mesh: Mesh, host: str, what: Any):
         self._mesh = mesh
-        self.ranks, neighbours = [mesh.rank], 1
+        self.ranks, own = [mesh.rank], own_cores()
+        everyone = [own]
         if mesh.size > 1:
             turn = mesh.store.add(f"fzero/share/turns/{mesh.rank}", 1)
             self._notes = Notes(mesh.store, f"fzero/share/{turn}", mesh.rank)
             mine = {"host": host, "what": hashlib.sha256(repr(what).encode()).hexdigest()}
-            notes = self._exchange("note", mine, range(mesh.size))
-            self.ranks = [r for r, note in notes.items() if note == mine]
-            neighbours = sum(note["host"] == host for note in notes.values())
-        self.cores = max(1, len(os.sched_getaffinity(0)) // neighbours)  # for each of the ranks of this host
+            notes = self._exchange("note", {**mine, "cores": spelled(own)}, range(mesh.size))
+            self.ranks = [r for r, note in notes.items() if {**note, **mine} == note]
+            everyone = [listed(note["cores"]) for note in notes.values() if note["host"] == host]
+        self.cores = share_of(own, everyone)
 
     def owned(self, costs: Mapping[str, float]) -> set[str]:
         """The keys that are this rank's to deliver: the same division on every rank, about the same cost for each."""

@@ -8,11 +8,11 @@ import mmap
 import platform
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from fzero.cores import node_of
 from fzero.errors import TierError
 from fzero.layout import host_offsets
 from fzero.mesh import Mesh
@@ -85,7 +85,7 @@ def _allocated(nbytes: int, device: torch.device, huge: bool, owner: str = "offl
     view = memoryview(mapped)
     if device.type == "cuda":
         address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-        _prefer(address, len(mapped), _numa_node(device))
+        _prefer(address, len(mapped), node_of(device))
         runtime: Any = torch.cuda.cudart()
         if status := int(runtime.cudaHostRegister(address, len(mapped), 0)):
             raise _refused(owner, nbytes, "cannot be page-locked", f"cudaHostRegister: error {status}")
@@ -110,21 +110,6 @@ _INSTEAD = {
 def _refused(owner: str, nbytes: int, what: str, reason: str) -> TierError:
     limits = "`ulimit -v` and a container's limit bound what a process may have, `ulimit -l` what it may lock"
     return TierError(owner, f"{size(nbytes)} of host memory {what}", [reason], f"{_INSTEAD[owner]}; {limits}")
-
-
-def _numa_node(device: torch.device) -> int:
-    """The NUMA node of a GPU, -1 where the system does not say."""
-    gpu = torch.cuda.get_device_properties(device)
-    return _node_of(
-        Path(f"/sys/bus/pci/devices/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
-    )
-
-
-def _node_of(device: Path) -> int:
-    try:
-        return int((device / "numa_node").read_text())
-    except (OSError, ValueError):
-        return -1
 
 
 def _prefer(address: int, nbytes: int, node: int) -> None:

@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from fzero.arguments import number
 from fzero.comm.disk import check
+from fzero.cores import cores_at_start
 from fzero.errors import FzeroValueError
 from fzero.measure.probes import SCRATCH, rates
 from fzero.mesh import Mesh, close_mesh, make_mesh
-from fzero.plan.calibration import calibration_path, cores, cpu_model, machine, save_calibration
+from fzero.plan.calibration import calibration_path, cpu_model, machine, save_calibration
 from fzero.plan.devices import KNOWN, Device, Link, peaks_of
 from fzero.ranks.notes import gathered
 from fzero.read_json import parsed
@@ -93,7 +94,11 @@ def _alone() -> Mesh:
 
 def _places(device_type: str) -> int:
     """Ranks that measure together on this host: two on a CPU that has cores for them, every CUDA device."""
-    return torch.cuda.device_count() if device_type == "cuda" else max(1, min(2, cores() // torch.get_num_threads()))
+    return (
+        torch.cuda.device_count()
+        if device_type == "cuda"
+        else max(1, min(2, len(cores_at_start()) // torch.get_num_threads()))
+    )
 
 
 def _device(measured: dict[str, Any], device_type: str, num_ranks: int) -> Device:
@@ -108,7 +113,9 @@ def _device(measured: dict[str, Any], device_type: str, num_ranks: int) -> Devic
         **{**measured, "links": links},
         name=torch.cuda.get_device_name(0) if cuda else cpu_model(),
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else _host_memory() // num_ranks,
-        devices_per_host=torch.cuda.device_count() if cuda else max(1, cores() // torch.get_num_threads()),
+        devices_per_host=torch.cuda.device_count()
+        if cuda
+        else max(1, len(cores_at_start()) // torch.get_num_threads()),
         source=f"measured {when}, {num_ranks} ranks at once" + (f"; {assumed} as of {generic.name}" if assumed else ""),
         host=None,
         machine=machine(device_type),

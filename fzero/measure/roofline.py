@@ -3,7 +3,7 @@ compute waited for it.
 
 A clock goes around every start and every wait that a program's text names (runtime/observe.py). What a link moved is
 known from the program; how long it was busy is what it says itself, a disk or a stream of copies, and of others the
-time that compute waited for them.
+time that compute waited for them. The host's memory is a link too, `host`: it is busy while the host computes.
 
 [Note: late] On a CPU the clock is the host's, and a step has run when its call returns. On CUDA it is in the device's
 queue of work: marks are events, read once they are done, and nothing waits for them but the first step. So the numbers
@@ -23,7 +23,7 @@ import torch
 
 from fzero.layout import DiskFiles, extent_of
 from fzero.mesh import Mesh
-from fzero.plan.cost import channel, model_flops
+from fzero.plan.cost import HOST, channel, host_bytes, model_flops, on_host
 from fzero.plan.devices import get_device
 from fzero.plan.plan import compute_dtype
 from fzero.plan.timeline import COMPUTE
@@ -32,14 +32,14 @@ from fzero.program.ir import Program
 from fzero.program.ops import COPIES, TRANSFERS, transfer_bytes
 
 OBSERVED = (*TRANSFERS, "wait")
-"""The functions of a program that a `Limits` hears of."""
+"""The transfers and waits of a program, which a `Limits` hears of beside what the host computes."""
 
 
-def limits_of(program: Program, mesh: Mesh) -> Limits | None:
+def limits_of(program: Program, mesh: Mesh, backend: str) -> Limits | None:
     """The measurement of a program's runs; None for one that copies nothing between tiers and is no pipeline's."""
     if not any(line.op in COPIES or isinstance(line.attrs, HandAttrs) for line, _ in program.walk()):
         return None
-    return Limits(program, mesh, clock_of(mesh.device))
+    return Limits(program, mesh, clock_of(mesh.device), backend)
 
 
 def report(
@@ -151,6 +151,7 @@ class _TimedRun:
     # seconds that they had been busy before their first transfer
     files: dict[DiskFiles, float] = field(default_factory=dict)
     disk_seconds: float = 0.0
+    host_seconds: float = 0.0
     disk_bytes: int = 0  # more than planned where a guess was wrong
 
 
@@ -159,11 +160,17 @@ class Limits:
 
     Attributes:
         metrics: of the last run that is known; see `report` and [Note: late].
+        names: of what `before` and `after` are to be called around.
     """
 
-    def __init__(self, program: Program, mesh: Mesh, clock: Clock):
+    def __init__(self, program: Program, mesh: Mesh, clock: Clock, backend: str = "eager"):
         self.metrics: dict[str, Any] = {}
         self._clock = clock
+        sides: dict[str, set[bool]] = defaultdict(set)
+        for line, _ in program.walk():
+            sides[line.fn or line.op].add(on_host(line, program))
+        self._on_host = {name for name, side in sides.items() if side == {True}}
+        self.names = (*OBSERVED, *sorted(self._on_host))
         self._peak_seconds = model_flops(program) / get_device(None, mesh.device_type).rate(compute_dtype(program))
         moved: dict[str, int] = {}
         self._links: dict[tuple[str, str | None], str] = {}  # by what a start's line shows
@@ -171,6 +178,8 @@ class Limits:
             if (link := channel(line)) is not None:
                 moved[link] = moved.get(link, 0) + times * transfer_bytes(line, program.values_by_name, program.mesh)
                 self._links[line.op, line.axes[0] if line.axes else None] = link
+            elif (line.fn or line.op) in self._on_host:
+                moved[HOST] = moved.get(HOST, 0) + times * int(host_bytes(line, program, backend))
         self._moved = dict(sorted(moved.items()))
         # links of a run's transfers, by identity; transfers of nothing are one, on the link of the last
         self._moving: dict[int, str] = {}
@@ -178,9 +187,11 @@ class Limits:
         self._running: deque[_TimedRun] = deque()  # that ended for the host
 
     def before(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Called before each of `OBSERVED`."""
+        """Called before each of `names`."""
         if op == "wait":
             return self._clock.mark()
+        if op in self._on_host:
+            return self._clock.mark(), time.perf_counter()
         if op in ("disk_read_start", "disk_write_start"):
             extent = extent_of((args[0] if op == "disk_read_start" else kwargs["into"])[0])
             for files in {e.files for e in (extent, extent and extent.spare) if e is not None}:
@@ -188,7 +199,11 @@ class Limits:
         return None
 
     def after(self, op: str, begin: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Called after each of `OBSERVED`, with what `before` returned."""
+        """Called after each of `names`, with what `before` returned."""
+        if op in self._on_host:
+            self._run.host_seconds += time.perf_counter() - begin[1]
+            self._run.waits.append((HOST, begin[0], self._clock.mark()))
+            return
         if op != "wait":
             self._moving[id(result)] = self._links[op, kwargs.get("axis")]
             if op in ("disk_read_start", "disk_write_start"):
@@ -223,5 +238,6 @@ class Limits:
         for link, begin, end in run.copies:
             own[link] += self._clock.seconds(begin, end)
         busy = {**stalled, **own, **({"disk": run.disk_seconds} if "disk" in self._moved else {})}
+        busy |= {HOST: run.host_seconds} if HOST in self._moved else {}
         moved = {**self._moved, **({"disk": run.disk_bytes} if "disk" in self._moved else {})}
         return report(self._peak_seconds, self._clock.seconds(run.begin, run.end), moved, busy, stalled)

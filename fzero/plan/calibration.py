@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fzero.cores import cores_at_start
 from fzero.errors import FzeroValueError
 from fzero.plan.devices import FORMAT, Device
 from fzero.plan.rates import MOST
@@ -72,7 +73,7 @@ def machine(device_type: str) -> dict[str, Any]:
         "device_type": device_type,
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_model(),
-        "cores": cores(),
+        "cores": len(cores_at_start()),
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
     }
@@ -85,8 +86,3 @@ def cpu_model() -> str:
     return next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
     )
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

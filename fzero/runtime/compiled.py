@@ -405,9 +405,8 @@ class Compiled:
             functions = build(
                 {n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh
             )
-            captured = {} if self.graphs is False else {"graphs": self.graphs}
-            pairs = handed(lowered.programs)
-            return functools.partial(executable, lowered.program, functions, self.mesh, pairs=pairs, **captured)
+            how = {"pairs": handed(lowered.programs), "graphs": self.graphs, "backend": self.backend}
+            return functools.partial(executable, lowered.program, functions, self.mesh, **how)
 
         return lowered, built
 

@@ -16,7 +16,7 @@ from fzero.comm.host import host_pool
 from fzero.comm.tiers import TierCopy, TierTransport
 from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
-from fzero.measure.roofline import OBSERVED, limits_of
+from fzero.measure.roofline import limits_of
 from fzero.mesh import Mesh
 from fzero.program.ir import Function, Program
 from fzero.program.ops import COPIES, DISK, OPS, batch_axes_of, from_to, sends_of
@@ -34,9 +34,11 @@ def executable(
     mesh: Mesh,
     graphs: bool | None = False,
     pairs: Iterable[tuple[str, int, int]] = (),
+    backend: str = "eager",
 ) -> Callable[..., tuple[Any, ...]]:
     """The program as a Python function of the trees it names. All ranks of the mesh make it together. `graphs`: whether
-    its runs are captured and replayed, where it can be; None: if a capture does not fail. `pairs`: as of `handed`."""
+    its runs are captured and replayed, where it can be; None: if a capture does not fail. `pairs`: as of `handed`.
+    `backend`: that compiled the functions."""
     text = source(program)
     batch_axes = batch_axes_of(program)
     carrier = transport(mesh)
@@ -61,9 +63,9 @@ def executable(
         "wards": sends_of(program),
     }
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
-    limits = limits_of(program, mesh) if "train" in namespace else None
+    limits = limits_of(program, mesh, backend) if "train" in namespace else None
     if limits is not None:
-        namespace.update(observed({name: namespace[name] for name in OBSERVED}, limits.before, limits.after))
+        namespace.update(observed({name: namespace[name] for name in limits.names}, limits.before, limits.after))
 
     on = graphs_of(mesh) if graphs is not False and not obstacles(program) else None
     replayed = None if on is None else Replayed(run, namespace, mesh, on, required=graphs is True)
