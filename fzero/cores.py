@@ -32,6 +32,15 @@ def cores_at_start() -> frozenset[int]:
     return _at_start or own_cores()
 
 
+def cores_of_host() -> frozenset[int]:
+    """The cores that the ranks of this host may use together: those of the process that started this one, which Slurm
+    may have bound to some of them."""
+    try:
+        return own_cores() | os.sched_getaffinity(os.getppid())
+    except (AttributeError, OSError):
+        return own_cores()
+
+
 def share_of(own: frozenset[int], everyone: Iterable[frozenset[int]]) -> int:
     """The number of cores that are left for one process where others may use the same.
 
@@ -100,4 +109,4 @@ def keep_beside(device: torch.device) -> None:
     logger.info("fzero.make_mesh: bound to cores %s of NUMA node %d, where %s is", spelled(beside), node, device)
 
 
-__all__ = ["cores_at_start", "keep_beside", "listed", "node_of", "own_cores", "share_of", "spelled"]
+__all__ = ["cores_at_start", "cores_of_host", "keep_beside", "listed", "node_of", "own_cores", "share_of", "spelled"]

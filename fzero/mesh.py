@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fzero import compat, launcher
 from fzero.allocator import keep_freed_memory
 from fzero.arguments import flag, number
-from fzero.cores import keep_beside, own_cores
+from fzero.cores import cores_of_host, keep_beside
 from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left
 from fzero.exclusive import Exclusive, Holding
 from fzero.local_device import choose_device, compare, crowded, one_visible, unsupported
@@ -370,7 +370,7 @@ def unjoined(
         compat.settle_attention(where)
     else:
         keep_freed_memory()
-        if local == 0 and (text := crowded(torch.get_num_threads(), locals_, len(own_cores()))):
+        if local == 0 and (text := crowded(torch.get_num_threads(), locals_, len(cores_of_host()))):
             logger.warning("fzero.make_mesh: %s", text)
     if world == 1:
         return Mesh(sizes, rank, where, unified_memory=unified_memory)

@@ -15,7 +15,7 @@ import torch
 import fzero as fz
 from fzero import cores
 from fzero.build import share
-from fzero.cores import cores_at_start, keep_beside, listed, node_of, own_cores, share_of, spelled
+from fzero.cores import cores_at_start, cores_of_host, keep_beside, listed, node_of, own_cores, share_of, spelled
 
 GPU = torch.device("cuda", 0)
 
@@ -120,6 +120,19 @@ def test_shares_of_a_host() -> None:
     assert of("0-7") == [8] and of(*["0-7"] * 3) == [2] * 3 and of("0", "0", "0") == [1] * 3
     assert of("0-3", "4-7") == [4, 4], "ranks of two nodes, or bound by Slurm"
     assert of("0-3", "0-3", "4-7") == [2, 2, 4] and of("0-7", "4-7") == [6, 2]
+
+
+def test_cores_of_a_host_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(pid: int) -> set[int]:
+        if pid and gone:
+            raise ProcessLookupError
+        return EIGHT if pid else {0, 1}
+
+    gone = False
+    monkeypatch.setattr(os, "sched_getaffinity", of)
+    assert cores_of_host() == EIGHT
+    gone = True
+    assert cores_of_host() == {0, 1}
 
 
 def told() -> int:
