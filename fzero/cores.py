@@ -33,8 +33,8 @@ def cores_at_start() -> frozenset[int]:
 
 
 def cores_of_host() -> frozenset[int]:
-    """The cores that the ranks of this host may use together: those of the process that started this one, which Slurm
-    may have bound to some of them."""
+    """The cores that the ranks of this host may use together, those of their launcher. Slurm may have bound this
+    process to some of them."""
     try:
         return own_cores() | os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):
