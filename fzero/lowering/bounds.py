@@ -17,7 +17,7 @@ import torch
 from fzero.passes.off_device import saved_activations, waiting_on_host, waits_for_all
 from fzero.plan.cost import seconds
 from fzero.plan.devices import Device
-from fzero.plan.inductor.temporaries import temporaries
+from fzero.plan.inductor.temporaries import temporaries_on
 from fzero.program.ir import Program, local_bytes
 
 
@@ -180,9 +180,9 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         [(line, n) for line, n in program.walk() if line.op == "call" and line.by != "optimizer"],
     )
     here = None if device.asynchronous else torch.device("cpu")
+    inside_of = temporaries_on(program.mesh, backend, here)
     inside = (
-        temporaries(program.functions[line.fn], backend, here) + sum(local_bytes(v, program.mesh) for v in line.out)
-        for line, _ in calls
+        inside_of(program.functions[line.fn]) + sum(local_bytes(v, program.mesh) for v in line.out) for line, _ in calls
     )
     time = {
         back: sum(n * seconds(x, program, device, backend) for x, n in calls if x.is_backward == back)

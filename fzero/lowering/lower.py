@@ -32,7 +32,7 @@ from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FIRST, Asked
 from fzero.plan.devices import Device, get_device
-from fzero.plan.inductor.temporaries import temporaries
+from fzero.plan.inductor.temporaries import temporaries_on
 from fzero.plan.plan import Plan, peak_bytes, plan
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
@@ -163,7 +163,7 @@ def lower_inputs(
         recorded, structure, *_ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
         variants = Variants(
             replace(recorded, transforms=step.transforms),
-            Asked(zero_of(step, mesh), skip=skip, temporaries=temporaries),
+            Asked(zero_of(step, mesh), skip=skip, temporaries=temporaries_on(mesh)),
         )
         starts, passes = [[Choice()]], ()  # nothing is open
     else:

@@ -28,7 +28,7 @@ from fzero.lowering.training_source import Precision, Training
 from fzero.lowering.variants import Variants
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.pipeline import Asked
-from fzero.plan.inductor.temporaries import temporaries
+from fzero.plan.inductor.temporaries import temporaries_on
 from fzero.precision.statistics import Watched
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
@@ -99,7 +99,9 @@ def trace_step(
         for x in (batch.leaves[i] for i in batch.distinct)
         if num_micro > 1 and accumulation and accumulation.cuts(x)
     }
-    asked = Asked(zero, num_micro, cut, *with_leaves(step, mesh, params), skip, slots.owners, temporaries=temporaries)
+    asked = Asked(
+        zero, num_micro, cut, *with_leaves(step, mesh, params), skip, slots.owners, temporaries=temporaries_on(mesh)
+    )
     variants = Variants(replace(program, transforms=step.transforms), asked)
     return Traced(variants.base(), variants, opt_state, structure, watched, raises, slots)
 

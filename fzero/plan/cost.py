@@ -23,15 +23,15 @@ import torch.fx as fx
 
 from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, Link
-from fzero.plan.inductor.fusion import kernels
-from fzero.plan.inductor.temporaries import temporaries
+from fzero.plan.inductor.fusion import compiler, kernels
+from fzero.plan.inductor.temporaries import temporaries_on
 from fzero.plan.rates import along
 from fzero.program.attrs import BlockCall
 from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.flops import attention_of, packet, product_flops
 from fzero.trace.joint import Joint
-from fzero.trace.subgraph import ancestors
+from fzero.trace.subgraph import ancestors, into_buffers
 from fzero.transforms.cutting import Cutting
 
 aten = torch.ops.aten
@@ -87,8 +87,8 @@ def cost_of(function: Function, backend: str = "inductor") -> Cost:
 
     Args:
         function: a function of a program.
-        backend: "inductor", where chains of pointwise operations write nothing in between, or "eager", where every
-            operation does.
+        backend: "inductor" and "triton", where chains of pointwise operations write nothing in between, or "eager",
+            where every operation does.
     """
     known = _costs.setdefault(backend, weakref.WeakKeyDictionary())
     if function not in known:
@@ -97,7 +97,8 @@ def cost_of(function: Function, backend: str = "inductor") -> Cost:
 
 
 def _cost(function: Function, backend: str) -> Cost:
-    found = kernels(function.graph, backend)
+    graph = into_buffers(function.graph, function.into) if backend == "triton" else function.graph
+    found = kernels(graph, backend)
     flops: dict[torch.dtype, float] = defaultdict(float)
     attention: dict[tuple[torch.dtype, str], float] = defaultdict(float)
     for node in function.graph.graph.nodes:
@@ -156,7 +157,7 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
             device.call_seconds if line.fn else 0.0
         )
     if line.fn:
-        return cost_of(program.functions[line.fn], backend).seconds(device)
+        return cost_of(program.functions[line.fn], compiler(program.mesh, backend)).seconds(device)
     if line.op in TRANSFERS:
         return transfer_seconds(line, program, device)
     row, values = OPS[line.op], program.values_by_name
@@ -326,6 +327,6 @@ __all__ = [
     "on_mesh",
     "product_flops",
     "seconds",
-    "temporaries",
+    "temporaries_on",
     "transfer_seconds",
 ]

@@ -6,7 +6,6 @@ came about, nor run it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from fzero.plan.cost import (
     on_host,
     on_mesh,
     seconds,
-    temporaries,
+    temporaries_on,
 )
 from fzero.plan.devices import Device, get_device
 from fzero.plan.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes, ward_bytes
@@ -386,7 +385,7 @@ def exposed_seconds(programs: Sequence[Program], device: Device, backend: str) -
 
 def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
     here = None if device.asynchronous else torch.device("cpu")  # where there may be no native bfloat16
-    return memory_of(program, functools.partial(temporaries, backend=backend, device=here))
+    return memory_of(program, temporaries_on(program.mesh, backend, here))
 
 
 def _timelines(programs: Sequence[Program], device: Device, backend: str) -> list[Timeline]:

@@ -8,6 +8,10 @@ kernel. A *buffer* is memory that is written once and perhaps viewed many times;
 An eager function writes every value that is no view, a kernel each. The rules are those of torch's Inductor, as its
 code has them.
 
+[Note: triton] Inductor compiles a GPU's functions to kernels in Triton. There, as eagerly, a function copies a result
+into the buffer that it is given for it. What is pointwise is computed in the copying kernel; results of products and of
+scatters lie beside the buffer until then. On a CPU they are made in it (build/cpp_kernels.py).
+
 It must not know how fast a device is.
 """
 
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from fzero.mesh import AbstractMesh
 from fzero.plan.inductor.nodes import by_locality, contiguous, in_order, maker_of, nbytes, numel
 from fzero.trace.flops import PRODUCTS, packet, transcendentals
 from fzero.trace.recorder import Recorded
@@ -105,7 +110,7 @@ class Kernels:
         sizes: bytes of every buffer.
         buffers: the buffer that every value lies in.
         inputs, outputs: the buffers that a function is given and that it returns.
-        on_cpu: whether it runs on a CPU.
+        on_cpu: whether its kernels are compiled for a CPU.
     """
 
     kernels: tuple[Kernel, ...]
@@ -117,9 +122,14 @@ class Kernels:
     on_cpu: bool
 
 
+def compiler(mesh: AbstractMesh, backend: str) -> str:
+    """Who makes the kernels of functions on a mesh's devices: "eager", "inductor" for a CPU, or "triton"."""
+    return "triton" if backend == "inductor" and mesh.device_type == "cuda" else backend
+
+
 def kernels(graph: Recorded, backend: str = "inductor") -> Kernels:
-    """The kernels that a function runs. See [Note: kernels]."""
-    return _Analysis(graph, backend == "eager").run()
+    """The kernels that a function runs by a `compiler`: see [Note: kernels], and [Note: triton] for its buffers."""
+    return _Analysis(graph, backend).run()
 
 
 @dataclass(frozen=True)
@@ -131,13 +141,10 @@ class _Read:
 
 
 class _Analysis:
-    def __init__(self, graph: Recorded, eager: bool):
-        self.graph, self.eager = graph, eager
-        nodes = list(graph.graph.nodes) if eager else by_locality(list(graph.graph.nodes))
+    def __init__(self, graph: Recorded, backend: str):
+        self.graph, self.eager, self.on_cpu = graph, backend == "eager", backend == "inductor"
+        nodes = list(graph.graph.nodes) if self.eager else by_locality(list(graph.graph.nodes))
         self.nodes = [n for n in nodes if n.op != "output"]
-        self.on_cpu = not any(
-            isinstance(v := n.meta.get("val"), torch.Tensor) and v.device.type == "cuda" for n in self.nodes
-        )
         self.inputs = frozenset(n for n in self.nodes if n.op in ("placeholder", "get_attr"))
         self.buffer = {n: storage_of(n) for n in self.nodes}
         self.sizes = {

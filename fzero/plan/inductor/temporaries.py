@@ -3,17 +3,19 @@ kernel."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.fx as fx
 
-from fzero.plan.inductor.fusion import Kernels, kernels
+from fzero.mesh import AbstractMesh
+from fzero.plan.inductor.fusion import Kernels, compiler, kernels
 from fzero.plan.inductor.reuse import Lives, alive, best_order, lives, shared
 from fzero.program.ir import Function
 from fzero.trace.device import on_device
-from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
 
 _peaks: dict[object, weakref.WeakKeyDictionary[Function, int]] = {}
@@ -27,34 +29,40 @@ def temporaries(function: Function, backend: str = "inductor", device: torch.dev
 
     Args:
         function: a function of a program.
-        backend: "inductor": values that kernels are fused over need no memory, kernels run in the order with the lowest
-            peak, and memory is used again; "eager": every operation's result needs memory, in the order of the graph.
+        backend: "inductor" and "triton": values that kernels are fused over need no memory, kernels run in the order
+            with the lowest peak, and memory is used again; "eager": every operation's result needs memory, in the order
+            of the graph.
         device: of this machine, if it is to run there: without native bfloat16, operands and results of products exist
             in float32 as well.
     """
     known = _peaks.setdefault((backend, device), weakref.WeakKeyDictionary())
     if function not in known:
-        graph = function.graph
-        if device is not None:
-            graph = on_device(graph, device)
-        known[function] = (
-            _eager(into_buffers(graph, function.into)) if backend == "eager" else _compiled(graph, function.into)
-        )
+        graph = function.graph if device is None else on_device(function.graph, device)
+        into = function.into if backend == "inductor" else ()  # else it copies them
+        if backend != "inductor":
+            graph = into_buffers(graph, function.into)
+        found = kernels(graph, backend)
+        known[function] = _eager(found) if backend == "eager" else _compiled(found, graph.outputs, into)
     return known[function]
 
 
-def _eager(graph: Recorded) -> int:
-    found = kernels(graph, "eager")
+def temporaries_on(
+    mesh: AbstractMesh, backend: str = "inductor", device: torch.device | None = None
+) -> Callable[[Function], int]:
+    """`temporaries` of functions that a mesh's devices compute."""
+    return functools.partial(temporaries, backend=compiler(mesh, backend), device=device)
+
+
+def _eager(found: Kernels) -> int:
     return _beyond(found, lives(found, range(len(found.kernels))), found.outputs)
 
 
-def _compiled(graph: Recorded, into: tuple[int, ...]) -> int:
+def _compiled(found: Kernels, outputs: Sequence[fx.Node], into: Sequence[int]) -> int:
     """Temporaries of a compiled function, which makes a result in the buffer given for it if it allocates the result's
     memory, and for that result alone; else it copies the result there (build/cpp_kernels.py)."""
-    found = kernels(graph)
     order = best_order(found)
     first, lived = shared(found, order)
-    places = [found.buffers[node] for node in graph.outputs]
+    places = [found.buffers[node] for node in outputs]
     count = Counter(first[b] for b in places if b in first)
     foreign = {b for kernel in found.kernels for b in kernel.allocated}
     given = {
