@@ -179,9 +179,9 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         program.values_by_name,
         [(line, n) for line, n in program.walk() if line.op == "call" and line.by != "optimizer"],
     )
-    here = None if device.asynchronous else torch.device("cpu")
     inside = (
-        temporaries(program.functions[line.fn], backend, here) + sum(local_bytes(v, program.mesh) for v in line.out)
+        temporaries(program.functions[line.fn], backend, torch.device(device.type))
+        + sum(local_bytes(v, program.mesh) for v in line.out)
         for line, _ in calls
     )
     time = {
