@@ -2,6 +2,7 @@
 
     python benchmarks/no_gpu.py                            # eager: 26 compositions on 1, 2 and 4 ranks
     python benchmarks/no_gpu.py --backend inductor         # those that are compiled too, by Triton and ptxas
+    python benchmarks/no_gpu.py --shapes                   # models of other sizes
     python benchmarks/no_gpu.py --plant                    # faults that it must find
     python benchmarks/no_gpu.py --lost                     # a rank that is lost while another waits for its transfer
 
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--only", nargs="+", help="cases")
+    parser.add_argument("--shapes", action="store_true", help="models of other sizes instead")
     parser.add_argument("--lost", action="store_true", help="a rank is lost instead, with and without aborts")
     parser.add_argument("--plant", action="store_true", help="plant faults instead, which must be found")
     script_flags(parser, "no_gpu")
@@ -111,6 +113,7 @@ def main() -> None:
         f"--backend={args.backend}",
         f"--layers={args.layers}",
         f"--width={args.width}",
+        *(["--shapes"] if args.shapes else []),
         *(["--only", *args.only] if args.only else []),
     ]
     rows, found, failed = [], [], 0
@@ -164,10 +167,12 @@ def main() -> None:
             "peak MiB (beside the plan)",
             "",
         )
-        title, name = "The CUDA path on a device that computes nothing", f"{args.name}_{args.backend}"
+        title = "The CUDA path on a device that computes nothing"
+        name = f"{args.name}_{'shapes_' * args.shapes}{args.backend}"
     notes = [
-        f"torch {args.torch}, CUDA build; {args.backend}; {args.layers} layers of {args.width}.",
-        "A told step is the second, a replayed one the seventh.",
+        f"torch {args.torch}, CUDA build; {args.backend}; {args.layers} layers of {args.width}, 8 sequences of 128, "
+        f"2,048 words{', where a row says nothing else' * args.shapes}.",
+        "A told step is the third, for the second is the first beside metrics of another. A replayed one is the seventh.",
         "Waits: of the host for the device; a step whose state the host updates waits for its gradients.",
         f"{failed} of {len(rows)} {'planted faults missed' if args.plant else 'with something wrong'} "
         f"(0: {verdict(failed, 0)})",

@@ -53,7 +53,7 @@ _KINDS = {"bits": torch.int64, "uniform": torch.float32, "normal": torch.float32
 # ever equals bits that were drawn from its parent.
 _SPLIT, _FOLD = 1 << 31, 3 << 30
 _CPU_BLOCK = 1 << 16  # elements per thread: three int32 buffers of it (768 KiB) stay in a core's L2 cache
-_GPU_BLOCK = 1 << 23  # elements: 96 MiB of buffers, enough to hide the launches
+_GPU_BLOCK = 1 << 22  # elements: at most 80 MiB of buffers, enough to hide the launches
 
 
 def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -401,19 +401,24 @@ def _draw_eager(key: torch.Tensor, shape: Sequence[int], numel: int, start: Any,
     k0, k1, part = key.tolist() if cpu else key.unbind()  # on an accelerator neither the key nor a start is read back
     start = int(start) if cpu else start
     out = torch.empty(shape, dtype=_KINDS[kind], device=key.device)
-    flat = out.view(-1)
+    flat, first = out.view(-1), part * numel + start
     size = min(flat.numel(), _CPU_BLOCK * torch.get_num_threads() if cpu else _GPU_BLOCK)
-    index = torch.arange(size, device=key.device)
-    counter, buffers = torch.empty_like(index), torch.empty((3, size), dtype=torch.int32, device=key.device)
+    counters = flat[:0] if kind == "bits" else torch.empty(size, dtype=torch.int64, device=key.device)
+    buffers = torch.empty((3, size), dtype=torch.int32, device=key.device)
     for lo in range(0, flat.numel(), max(size, 1)):
         n = min(size, flat.numel() - lo)
-        count, (x0, x1, spare) = counter[:n], buffers[:, :n].unbind()
-        torch.add(index[:n], part * numel + (start + lo), out=count)
+        count, (x0, x1, spare) = flat[lo : lo + n] if kind == "bits" else counters[:n], buffers[:, :n].unbind()
+        torch.arange(lo, lo + n, out=count).add_(first)
         x0.copy_(count)  # the low 32 bits
         x1.copy_(count.bitwise_right_shift_(32))
         _threefry_(k0, k1, x0, x1, spare)
         _finish_(kind, x0, x1, spare, flat[lo : lo + n])
     return out
+
+
+def _draw_buffers(key: torch.Tensor, shape: Sequence[int], *rest: Any) -> int:
+    """Bytes of buffers beside a draw. On a CPU they are small."""
+    return 0 if key.device.type == "cpu" else min(math.prod(shape), _GPU_BLOCK) * (12 if rest[-1] == "bits" else 20)
 
 
 def _finish_(kind: str, x0: torch.Tensor, x1: torch.Tensor, spare: torch.Tensor, out: torch.Tensor) -> None:
@@ -483,12 +488,14 @@ DRAW: Any = define(
     "(Tensor key, SymInt[] shape, SymInt numel, SymInt start, str kind) -> Tensor",
     _draw_eager,
     lambda key, shape, numel, start, kind: key.new_empty(shape, dtype=_KINDS[kind]),
+    _draw_buffers,
 )
 DRAW_FROM: Any = define(
     "draw_from",
     "(Tensor key, Tensor start, SymInt[] shape, SymInt numel, str kind) -> Tensor",
     lambda key, start, shape, numel, kind: _draw_eager(key, shape, numel, start, kind),
     lambda key, start, shape, numel, kind: key.new_empty(shape, dtype=_KINDS[kind]),
+    lambda key, start, *rest: _draw_buffers(key, *rest),
 )
 DERIVE: Any = define(
     "derive",

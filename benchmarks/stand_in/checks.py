@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,13 @@ from fzero.transforms.offload import Offload
 from fzero.transforms.redundant import Redundant
 
 BF16 = fz.mixed_precision("bf16")
-TOLD, PEAK, REPLAYED = 1, 2, 6  # steps before the one that is captured, and one behind it
+TOLD, REPLAYED = 2, 6  # a step before the one that is captured, and one behind it
 
 
 @dataclass(frozen=True)
 class Case:
     """A composition of transforms on a mesh of so many ranks. `axes` beside `data`; `path`: transforms that take a
-    folder."""
+    folder; `sizes`: fields of the model's Config."""
 
     name: str
     ranks: int
@@ -54,6 +54,7 @@ class Case:
     graphs: bool | None = None
     pageable: bool = False  # batches
     symmetric: bool = False  # memory
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 RULES = {"qkv": (0, 3), "o": 1, "up": 0, "down": 1}
@@ -90,6 +91,43 @@ CASES = [
                             fz.accumulate(2)], {"node": 2}, graphs=True),
     Case("tensor_parallel", 4, [BF16, fz.tensor_parallel(rules=RULES), fz.shard_params()], {"model": 2}),
     Case("sequence_parallel", 4, [BF16, fz.sequence_parallel(), fz.shard_params(axis=("data", "seq"))], {"seq": 2}),
+]  # fmt: skip
+
+HEAD = {"vocab": 32000, "layers": 2}
+SHAPES = [
+    Case("2 layers of 256", 1, [BF16], sizes={"layers": 2, "width": 256}, compiled=True),
+    Case("12 layers of 384", 1, [BF16], sizes={"layers": 12, "width": 384, "heads": 6}),
+    Case("8 layers of 768", 1, [BF16], sizes={"layers": 8, "width": 768, "heads": 12}, compiled=True),
+    Case("width 520", 1, [BF16], sizes={"width": 520, "heads": 5}, compiled=True),
+    Case("width 520 in fp32", 1, sizes={"width": 520, "heads": 5}),
+    Case("width 1000", 1, [BF16], sizes={"width": 1000}),
+    Case("width 2048", 1, [BF16], sizes={"width": 2048, "heads": 16, "layers": 2}),
+    Case("64 sequences of 16", 1, [BF16], sizes={"seq": 16, "batch": 64}),
+    Case("sequences of 100", 1, [BF16], sizes={"seq": 100}),
+    Case("2 sequences of 1024", 1, [BF16], sizes={"seq": 1024, "batch": 2}, compiled=True),
+    Case("2 sequences of 1024, remat full", 1, [BF16, fz.remat("full")], sizes={"seq": 1024, "batch": 2}),
+    Case("2 sequences of 1024, remat none", 1, [BF16, fz.remat("none")], sizes={"seq": 1024, "batch": 2}),
+    Case("2 sequences of 1024, accumulate", 1, [BF16, fz.accumulate(2)], sizes={"seq": 1024, "batch": 2}),
+    Case("vocabulary of 256", 1, [BF16], sizes={"vocab": 256}),
+    Case("vocabulary of 32000", 1, [BF16], sizes=HEAD, compiled=True),
+    Case("vocabulary of 50257", 1, [BF16], sizes={**HEAD, "vocab": 50257}),
+    Case("vocabulary of 32000, 256 rows", 1, [BF16, fz.remat("full", head_rows=256)], sizes=HEAD, compiled=True),
+    Case("vocabulary of 50257, 128 rows", 1, [BF16, fz.remat("none", head_rows=128)],
+         sizes={**HEAD, "vocab": 50257}),
+    Case("params in bf16, width 768", 1, [fz.mixed_precision("bf16", params="bf16")],
+         sizes={"width": 768, "heads": 12, "vocab": 8192}),
+    Case("fp8, width 768", 1, [BF16, fz.fp8()], sizes={"width": 768, "heads": 12}),
+    Case("fp8 by row, width 768", 1, [BF16, fz.fp8(scales="row")], sizes={"width": 768, "heads": 12}, compiled=True),
+    Case("offload, width 768", 1, [BF16, fz.remat("full"), fz.offload("cpu", OFFLOADED)],
+         sizes={"width": 768, "heads": 12}),
+    Case("ZeRO-3, width 520", 2, [BF16, fz.shard_params()], sizes={"width": 520, "heads": 5}, compiled=True),
+    Case("ZeRO-3, width 768", 2, [BF16, fz.shard_params()], sizes={"width": 768, "heads": 12}),
+    Case("ZeRO-3, width 768, 1 MiB gathered", 2, [BF16, fz.shard_params(gather_bytes="1MiB")],
+         sizes={"width": 768, "heads": 12}),
+    Case("ZeRO-3, vocabulary of 32000, 4 MiB gathered", 2, [BF16, fz.shard_params(gather_bytes="4MiB")], sizes=HEAD),
+    Case("ZeRO-3, vocabulary of 32000, 256 rows", 2, [BF16, fz.shard_params(), fz.remat("full", head_rows=256)],
+         sizes=HEAD),
+    Case("ZeRO-2, 12 layers of 384", 2, [BF16, fz.shard_grads()], sizes={"layers": 12, "width": 384, "heads": 6}),
 ]  # fmt: skip
 
 
@@ -171,7 +209,7 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
         registered += taken.get("ncclCommWindowRegister", 0)
         if number in (TOLD, REPLAYED):
             found["told" if number == TOLD else "replayed"] = told(taken, cpu)
-        if number == PEAK:
+        if number == TOLD:
             found["peak_mib"] = (torch.cuda.max_memory_allocated() - _workspaces() - resident) / 2**20
     # the pool, with the groups of gathers and of reductions
     found["registered"], found["to_register"] = registered, 2 * case.symmetric
@@ -224,6 +262,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--plant", default="", help="a fault")
+    parser.add_argument("--shapes", action="store_true")
     args = parser.parse_args()
     cudnn.install()
     # nothing is computed, and no rank hears of another
@@ -231,13 +270,14 @@ def main() -> None:
     replicas.same = lambda mesh, owner, held, fix: held()  # type: ignore[assignment]
     config = Config(args.layers, args.width, 8, 128, 8, 2048)
     size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
+    table = SHAPES if args.shapes else CASES
     wanted = [x for x in CASES if x.ranks == size and (size == 1 or x.graphs)]
     plants = [next(x for x in wanted if x.pageable == (args.plant == "pageable"))] if args.plant else []
-    cases = plants or [x for x in CASES if x.ranks == size and (not args.only or x.name in args.only)]
+    cases = plants or [x for x in table if x.ranks == size and (not args.only or x.name in args.only)]
     for case in (x for x in cases if args.backend == "eager" or x.compiled):
         with tempfile.TemporaryDirectory(prefix="fzero-stand-in-") as folder:
             try:
-                found = run(case, config, args.backend, folder, args.plant)
+                found = run(case, replace(config, **case.sizes), args.backend, folder, args.plant)
             except Exception as error:
                 found = {"case": case.name, "ranks": size, "backend": args.backend, "failed": str(error)[:2000]}
                 found["trace"] = traceback.format_exc(limit=-4)

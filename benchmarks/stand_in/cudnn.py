@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._C._dynamo.guards import _empty_strided_cuda
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _OPS = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
@@ -20,19 +22,25 @@ def install() -> None:
 
 def _empty(op: Any) -> Callable[..., Any]:
     """An implementation whose results are memory that nobody has written."""
-    known: dict[Any, list[Any]] = {}
+    known: dict[Any, list[Callable[[], Any]]] = {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        key = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in args)
+        key = tuple([(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in args])
         if key not in known:
             mode = FakeTensorMode()
             given = pytree.tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
             with mode:
-                out = op(*given[0], **given[1])
-            known[key] = list(out)
-        return [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, FakeTensor) else x
-            for x in known[key]
-        ]
+                known[key] = [_made_as(x) for x in op(*given[0], **given[1])]
+        return [make() for make in known[key]]
 
     return run
+
+
+def _made_as(result: Any) -> Callable[[], Any]:
+    """What makes such a result, quickly: cuDNN does not run Python."""
+    if not isinstance(result, FakeTensor):
+        return lambda: result
+    layout = tuple(result.shape), tuple(result.stride())
+    if result.device.type == "cuda":  # the current one
+        return partial(_empty_strided_cuda, *layout, result.dtype)
+    return partial(torch.empty_strided, *layout, dtype=result.dtype, device=result.device)

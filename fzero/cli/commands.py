@@ -114,7 +114,7 @@ class _OfTarget:
         with _usage():
             self._check()
             axes, device = self._devices()
-            mesh = AbstractMesh(**axes).of_type("cuda" if device.asynchronous else "cpu")
+            mesh = AbstractMesh(**axes).of_type(device.type)
             given = [self.budget_bytes, _bytes(self.host_budget), _bytes(self.disk_budget)]
             limits = parse_budgets(*(n and f"{n}B" for n in given))  # a unit was said, or many bytes
         if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):

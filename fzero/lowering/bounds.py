@@ -179,8 +179,7 @@ def sizes_of(program: Program, device: Device, backend: str) -> Sizes:
         program.values_by_name,
         [(line, n) for line, n in program.walk() if line.op == "call" and line.by != "optimizer"],
     )
-    here = None if device.asynchronous else torch.device("cpu")
-    inside_of = temporaries_on(program.mesh, backend, here)
+    inside_of = temporaries_on(program.mesh, backend, torch.device(device.type))
     inside = (
         inside_of(program.functions[line.fn]) + sum(local_bytes(v, program.mesh) for v in line.out) for line, _ in calls
     )

@@ -671,7 +671,7 @@ class _Planner:
 
     def _mesh(self, axes: Mapping[str, int]) -> AbstractMesh:
         sizes: Any = axes
-        return AbstractMesh(**sizes).of_type("cuda" if self.device.asynchronous else "cpu")
+        return AbstractMesh(**sizes).of_type(self.device.type)
 
     # --- plans ---
 

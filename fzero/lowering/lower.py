@@ -108,9 +108,8 @@ def lower(
         params = abstract(params)
     check_params(params)
     rates = device if isinstance(device, Device) else get_device(device, mesh.device_type)
-    kind = "cuda" if rates.asynchronous else "cpu"
-    if device is not None and type(mesh) is AbstractMesh and mesh.device_type != kind:
-        mesh = mesh.of_type(kind)
+    if device is not None and type(mesh) is AbstractMesh and mesh.device_type != rates.type:
+        mesh = mesh.of_type(rates.type)
     step = with_first_dtype(step, mesh.device if isinstance(mesh, Mesh) else None)
     if device is None:
         check_links_known(step, mesh, rates)

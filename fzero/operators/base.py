@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _MODULES: dict[str, str] = {}
+_BUFFERS: dict[Any, Callable[..., int]] = {}
 
 
 def module_of(operator: str) -> str:
@@ -16,19 +17,33 @@ def module_of(operator: str) -> str:
     return _MODULES.get(operator, "")
 
 
-def define(name: str, schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def buffers_of(operator: Any, *args: Any) -> int:
+    """Bytes that an operator of ours, run eagerly, takes beside its results."""
+    return _BUFFERS[operator](*args) if operator in _BUFFERS else 0
+
+
+def define(
+    name: str,
+    schema: str,
+    eager: Callable[..., Any],
+    fake: Callable[..., Any],
+    buffers: Callable[..., int] | None = None,
+) -> Any:
     """The operator `fzero::name`, on every device, without gradients; under `vmap` it runs once a row.
 
     Args:
         name, schema: of the operator. For `vmap`, one tensor is its result.
         eager: what it computes. A function of the module that defines the operator.
         fake: shapes and dtypes of the results, from those of the arguments.
+        buffers: bytes that `eager` takes beside the results, from the arguments.
     """
     _MODULES[f"fzero.{name}"] = eager.__module__
     torch.library.define(f"fzero::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"fzero::{name}", "CompositeExplicitAutograd", eager)  # every device; no gradients
     torch.library.register_fake(f"fzero::{name}", fake)
     op = getattr(torch.ops.fzero, name).default
+    if buffers is not None:
+        _BUFFERS[op] = buffers
 
     def batched(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[torch.Tensor, int]:
         rows = [

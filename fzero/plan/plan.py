@@ -384,8 +384,7 @@ def exposed_seconds(programs: Sequence[Program], device: Device, backend: str) -
 
 
 def _memory(program: Program, device: Device, backend: str) -> list[Sample]:
-    here = None if device.asynchronous else torch.device("cpu")  # where there may be no native bfloat16
-    return memory_of(program, temporaries_on(program.mesh, backend, here))
+    return memory_of(program, temporaries_on(program.mesh, backend, torch.device(device.type)))
 
 
 def _timelines(programs: Sequence[Program], device: Device, backend: str) -> list[Timeline]:

@@ -126,6 +126,11 @@ class Device:
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     process_bytes: int = 0
 
+    @property
+    def type(self) -> str:
+        """As PyTorch names it."""
+        return "cuda" if self.asynchronous else "cpu"
+
     def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
         """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of
         fused attention, "forward" or "backward"."""

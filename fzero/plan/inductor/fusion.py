@@ -26,6 +26,7 @@ import torch
 import torch.fx as fx
 
 from fzero.mesh import AbstractMesh
+from fzero.operators.base import buffers_of
 from fzero.plan.inductor.nodes import by_locality, contiguous, in_order, maker_of, nbytes, numel
 from fzero.trace.flops import PRODUCTS, packet, transcendentals
 from fzero.trace.recorder import Recorded
@@ -86,6 +87,7 @@ class Kernel:
         vanishing: bytes that the compiler counts when it chooses, though in the end they are not there: of values that
             never leave this kernel.
         transcendentals: functions of elements that it computes; see trace/flops.py.
+        inside: bytes that it takes while it runs.
     """
 
     reads: Mapping[fx.Node, int]
@@ -95,6 +97,7 @@ class Kernel:
     allocated: frozenset[fx.Node]
     vanishing: int
     transcendentals: int = 0
+    inside: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -313,7 +316,13 @@ class _Analysis:
             frozenset(allocated),
             vanishing,
             functions,
+            self._inside(maker),
         )
+
+    def _inside(self, maker: fx.Node) -> int:
+        if not self.eager or maker.op != "call_function":
+            return 0
+        return buffers_of(maker.target, *(a.meta.get("val") if isinstance(a, fx.Node) else a for a in maker.args))
 
     def _vanishes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether a value is read in its own kernel alone: it never leaves the processor."""

@@ -4,6 +4,7 @@ kernel."""
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,17 +33,18 @@ def temporaries(function: Function, backend: str = "inductor", device: torch.dev
         backend: "inductor" and "triton": values that kernels are fused over need no memory, kernels run in the order
             with the lowest peak, and memory is used again; "eager": every operation's result needs memory, in the order
             of the graph.
-        device: of this machine, if it is to run there: without native bfloat16, operands and results of products exist
-            in float32 as well.
+        device: that functions of the device's run on, as `on_device` has them there: a CPU is this machine's.
     """
     known = _peaks.setdefault((backend, device), weakref.WeakKeyDictionary())
     if function not in known:
-        graph = function.graph if device is None else on_device(function.graph, device)
-        into = function.into if backend == "inductor" else ()  # else it copies them
-        if backend != "inductor":
+        ours = function.on == "device"
+        graph = on_device(function.graph, device) if device is not None and ours else function.graph
+        by = "inductor" if backend == "triton" and not ours else backend
+        into = function.into if by == "inductor" else ()  # else it copies them
+        if by != "inductor":
             graph = into_buffers(graph, function.into)
-        found = kernels(graph, backend)
-        known[function] = _eager(found) if backend == "eager" else _compiled(found, graph.outputs, into)
+        found = kernels(graph, by)
+        known[function] = _eager(found) if by == "eager" else _compiled(found, graph.outputs, into)
     return known[function]
 
 
@@ -54,7 +56,8 @@ def temporaries_on(
 
 
 def _eager(found: Kernels) -> int:
-    return _beyond(found, lives(found, range(len(found.kernels))), found.outputs)
+    lived = lives(found, range(len(found.kernels)))
+    return _beyond(found, lived, found.outputs, [kernel.inside for kernel in found.kernels])
 
 
 def _compiled(found: Kernels, outputs: Sequence[fx.Node], into: Sequence[int]) -> int:
@@ -71,9 +74,10 @@ def _compiled(found: Kernels, outputs: Sequence[fx.Node], into: Sequence[int]) -
         if places[i] in first and count[first[places[i]]] == 1 and first[places[i]] not in foreign
     }
     returned = {b for i, b in enumerate(places) if i not in into}
-    return _beyond(found, {b: life for b, life in lived.items() if b not in given}, returned)
+    return _beyond(found, {b: life for b, life in lived.items() if b not in given}, returned, [0] * len(order))
 
 
-def _beyond(found: Kernels, lived: Lives, returned: set[fx.Node] | frozenset[fx.Node]) -> int:
-    """The peak of values that are alive, beyond the returned ones."""
-    return max(0, max(alive(found, lived), default=0) - sum(found.sizes[b] for b in returned - found.inputs))
+def _beyond(found: Kernels, lived: Lives, returned: set[fx.Node] | frozenset[fx.Node], inside: Sequence[int]) -> int:
+    """The peak of values that are alive, with what is inside each step, beyond the returned ones."""
+    peak = max(map(operator.add, alive(found, lived), inside), default=0)
+    return max(0, peak - sum(found.sizes[b] for b in returned - found.inputs))
