@@ -17,7 +17,10 @@ import fzero as fz
 from fzero import optim
 from fzero.cli import main
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TransformError
-from fzero.lowering.choose_mesh import MeshPlans, choose_mesh
+from fzero.lowering.choose_mesh import choose_mesh
+from fzero.lowering.mesh_bounds import MeshBounds
+from fzero.lowering.mesh_candidates import MeshCandidate, MeshRequest, candidates, meshes
+from fzero.lowering.mesh_plans import MeshPlans
 from fzero.plan.devices import get_device
 from fzero.plan.rates import Device, Link
 from fzero.units import parse_bytes
@@ -111,23 +114,23 @@ def test_bounds_are_no_more_than_plans_and_leave_out_nothing_that_is_faster(
     step, rules = fz.mixed_precision("bf16")(step), {"up": 1, "down": 0}
     device = narrow(**links)
     device = replace(device, flops={dtype: n / 4e3 for dtype, n in device.flops.items()})
-    planner = choose_mesh_file._Planner(
-        step, params, batch, 8, device, device.memory_bytes, rules, None, "inductor", devices
-    )
-    none, ratios, seconds = replace(planner, budget=-1), list[float](), list[float]()
-    for axes in choose_mesh_file._factors(devices, 8, False):
+    asked = MeshRequest(step, params, batch, 8, device, device.memory_bytes, rules, None, "inductor", devices)
+    search = choose_mesh_file._Search(asked)
+    bounds, none, ratios, seconds = search.bounds, MeshBounds(replace(asked, budget=-1)), list[float](), list[float]()
+    for axes in meshes(devices, 8, False):
         if {"pipe", "seq"} <= {*axes} or {"seq", "model"} <= {*axes}:
             continue  # likewise
-        for candidate in planner._candidates(axes):
-            least, made = planner._bound(candidate), planner._planned(candidate)
+        for candidate in candidates(axes, 8):
+            assert isinstance(candidate, MeshCandidate), candidate
+            least, made = bounds.least(candidate), search._planned(candidate)
             if made.plan is None:  # backwards that nothing splits
                 assert candidate.schedule == "zb" and "units of weights" in made.refused
                 continue
-            nbytes = re.search(r"take at least ([\d.]+) (\w+),", refused := none._bound(candidate).refused)
+            nbytes = re.search(r"take at least ([\d.]+) (\w+),", refused := none.least(candidate).refused)
             assert nbytes, refused
             assert parse_bytes("".join(nbytes.groups())) <= 1.001 * made.peak_bytes, (made.mesh, made.title)
             seconds.append(made.plan.step_seconds)
-            ratios.append(max(least.seconds, planner._first_bound(candidate)) / seconds[-1])
+            ratios.append(max(least.seconds, bounds.first(candidate)) / seconds[-1])
             assert ratios[-1] <= 1, (made.mesh, made.title)
     assert max(ratios) > 0.9
     found = choose_mesh(step, params, batch, devices=devices, device=device, rules=rules)
