@@ -153,19 +153,22 @@ def test_whether_zero_alone_wins_depends_on_links_and_rows() -> None:
     assert few.sentence.startswith("ZeRO alone cannot be (1 row does not divide into 2 parts)")
 
 
-def test_experts_and_hosts() -> None:
-    @fz.block
-    def mixture(p: Any, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = (x @ p["router"]).softmax(-1).topk(2, -1)
-        rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=4, capacity=1.25)
-        return x + fz.experts.combine(torch.relu(rows @ p["up"]) @ p["down"], back)
+@fz.block
+def mixture(p: Any, x: torch.Tensor) -> torch.Tensor:
+    weights, chosen = (x @ p["router"]).softmax(-1).topk(2, -1)
+    rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=4, capacity=1.25)
+    return x + fz.experts.combine(torch.relu(rows @ p["up"]) @ p["down"], back)
 
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        return mixture(params, x).square().mean()
 
+def experts_target() -> tuple[Any, Any, Any]:
     shapes = {"router": (32, 4), "up": (4, 32, 64), "down": (4, 64, 32)}
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    step, x = fz.train_step(loss, optim.adamw(1e-3)), torch.empty(256, 32, device="meta")
+    step = fz.train_step(lambda params, x: mixture(params, x).square().mean(), optim.adamw(1e-3))
+    return step, params, torch.empty(256, 32, device="meta")
+
+
+def test_experts_and_hosts() -> None:
+    step, params, x = experts_target()
     device = replace(get_device("h100"), devices_per_host=2)
     found = choose_mesh(step, params, x, devices=4, device=device, experts=lambda path, leaf: leaf.ndim == 3)
     of = {x.mesh: x for x in found.found if x.seconds is not None}
@@ -199,3 +202,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no mesh has room" in capsys.readouterr().out
     assert main(["plan", name, "--mesh", "auto"]) == 2
     assert "--devices NUMBERxNAME is wanted" in capsys.readouterr().err
+
+
+def test_the_command_names_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    name = [f"{__file__}:experts_target", "--mesh"]
+    assert main(["plan", *name, "auto", "--devices", "2xh100", "--json", "--experts", "u*", "down"]) == 0
+    found = json.loads(capsys.readouterr().out)["candidates"]
+    code = next(x["transforms"] for x in found if x["axes"] == {"expert": 2})
+    assert "fz.expert_parallel(where=experts)" in code
+    assert main(["plan", *name, "auto", "--devices", "2xh100", "--experts", "up", "ups"]) == 2
+    assert "ups: no parameter has such a name" in (said := capsys.readouterr().err) and "router" in said
+    assert main(["plan", *name, "data=2", "--device", "h100", "--experts", "up"]) == 2
+    assert "--experts is about --mesh auto" in capsys.readouterr().err
