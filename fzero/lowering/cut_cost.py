@@ -6,6 +6,10 @@ functions and collectives are those of every mesh with that cut; a micro-batch w
 
 [Note: in order] Passes move transfers, and leave the order of functions as it is. So a function begins no sooner than
 the one before ends, and than the collectives that it reads are done, each of which begins once its arguments are there.
+
+[Note: rounds] The first stage of `pipe` has at most that many micro-batches under way. So it begins with one only when
+that which is `pipe` before has gone through all stages and back, with a hand between two stages each way. And all
+micro-batches go over each link in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from fzero.lowering.traced import trace_step
 from fzero.mesh import AbstractMesh
 from fzero.passes.choice import Choice
 from fzero.passes.stages import block_numbers
-from fzero.plan.cost import link_bandwidth, seconds
+from fzero.plan.cost import direct_link, link_bandwidth, seconds
 from fzero.plan.devices import Device
 from fzero.program.ir import Line, Program, local_bytes
 from fzero.program.ops import OPS, STARTS
@@ -56,10 +60,12 @@ class CutCost:
     Attributes:
         blocks: of each, in order.
         path: seconds of one micro-batch from its first function to its last.
+        handed: the least bytes that pass from a block to the next one, forward and backward.
     """
 
     blocks: tuple[BlockCost, ...]
     path: float
+    handed: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -73,27 +79,33 @@ class CutCost:
     def divided(self, n: int) -> CutCost:
         """The least cost with a further cut over `n` ranks. What blocks hand on may be whole there."""
         blocks = (BlockCost(b.forward / n, b.backward / n, 0.0, b.numel // n) for b in self.blocks)
-        return CutCost(tuple(blocks), self.path / n)
+        return CutCost(tuple(blocks), self.path / n, (self.handed[0] / n, self.handed[1] / n))
 
     def step_seconds(self, rows: int, micro: int) -> float:
         """The least seconds of the forwards and backwards of a rank's rows, without stages."""
         return rows * (self.path if micro == 1 else self.seconds)
 
-    def staged_seconds(self, rows: int, micro: int, pipe: int, zero_bubble: bool, reduces: float) -> float:
-        """The least seconds of the forwards, backwards and reductions of a pipeline.
+    def staged_seconds(
+        self, rows: int, micro: int, pipe: int, zero_bubble: bool, reduces: float, hands: tuple[float, float]
+    ) -> float:
+        """The least seconds of the forwards, backwards and reductions of a pipeline: see [Note: rounds].
 
         Args:
             rows: of a rank, in `micro` micro-batches.
             pipe: stages.
             zero_bubble: whether gradients of parameters may wait for other stages.
             reduces: seconds in which a stage reduces its gradients, each behind the last micro-batch.
+            hands: seconds in which a stage hands the next one a micro-batch, forward, and its gradients, backward.
         """
         slowest = self._slowest(pipe)
         others = sum(block.forward if zero_bubble else block.seconds for block in self.blocks)
         others *= max(0.0, 1 - slowest / self.seconds) if self.seconds else 0.0
         # the first gradient is there when the last micro-batch, of a zero bubble that of each stage, is left
         left = slowest * (min(pipe, micro) if zero_bubble else 1)
-        return rows / micro * (micro * slowest + others) + max(0.0, reduces - rows / micro * left)
+        steady = rows / micro * (micro * slowest + others) + max(0.0, reduces - rows / micro * left)
+        there_and_back = sum(block.forward if zero_bubble else block.seconds for block in self.blocks) * rows / micro
+        there_and_back += (pipe - 1) * sum(hands)
+        return max(steady, math.ceil(micro / pipe) * there_and_back, there_and_back + (micro - 1) * max(hands))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def _slowest(self, pipe: int) -> float:
@@ -139,7 +151,8 @@ def cut_cost(
     blocks = tuple(
         BlockCost(chain.spent[n, False] / rows, chain.spent[n, True] / rows, saved[n] / rows, numel[n]) for n in numbers
     )
-    return CutCost(blocks, chain.clock / rows)
+    forward, backward = (_handed(base, program, numbers, backward) / rows for backward in (False, True))
+    return CutCost(blocks, chain.clock / rows, (forward, backward))
 
 
 class _Chain:
@@ -197,6 +210,18 @@ def _saved(base: Program, program: Program, numbers: Iterable[int]) -> Mapping[i
     return found
 
 
+def _handed(base: Program, program: Program, numbers: Sequence[int], backward: bool) -> int:
+    """The least bytes of a rank that a block reads of others, of blocks that are not the first to run."""
+    made, taken, values = dict[str, int](), dict.fromkeys(numbers, 0), program.values_by_name
+    for line in base.lines:
+        if line.block is not None and line.is_backward == backward:
+            here = line.block.number
+            names = {a for a in line.args if made.get(a, here) != here and a in values}
+            taken[here] += sum(local_bytes(values[a], program.mesh) for a in names)
+            made.update((v.name, here) for v in line.out)
+    return min((taken[n] for n in (numbers[:-1] if backward else numbers[1:])), default=0)
+
+
 def _numel(base: Program, program: Program, numbers: Sequence[int]) -> Mapping[int, int]:
     """By block, the elements that a rank has of the parameters that it reads first."""
     found, origin = dict.fromkeys(numbers, 0), {}
@@ -226,4 +251,10 @@ def link_seconds(nbytes: float, mesh: AbstractMesh, axes: Sequence[str], device:
     return most
 
 
-__all__ = ["BlockCost", "CutCost", "cut_cost", "link_seconds"]
+def hand_seconds(nbytes: float, mesh: AbstractMesh, axis: str, device: Device) -> float:
+    """The seconds in which a rank hands the next one along an axis values of so many bytes."""
+    link = direct_link(mesh, (axis,), device)
+    return link.latency + nbytes / link.bandwidth
+
+
+__all__ = ["BlockCost", "CutCost", "cut_cost", "hand_seconds", "link_seconds"]

@@ -11,7 +11,7 @@ import torch
 from fzero import tree
 from fzero.errors import BudgetError, FzeroError
 from fzero.lowering.at_rest import AtRest, at_rest
-from fzero.lowering.cut_cost import CutCost, cut_cost, link_seconds
+from fzero.lowering.cut_cost import CutCost, cut_cost, hand_seconds, link_seconds
 from fzero.lowering.layouts import params_inputs
 from fzero.lowering.mesh_candidates import MeshCandidate, MeshRequest, ValueCut, with_all
 from fzero.transforms.base import find
@@ -83,7 +83,9 @@ class MeshBounds:
         else:
             gathers = reduces = 0.0
         if pipe > 1:
-            least = cost.staged_seconds(here, micro, pipe, candidate.schedule == "zb", reduces)
+            mesh, nbytes = self.asked.mesh(candidate.axes), (here / micro * n * self._plain for n in cost.handed)
+            forward, backward = (hand_seconds(n, mesh, "pipe", self.asked.device) for n in nbytes)
+            least = cost.staged_seconds(here, micro, pipe, candidate.schedule == "zb", reduces, (forward, backward))
         else:
             least = cost.step_seconds(here, micro)
         return max(least + update, gathers + reduces)
