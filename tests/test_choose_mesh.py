@@ -17,7 +17,10 @@ import fzero as fz
 from fzero import optim
 from fzero.cli import main
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TransformError
-from fzero.lowering.choose_mesh import MeshPlans, choose_mesh
+from fzero.lowering.choose_mesh import choose_mesh
+from fzero.lowering.mesh_bounds import MeshBounds
+from fzero.lowering.mesh_candidates import MeshCandidate, MeshRequest, candidates, meshes
+from fzero.lowering.mesh_plans import MeshPlans
 from fzero.plan.devices import get_device
 from fzero.plan.rates import Device, Link
 from fzero.units import parse_bytes
@@ -111,23 +114,23 @@ def test_bounds_are_no_more_than_plans_and_leave_out_nothing_that_is_faster(
     step, rules = fz.mixed_precision("bf16")(step), {"up": 1, "down": 0}
     device = narrow(**links)
     device = replace(device, flops={dtype: n / 4e3 for dtype, n in device.flops.items()})
-    planner = choose_mesh_file._Planner(
-        step, params, batch, 8, device, device.memory_bytes, rules, None, "inductor", devices
-    )
-    none, ratios, seconds = replace(planner, budget=-1), list[float](), list[float]()
-    for axes in choose_mesh_file._factors(devices, 8, False):
+    asked = MeshRequest(step, params, batch, 8, device, device.memory_bytes, rules, None, "inductor", devices)
+    search = choose_mesh_file._Search(asked)
+    bounds, none, ratios, seconds = search.bounds, MeshBounds(replace(asked, budget=-1)), list[float](), list[float]()
+    for axes in meshes(devices, 8, False):
         if {"pipe", "seq"} <= {*axes} or {"seq", "model"} <= {*axes}:
             continue  # likewise
-        for candidate in planner._candidates(axes):
-            least, made = planner._bound(candidate), planner._planned(candidate)
+        for candidate in candidates(axes, 8):
+            assert isinstance(candidate, MeshCandidate), candidate
+            least, made = bounds.least(candidate), search._planned(candidate)
             if made.plan is None:  # backwards that nothing splits
                 assert candidate.schedule == "zb" and "units of weights" in made.refused
                 continue
-            nbytes = re.search(r"take at least ([\d.]+) (\w+),", refused := none._bound(candidate).refused)
+            nbytes = re.search(r"take at least ([\d.]+) (\w+),", refused := none.least(candidate).refused)
             assert nbytes, refused
             assert parse_bytes("".join(nbytes.groups())) <= 1.001 * made.peak_bytes, (made.mesh, made.title)
             seconds.append(made.plan.step_seconds)
-            ratios.append(max(least.seconds, planner._first_bound(candidate)) / seconds[-1])
+            ratios.append(max(least.seconds, bounds.first(candidate)) / seconds[-1])
             assert ratios[-1] <= 1, (made.mesh, made.title)
     assert max(ratios) > 0.9
     found = choose_mesh(step, params, batch, devices=devices, device=device, rules=rules)
@@ -150,19 +153,22 @@ def test_whether_zero_alone_wins_depends_on_links_and_rows() -> None:
     assert few.sentence.startswith("ZeRO alone cannot be (1 row does not divide into 2 parts)")
 
 
-def test_experts_and_hosts() -> None:
-    @fz.block
-    def mixture(p: Any, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = (x @ p["router"]).softmax(-1).topk(2, -1)
-        rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=4, capacity=1.25)
-        return x + fz.experts.combine(torch.relu(rows @ p["up"]) @ p["down"], back)
+@fz.block
+def mixture(p: Any, x: torch.Tensor) -> torch.Tensor:
+    weights, chosen = (x @ p["router"]).softmax(-1).topk(2, -1)
+    rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=4, capacity=1.25)
+    return x + fz.experts.combine(torch.relu(rows @ p["up"]) @ p["down"], back)
 
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        return mixture(params, x).square().mean()
 
+def experts_target() -> tuple[Any, Any, Any]:
     shapes = {"router": (32, 4), "up": (4, 32, 64), "down": (4, 64, 32)}
     params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    step, x = fz.train_step(loss, optim.adamw(1e-3)), torch.empty(256, 32, device="meta")
+    step = fz.train_step(lambda params, x: mixture(params, x).square().mean(), optim.adamw(1e-3))
+    return step, params, torch.empty(256, 32, device="meta")
+
+
+def test_experts_and_hosts() -> None:
+    step, params, x = experts_target()
     device = replace(get_device("h100"), devices_per_host=2)
     found = choose_mesh(step, params, x, devices=4, device=device, experts=lambda path, leaf: leaf.ndim == 3)
     of = {x.mesh: x for x in found.found if x.seconds is not None}
@@ -196,3 +202,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no mesh has room" in capsys.readouterr().out
     assert main(["plan", name, "--mesh", "auto"]) == 2
     assert "--devices NUMBERxNAME is wanted" in capsys.readouterr().err
+
+
+def test_the_command_names_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    name = [f"{__file__}:experts_target", "--mesh"]
+    assert main(["plan", *name, "auto", "--devices", "2xh100", "--json", "--experts", "u*", "down"]) == 0
+    found = json.loads(capsys.readouterr().out)["candidates"]
+    code = next(x["transforms"] for x in found if x["axes"] == {"expert": 2})
+    assert "fz.expert_parallel(where=experts)" in code
+    assert main(["plan", *name, "auto", "--devices", "2xh100", "--experts", "up", "ups"]) == 2
+    assert "ups: no parameter has such a name" in (said := capsys.readouterr().err) and "router" in said
+    assert main(["plan", *name, "data=2", "--device", "h100", "--experts", "up"]) == 2
+    assert "--experts is about --mesh auto" in capsys.readouterr().err

@@ -6,13 +6,14 @@ Tables are rich's on a terminal and plain text elsewhere; with `--json` nothing 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import importlib
 import json as json_
 import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ import torch
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from fzero import tree
 from fzero.cli import report
 from fzero.cli.answer import Answer
 from fzero.cli.hf import OfModel, Script, as_flags, script
@@ -31,7 +33,7 @@ from fzero.errors import BudgetError, FzeroError, FzeroValueError
 from fzero.lowering.at_rest import check_at_rest, shortage
 from fzero.lowering.budget import Budget
 from fzero.lowering.choose_mesh import choose_mesh
-from fzero.lowering.layouts import zero_of
+from fzero.lowering.layouts import abstract, zero_of
 from fzero.lowering.lower import lower
 from fzero.lowering.lowered import Lowered
 from fzero.measure.calibrate import calibrate
@@ -234,12 +236,17 @@ class PlanCommand(_OfTarget):
     """write the timeline, for ui.perfetto.dev or chrome://tracing"""
     picture: Annotated[Path | None, _FILE] = None
     """draw memory over the lines of the step, as .png or .svg"""
+    experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
+    """with --mesh auto: the parameters of experts, such as 'layers.*.experts.*', so that meshes have an axis of them"""
 
     def run(self) -> int:
         with _usage():
             _check_files(trace=self.trace, picture=self.picture)
         if self.mesh == ("auto",):
             return self._choose()
+        if self.experts:
+            fix = "give --mesh auto, or fz.expert_parallel in the target's code"
+            raise UsageError("mesh", "--experts is about --mesh auto", fix=fix)
         try:
             lowered, made, interpreter, short = self.lowered()
         except BudgetError as error:
@@ -297,7 +304,14 @@ class PlanCommand(_OfTarget):
                 )
             with users_code(self.target):
                 found = choose_mesh(
-                    step, params, batch, devices=number, device=device, memory_budget=budget, backend=self.backend
+                    step,
+                    params,
+                    batch,
+                    devices=number,
+                    device=device,
+                    memory_budget=budget,
+                    experts=_named(self.experts, params),
+                    backend=self.backend,
                 )
         fits = found.found[0].plan is not None
         if fits and self.trace is not None:
@@ -309,6 +323,15 @@ class PlanCommand(_OfTarget):
         else:
             report.print_meshes(found)
         return 0 if fits else 1
+
+
+def _named(patterns: Sequence[str], params: Any) -> Callable[[str, torch.Tensor], bool] | None:
+    """A predicate of the parameters with such dotted names; None without patterns."""
+    names = tree.names(abstract(params) if callable(params) else params) if patterns else []
+    if unknown := [f"{p}: no parameter has such a name" for p in patterns if not fnmatch.filter(names, p)]:
+        raise UsageError("mesh", "--experts names parameters", unknown, f"they are {', '.join(names[:8])}, …")
+    known = {name for p in patterns for name in fnmatch.filter(names, p)}
+    return (lambda path, leaf: tree.dotted(path) in known) if patterns else None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from fzero.cli.answer import Answer
-from fzero.lowering.choose_mesh import MeshPlans
 from fzero.lowering.lowered import Lowered
+from fzero.lowering.mesh_plans import MeshPlans
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan
 from fzero.plan.render import TextTable, draw, plain, tables

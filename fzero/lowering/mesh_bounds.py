@@ -1,229 +1,170 @@
-"""Bounds a step's seconds and bytes on a mesh from below, by one trace for each cut of its values: for all numbers of
-devices along the other axes no program is made.
-
-A cut is the part of a step's transforms that has functions compute with parts (fzero/transforms/cutting.py). Its
-functions and collectives are those of every mesh with that cut; a micro-batch with fewer rows takes no less a row.
-
-[Note: in order] Passes move transfers, and leave the order of functions as it is. So a function begins no sooner than
-the one before ends, and than the collectives that it reads are done, each of which begins once its arguments are there.
-"""
+"""Bounds the seconds and bytes of a candidate mesh from below, by the costs of its cut (cut_cost.py)."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fzero.lowering.choose_stages import even
-from fzero.lowering.layouts import batch_inputs, params_inputs
-from fzero.lowering.traced import trace_step
-from fzero.mesh import AbstractMesh
-from fzero.passes.choice import Choice
-from fzero.passes.stages import block_numbers
-from fzero.plan.cost import link_bandwidth, seconds
-from fzero.plan.devices import Device
-from fzero.program.ir import Line, Program, local_bytes
-from fzero.program.ops import OPS, STARTS
-from fzero.step import Step
+import torch
+
+from fzero import tree
+from fzero.errors import BudgetError, FzeroError
+from fzero.lowering.at_rest import AtRest, at_rest
+from fzero.lowering.cut_cost import CutCost, cut_cost, hand_seconds, link_seconds
+from fzero.lowering.layouts import params_inputs
+from fzero.lowering.mesh_candidates import MeshCandidate, MeshRequest, ValueCut, with_all
+from fzero.transforms.base import find
+from fzero.transforms.compress import Compress
+from fzero.transforms.fp8 import Fp8
+from fzero.transforms.offload import Offload
+from fzero.transforms.precision import DTYPES, MixedPrecision
+from fzero.transforms.remat import Remat, remat
+from fzero.transforms.shard import data_parallel
+from fzero.units import size
 
 
-class BlockCost(NamedTuple):
-    """The least cost of a block for one row of a micro-batch, with the code around blocks in the first and the last.
+class LeastOfMesh(NamedTuple):
+    """The least seconds of a candidate, and why it cannot be had, if it cannot: `smaller`: unless micro-batches are."""
 
-    Attributes:
-        forward, backward: seconds of its functions, and of the collectives that they wait for.
-        saved: bytes of its arguments, which wait for the backward.
-        numel: elements of the parameters that it reads first, on one rank of the cut.
-    """
-
-    forward: float
-    backward: float
-    saved: float
-    numel: int
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
+    seconds: float
+    refused: str = ""
+    smaller: bool = False
 
 
 @dataclass(frozen=True)
-class CutCost:
-    """The least cost of a step's forward and backward with a cut, for one row.
+class MeshBounds:
+    """The bounds of candidates. `short`: those whose plans did not fit."""
 
-    Attributes:
-        blocks: of each, in order.
-        path: seconds of one micro-batch from its first function to its last.
-    """
+    asked: MeshRequest
+    short: list[MeshCandidate] = field(default_factory=list)
+    _costs: dict[ValueCut, CutCost | str] = field(default_factory=dict)  # or the reason why there is none
+    _resting: dict[Any, AtRest] = field(default_factory=dict)  # by mesh and stage
 
-    blocks: tuple[BlockCost, ...]
-    path: float
+    @functools.cached_property
+    def _plain(self) -> bool:
+        """Whether all that a rank has is on its device, and travels as it is."""
+        return not any(isinstance(t, (Offload, Compress, Fp8)) for t in self.asked.step.transforms)
 
-    @property
-    def seconds(self) -> float:
-        """The seconds of the functions alone, whatever hides the collectives between blocks."""
-        return sum(block.seconds for block in self.blocks)
+    def first(self, candidate: MeshCandidate) -> float:
+        """The least seconds by the products of the step on one device, divided evenly."""
+        whole = self._cost(ValueCut())
+        if isinstance(whole, str) or candidate.pipe > len(whole.blocks):
+            return 0.0
+        return self._seconds(candidate, whole.divided(candidate.cut.ranks))
 
-    @property
-    def numel(self) -> int:
-        return sum(block.numel for block in self.blocks)
+    def least(self, candidate: MeshCandidate) -> LeastOfMesh:
+        cost = self._cost(candidate.cut)
+        if isinstance(cost, str):
+            return LeastOfMesh(0.0, cost)
+        if any(candidate.takes_more(other) for other in self.short):
+            return LeastOfMesh(0.0, "it takes more memory than with more micro-batches, which did not fit")
+        if candidate.pipe > len(cost.blocks):
+            return LeastOfMesh(0.0, f"more stages than blocks: {candidate.pipe} stages, {len(cost.blocks)} blocks")
+        pipe, rest = candidate.pipe, self._rest(candidate)
+        waiting, share = cost.waiting(self.asked.rows // candidate.parts, candidate.micro, pipe)
+        held = rest.total + (cost.numel * self._compute if candidate.zero == "ZeRO-1" and self._casts else 0)
+        # a stage adds its gradients up whole; the second backward begins with as many micro-batches waiting
+        grads = cost.numel * self._reduced if pipe > 1 and self._trains_all else 0
+        peak = (
+            share * (held + grads) + waiting if candidate.micro > pipe else share * held + max(waiting, share * grads)
+        )
+        least = max(rest.total / pipe, peak) if self._plain else 0.0
+        if least > self.asked.budget:
+            what = f"its state, parameters and waiting activations take at least {size(int(least))}"
+            return LeastOfMesh(0.0, f"{what}, more than the {size(self.asked.budget)} that it may have", True)
+        update = 2 * rest.opt_state / pipe / self.asked.device.memory_bandwidth if self._plain else 0.0
+        return LeastOfMesh(self._seconds(candidate, cost, update))
 
-    def divided(self, n: int) -> CutCost:
-        """The least cost with a further cut over `n` ranks. What blocks hand on may be whole there."""
-        blocks = (BlockCost(b.forward / n, b.backward / n, 0.0, b.numel // n) for b in self.blocks)
-        return CutCost(tuple(blocks), self.path / n)
+    def _seconds(self, candidate: MeshCandidate, cost: CutCost, update: float = 0.0) -> float:
+        here, micro, pipe = self.asked.rows // candidate.parts, candidate.micro, candidate.pipe
+        if candidate.zero and self._plain:
+            gathers, reduces = self._sends(candidate, cost)
+        else:
+            gathers = reduces = 0.0
+        if pipe > 1:
+            mesh, nbytes = self.asked.mesh(candidate.axes), (here / micro * n * self._plain for n in cost.handed)
+            forward, backward = (hand_seconds(n, mesh, "pipe", self.asked.device) for n in nbytes)
+            least = cost.staged_seconds(here, micro, pipe, candidate.schedule == "zb", reduces, (forward, backward))
+        else:
+            least = cost.step_seconds(here, micro)
+        return max(least + update, gathers + reduces)
 
-    def step_seconds(self, rows: int, micro: int) -> float:
-        """The least seconds of the forwards and backwards of a rank's rows, without stages."""
-        return rows * (self.path if micro == 1 else self.seconds)
+    def _sends(self, candidate: MeshCandidate, cost: CutCost) -> tuple[float, float]:
+        """The least seconds in which a rank's parameters are gathered, and its gradients reduced."""
+        per_element = self._compute, self._reduced if self._trains_all else 0
+        if candidate.zero == "replicated":
+            per_element = 0, 2 * per_element[1]
+        # parameters of experts are cut over their axis as they are
+        numel = cost.numel / candidate.pipe / candidate.axes.get("expert", 1)
+        axes, mesh = [axis for axis in candidate.zero_axes if axis != "expert"], self.asked.mesh(candidate.axes)
+        gathers, reduces = (link_seconds(n * numel, mesh, axes, self.asked.device) for n in per_element)
+        return gathers, reduces
 
-    def staged_seconds(self, rows: int, micro: int, pipe: int, zero_bubble: bool, reduces: float) -> float:
-        """The least seconds of the forwards, backwards and reductions of a pipeline.
+    @functools.cached_property
+    def _trains_all(self) -> bool:
+        return all(self.asked.step.trains(self.asked.params))
 
-        Args:
-            rows: of a rank, in `micro` micro-batches.
-            pipe: stages.
-            zero_bubble: whether gradients of parameters may wait for other stages.
-            reduces: seconds in which a stage reduces its gradients, each behind the last micro-batch.
-        """
-        slowest = self._slowest(pipe)
-        others = sum(block.forward if zero_bubble else block.seconds for block in self.blocks)
-        others *= max(0.0, 1 - slowest / self.seconds) if self.seconds else 0.0
-        # the first gradient is there when the last micro-batch, of a zero bubble that of each stage, is left
-        left = slowest * (min(pipe, micro) if zero_bubble else 1)
-        return rows / micro * (micro * slowest + others) + max(0.0, reduces - rows / micro * left)
+    @functools.cached_property
+    def _precision(self) -> MixedPrecision | None:
+        return find(self.asked.step.transforms, MixedPrecision)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019
-    def _slowest(self, pipe: int) -> float:
-        """Seconds of a row on the slowest stage, of those cuts into stages in which that takes least."""
-        work, at = [block.seconds for block in self.blocks], 0
-        found = list[float]()
-        for n in even(work, pipe) if pipe <= len(work) else ():
-            found.append(sum(work[at : at + n]))
-            at += n
-        return max(found, default=math.inf)
+    @functools.cached_property
+    def _itemsize(self) -> int:
+        """Bytes of an element of the parameters, at least."""
+        leaves = [x for x in tree.leaves(self.asked.params) if isinstance(x, torch.Tensor)]
+        return min((x.dtype.itemsize for x in leaves), default=4)
 
-    def waiting(self, rows: int, micro: int, pipe: int) -> tuple[float, float]:
-        """The least bytes that wait for their backward on one rank, and the share of all parameters that it has. Of a
-        pipeline the first stage has `pipe` micro-batches; else they are all of the batch."""
-        if pipe == 1:
-            return rows * sum(block.saved for block in self.blocks), 1.0
-        first = self.blocks[: len(self.blocks) // pipe]
-        share = sum(block.numel for block in first) / max(1, self.numel)
-        return rows / micro * min(micro, pipe) * sum(block.saved for block in first), share
+    @functools.cached_property
+    def _compute(self) -> int:
+        """Bytes of an element of a parameter that is gathered."""
+        spec = self._precision
+        return self._itemsize if spec is None else min(self._itemsize, DTYPES[spec.compute].itemsize)
 
+    @functools.cached_property
+    def _reduced(self) -> int:
+        """Bytes of an element of a gradient that is reduced."""
+        spec = self._precision
+        return self._itemsize if spec is None else min(self._itemsize, DTYPES[spec.reduce].itemsize)
 
-def cut_cost(
-    step: Step, mesh: AbstractMesh, params: Any, batch: Any, rows: int, device: Device, backend: str
-) -> CutCost:
-    """Traces a step on the ranks of one cut.
+    @functools.cached_property
+    def _casts(self) -> bool:
+        """Whether parameters are computed with in a dtype of fewer bytes."""
+        return self._compute < self._itemsize
 
-    Args:
-        step: with the transforms that cut values, and no other parallel ones.
-        mesh: of their axes.
-        params: the tree, with whole leaves.
-        batch: of a rank.
-        rows: that it has.
-        device, backend: whose rates.
-    """
-    traced = trace_step(step, mesh, params_inputs(step, mesh, params), batch_inputs(batch))
-    base, program = traced.base, traced.variants.cut(Choice(1.0))
-    numbers = block_numbers(base) or [0]
-    chain = _Chain(program, numbers, device, backend)
-    for line in program.lines:
-        if line.by != "optimizer":
-            chain.line(line)
-    saved, numel = _saved(base, program, numbers), _numel(base, program, numbers)
-    blocks = tuple(
-        BlockCost(chain.spent[n, False] / rows, chain.spent[n, True] / rows, saved[n] / rows, numel[n]) for n in numbers
-    )
-    return CutCost(blocks, chain.clock / rows)
+    def _cost(self, cut: ValueCut) -> CutCost | str:
+        if cut not in self._costs:
+            try:
+                self._costs[cut] = self._traced(cut)
+            except FzeroError as error:
+                self._costs[cut] = brief(error)
+        return self._costs[cut]
 
+    def _traced(self, cut: ValueCut) -> CutCost:
+        asked = self.asked
+        # of more rows a row takes less: of no candidate has a micro-batch more
+        rows = asked.rows // cut.expert if cut.ranks == 1 else max(1, asked.rows * cut.ranks // asked.devices)
+        asked.choose_rules(cut.model, rows)
+        step = with_all(asked.step, asked.cutting(cut)) if cut.ranks > 1 else data_parallel()(asked.step)
+        if find(step.transforms, Remat) is None:
+            step = remat("auto")(step)
+        return cut_cost(step, asked.mesh(cut.axes), asked.params, asked.part(rows), rows, asked.device, asked.backend)
 
-class _Chain:
-    """See [Note: in order]."""
-
-    def __init__(self, program: Program, numbers: Sequence[int], device: Device, backend: str):
-        self.program, self.numbers, self.device, self.backend = program, numbers, device, backend
-        self.clock = 0.0
-        self.seen = 0  # blocks' calls
-        self.ready: dict[str, float] = {}  # when a value is there
-        # the call that a value comes from, and when it is there after that began
-        self.within: dict[str, tuple[tuple[int, bool], float]] = {}
-        self.spent: dict[tuple[int, bool], float] = defaultdict(float)
-
-    def line(self, line: Line) -> None:
-        ready = max((self.ready.get(a, 0.0) for a in line.args), default=0.0)
-        within = [self.within[a] for a in line.args if a in self.within]
-        if line.op in STARTS:
-            took = seconds(line, self.program, self.device, self.backend)
-            self._made(line, ready + took, [(of, at + took) for of, at in within])
-        elif OPS[line.op].waits:
-            self._made(line, ready, within)
-        elif line.fn:
-            took = seconds(line, self.program, self.device, self.backend)
-            call = self._call(line)
-            begins = max([self.spent[call], *(at for of, at in within if of == call)])
-            self.spent[call] = begins + took
-            self.clock = max(self.clock, ready) + took
-            self._made(line, self.clock, [(call, self.spent[call])])
-
-    def _made(self, line: Line, at: float, within: Sequence[tuple[tuple[int, bool], float]]) -> None:
-        for value in line.out:
-            self.ready[value.name] = at
-            if within:
-                self.within[value.name] = max(within, key=lambda x: x[1])
-
-    def _call(self, line: Line) -> tuple[int, bool]:
-        if line.block is not None:
-            self.seen += line.begins_block
-            return line.block.number, line.block.part != "forward"
-        # as lowering/choose_stages.py counts code outside blocks
-        behind = self.seen and self.seen < 2 * len(self.numbers) - 1
-        return (self.numbers[-1], False) if behind else (self.numbers[0], bool(self.seen))
+    def _rest(self, candidate: MeshCandidate) -> AtRest:
+        asked = self.asked
+        axes = {axis: n for axis, n in candidate.axes.items() if axis != "pipe"}
+        key = *axes.items(), candidate.zero
+        if key not in self._resting:
+            step, mesh = with_all(asked.step, asked.added(candidate._replace(axes=axes, micro=1))), asked.mesh(axes)
+            step = step if candidate.zero or candidate.cut.ranks > 1 else data_parallel()(step)
+            self._resting[key] = at_rest(step, mesh, params_inputs(step, mesh, asked.params))
+        return self._resting[key]
 
 
-def _saved(base: Program, program: Program, numbers: Iterable[int]) -> Mapping[int, int]:
-    """By block, the bytes of a rank that it reads forward and backward, and another line made."""
-    made = {v.name for line in base.lines if line.op == "call" and not line.is_backward for v in line.out}
-    found, values = dict.fromkeys(numbers, 0), program.values_by_name
-    for line in base.lines:
-        if line.is_backward and line.block is not None:
-            here = made.intersection(line.block.inputs[: line.block.joint.num_inputs], values)
-            found[line.block.number] += sum(local_bytes(values[name], program.mesh) for name in here)
-            made -= here
-    return found
+def brief(error: FzeroError) -> str:
+    """The problem, in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("Fix:")]
+    return ": ".join(lines[1:2] if isinstance(error, BudgetError) else lines[:2])
 
 
-def _numel(base: Program, program: Program, numbers: Sequence[int]) -> Mapping[int, int]:
-    """By block, the elements that a rank has of the parameters that it reads first."""
-    found, origin = dict.fromkeys(numbers, 0), {}
-    left = {name for name, leaf in base.leaves.items() if leaf.role == "params"}
-    for line in base.lines:
-        if line.op == "cast":
-            origin.update((v.name, a) for a, v in zip(line.args, line.out, strict=False))
-        elif line.op == "call":
-            for name in left.intersection(origin.get(a, a) for a in line.args):
-                leaf = program.leaves[name]
-                found[line.block.number if line.block else numbers[0]] += (
-                    leaf.shard_bytes(program.mesh) // leaf.dtype.itemsize
-                )
-                left.discard(name)
-    return found
-
-
-def link_seconds(nbytes: float, mesh: AbstractMesh, axes: Sequence[str], device: Device) -> float:
-    """The least seconds in which the busiest link gathers values of so many bytes over axes, or reduces them to shards.
-    Over the first axis the whole is gathered, over the second a part of it, and so on."""
-    most = 0.0
-    for axis in axes:
-        n = mesh.axes.get(axis, 1)
-        if n > 1:
-            most = max(most, (n - 1) / n * nbytes / link_bandwidth(mesh, (axis,), device))
-            nbytes /= n
-    return most
-
-
-__all__ = ["BlockCost", "CutCost", "cut_cost", "link_seconds"]
+__all__ = ["LeastOfMesh", "MeshBounds", "brief"]

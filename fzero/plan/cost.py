@@ -188,7 +188,7 @@ def transfer_seconds(line: Line, program: Program, device: Device) -> float:
     intra, inter, per_host = _links(mesh, line.axes, device)
     num_hosts = -(-size // per_host)
     if row.direct:
-        link = inter if num_hosts > 1 else intra
+        link = direct_link(mesh, line.axes, device)
         return link.latency + transfer_bytes(line, program.values_by_name, mesh) / link.bandwidth
     if row.tree:  # small messages go up and down a tree
         inside, across = (2 * math.ceil(math.log2(n)) for n in (per_host, num_hosts))
@@ -205,6 +205,12 @@ def link_bandwidth(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) ->
     if per_host >= mesh.axis_size(axes):
         return intra.bandwidth
     return inter.bandwidth if per_host == 1 else min(intra.bandwidth, per_host * inter.bandwidth)
+
+
+def direct_link(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> Link:
+    """The slowest link of a rank to one other along axes."""
+    intra, inter, per_host = _links(mesh, axes, device)
+    return intra if per_host >= mesh.axis_size(axes) else inter
 
 
 def _links(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> tuple[Link, Link, int]:
@@ -318,6 +324,7 @@ __all__ = [
     "as_used",
     "channel",
     "cost_of",
+    "direct_link",
     "hardware_flops",
     "host_bytes",
     "link_bandwidth",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,22 +23,32 @@ from fzero.passes.choice import Choice
 from fzero.plan.rates import Link, along
 from fzero.ranks import agreement
 from fzero.read_json import parsed
+from fzero.runtime.between_steps import BetweenSteps
 from fzero.step import State
 from fzero.transforms.compress import SLOT, AxisFormats, Compress, Formats
 
 logger = logging.getLogger("fzero")
 
 
-class FormatsOfRun:
+class FormatsOfRun(BetweenSteps):
     """The formats of a run, which may change between steps: see [Note: decisions].
+
+    Args:
+        mesh: of the run.
+        spec: with `every`.
+        would_choose: takes links as they were measured, and returns how the plan would choose with them; None while
+            there is no program.
 
     Attributes:
         history: the decisions that changed them, each with the number of steps taken before it.
         decided: the formats now, and why; None: lowering the first program decides.
     """
 
-    def __init__(self, mesh: Mesh, spec: Compress):
+    def __init__(
+        self, mesh: Mesh, spec: Compress, would_choose: Callable[[Mapping[str, Link]], Callable[[], Choice] | None]
+    ):
         assert spec.every is not None
+        self._would_choose = would_choose
         self._mesh, self._every, self._given = mesh, spec.every, spec.decisions
         self.history: list[tuple[int, Formats]] = []
         self.decided: Decided | None = None
@@ -46,8 +56,26 @@ class FormatsOfRun:
         self._taken, self._last = 0, -1  # steps, and at the last decision
         self._probes: LinkProbes | None = None
 
+    def before(self, state: State, is_new: bool) -> bool:
+        if is_new:
+            self._begin(state)
+        return self._decide(state, self._would_choose(self._links() if self._measures else {}))
+
+    def lowered(self, choice: Choice, state: State) -> None:
+        if self.decided is None:  # of the first program lowering decides
+            self._change(state, choice.wire, choice.wire_because)
+            self._last = self._taken
+
+    def after(self, state: State) -> dict[str, torch.Tensor]:
+        self._taken += 1
+        return {}
+
+    def rewound(self, state: State) -> None:
+        self._taken -= 1
+        self._write(state)
+
     @property
-    def measures(self) -> bool:
+    def _measures(self) -> bool:
         """Whether links are measured now: where the next step has a decision, unless all are given."""
         return not self._given and self._last != self._taken and (self.decided is None or self._is_due)
 
@@ -55,13 +83,13 @@ class FormatsOfRun:
     def _is_due(self) -> bool:
         return self._taken > 0 and self._taken % self._every == 0
 
-    def begin(self, state: State) -> None:
+    def _begin(self, state: State) -> None:
         """Goes on with a state that no step of this process has begun with."""
         self._taken, self._last, self._pending = int(state.step), -1, None
         self.history = _read(state)
         self.decided = Decided(self.history[-1][1], "as in the state") if self.history else None
 
-    def links(self) -> dict[str, Link]:
+    def _links(self) -> dict[str, Link]:
         """The links along each axis, as the first rank has measured them, by their names among `Device.links`. All
         ranks call this."""
         self._probes = self._probes or LinkProbes(self._mesh)
@@ -70,8 +98,8 @@ class FormatsOfRun:
         told = agreement.from_first(self._mesh, "compress", lambda: {a: [*vars(x).values()] for a, x in found.items()})
         return {along(axis): Link(*rates) for axis, rates in told.items()}
 
-    def decide(self, state: State, choose: Callable[[], Choice] | None) -> bool:
-        """Whether formats change before the next step. All ranks call this.
+    def _decide(self, state: State, choose: Callable[[], Choice] | None) -> bool:
+        """Whether formats change before the next step.
 
         Args:
             state: that the step is taken with.
@@ -94,12 +122,6 @@ class FormatsOfRun:
         self._pending = formats if formats != now else None
         return self._pending is not None and formats == before and self._change(state, formats, [x[-1] for x in said])
 
-    def took(self, choice: Choice, state: State) -> None:
-        """Notes the formats of the first program, which lowering has decided."""
-        if self.decided is None:
-            self._change(state, choice.wire, choice.wire_because)
-            self._last = self._taken
-
     def _change(self, state: State, formats: Formats, why: str | Sequence[str]) -> bool:
         before = None if self.decided is None else self.decided.formats
         if formats == before:
@@ -114,15 +136,6 @@ class FormatsOfRun:
             fix = "nothing to do; fz.compress('auto', every=, decisions=train.formats) repeats it"
             logger.log(logging.INFO if before is None else logging.WARNING, message("compress", what, said, fix))
         return True
-
-    def count(self) -> None:
-        """Notes that a step was taken."""
-        self._taken += 1
-
-    def rewound(self, state: State) -> None:
-        """Notes that the last step is done again, from the state before it."""
-        self._taken -= 1
-        self._write(state)
 
     def _write(self, state: State) -> None:
         """Puts the decisions into the state: as many of the last as its slot has room for."""

@@ -19,6 +19,7 @@ from fzero.comm.collectives import gather
 from fzero.layout import ANCHOR, Leaf, leaf_of
 from fzero.mesh import Mesh, along, ranks_along
 from fzero.ranks import agreement
+from fzero.runtime.between_steps import BetweenSteps
 from fzero.state import storage
 from fzero.step import State, Step
 from fzero.transforms.local_sgd import OUTER, LocalSGD
@@ -59,7 +60,7 @@ class Wandered:
         return _leaf(self.anchor).layout.axes[len(_leaf(self.param).layout.axes) :]
 
 
-class Outer:
+class Outer(BetweenSteps):
     """The outer steps of a step with `fz.local_sgd`.
 
     Attributes:
@@ -74,7 +75,14 @@ class Outer:
         # of the state that was carried on last: its steps, those behind which each fragment met, and its look
         self._step, self._met, self._turn = 0, list[int](), object()
 
-    def begin(self, state: State) -> None:
+    def before(self, state: State, is_new: bool) -> bool:
+        self._begin(state)
+        return False
+
+    def rewound(self, state: State) -> None:
+        self._turn = object()  # what the state was before is looked at anew
+
+    def _begin(self, state: State) -> None:
         """Looks at a state before it is carried on: at its number of steps, and whether replicas have left their
         anchor."""
         if _TURNS.get(state.step) is self._turn:
@@ -96,7 +104,6 @@ class Outer:
         self._met = [-1 if any(parts) else self._step for parts in zip(*everyones, strict=True)]
 
     def after(self, state: State) -> dict[str, torch.Tensor]:
-        """Meets the fragments that are due behind a step. Metrics of that."""
         self._step += 1
         if not (due := self.spec.due(self._step)):
             return {}
@@ -106,7 +113,7 @@ class Outer:
 
     def sync(self, state: State) -> None:
         """Meets every fragment that was trained since it met last. Then all replicas have what else the first has."""
-        self.begin(state)
+        self._begin(state)
         self._together()
         with agreement.unbroken(self.mesh):
             self._meet(state, [i for i, met in enumerate(self._met) if met != self._step])

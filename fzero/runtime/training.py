@@ -41,11 +41,14 @@ from fzero.lowering.lowered import Lowered, Reform
 from fzero.lowering.slots import slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh
+from fzero.passes.choice import Choice
 from fzero.passes.speculate import guessed_leaves
 from fzero.plan.devices import get_device
+from fzero.plan.rates import Link
 from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
 from fzero.ranks import agreement
+from fzero.runtime.between_steps import BetweenSteps
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.formats import FormatsOfRun
 from fzero.runtime.graphs import NotCaptured
@@ -135,12 +138,13 @@ class CompiledStep(Compiled):
         self._not_finite = NotFinite(mesh, replicas and replicas.axis) if watches else None
         self.calls = 0  # how many steps were taken
         spec = open_formats(step)
-        self._formats = None if spec is None or spec.every is None else FormatsOfRun(mesh, spec)
+        self._formats = None if spec is None or spec.every is None else FormatsOfRun(mesh, spec, self._choosing)
         self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
         # the last trees and a program, and the answer of `_may_guess`
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
         make = lambda step, mesh: CompiledStep(step, mesh, backend, (None, None, None), watched=False)  # noqa: E731
         self.outer = None if replicas is None else Outer(replicas, mesh, make)
+        self._between: list[BetweenSteps] = [x for x in (self._formats, self.outer) if x is not None]
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @property
@@ -479,15 +483,13 @@ class CompiledStep(Compiled):
         check_one_batch(more)
         flat, structure = tree.flatten(batch)
         lowered, run = self._built(state, batch, flat, structure)
-        if self.outer is not None:
-            self.outer.begin(state)
         batch = tree.unflatten(structure, self._on_device(batch, flat, self._last.storages))
         guesses = self._may_guess(state)
         trees = state.step, state.params, state.opt_state, state.key, state.extras
         try:
             with torch.no_grad():
                 outputs = run(*trees, batch, guesses=guesses)
-            met = {} if self.outer is None else self.outer.after(state)
+            more_metrics = [x.after(state) for x in self._between]
         except NotCaptured:
             raise
         except BaseException as error:
@@ -497,8 +499,6 @@ class CompiledStep(Compiled):
                 raise_out_of_memory(error, self.owner, lambda: self._advice(lowered))
             raise
         self.calls += 1
-        if self._formats is not None:
-            self._formats.count()
         metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
         no_backward(metrics["loss"])
         if "raised" in metrics:
@@ -513,7 +513,8 @@ class CompiledStep(Compiled):
                 lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"
             ]
             self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
-        return state, {**metrics, **met, **(limits.metrics if limits is not None else {})}
+        more_metrics.append(limits.metrics if limits is not None else {})
+        return state, {k: x for found in (metrics, *more_metrics) for k, x in found.items()}
 
     @alone("sync")
     def sync(self, state: State) -> State:
@@ -566,16 +567,15 @@ class CompiledStep(Compiled):
         self, state: State, batch: Any, flat: list[Any], structure: tree.TreeSpec
     ) -> tuple[Lowered, Callable[..., Any]]:
         params = self._inputs(state)
-        if not self._last.begun:
+        if is_new := not self._last.begun:
             self._begin(state, params, batch)
-            if self._formats is not None:
-                self._formats.begin(state)
-            self._last.begun = True
-        if self._formats is not None:
-            self._decide(self._formats, state)
+        changed = [x.before(state, is_new) for x in self._between]
+        if any(changed):
+            self._runs.clear()  # their pools make room
+        self._last.begun = True
         lowered, run = self._run_for(params, batch, flat, structure, lambda: self._make_safer(state, params))
-        if self._formats is not None:
-            self._formats.took(lowered.choice, state)
+        for x in self._between:
+            x.lowered(lowered.choice, state)
         return lowered, run
 
     @property
@@ -587,22 +587,21 @@ class CompiledStep(Compiled):
 
     def rewound(self, state: State) -> None:
         """Has the last step be done again, from the state before it, in the formats that it had."""
-        if self._formats is not None:
-            self._formats.rewound(state)
+        for x in self._between:
+            x.rewound(state)
 
     def _decided(self) -> Decided | None:
         return None if self._formats is None else self._formats.decided
 
-    def _decide(self, formats: FormatsOfRun, state: State) -> None:
-        """Decides formats before a step, where that is due."""
+    def _choosing(self, links: Mapping[str, Link]) -> Callable[[], Choice] | None:
+        """Goes by links as they were measured; how the plan chooses with them, once there is a program."""
         budget = self._rates()
         assert budget is not None
-        if formats.measures:
-            device = replace(budget.device, links={**budget.device.links, **formats.links()})
+        if links:
+            device = replace(budget.device, links={**budget.device.links, **links})
             budget = self._budget = replace(budget, device=device)
         last = None if self._lowered is None else self._lowered.reform
-        if formats.decide(state, None if last is None else lambda: last.choose(budget, None)):
-            self._runs.clear()  # their pools make room
+        return None if last is None else lambda: last.choose(budget, None)
 
     def _begin(self, state: State, params: Inputs, batch: Any) -> None:
         """Looks at a state before its first step, and at its batch: one with leaves that no step has begun with. Alike
