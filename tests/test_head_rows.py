@@ -314,6 +314,16 @@ def test_a_head_that_ranks_cut_is_refused():
         fz.lower(step, fz.AbstractMesh(model=2), parameters(), batch())
 
 
+def test_rows_that_no_part_has_are_refused_with_those_that_one_has():
+    def lower(rows):
+        step = fz.remat(head_rows=rows)(fz.train_step(make(flat()), optim.sgd(0.1)))
+        return fz.lower(step, fz.AbstractMesh(data=1), parameters(), batch())
+
+    with pytest.raises(FzeroValueError, match=r"its 64 rows .* at most 3; the fewest are 4, as many of each of 4 seq"):
+        lower(3)
+    assert num_parts(lower(4).program) == 16
+
+
 def test_a_step_without_a_head_is_refused():
     step = fz.remat(head_rows=16)(fz.train_step(lambda p, x: (x * p["w"]).square().mean(), optim.sgd(0.1)))
     with pytest.raises(FzeroValueError, match="no function has both passes of a product with a parameter"):

@@ -139,9 +139,9 @@ def in_rows(source: Recorded, at_most: int) -> HeadRows | NoRows:
             tried += made is not None
         if tried >= TRIES:
             break
-    if refused is None:
-        return NoRows((f"its {finder.count} rows have no equal parts of at most {at_most}",))
-    return refused
+    return refused or NoRows(
+        (f"its {finder.count} rows have no equal parts of at most {at_most}{finder.said_fewest()}",)
+    )
 
 
 # --- the function, with each operation that hides an end written out ---
@@ -332,12 +332,9 @@ class _RowFinder:
 
     def cut(self, parts: int, place: Dim) -> HeadRows | NoRows | None:
         """The function in so many parts, whose rows are those at a place; None if an operand has no such rows."""
-        cut_at: dict[fx.Node, Dim] = {}
-        for x, root in self.roots.items():
-            at = in_view(shape_of(x), place, shape_of(root), parts)
-            if at is None or not divides(shape_of(root), at, parts):
-                return None
-            cut_at[root] = at
+        cut_at = self._cut_at(parts, place)
+        if cut_at is None:
+            return None
         made = _RowCutter(self, parts, cut_at).result()
         if isinstance(made, HeadRows) and self._is_narrow(made):
             return made
@@ -350,6 +347,25 @@ class _RowFinder:
         if isinstance(again, HeadRows) and not self._is_narrow(again):
             again = NoRows(("a value as wide as that of all rows is computed with each part",))
         return again if isinstance(again, HeadRows) or isinstance(made, HeadRows) else made
+
+    def _cut_at(self, parts: int, place: Dim) -> dict[fx.Node, Dim] | None:
+        """The dims of the operands that have the rows at a place; None if one has no such rows."""
+        cut_at: dict[fx.Node, Dim] = {}
+        for x, root in self.roots.items():
+            at = in_view(shape_of(x), place, shape_of(root), parts)
+            if at is None or not divides(shape_of(root), at, parts):
+                return None
+            cut_at[root] = at
+        return cut_at
+
+    def said_fewest(self) -> str:
+        """The fewest rows of a part, where each part has as many rows of each sequence."""
+        for parts in range(min(self.count, MOST_PARTS), 1, -1):
+            place = next((x for x in self.places(parts) if self._cut_at(parts, x) is not None), None)
+            if place is not None:
+                of_each = f", as many of each of {place.groups} sequences" if place.groups > 1 else ""
+                return f"; the fewest are {self.count // parts}{of_each}"
+        return ""
 
     def _has_rows(self, node: fx.Node, root: fx.Node, place: Dim, parts: int) -> bool:
         """Whether the first dims of a value are those of an operand, up to the one that is cut."""
