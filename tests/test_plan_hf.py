@@ -127,7 +127,10 @@ def test_a_file_and_several_devices(run: Any, saved: Any) -> None:
     text = code_of(out)
     assert code == 0 and f'fz.hf.from_config(AutoModelForCausalLM, AutoConfig.from_pretrained("{file}"))' in text
     assert "fz.shard_opt_state()" in text and 'fz.mixed_precision("fp16")' in text
-    assert "--nnodes 2 --rdzv-endpoint HOST:PORT --nproc-per-node 8" in text and "make_mesh(data=16)" in text
+    assert (
+        "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 8" in text
+        and "make_mesh(data=16)" in text
+    )
     assert "2 hosts of 8" in out and "40 GB/s to others, all 8 of a host at once" in out
     assert "buffers of NCCL" in out and "assumed" in out and "measured here" in out
     assert "65% of the stated peak" in out and "MFU" in out

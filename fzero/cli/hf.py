@@ -50,7 +50,7 @@ class OfModel:
     tensor: Annotated[int, arg(metavar="DEVICES")] = 1
     """devices that compute with the same rows, each with a part of every layer: fz.tensor_parallel"""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """that is computed in; parameters and optimizer state are stored in fp32"""
+    """dtype of the computation; parameters and optimizer state are stored in fp32"""
     remat: Annotated[str | None, arg(metavar="POLICY", help_behavior_hint="(default: auto; full with --offload)")] = (
         None
     )
@@ -142,7 +142,7 @@ def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[An
     for n in axes.values():
         size *= n
     hosts = -(-size // per_host)
-    nodes = f"--nnodes {hosts} --rdzv-endpoint HOST:PORT " if hosts > 1 else ""
+    nodes = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " if hosts > 1 else ""
     stored = path.is_dir() and any(p.suffix in (".safetensors", ".bin") for p in path.iterdir())
     given = "".join(f", {name}={_quoted(value)}" for name, value in budgets.items() if value is not None)
     given += ", batch=batch" if of.offload == "auto" else ""
@@ -282,7 +282,7 @@ def _check(of: OfModel, config: Any, axes: Mapping[str, int]) -> None:
     if of.scratch is not None and of.offload not in ("auto", "nvme"):
         problems.append(f"--scratch {of.scratch}: nothing goes to disk; add --offload auto or nvme")
     if problems:
-        raise UsageError("hf", "flags that cannot be meant", problems, "fzero plan --help lists them")
+        raise UsageError("hf", "invalid flags", problems, "fzero plan --help lists them")
 
 
 def _positions(config: Any) -> int | None:
