@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import io
 import os
 import signal
@@ -138,6 +139,12 @@ def below_one(args: argparse.Namespace, *names: str) -> list[str]:
     ]
 
 
+def missing(**packages: str) -> list[str]:
+    """The problem of each package, given by its module, that is not installed."""
+    absent = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
+    return [f"this needs {package}: pip install {package}" for package in absent]
+
+
 def out_of_range(args: argparse.Namespace, **ranges: tuple[float, float]) -> list[str]:
     """Flags that are not within their least and their most, as NaN is not."""
     values = {name: getattr(args, name) for name in ranges}
@@ -184,7 +191,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
         "--dtype",
         choices=("fp32", "bf16", "fp16", "auto"),
         default="bf16",
-        help="to compute in; auto: each block as it can; reductions are fp32",
+        help="dtype of the computation; auto: chosen for each block; reductions are fp32",
     )
     p.add_argument(
         "--fp8",
@@ -192,9 +199,14 @@ def parse_args(description: str | None) -> argparse.Namespace:
         help="the layers' products in 8 bits: a scale for each operand, or row",
     )
     p.add_argument(
-        "--params", choices=("fp32", "bf16"), default="fp32", help="what parameters rest in; bf16: no masters"
+        "--params",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="dtype of the stored parameters; bf16: without fp32 masters",
     )
-    p.add_argument("--rounding", choices=("stochastic", "nearest"), help="to --params bf16; by default stochastic")
+    p.add_argument(
+        "--rounding", choices=("stochastic", "nearest"), help="of updates under --params bf16 (default: stochastic)"
+    )
     p.add_argument("--state-dtype", choices=("fp32", "int8"), default="fp32", help="of Adam's moments")
     p.add_argument(
         "--label-smoothing", type=float, default=0.0, help="the share of the target that is spread over all bytes"
@@ -225,7 +237,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
         help="how long a rank waits for another before it gives up",
     )
     p.add_argument("--json", metavar="FILE", help="one line a step")
-    p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
+    p.add_argument("--print-program", action="store_true", help="print the program that every rank runs")
     p.add_argument("--stop-on-nan", action="store_true", help="fail at the first loss that is not finite")
 
     def problems_of(args: argparse.Namespace) -> list[str]:

@@ -11,7 +11,6 @@ Needs: pip install transformers; for --lora peft too
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from console import LARGE, RANK, WHOLE, WORLD, Help, below_one, exit_code, out_of_range, parsed, say, stops
+from console import LARGE, RANK, WHOLE, WORLD, Help, below_one, exit_code, missing, out_of_range, parsed, say, stops
 
 import fzero as fz
 from fzero.hf.saving import TOKENIZER
@@ -233,9 +232,7 @@ def problems_of(args: argparse.Namespace) -> list[str]:
     args.lr = args.lr if args.lr is not None else 2e-4 if args.lora else 2e-5 if args.model else 2e-3
     problems += out_of_range(args, lr=(0, LARGE), seed=(0, 2**64 - 1), timeout=(1, LARGE))
     problems += below_one(args, "lora") if args.lora is not None else []
-    needed = {"transformers": True, "peft": args.lora is not None}
-    missing = [name for name, is_needed in needed.items() if is_needed and importlib.util.find_spec(name) is None]
-    problems += [f"this needs {name}: pip install {name}" for name in missing]
+    problems += missing(transformers="transformers", **({} if args.lora is None else {"peft": "peft"}))
     problems += [f"--model {args.model} is not a directory"] if args.model and not os.path.isdir(args.model) else []
     problems += [f"--text {args.text} is not a file"] if args.text and not os.path.isfile(args.text) else []
     if not problems and args.batch % (WORLD * args.accumulate):

@@ -219,13 +219,13 @@ def parse_args(description: str | None) -> argparse.Namespace:
         "--memory",
         type=amount,
         default="2GB",
-        help="that each process may take over an empty one, on a GPU of its: 2GB (10^9), 1.5GiB (2^30)",
+        help="memory of each process beyond that of an empty one, or of its GPU: 2GB (10^9), 1.5GiB (2^30)",
     )
     p.add_argument(
         "--params",
         type=number,
         metavar="N",
-        help="500M, 1.5B; by default as many that their state is three times --memory",
+        help="500M, 1.5B; by default so many that their state is three times --memory",
     )
     p.add_argument("--width", **WHOLE, help="of the model, a multiple of 64; by default as wide as fits")
     p.add_argument("--seq", **WHOLE, default=128, help="bytes a sequence")
@@ -234,7 +234,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     p.add_argument("--lr", type=float, default=2e-4, help="the highest learning rate")
     p.add_argument("--seed", **WHOLE, default=0, help="of parameters and data")
     p.add_argument(
-        "--path", metavar="DIR", help="on the disk that is to hold the state meanwhile; by default where there is room"
+        "--path", metavar="DIR", help="on the disk that holds the state during the run; by default where there is room"
     )
     p.add_argument("--threads", **WHOLE, help="of each process")
     p.add_argument("--backend", choices=("inductor", "eager"), help="by default inductor where it can run")
@@ -243,7 +243,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     )
     p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
     p.add_argument("--json", metavar="FILE", help="one line a step")
-    p.add_argument("--print-program", action="store_true", help="what every rank is going to run")
+    p.add_argument("--print-program", action="store_true", help="print the program that every rank runs")
     p.add_argument("--plan", action="store_true", help="what a step is going to cost, and no more")
 
     def problems_of(args: argparse.Namespace) -> list[str]:

@@ -36,8 +36,10 @@ class NextByte(nn.Module):
 
 
 parser = argparse.ArgumentParser(description="Trains a small model on Python's own source.")
-parser.add_argument("steps", type=int, nargs="?", default=150)
+parser.add_argument("steps", type=int, nargs="?", default=150, help="to train (default: 150)")
 STEPS, ROWS = parser.parse_args().steps, 240
+if STEPS < 1:
+    parser.error(f"{STEPS} steps are less than 1")
 data = fz.data.TokenDataset(fz.data.python_source(limit_bytes=1 << 20).long(), seq=16, batch=ROWS, seed=0)
 torch.manual_seed(0)  # the same first parameters on every rank
 net = NextByte()

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import torch
-from console import WHOLE, Help, below_one, exit_code, parsed, say, stops
+from console import WHOLE, Help, below_one, exit_code, missing, parsed, say, stops
 
 import fzero as fz
 
@@ -146,6 +146,7 @@ def parse_args() -> argparse.Namespace:
 
 def problems_of(args: argparse.Namespace) -> list[str]:
     problems = below_one(args, "steps", "batch", "accumulate")
+    problems += missing(transformers="transformers", sklearn="scikit-learn")
     problems += ["--resume needs --out DIR, where the checkpoint is"] if args.resume and not args.out else []
     return problems
 

@@ -121,13 +121,27 @@ def test_the_printed_code_is_what_was_planned_and_runs(
         assert "predicted, not measured" in out and "the process in all" in out and "fits " in out
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_is_over_all_axes_of_the_mesh(run: Any, saved: Any, stage: int) -> None:
+    """The fast one first; `model` is tensor parallelism's."""
+    flags = ("--mesh", "node=2", "data=2", "model=2", "--tensor", "2", "--device", "h100", "--zero", str(stage))
+    code, out, err = run("--hf", f"{saved('llama')}/config.json", *flags)
+    transform = ("", "shard_opt_state", "shard_grads", "shard_params")[stage]
+    expected = (
+        [f'fz.{transform}(axis=("data", "node"))'] if stage else ["data_parallel()", 'data_parallel(axis="node")']
+    )
+    assert code == 0 and all(call in code_of(out) for call in expected), err
+    assert "make_mesh(node=2, data=2, model=2)" in out
+
+
 def test_a_file_and_several_devices(run: Any, saved: Any) -> None:
     file = f"{saved('llama')}/config.json"
     code, out, _ = run("--hf", file, "--devices", "16xh100", "--zero", "1", "--precision", "fp16")
     text = code_of(out)
     assert code == 0 and f'fz.hf.from_config(AutoModelForCausalLM, AutoConfig.from_pretrained("{file}"))' in text
     assert "fz.shard_opt_state()" in text and 'fz.mixed_precision("fp16")' in text
-    assert "--nnodes 2 --rdzv-endpoint HOST:PORT --nproc-per-node 8" in text and "make_mesh(data=16)" in text
+    assert "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 8" in text
+    assert "make_mesh(data=16)" in text
     assert "2 hosts of 8" in out and "40 GB/s to others, all 8 of a host at once" in out
     assert "buffers of NCCL" in out and "assumed" in out and "measured here" in out
     assert "65% of the stated peak" in out and "MFU" in out

@@ -428,7 +428,7 @@ def test_losses_in_a_row_end_a_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fzero.run", "--memory", str(tmp_path), "--max-losses", "2", str(script)]
     done = subprocess.run(command, env={**environment(), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 128 + signal.SIGKILL
-    assert "rank 0 died of SIGKILL 2 times in step 0: the run ends here" in done.stderr
+    assert "rank 0 died of SIGKILL 2 times before it called fz.run: the run ends here" in done.stderr
 
 
 @pytest.mark.parametrize(

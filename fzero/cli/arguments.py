@@ -26,7 +26,7 @@ examples:
   fzero plan package.module:function --mesh replica=2 data=8 --trace step.json --picture step.png
 
 exit code: 0; 1 if it does not fit the budget or, without one, the device's memory, or if the target's code or the
-tracing of it failed; 2 for flags or a target that cannot be meant""",
+tracing of it failed; 2 for an invalid flag or target""",
     "show": """
 examples:
   fzero show examples/train_gpt.py:plan_target --mesh data=8
@@ -34,14 +34,14 @@ examples:
   fzero show examples/train_gpt.py:plan_target --mesh data=8 --diff overlap
   fzero show examples/train_gpt.py:plan_target --mesh data=8 --skip hoist_updates
 
-exit code: 0; 1 if the target's code, its tracing or its lowering failed; 2 for flags or a target that cannot be
-meant""",
+exit code: 0; 1 if the target's code, its tracing or its lowering failed; 2 for an invalid flag or
+target""",
     "check": """
 examples:
   fzero check examples/train_gpt.py:plan_target
   torchrun --nproc-per-node 2 -m fzero check package.module:function --steps 5     (on two processes)
 
-exit code: 0; 1 if they differ; 2 for flags or a target that cannot be meant""",
+exit code: 0; 1 if they differ; 2 for an invalid flag or target""",
     "calibrate": """
 examples:
   fzero calibrate

@@ -81,7 +81,8 @@ class _OfTarget:
     target: Annotated[Positional[str | None], _TARGET] = None
     """returns (step, params, batch); or give --hf"""
     mesh: Annotated[tuple[str, ...], _MESH] = ()
-    """axes and their sizes, outermost first: data=8, or replica=2 data=4; plan takes "auto" with --devices"""
+    """axes and their sizes, outermost first: data=8, or replica=2 data=4; plan takes "auto" with --devices,
+    and plans every mesh for a step without parallel transforms and the batch of all ranks together"""
     device: Annotated[str | None, _DEVICE] = None
     """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind:
     a100,memory_bytes=40GB,disk_read=3GB"""
@@ -96,7 +97,7 @@ class _OfTarget:
     disk_budget: Annotated[str | None, _BUDGET] = None
     """disk a rank may use"""
     backend: Literal["inductor", "eager"] = "inductor"
-    """that the program is for"""
+    """backend of the program"""
     json: Annotated[bool, _FLAG] = False
     """print JSON"""
     model: OfModel = field(default_factory=OfModel)

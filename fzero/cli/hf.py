@@ -24,7 +24,7 @@ from fzero.step import Step
 _SEQ = 4096  # tokens, if the configuration allows as many
 _FLAG = arg(help_behavior_hint="")
 _TARGET_INSTEAD = "write a function that returns (step, params, batch), and plan that: fzero plan FILE.py:FUNCTION"
-_STAGES = {0: "fz.data_parallel()", 1: "fz.shard_opt_state()", 2: "fz.shard_grads()", 3: "fz.shard_params()"}
+_STAGES = {0: "fz.data_parallel", 1: "fz.shard_opt_state", 2: "fz.shard_grads", 3: "fz.shard_params"}
 _LABELS_OF = {  # the shape of the labels, by what the library's own tables call the class
     "tokens": ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
     "each token": ("TOKEN_CLASSIFICATION",),
@@ -50,7 +50,7 @@ class OfModel:
     tensor: Annotated[int, arg(metavar="DEVICES")] = 1
     """devices that compute with the same rows, each with a part of every layer: fz.tensor_parallel"""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """that is computed in; parameters and optimizer state are stored in fp32"""
+    """dtype of the computation; parameters and optimizer state are stored in fp32"""
     remat: Annotated[str | None, arg(metavar="POLICY", help_behavior_hint="(default: auto; full with --offload)")] = (
         None
     )
@@ -142,7 +142,7 @@ def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[An
     for n in axes.values():
         size *= n
     hosts = -(-size // per_host)
-    nodes = f"--nnodes {hosts} --rdzv-endpoint HOST:PORT " if hosts > 1 else ""
+    nodes = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " if hosts > 1 else ""
     stored = path.is_dir() and any(p.suffix in (".safetensors", ".bin") for p in path.iterdir())
     given = "".join(f", {name}={_quoted(value)}" for name, value in budgets.items() if value is not None)
     given += ", batch=batch" if of.offload == "auto" else ""
@@ -282,7 +282,7 @@ def _check(of: OfModel, config: Any, axes: Mapping[str, int]) -> None:
     if of.scratch is not None and of.offload not in ("auto", "nvme"):
         problems.append(f"--scratch {of.scratch}: nothing goes to disk; add --offload auto or nvme")
     if problems:
-        raise UsageError("hf", "flags that cannot be meant", problems, "fzero plan --help lists them")
+        raise UsageError("hf", "invalid flags", problems, "fzero plan --help lists them")
 
 
 def _positions(config: Any) -> int | None:
@@ -322,7 +322,13 @@ def _batch(config: Any, name: str, rows: int, of: OfModel) -> tuple[str, int, st
 
 def _transforms(of: OfModel, axes: dict[str, int], budgets: Mapping[Any, str | None]) -> list[str]:
     """The calls that make the transforms."""
-    out = [_STAGES[of.zero]] if any(n > 1 for axis, n in axes.items() if axis != "model") else []
+    over = tuple(axis for axis in reversed(axes) if axis != "model")  # the mesh begins with the slowest
+    groups = [over] if of.zero else [(axis,) for axis in over]  # data_parallel takes one axis
+    out = []
+    for group in groups if any(axes[axis] > 1 for axis in over) else []:
+        names = ", ".join(map(_quoted, group))
+        named = "" if group == ("data",) else f"axis=({names})" if len(group) > 1 else f"axis={names}"
+        out.append(f"{_STAGES[of.zero]}({named})")
     out += [f"fz.tensor_parallel(rules=fz.hf.tensor_rules(model, ranks={of.tensor}))"] if of.tensor > 1 else []
     out += [] if of.precision == "fp32" else [f'fz.mixed_precision("{of.precision}")']
     policy = of.remat or ("full" if of.offload != "none" else "auto")

@@ -36,7 +36,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class UsageError(FzeroValueError):
-    """Flags or a target that cannot be meant."""
+    """An invalid flag or target."""
 
 
 class UserError(Exception):

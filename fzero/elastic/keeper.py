@@ -117,10 +117,11 @@ class Keeper:
                 return code if code >= 0 else 128 - code
             losses = 1 if step > last else losses + 1
             last, name = step, signal.Signals(-code).name
+            where = f"in step {step}" if phase != host.STARTING else "before it called fz.run"
             if losses >= self._max_losses:
-                self._say(f"died of {name} {losses} time{'s' * (losses > 1)} in step {step}: the run ends here")
+                self._say(f"died of {name} {losses} time{'s' * (losses > 1)} {where}: the run ends here")
                 return 128 - code
-            taken = self._take(f"died of {name} in step {step}{', told to stop' if self._saves else ''}")
+            taken = self._take(f"died of {name} {where}{', told to stop' if self._saves else ''}")
 
     def _take(self, why: str) -> bool:
         """Whether a spare has taken the place."""

@@ -99,7 +99,8 @@ class MeshPlans:
         lines.append(f"mesh = fz.make_mesh({axes})")
         if best.code:
             lines.append(f"step = fz.compose({', '.join(best.code)})(step)")
-        lines.append(f'train = fz.compile(step, mesh, batch=batch, memory_budget="{as_argument(self.budget)}")')
+        budget = as_argument(self.budget)
+        lines.append(f'train = fz.compile(step, mesh, batch=batch, memory_budget="{budget}")  # a rank\'s batch')
         return "\n".join(lines) + "\n"
 
     @property
