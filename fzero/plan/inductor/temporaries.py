@@ -39,15 +39,17 @@ def temporaries(function: Function, backend: str = "inductor", device: torch.dev
         if device is not None and function.on == "device":
             graph = on_device(graph, device)
         known[function] = (
-            _eager(into_buffers(graph, function.into)) if backend == "eager" else _compiled(graph, function.into)
+            _eager(into_buffers(graph, function.into), device is not None and device.type == "cuda")
+            if backend == "eager"
+            else _compiled(graph, function.into)
         )
     return known[function]
 
 
-def _eager(graph: Recorded) -> int:
+def _eager(graph: Recorded, on_gpu: bool) -> int:
     found = kernels(graph, "eager")
     lived = lives(found, range(len(found.kernels)))
-    return _beyond(found, lived, found.outputs, [kernel.inside for kernel in found.kernels])
+    return _beyond(found, lived, found.outputs, [on_gpu * kernel.inside for kernel in found.kernels])
 
 
 def _compiled(graph: Recorded, into: tuple[int, ...]) -> int:
