@@ -172,7 +172,7 @@ def main() -> None:
     notes = [
         f"torch {args.torch}, CUDA build; {args.backend}; {args.layers} layers of {args.width}, 8 sequences of 128, "
         f"2,048 words{', where a row says nothing else' * args.shapes}.",
-        "A told step is the third, for the second is the first beside metrics of another. A replayed one is the seventh.",
+        "A told step is the third: from the second on metrics of one before are alive. A replayed one is the seventh.",
         "Waits: of the host for the device; a step whose state the host updates waits for its gradients.",
         f"{failed} of {len(rows)} {'planted faults missed' if args.plant else 'with something wrong'} "
         f"(0: {verdict(failed, 0)})",

@@ -417,8 +417,8 @@ def _draw_eager(key: torch.Tensor, shape: Sequence[int], numel: int, start: Any,
 
 
 def _draw_buffers(key: torch.Tensor, shape: Sequence[int], *rest: Any) -> int:
-    """Bytes of buffers beside a draw. On a CPU they are small."""
-    return 0 if key.device.type == "cpu" else min(math.prod(shape), _GPU_BLOCK) * (12 if rest[-1] == "bits" else 20)
+    """Bytes of buffers beside a draw on a GPU."""
+    return min(math.prod(shape), _GPU_BLOCK) * (12 if rest[-1] == "bits" else 20)
 
 
 def _finish_(kind: str, x0: torch.Tensor, x1: torch.Tensor, spare: torch.Tensor, out: torch.Tensor) -> None:

@@ -318,6 +318,25 @@ def test_memory_given_for_outputs_is_not_counted():
     assert cost.temporaries(dataclasses.replace(f, into=(0,)), "eager") == 2 * 64 * 64 * 4
 
 
+def lowered_on(kind, *transforms):
+    """The functions of a step of one product, planned for a kind of device that need not be there."""
+    step = fz.compose(*transforms)(fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).sum(), optim.adamw(1e-3)))
+    params, batch = {"w": torch.empty(256, 256, device="meta")}, torch.empty(64, 256, device="meta")
+    return fz.lower(step, AbstractMesh(data=1).of_type(kind), params, batch).program.functions
+
+
+def test_an_eager_draw_has_buffers_on_a_gpu():
+    update = lowered_on("cuda", fz.mixed_precision("bf16", params="bf16"))["update"]
+    on_cpu, on_gpu = (cost.temporaries(update, "eager", torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert 0 < on_gpu - on_cpu <= 12 * 256 * 256  # random words of one leaf: three int32 each
+
+
+def test_products_in_8_bits_take_no_float32_on_a_gpu():
+    loss = lowered_on("cuda", fz.mixed_precision("bf16"), fz.fp8())["glue_1"]
+    on_cpu, on_gpu = (cost.temporaries(loss, "inductor", torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert on_gpu < on_cpu
+
+
 # --- transfers ---
 
 

@@ -18,7 +18,7 @@ def module_of(operator: str) -> str:
 
 
 def buffers_of(operator: Any, *args: Any) -> int:
-    """Bytes that an operator of ours, run eagerly, takes beside its results."""
+    """Bytes that an operator of ours, run eagerly on a GPU, takes beside its results."""
     return _BUFFERS[operator](*args) if operator in _BUFFERS else 0
 
 
@@ -35,7 +35,7 @@ def define(
         name, schema: of the operator. For `vmap`, one tensor is its result.
         eager: what it computes. A function of the module that defines the operator.
         fake: shapes and dtypes of the results, from those of the arguments.
-        buffers: bytes that `eager` takes beside the results, from the arguments.
+        buffers: bytes that `eager` takes beside the results on a GPU, from the arguments; on a CPU they are few.
     """
     _MODULES[f"fzero.{name}"] = eager.__module__
     torch.library.define(f"fzero::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))

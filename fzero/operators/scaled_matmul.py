@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -122,7 +122,12 @@ def multiply(
         scale_a, scale_b: float32[] both, or float32[m, 1] and float32[1, n].
         dtype: of the result, float32, bfloat16 or float16.
     """
-    return (_native if a.device.type == "cuda" else _emulated)(a, b, scale_a, scale_b, dtype)
+    return multiply_on(a.device)(a, b, scale_a, scale_b, dtype)
+
+
+def multiply_on(device: torch.device) -> Callable[..., torch.Tensor]:
+    """`multiply` on a device, whether or not its operands are there."""
+    return _native if device.type == "cuda" else _emulated
 
 
 def _emulated(

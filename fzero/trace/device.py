@@ -18,7 +18,7 @@ from fzero.operators import expert_products
 from fzero.operators.index_sums import IN_ORDER
 from fzero.operators.recurrent import LSTM
 from fzero.operators.row_numbers import WRITTEN_OUT
-from fzero.operators.scaled_matmul import multiply, scaled_mm
+from fzero.operators.scaled_matmul import multiply_on, scaled_mm
 from fzero.trace.functional import AGAIN
 from fzero.trace.recorder import Recorded, Recorder
 
@@ -50,7 +50,7 @@ def on_device(graph: Recorded, device: torch.device, slow: Collection[torch.dtyp
         if any(n.target in _MATMULS and _dtype(n) in slow for n in graph.graph.nodes)
         else {}
     )
-    rules |= {scaled_mm: multiply, **WRITTEN_OUT}
+    rules |= {scaled_mm: multiply_on(device), **WRITTEN_OUT}
     on_cpu = IN_ORDER | LSTM | _NORMS
     return substituted(graph, rules | (on_cpu if device.type == "cpu" else expert_products.ON_GPU))
 

@@ -87,7 +87,7 @@ class Kernel:
         vanishing: bytes that the compiler counts when it chooses, though in the end they are not there: of values that
             never leave this kernel.
         transcendentals: functions of elements that it computes; see trace/flops.py.
-        inside: bytes that it takes while it runs.
+        inside: bytes that it takes while it runs, on a GPU.
     """
 
     reads: Mapping[fx.Node, int]

@@ -44,7 +44,8 @@ def temporaries(function: Function, backend: str = "inductor", device: torch.dev
         if by != "inductor":
             graph = into_buffers(graph, function.into)
         found = kernels(graph, by)
-        known[function] = _eager(found) if by == "eager" else _compiled(found, graph.outputs, into)
+        on_gpu = device is not None and device.type == "cuda"
+        known[function] = _eager(found, on_gpu) if by == "eager" else _compiled(found, graph.outputs, into)
     return known[function]
 
 
@@ -55,9 +56,9 @@ def temporaries_on(
     return functools.partial(temporaries, backend=compiler(mesh, backend), device=device)
 
 
-def _eager(found: Kernels) -> int:
+def _eager(found: Kernels, on_gpu: bool) -> int:
     lived = lives(found, range(len(found.kernels)))
-    return _beyond(found, lived, found.outputs, [kernel.inside for kernel in found.kernels])
+    return _beyond(found, lived, found.outputs, [on_gpu * kernel.inside for kernel in found.kernels])
 
 
 def _compiled(found: Kernels, outputs: Sequence[fx.Node], into: Sequence[int]) -> int:
