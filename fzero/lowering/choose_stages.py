@@ -58,7 +58,7 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
     inputs = params_inputs(step, mesh, params)
     program = trace_step(step, mesh, inputs, batch).base
     numbers = block_numbers(program)
-    seconds = _work(program, numbers)
+    seconds = work_of_blocks(program, numbers)
     counts = _counts(spec, n * spec.chunks, seconds)
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     first = leaf_stages(program, dict(zip(numbers, stages, strict=True)))
@@ -106,7 +106,7 @@ def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
     return spec.stages
 
 
-def _work(program: Program, numbers: Sequence[int]) -> list[float]:
+def work_of_blocks(program: Program, numbers: Sequence[int]) -> list[float]:
     """The operations of each block's products, forward and backward, with what comes before the first block and behind
     the last."""
     found, seen = dict.fromkeys(numbers, 0.0), 0

@@ -6,23 +6,20 @@ functions and collectives are those of every mesh with that cut; a micro-batch w
 
 [Note: in order] Passes move transfers, and leave the order of functions as it is. So a function begins no sooner than
 the one before ends, and than the collectives that it reads are done, each of which begins once its arguments are there.
-
-[Note: rounds] The first stage of `pipe` has at most that many micro-batches under way. So it begins with one only when
-that which is `pipe` before has gone through all stages and back, with a hand between two stages each way. And all
-micro-batches go over each link in turn.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fzero.lowering.choose_stages import even
+from fzero.lowering.choose_stages import even, work_of_blocks
 from fzero.lowering.layouts import batch_inputs, params_inputs
+from fzero.lowering.least_pipeline import StageSeconds, simulate_units
 from fzero.lowering.traced import trace_step
 from fzero.mesh import AbstractMesh
 from fzero.passes.choice import Choice
@@ -61,11 +58,13 @@ class CutCost:
         blocks: of each, in order.
         path: seconds of one micro-batch from its first function to its last.
         handed: the least bytes that pass from a block to the next one, forward and backward.
+        work: of each block, as stages are cut by it.
     """
 
     blocks: tuple[BlockCost, ...]
     path: float
-    handed: tuple[float, float] = (0.0, 0.0)
+    handed: tuple[float, float]
+    work: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
@@ -79,7 +78,7 @@ class CutCost:
     def divided(self, n: int) -> CutCost:
         """The least cost with a further cut over `n` ranks. What blocks hand on may be whole there."""
         blocks = (BlockCost(b.forward / n, b.backward / n, 0.0, b.numel // n) for b in self.blocks)
-        return CutCost(tuple(blocks), self.path / n, (self.handed[0] / n, self.handed[1] / n))
+        return CutCost(tuple(blocks), self.path / n, (self.handed[0] / n, self.handed[1] / n), self.work)
 
     def step_seconds(self, rows: int, micro: int) -> float:
         """The least seconds of the forwards and backwards of a rank's rows, without stages."""
@@ -88,7 +87,7 @@ class CutCost:
     def staged_seconds(
         self, rows: int, micro: int, pipe: int, zero_bubble: bool, reduces: float, hands: tuple[float, float]
     ) -> float:
-        """The least seconds of the forwards, backwards and reductions of a pipeline: see [Note: rounds].
+        """The least seconds of the forwards, backwards and reductions of a pipeline.
 
         Args:
             rows: of a rank, in `micro` micro-batches.
@@ -97,25 +96,39 @@ class CutCost:
             reduces: seconds in which a stage reduces its gradients, each behind the last micro-batch.
             hands: seconds in which a stage hands the next one a micro-batch, forward, and its gradients, backward.
         """
-        slowest = self._slowest(pipe)
-        others = sum(block.forward if zero_bubble else block.seconds for block in self.blocks)
-        others *= max(0.0, 1 - slowest / self.seconds) if self.seconds else 0.0
-        # the first gradient is there when the last micro-batch, of a zero bubble that of each stage, is left
-        left = slowest * (min(pipe, micro) if zero_bubble else 1)
-        steady = rows / micro * (micro * slowest + others) + max(0.0, reduces - rows / micro * left)
-        there_and_back = sum(block.forward if zero_bubble else block.seconds for block in self.blocks) * rows / micro
-        there_and_back += (pipe - 1) * sum(hands)
-        return max(steady, math.ceil(micro / pipe) * there_and_back, there_and_back + (micro - 1) * max(hands))
+        # of the backward: a product has a gradient of its weights and one of its input, and attention has no weights
+        shares = (0.0, 0.25, 0.5) if zero_bubble else (0.0,)
+        return min(self._simulated(rows / micro, micro, pipe, zero_bubble, reduces, hands, share) for share in shares)
+
+    def _simulated(
+        self,
+        rows: float,
+        micro: int,
+        pipe: int,
+        zero_bubble: bool,
+        reduces: float,
+        hands: tuple[float, float],
+        weights: float,
+    ) -> float:
+        """The least seconds by the order of units. `rows`: of a micro-batch; `weights`: the share of the backward that
+        runs in units of its own."""
+        units, stages = list[StageSeconds](), self._stages(pipe)
+        for blocks in stages:
+            # whose input is the batch, products of the first block may have gradients of weights alone
+            first = blocks[0].backward if blocks is stages[0] else 0.0
+            apart = weights * (first + sum(b.backward for b in blocks))
+            forward, backward = (sum(b[i] for b in blocks) for i in range(2))
+            units.append(StageSeconds(rows * forward, rows * (backward - apart), rows * apart))
+        ends = simulate_units("zb" if zero_bubble else "1f1b", micro, units, hands)
+        each = reduces * pipe / max(1, self.numel)
+        behind = (x.gradient + each * sum(b.numel for b in blocks) for x, blocks in zip(ends, stages, strict=True))
+        return max(*(x.ends for x in ends), *behind)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def _slowest(self, pipe: int) -> float:
-        """Seconds of a row on the slowest stage, of those cuts into stages in which that takes least."""
-        work, at = [block.seconds for block in self.blocks], 0
-        found = list[float]()
-        for n in even(work, pipe) if pipe <= len(work) else ():
-            found.append(sum(work[at : at + n]))
-            at += n
-        return max(found, default=math.inf)
+    def _stages(self, pipe: int) -> list[tuple[BlockCost, ...]]:
+        """The blocks of each stage, as `choose_stages` cuts them."""
+        blocks = iter(self.blocks)
+        return [tuple(itertools.islice(blocks, n)) for n in even(self.work, pipe)]
 
     def waiting(self, rows: int, micro: int, pipe: int) -> tuple[float, float]:
         """The least bytes that wait for their backward on one rank, and the share of all parameters that it has. Of a
@@ -152,7 +165,7 @@ def cut_cost(
         BlockCost(chain.spent[n, False] / rows, chain.spent[n, True] / rows, saved[n] / rows, numel[n]) for n in numbers
     )
     forward, backward = (_handed(base, program, numbers, backward) / rows for backward in (False, True))
-    return CutCost(blocks, chain.clock / rows, (forward, backward))
+    return CutCost(blocks, chain.clock / rows, (forward, backward), tuple(work_of_blocks(base, numbers)))
 
 
 class _Chain:
@@ -214,10 +227,13 @@ def _handed(base: Program, program: Program, numbers: Sequence[int], backward: b
     """The least bytes of a rank that a block reads of others, of blocks that are not the first to run."""
     made, taken, values = dict[str, int](), dict.fromkeys(numbers, 0), program.values_by_name
     for line in base.lines:
-        if line.block is not None and line.is_backward == backward:
-            here = line.block.number
+        if line.block is None:
+            continue
+        here = line.block.number
+        if line.is_backward == backward:
             names = {a for a in line.args if made.get(a, here) != here and a in values}
             taken[here] += sum(local_bytes(values[a], program.mesh) for a in names)
+        if line.is_backward == backward or line.block.part == "both":
             made.update((v.name, here) for v in line.out)
     return min((taken[n] for n in (numbers[:-1] if backward else numbers[1:])), default=0)
 
