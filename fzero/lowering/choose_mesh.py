@@ -32,6 +32,7 @@ from fzero.lowering.lower import resolve_and_lower
 from fzero.lowering.mesh_bounds import CutCost, cut_cost, link_seconds
 from fzero.lowering.search import GAIN
 from fzero.mesh import AbstractMesh
+from fzero.plan.cost import check_backend_name
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan
 from fzero.plan.render import TextTable, plain
@@ -43,6 +44,7 @@ from fzero.transforms.compress import Compress
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.expert import expert_parallel
 from fzero.transforms.fp8 import Fp8
+from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.offload import Offload
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.pipeline import Pipeline, pipeline
@@ -55,6 +57,7 @@ from fzero.transforms.tensor import Rules, TensorParallel, tensor_parallel
 from fzero.units import as_argument, duration, parse_bytes, size
 
 _SEARCHED = (Parallel, Cutting, Pipeline, Accumulate, OnceAStep, Redundant)
+_OF_A_REPLICA = "leave it out, and choose a mesh for the devices of one replica"
 MICRO_A_STAGE = (2, 4, 8)
 """Micro-batches for each stage of a pipeline, at most: with more a step waits less, and each is smaller."""
 ROWS = ("node", "data")
@@ -82,6 +85,7 @@ class MeshPlan:
         plan: of the step; None if it does not fit, cannot be had or cannot be fastest.
         refused: why not.
         least_seconds: that it takes at least, of one that cannot be fastest.
+        too_large: whether it does not fit.
     """
 
     axes: Mapping[str, int]
@@ -92,6 +96,7 @@ class MeshPlan:
     plan: Plan | None = None
     refused: str = ""
     least_seconds: float | None = None
+    too_large: bool = False
 
     @property
     def seconds(self) -> float | None:
@@ -138,10 +143,15 @@ class MeshPlans:
 
         Raises:
             BudgetError: none fits.
+            FzeroValueError: none can be had, with any memory.
         """
         if self.found and self.found[0].plan is not None:
             return self.found[0]
         problems = [f"{x.mesh}{', ' * bool(x.title)}{x.title}: {x.refused}" for x in self.found[:8]]
+        if not any(x.too_large for x in self.found):
+            what = f"no mesh of {self.devices} devices divides the step"
+            fix = "another number of devices; or a batch whose rows, or blocks (fz.block), they divide"
+            raise FzeroValueError("choose_mesh", what, problems, fix)
         what = f"no mesh of {self.devices} devices has room for the step"
         raise BudgetError("choose_mesh", what, problems, "more devices, a smaller batch, mixed_precision or offload")
 
@@ -264,6 +274,7 @@ def choose_mesh(
         FzeroTypeError: no training step; `devices` that are no whole number.
         FzeroValueError: a batch whose leaves have different numbers of rows.
         TransformError: a step that has parallel transforms of its own.
+        FzeroError: whatever is wrong with the step on one device.
 
     Example:
         >>> import torch, fzero as fz
@@ -286,6 +297,9 @@ def choose_mesh(
     if there := [str(t) for t in step.transforms if isinstance(t, _SEARCHED)]:
         fix = "leave them out: they are what is searched for"
         raise TransformError("choose_mesh", "the step is parallel already", there, fix)
+    if (spec := find(step.transforms, LocalSGD)) is not None:
+        raise TransformError("choose_mesh", "replicas are not searched for", [str(spec)], fix=_OF_A_REPLICA)
+    check_backend_name("choose_mesh", backend)
     params = abstract(params) if callable(params) else params
     rows = _rows(batch)
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
@@ -385,11 +399,11 @@ class _Candidate(NamedTuple):
 
 
 class _Least(NamedTuple):
-    """The least seconds of a candidate, and why it cannot be had, if it cannot: `smaller`: unless micro-batches are."""
+    """The least seconds of a candidate; why it cannot be had, if it cannot, and whether that is for its size."""
 
     seconds: float
     refused: str = ""
-    smaller: bool = False
+    too_large: bool = False
 
 
 @dataclass(frozen=True)
@@ -414,6 +428,7 @@ class _Planner:
 
     def search(self) -> tuple[list[MeshPlan], int]:
         """The candidates, of each family one, and the number of those planned: see [Note: best first]."""
+        self.costs[_Cut()] = self._traced(_Cut())  # raises what is wrong with the step itself
         found, fastest = dict[Any, list[MeshPlan]](), math.inf
         left: list[tuple[bool, float, int, bool, _Candidate]] = []
         number = itertools.count()
@@ -421,9 +436,9 @@ class _Planner:
         def push(candidate: _Candidate, least: float, bounded: bool) -> None:
             heapq.heappush(left, (not {*candidate.axes} <= {*ROWS}, least, next(number), bounded, candidate))
 
-        def leave(candidate: _Candidate, why: str, seconds: float | None = None, smaller: bool = False) -> None:
-            found.setdefault(candidate.family, []).append(self._left(candidate, why, seconds))
-            if smaller and candidate.later:
+        def leave(made: MeshPlan, candidate: _Candidate) -> None:
+            found.setdefault(candidate.family, []).append(made)
+            if made.too_large and candidate.later:
                 next_one = candidate._replace(micro=candidate.later[0], later=candidate.later[1:])
                 push(next_one, self._first_bound(next_one), False)
 
@@ -437,12 +452,12 @@ class _Planner:
         while left:
             _, seconds, _, bounded, candidate = heapq.heappop(left)
             if seconds > (1 - GAIN) * fastest:
-                leave(candidate, f"it takes at least {duration(seconds)}", seconds)
+                leave(self._left(candidate, f"it takes at least {duration(seconds)}", seconds), candidate)
                 continue
             with within("planning", f"{planned} planned, {len(left) + 1} left"):
                 least = self._bound(candidate)
                 if least.refused:
-                    leave(candidate, least.refused, smaller=least.smaller)
+                    leave(self._left(candidate, least.refused, too_large=least.too_large), candidate)
                     continue
                 if not bounded:
                     push(candidate, max(seconds, least.seconds), True)
@@ -450,7 +465,7 @@ class _Planner:
                 made = self._planned(candidate)
             planned += 1
             if made.plan is None:
-                leave(candidate, made.refused, smaller=True)
+                leave(made, candidate)
             else:
                 found.setdefault(candidate.family, []).append(made)
                 fastest = min(fastest, made.plan.step_seconds)
@@ -536,10 +551,10 @@ class _Planner:
             added.append(_Added(spec, f"fz.tensor_parallel({said})", "sequence" * cut.sequence))
         return added
 
-    def _left(self, candidate: _Candidate, why: str, seconds: float | None) -> MeshPlan:
+    def _left(self, candidate: _Candidate, why: str, seconds: float | None = None, too_large: bool = False) -> MeshPlan:
         added = self._added(candidate)
-        title = ", ".join(x.title for x in added if x.title)
-        return MeshPlan(candidate.axes, tuple(x.code for x in added), title, self.step, None, None, why, seconds)
+        title, code = ", ".join(x.title for x in added if x.title), tuple(x.code for x in added)
+        return MeshPlan(candidate.axes, code, title, self.step, None, None, why, seconds, too_large)
 
     # --- bounds ---
 
@@ -547,6 +562,10 @@ class _Planner:
     def _plain(self) -> bool:
         """Whether all that a rank has is on its device, and travels as it is."""
         return not any(isinstance(t, (Offload, Compress, Fp8)) for t in self.step.transforms)
+
+    @functools.cached_property
+    def _uncompressed(self) -> tuple[Any, ...]:
+        return tuple(t for t in self.step.transforms if not isinstance(t, Compress))
 
     def _first_bound(self, candidate: _Candidate) -> float:
         """The least seconds by the products of the step on one device, divided evenly."""
@@ -560,7 +579,7 @@ class _Planner:
         if isinstance(cost, str):
             return _Least(0.0, cost)
         if any(candidate.takes_more(other) for other in self.short):
-            return _Least(0.0, "it takes more memory than with more micro-batches, which did not fit")
+            return _Least(0.0, "it takes more memory than with more micro-batches, which did not fit", True)
         if candidate.pipe > len(cost.blocks):
             return _Least(0.0, f"more stages than blocks: {candidate.pipe} stages, {len(cost.blocks)} blocks")
         pipe, rest = candidate.pipe, self._rest(candidate)
@@ -651,7 +670,7 @@ class _Planner:
             spec = find(step.transforms, TensorParallel)
             assert spec is not None
             self.chosen[cut.model] = spec
-        step = self.step
+        step = replace(self.step, transforms=self._uncompressed)  # a mesh of one rank sends nothing in codes
         for x in self._cutting(cut) or [_Added(data_parallel(), "")]:
             step = x.transform(step)
         if find(step.transforms, Remat) is None:
@@ -688,13 +707,13 @@ class _Planner:
             budget = Budget(self.budget, self.device, self.backend)
             # nothing is traced where the state alone is too large
             if "pipe" not in axes and (short := shortage(step, mesh, self.params, budget)) is not None:
-                return replace(found, refused=short[0][0])
+                return replace(found, refused=short[0][0], too_large=True)
             lowered = resolve_and_lower(step, mesh, self.params, part, budget, draft=True)
             return replace(found, plan=lowered.plan)
         except FzeroError as error:
-            if isinstance(error, BudgetError):
+            if too_large := isinstance(error, BudgetError):
                 self.short.append(candidate)
-            return replace(found, refused=_brief(error))
+            return replace(found, refused=_brief(error), too_large=too_large)
 
 
 def _order(x: MeshPlan) -> tuple[bool, bool, float]:
