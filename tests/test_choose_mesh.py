@@ -16,7 +16,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.cli import main
-from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TransformError
+from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TraceError, TransformError
 from fzero.lowering.choose_mesh import choose_mesh
 from fzero.lowering.mesh_bounds import MeshBounds
 from fzero.lowering.mesh_candidates import MeshCandidate, MeshRequest, candidates, meshes
@@ -191,6 +191,36 @@ def test_what_is_wrong_is_said() -> None:
         FzeroValueError, match=r"no one number of rows\n  batch\['x'\]: 64 rows\n  batch\['y'\]: 3 rows"
     ):
         choose_mesh(step, params, odd, devices=8)
+
+
+def test_what_no_memory_would_help_is_not_said_to_be_too_large() -> None:
+    step, params, batch = given(rows=8)
+    found = choose_mesh(step, params, batch, devices=3, device="h100", rules={"up": 1, "down": 0})
+    assert not any(x.too_large for x in found.found)
+    with pytest.raises(FzeroValueError, match=r"no mesh of 3 devices divides the step\n  data=3: 8 rows") as raised:
+        _ = found.best
+    assert not isinstance(raised.value, BudgetError)
+
+
+def test_what_is_wrong_with_the_step_itself_is_said_as_anywhere_else() -> None:
+    step, params, batch = given()
+    narrower = {**batch, "x": batch["x"][..., :5]}
+    with pytest.raises(TraceError, match=r"(?s)test_choose_mesh.py:.*x @ p\[\"up\"\].*Fix: "):
+        choose_mesh(step, params, narrower, devices=2, device="h100")
+    with pytest.raises(FzeroValueError, match=r"fzero.choose_mesh: unknown backend 'c'"):
+        choose_mesh(step, params, batch, devices=2, device="h100", backend="c")
+    with pytest.raises(TransformError, match=r"(?s)replicas are not searched for\n  local_sgd.*Fix: leave it out"):
+        choose_mesh(fz.local_sgd(step), params, batch, devices=2, device="h100")
+
+
+@pytest.mark.parametrize("formats", [None, "auto"])
+def test_a_step_that_compresses_is_planned_on_every_mesh_with_codes(formats: str | None) -> None:
+    step, params, batch = given()
+    step = fz.compress(step, formats)
+    found = choose_mesh(step, params, batch, devices=2, device="h100", rules={"up": 1, "down": 0})
+    planned = {x.title for x in found.found if x.axes == {"data": 2} and x.plan is not None}
+    assert planned == {"ZeRO-1", "ZeRO-3"}
+    assert "exchange:data" in found.best.planned.channels or formats == "auto"
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

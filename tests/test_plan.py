@@ -649,3 +649,15 @@ def test_the_process_comes_on_top_of_the_peak():
     limit = known.peak_bytes + known.process_bytes
     assert fz.fits(known, limit, whole=True) and not fz.fits(known, limit - 1, whole=True)
     assert fz.fits(known, known.peak_bytes)
+
+
+def test_an_unknown_backend_is_refused():
+    step = fz.train_step(lambda p, x: (x @ p).square().mean(), optim.sgd(0.1))
+    params, x = torch.ones(4, 4), torch.ones(2, 4)
+    with pytest.raises(
+        errors.FzeroValueError, match=r"fzero.lower: unknown backend 'c'\nFix: one of 'inductor', 'eager'"
+    ):
+        fz.lower(step, fz.AbstractMesh(data=1), params, x, backend="c")
+    lowered = fz.lower(step, fz.AbstractMesh(data=1), params, x)
+    with pytest.raises(errors.FzeroValueError, match=r"fzero.plan: unknown backend 'c'"):
+        lowered.plan_on("h100", "c")

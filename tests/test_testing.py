@@ -30,6 +30,7 @@ from fzero.lowering import traced, update_graph
 from fzero.lowering.traced import base_program
 from fzero.optim import apply_updates
 from fzero.passes import remat, shard
+from fzero.plan import cost
 from fzero.program.ir import Program
 from fzero.program.ops import OPS
 from fzero.runtime import compiled, places, training
@@ -445,7 +446,7 @@ def test_what_only_the_compiler_does_wrong(monkeypatch):
             else call
         )
 
-    monkeypatch.setattr(build, "BACKENDS", ("inductor", "eager", "other"))
+    monkeypatch.setattr(cost, "BACKENDS", ("inductor", "eager", "other"))
     real = build.build
 
     def built(functions, backend, mesh):

@@ -16,20 +16,18 @@ from fzero.build.calls import as_called
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.operators import quant_blocks
+from fzero.plan.cost import check_backend_name
 from fzero.program.ir import Function
 from fzero.trace.device import by_operation, on_device, on_host, substituted
 from fzero.trace.reads import deterministic
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
 
-BACKENDS = ("inductor", "eager")
-
 
 def check_backend(backend: str, device: torch.device) -> None:
     """Raises if a backend cannot run here."""
     check_deterministic(device)
-    if backend not in BACKENDS:
-        raise FzeroValueError("compile", f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}")
+    check_backend_name("compile", backend)
     if backend == "inductor" and device.type == "cpu" and not has_compiler():
         raise FzeroValueError(
             "compile",

@@ -29,11 +29,14 @@ from fzero.lowering.mesh_bounds import MeshBounds, brief
 from fzero.lowering.mesh_candidates import ROWS, MeshCandidate, MeshRequest, Where, candidates, meshes, with_all
 from fzero.lowering.mesh_plans import MeshPlan, MeshPlans
 from fzero.lowering.search import GAIN
+from fzero.plan.cost import check_backend_name
 from fzero.plan.devices import Device, get_device
 from fzero.progress import within
 from fzero.step import Step
 from fzero.transforms.accumulate import Accumulate
+from fzero.transforms.base import find
 from fzero.transforms.cutting import Cutting
+from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.precision import with_first_dtype
@@ -43,6 +46,7 @@ from fzero.transforms.tensor import Rules
 from fzero.units import duration, parse_bytes
 
 _SEARCHED = (Parallel, Cutting, Pipeline, Accumulate, OnceAStep, Redundant)
+_OF_A_REPLICA = "leave it out, and choose a mesh for the devices of one replica"
 
 
 @keywords
@@ -85,6 +89,7 @@ def choose_mesh(
         FzeroTypeError: no training step; `devices` that are no whole number.
         FzeroValueError: a batch whose leaves have different numbers of rows.
         TransformError: a step that has parallel transforms of its own.
+        FzeroError: whatever is wrong with the step on one device.
 
     Example:
         >>> import torch, fzero as fz
@@ -107,6 +112,9 @@ def choose_mesh(
     if there := [str(t) for t in step.transforms if isinstance(t, _SEARCHED)]:
         fix = "leave them out: they are what is searched for"
         raise TransformError("choose_mesh", "the step is parallel already", there, fix)
+    if (spec := find(step.transforms, LocalSGD)) is not None:
+        raise TransformError("choose_mesh", "replicas are not searched for", [str(spec)], fix=_OF_A_REPLICA)
+    check_backend_name("choose_mesh", backend)
     params = abstract(params) if callable(params) else params
     rows = _rows(batch)
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
@@ -139,6 +147,7 @@ class _Search:
 
     def run(self) -> tuple[list[MeshPlan], int]:
         """The candidates, of each family one, and the number of those planned: see [Note: best first]."""
+        self.bounds.check()
         asked, found, fastest = self.asked, dict[Any, list[MeshPlan]](), math.inf
         left: list[tuple[bool, float, int, bool, MeshCandidate]] = []
         number = itertools.count()
@@ -146,9 +155,9 @@ class _Search:
         def push(candidate: MeshCandidate, least: float, bounded: bool) -> None:
             heapq.heappush(left, (not {*candidate.axes} <= {*ROWS}, least, next(number), bounded, candidate))
 
-        def leave(candidate: MeshCandidate, why: str, seconds: float | None = None, smaller: bool = False) -> None:
-            found.setdefault(candidate.family, []).append(self._without_plan(candidate, why, seconds))
-            if smaller and candidate.later:
+        def leave(made: MeshPlan, candidate: MeshCandidate) -> None:
+            found.setdefault(candidate.family, []).append(made)
+            if made.too_large and candidate.later:
                 next_one = candidate._replace(micro=candidate.later[0], later=candidate.later[1:])
                 push(next_one, self.bounds.first(next_one), False)
 
@@ -162,12 +171,12 @@ class _Search:
         while left:
             _, seconds, _, bounded, candidate = heapq.heappop(left)
             if seconds > (1 - GAIN) * fastest:
-                leave(candidate, f"it takes at least {duration(seconds)}", seconds)
+                leave(self._without_plan(candidate, f"it takes at least {duration(seconds)}", seconds), candidate)
                 continue
             with within("planning", f"{planned} planned, {len(left) + 1} left"):
                 least = self.bounds.least(candidate)
                 if least.refused:
-                    leave(candidate, least.refused, smaller=least.smaller)
+                    leave(self._without_plan(candidate, least.refused, too_large=least.too_large), candidate)
                     continue
                 if not bounded:
                     push(candidate, max(seconds, least.seconds), True)
@@ -175,7 +184,7 @@ class _Search:
                 made = self._planned(candidate)
             planned += 1
             if made.plan is None:
-                leave(candidate, made.refused, smaller=True)
+                leave(made, candidate)
             else:
                 found.setdefault(candidate.family, []).append(made)
                 fastest = min(fastest, made.plan.step_seconds)
@@ -190,19 +199,20 @@ class _Search:
             budget = Budget(asked.budget, asked.device, asked.backend)
             # nothing is traced where the state alone is too large
             if candidate.pipe == 1 and (short := shortage(step, mesh, asked.params, budget)) is not None:
-                return replace(found, refused=short[0][0])
+                return replace(found, refused=short[0][0], too_large=True)
             lowered = resolve_and_lower(step, mesh, asked.params, found.batch, budget, draft=True)
             return replace(found, plan=lowered.plan)
         except FzeroError as error:
-            if isinstance(error, BudgetError):
+            if too_large := isinstance(error, BudgetError):
                 self.bounds.short.append(candidate)
-            return replace(found, refused=brief(error))
+            return replace(found, refused=brief(error), too_large=too_large)
 
-    def _without_plan(self, candidate: MeshCandidate, why: str = "", seconds: float | None = None) -> MeshPlan:
+    def _without_plan(
+        self, candidate: MeshCandidate, why: str = "", seconds: float | None = None, too_large: bool = False
+    ) -> MeshPlan:
         added = self.asked.added(candidate)
-        title = ", ".join(x.title for x in added if x.title)
-        codes = tuple(x.code for x in added)
-        return MeshPlan(candidate.axes, codes, title, self.asked.step, None, None, why, seconds)
+        title, codes = ", ".join(x.title for x in added if x.title), tuple(x.code for x in added)
+        return MeshPlan(candidate.axes, codes, title, self.asked.step, None, None, why, seconds, too_large)
 
 
 def _order(x: MeshPlan) -> tuple[bool, bool, float]:

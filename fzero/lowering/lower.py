@@ -31,6 +31,7 @@ from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FIRST, Asked
+from fzero.plan.cost import check_backend_name
 from fzero.plan.devices import Device, get_device
 from fzero.plan.inductor.temporaries import temporaries_on
 from fzero.plan.plan import Plan, peak_bytes, plan
@@ -104,6 +105,7 @@ def lower(
         fix = "pass (batch,)"
     if wrong is not None:
         raise FzeroTypeError("lower", wrong, fix=fix)
+    check_backend_name("lower", backend)
     if callable(params):
         params = abstract(params)
     check_params(params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,11 @@ from fzero.units import size
 
 
 class LeastOfMesh(NamedTuple):
-    """The least seconds of a candidate, and why it cannot be had, if it cannot: `smaller`: unless micro-batches are."""
+    """The least seconds of a candidate; why it cannot be had, if it cannot, and whether that is for its size."""
 
     seconds: float
     refused: str = ""
-    smaller: bool = False
+    too_large: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class MeshBounds:
         """Whether all that a rank has is on its device, and travels as it is."""
         return not any(isinstance(t, (Offload, Compress, Fp8)) for t in self.asked.step.transforms)
 
+    def check(self) -> None:
+        """Raises what is wrong with the step on one device."""
+        self._costs[ValueCut()] = self._traced(ValueCut())
+
     def first(self, candidate: MeshCandidate) -> float:
         """The least seconds by the products of the step on one device, divided evenly."""
         whole = self._cost(ValueCut())
@@ -58,7 +62,7 @@ class MeshBounds:
         if isinstance(cost, str):
             return LeastOfMesh(0.0, cost)
         if any(candidate.takes_more(other) for other in self.short):
-            return LeastOfMesh(0.0, "it takes more memory than with more micro-batches, which did not fit")
+            return LeastOfMesh(0.0, "it takes more memory than with more micro-batches, which did not fit", True)
         if candidate.pipe > len(cost.blocks):
             return LeastOfMesh(0.0, f"more stages than blocks: {candidate.pipe} stages, {len(cost.blocks)} blocks")
         pipe, rest = candidate.pipe, self._rest(candidate)
@@ -145,7 +149,9 @@ class MeshBounds:
         # of more rows a row takes less: of no candidate has a micro-batch more
         rows = asked.rows // cut.expert if cut.ranks == 1 else max(1, asked.rows * cut.ranks // asked.devices)
         asked.choose_rules(cut.model, rows)
-        step = with_all(asked.step, asked.cutting(cut)) if cut.ranks > 1 else data_parallel()(asked.step)
+        # a mesh of one rank sends nothing in codes
+        step = replace(asked.step, transforms=tuple(t for t in asked.step.transforms if not isinstance(t, Compress)))
+        step = with_all(step, asked.cutting(cut)) if cut.ranks > 1 else data_parallel()(step)
         if find(step.transforms, Remat) is None:
             step = remat("auto")(step)
         return cut_cost(step, asked.mesh(cut.axes), asked.params, asked.part(rows), rows, asked.device, asked.backend)

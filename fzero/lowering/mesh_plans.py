@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fzero.errors import BudgetError
+from fzero.errors import BudgetError, FzeroValueError
 from fzero.lowering.mesh_candidates import ROWS
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan
@@ -28,6 +28,7 @@ class MeshPlan:
         plan: of the step; None if it does not fit, cannot be had or cannot be fastest.
         refused: why not.
         least_seconds: that it takes at least, of one that cannot be fastest.
+        too_large: whether it does not fit.
     """
 
     axes: Mapping[str, int]
@@ -38,6 +39,7 @@ class MeshPlan:
     plan: Plan | None = None
     refused: str = ""
     least_seconds: float | None = None
+    too_large: bool = False
 
     @property
     def seconds(self) -> float | None:
@@ -84,10 +86,15 @@ class MeshPlans:
 
         Raises:
             BudgetError: none fits.
+            FzeroValueError: none can be had, with any memory.
         """
         if self.found and self.found[0].plan is not None:
             return self.found[0]
         problems = [f"{x.mesh}{', ' * bool(x.title)}{x.title}: {x.refused}" for x in self.found[:8]]
+        if not any(x.too_large for x in self.found):
+            what = f"no mesh of {self.devices} devices divides the step"
+            fix = "another number of devices; or a batch whose rows, or blocks (fz.block), they divide"
+            raise FzeroValueError("choose_mesh", what, problems, fix)
         what = f"no mesh of {self.devices} devices has room for the step"
         raise BudgetError("choose_mesh", what, problems, "more devices, a smaller batch, mixed_precision or offload")
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fzero.errors import FzeroValueError
 from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, Link
 from fzero.plan.inductor.fusion import compiler, kernels
@@ -35,6 +36,14 @@ from fzero.trace.subgraph import ancestors, into_buffers
 from fzero.transforms.cutting import Cutting
 
 aten = torch.ops.aten
+
+BACKENDS = ("inductor", "eager")
+
+
+def check_backend_name(owner: str, backend: str) -> None:
+    """Raises for a name that is not one of a backend, on behalf of `owner`."""
+    if backend not in BACKENDS:
+        raise FzeroValueError(owner, f"unknown backend {backend!r}", fix=f"one of {', '.join(map(repr, BACKENDS))}")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from fzero.plan.cost import (
     HOST,
     as_used,
     channel,
+    check_backend_name,
     cost_of,
     host_bytes,
     model_flops,
@@ -267,8 +268,9 @@ def plan(
         stages: the programs of all stages of a pipeline, of which `program` is one.
 
     Raises:
-        FzeroValueError: an unknown device.
+        FzeroValueError: an unknown device or backend.
     """
+    check_backend_name("plan", backend)
     found = on_mesh(
         device if isinstance(device, Device) else get_device(device, program.mesh.device_type), program.mesh
     )
