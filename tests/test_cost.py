@@ -21,6 +21,7 @@ from fzero.mesh import AbstractMesh
 from fzero.plan import cost
 from fzero.plan.devices import KNOWN, Device, Link, get_device
 from fzero.plan.inductor.fusion import kernels
+from fzero.plan.inductor.temporaries import temporaries
 from fzero.program.attrs import ReduceAttrs
 from fzero.program.ir import Function, Line, Placement, Program, Value
 from fzero.trace.record import record
@@ -268,7 +269,7 @@ def test_temporaries_of_eager_functions_are_what_they_allocate(transforms):
     program, device = gpt(*transforms, layers=1), torch.device("cpu")
     built = build(program.functions, "eager", fz.make_mesh(data=1))
     real = {name: allocated(f, built[name]) for name, f in program.functions.items()}
-    estimate = {name: cost.temporaries(f, "eager", device) for name, f in program.functions.items()}
+    estimate = {name: temporaries(f, "eager", device) for name, f in program.functions.items()}
     assert {n: (estimate[n], real[n]) for n in real if not close(estimate[n], real[n])} == {}
     assert sum(n > 1 << 20 for n in real.values()) >= 2
 
@@ -290,7 +291,7 @@ def test_temporaries_of_compiled_functions_are_what_they_allocate(native, part, 
     }
     built = build(functions, "inductor", fz.make_mesh(data=1))
     real = {name: allocated(f, built[name]) for name, f in functions.items()}
-    estimate = {name: cost.temporaries(f, "inductor", device) for name, f in functions.items()}
+    estimate = {name: temporaries(f, "inductor", device) for name, f in functions.items()}
     assert {n: (estimate[n], real[n]) for n in real if not close(estimate[n], real[n], part)} == {}
     assert len(real) == 1 and all(n > 1 << 20 for n in real.values())
 
@@ -302,8 +303,8 @@ def test_a_view_of_a_value_counts_once():
 
     one = 4 * 1024
     f = function(views, (1024,))
-    assert cost.temporaries(f, "eager") == 2 * one  # the sine, and the product; the sum is the output
-    assert cost.temporaries(f, "inductor") == one  # the sum overwrites the product
+    assert temporaries(f, "eager") == 2 * one  # the sine, and the product; the sum is the output
+    assert temporaries(f, "inductor") == one  # the sum overwrites the product
 
 
 def test_memory_given_for_outputs_is_not_counted():
@@ -311,11 +312,25 @@ def test_memory_given_for_outputs_is_not_counted():
         return torch.relu(x @ w)
 
     f = function(two, (64, 64), (64, 64))
-    assert cost.temporaries(f) == 0  # the product's memory becomes the output …
-    assert cost.temporaries(dataclasses.replace(f, into=(0,))) == 0  # … or what is given for it
-    assert cost.temporaries(f, "eager") == 64 * 64 * 4
+    assert temporaries(f) == 0  # the product's memory becomes the output …
+    assert temporaries(dataclasses.replace(f, into=(0,))) == 0  # … or what is given for it
+    assert temporaries(f, "eager") == 64 * 64 * 4
     # which an eager function only copies to
-    assert cost.temporaries(dataclasses.replace(f, into=(0,)), "eager") == 2 * 64 * 64 * 4
+    assert temporaries(dataclasses.replace(f, into=(0,)), "eager") == 2 * 64 * 64 * 4
+
+
+def test_a_gpu_copies_products_and_scatters_to_what_is_given_for_them():
+    functions = {
+        "product": lambda x, w: x @ w,
+        "scatter": lambda x, w: torch.zeros_like(x).index_add(0, torch.arange(64), w),
+        "pointwise": lambda x, w: torch.sin(x) + w,
+    }
+    made, size = {name: function(fn, (64, 64), (64, 64)) for name, fn in functions.items()}, 64 * 64 * 4
+    placed = {name: dataclasses.replace(f, into=(0,)) for name, f in made.items()}
+    beside = {name: temporaries(f, "triton") for name, f in placed.items()}
+    assert beside == {"product": size, "scatter": size, "pointwise": 0}
+    copied = {name: cost.cost_of(f, "triton").bytes - cost.cost_of(made[name]).bytes for name, f in placed.items()}
+    assert copied == {"product": 2 * size, "scatter": 2 * size, "pointwise": 0}
 
 
 def lowered_on(kind, *transforms):
@@ -327,13 +342,13 @@ def lowered_on(kind, *transforms):
 
 def test_an_eager_draw_has_buffers_on_a_gpu():
     update = lowered_on("cuda", fz.mixed_precision("bf16", params="bf16"))["update"]
-    on_cpu, on_gpu = (cost.temporaries(update, "eager", torch.device(kind)) for kind in ("cpu", "cuda"))
+    on_cpu, on_gpu = (temporaries(update, "eager", torch.device(kind)) for kind in ("cpu", "cuda"))
     assert 0 < on_gpu - on_cpu <= 12 * 256 * 256  # random words of one leaf: three int32 each
 
 
 def test_products_in_8_bits_take_no_float32_on_a_gpu():
     loss = lowered_on("cuda", fz.mixed_precision("bf16"), fz.fp8())["glue_1"]
-    on_cpu, on_gpu = (cost.temporaries(loss, "inductor", torch.device(kind)) for kind in ("cpu", "cuda"))
+    on_cpu, on_gpu = (temporaries(loss, "inductor", torch.device(kind)) for kind in ("cpu", "cuda"))
     assert on_gpu < on_cpu
 
 
@@ -444,7 +459,7 @@ def test_every_function_has_a_price(name, optimizer):
     for f in program.functions.values():
         for backend in ("inductor", "eager"):
             assert cost.cost_of(f, backend).bytes > 0
-            assert cost.temporaries(f, backend) >= 0
+            assert temporaries(f, backend) >= 0
             found = kernels(f.graph, backend)
             assert all(j < i for i, before in enumerate(found.after) for j in before)
 

@@ -23,8 +23,8 @@ class StageSeconds(NamedTuple):
 
 
 class StageEnd(NamedTuple):
-    """The time at which a stage may have the first gradient that all micro-batches have added to, and that at which it
-    is done. The last stage has gradients of the loss in its forward."""
+    """The times at which a stage may have its first whole gradient, of all micro-batches, and at which it is done. The
+    last stage has gradients of the loss in its forward."""
 
     gradient: float
     ends: float
