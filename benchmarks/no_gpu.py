@@ -3,6 +3,7 @@
     python benchmarks/no_gpu.py                            # eager: 26 compositions on 1, 2 and 4 ranks
     python benchmarks/no_gpu.py --backend inductor         # those that are compiled too, by Triton and ptxas
     python benchmarks/no_gpu.py --shapes                   # models of other sizes
+    python benchmarks/no_gpu.py --peers                    # memory beside FSDP2, a vocabulary of 65 thousand, 2 ranks
     python benchmarks/no_gpu.py --plant                    # faults that it must find
     python benchmarks/no_gpu.py --lost                     # a rank that is lost while another waits for its transfer
 
@@ -27,16 +28,18 @@ from typing import Any
 from common import publish, script_flags, settings, verdict
 from stand_in.build import HERE, TRITON, built, environment_of_rank
 
-PEAK_LIMIT, FREED_LIMIT = 0.05, 10.0
+PEAK_LIMIT, FREED_LIMIT, PEER_LIMIT = 0.05, 10.0, 0.85
 PLANTS = ("synchronisation", "pageable", "allocation", "no wait", "index")
 
 
-def ranks_of(env: dict[str, str], size: int, arguments: list[str]) -> tuple[list[dict[str, Any]], str]:
+def ranks_of(
+    env: dict[str, str], size: int, arguments: list[str], script: str = "checks.py"
+) -> tuple[list[dict[str, Any]], str]:
     """What rank 0 found, case by case, and what the ranks wrote besides."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, str(HERE / "checks.py"), *arguments]
+    command = [sys.executable, str(HERE / script), *arguments]
     envs = [environment_of_rank(env, rank, size, port) for rank in range(size)]
     with tempfile.TemporaryFile("w+") as said:
         ranks = [subprocess.Popen(command, env=e, stdout=subprocess.PIPE, stderr=said, text=True) for e in envs]
@@ -94,6 +97,44 @@ def judged(x: dict[str, Any]) -> list[str]:
     return wrong
 
 
+def beside_peers(args: argparse.Namespace, env: dict[str, str]) -> bool:
+    """Publishes peaks of memory of fzero's ZeRO-3 and of FSDP2. Returns whether all bounds are met."""
+    found = dict[str, dict[str, Any]]()
+    for who in ("FSDP2", "FSDP2, bf16", *(f"fzero ZeRO-3{x}" for x in ("", ", head in rows", ", bf16"))):
+        print(who, file=sys.stderr, flush=True)
+        cases, said = ranks_of(env, 2, [who, f"--backend={args.backend}"], "peers.py")
+        if not cases:
+            raise SystemExit(said[-4000:])
+        found[who] = cases[0]
+    rows, notes, met = [], list[str](), True
+    for who, x in found.items():
+        beside = f" ({x['peak'] / x['planned'] - 1:+.1%})" if x["planned"] else ""
+        rows.append((who, f"{x['peak'] / 2**20:.1f}{beside}", f"{x['reserved'] / 2**20:.1f}"))
+        if not x["planned"]:
+            continue
+        planned = abs(x["peak"] / x["planned"] - 1) <= PEAK_LIMIT
+        theirs = found["FSDP2, bf16" if "bf16" in who else "FSDP2"]
+        ratios = [x[what] / theirs[what] for what in ("peak", "reserved")]
+        fits = ratios[0] <= PEER_LIMIT
+        met = met and planned and fits
+        notes.append(
+            f"{who}: {ratios[0]:.2f} of FSDP2's peak (at most {PEER_LIMIT}: {'met' if fits else 'MISSED'}), "
+            f"{ratios[1]:.2f} of what it has the allocator reserve; beside the plan at most {PEAK_LIMIT:.0%}: "
+            f"{'met' if planned else 'MISSED'}."
+        )
+    columns = ("2 ranks", "peak MiB (beside the plan)", "reserved MiB")
+    about = (
+        f"torch {args.torch}, CUDA build; {args.backend}, FSDP2 with each block compiled if that is inductor; 4 layers "
+        "of 512, a vocabulary of 65,536, 4 sequences of 128 a rank; AdamW, clipping. Of the third step, by PyTorch's "
+        "allocator, without workspaces of cuBLAS. Reserved: by the allocator in all, workspaces too."
+    )
+    name, title = f"{args.name}_peers_{args.backend}", "Memory beside FSDP2 on a device that computes nothing"
+    publish(
+        name, title, columns, rows, [about, *notes], {"settings": settings(args, "folder"), "found": found}, args.out
+    )
+    return met
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "fzero-no-gpu", help="of the device")
@@ -104,6 +145,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--only", nargs="+", help="cases")
     parser.add_argument("--shapes", action="store_true", help="models of other sizes instead")
+    parser.add_argument("--peers", action="store_true", help="memory beside FSDP2's instead, with a large vocabulary")
     parser.add_argument("--lost", action="store_true", help="a rank is lost instead, with and without aborts")
     parser.add_argument("--plant", action="store_true", help="plant faults instead, which must be found")
     script_flags(parser, "no_gpu")
@@ -117,6 +159,8 @@ def main() -> None:
         *(["--only", *args.only] if args.only else []),
     ]
     rows, found, failed = [], [], 0
+    if args.peers:
+        sys.exit(not beside_peers(args, env))
     if args.lost:
         for freed in (True, False):
             x = lost_rank(env, freed, 90.0)

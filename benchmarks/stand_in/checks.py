@@ -179,7 +179,7 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
     counts, said, size = Counts(), Said(), int(os.environ["WORLD_SIZE"])
     logging.getLogger("fzero").addHandler(said)
     gc.collect()  # of the case before
-    _workspaces()
+    workspaces()
     resident = torch.cuda.memory_allocated()
     for n in case.axes.values():
         size //= n
@@ -210,7 +210,7 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
         if number in (TOLD, REPLAYED):
             found["told" if number == TOLD else "replayed"] = told(taken, cpu)
         if number == TOLD:
-            found["peak_mib"] = (torch.cuda.max_memory_allocated() - _workspaces() - resident) / 2**20
+            found["peak_mib"] = (torch.cuda.max_memory_allocated() - workspaces() - resident) / 2**20
     # the pool, with the groups of gathers and of reductions
     found["registered"], found["to_register"] = registered, 2 * case.symmetric
     found["programs"] = len(train._runs)  # a second one: the step was traced again
@@ -219,7 +219,7 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
     return found
 
 
-def _workspaces() -> int:
+def workspaces() -> int:
     """The bytes that cuBLAS keeps, for each stream that has had a product. It takes them again when it needs them."""
     before = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
