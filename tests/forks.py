@@ -208,7 +208,15 @@ def prepare(environment: Mapping[str, str]) -> None:
 def children(pid: int) -> list[int]:
     """The ids of a process's children, but for its seed."""
     found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return [child for child in found if __file__.encode() not in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in found if __file__.encode() not in _command(child)]
+
+
+def _command(pid: int) -> bytes:
+    """What a process was started with; nothing of one that has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def close() -> None:
