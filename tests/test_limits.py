@@ -90,8 +90,8 @@ def test_a_slow_update_on_the_host_is_what_binds(monkeypatch):
         return on_host(lambda *args, **kwargs: (time.sleep(0.1), run(*args, **kwargs))[1], *given)
 
     monkeypatch.setattr(execute, "_on_host", slowly)
-    found, _ = trained(fz.make_mesh(data=1, unified_memory=False), fz.offload("cpu", "opt_state"), steps=2)
-    assert found[1]["bound_by"] == "host"
+    found, _ = trained(fz.make_mesh(data=1, unified_memory=False), fz.offload("cpu", "opt_state"), steps=3)
+    assert "host" in {m["bound_by"] for m in found}
 
 
 def test_copies_within_one_memory_move_nothing():

@@ -124,11 +124,10 @@ class CutCost:
         behind = (x.gradient + each * sum(b.numel for b in blocks) for x, blocks in zip(ends, stages, strict=True))
         return max(*(x.ends for x in ends), *behind)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019
     def _stages(self, pipe: int) -> list[tuple[BlockCost, ...]]:
         """The blocks of each stage, as `choose_stages` cuts them."""
         blocks = iter(self.blocks)
-        return [tuple(itertools.islice(blocks, n)) for n in even(self.work, pipe)]
+        return [tuple(itertools.islice(blocks, n)) for n in _counts(self.work, pipe)]
 
     def waiting(self, rows: int, micro: int, pipe: int) -> tuple[float, float]:
         """The least bytes that wait for their backward on one rank, and the share of all parameters that it has. Of a
@@ -138,6 +137,9 @@ class CutCost:
         first = self.blocks[: len(self.blocks) // pipe]
         share = sum(block.numel for block in first) / max(1, self.numel)
         return rows / micro * min(micro, pipe) * sum(block.saved for block in first), share
+
+
+_counts = functools.lru_cache(maxsize=64)(even)
 
 
 def cut_cost(
