@@ -102,11 +102,8 @@ def _trained(forward: Callable[..., torch.Tensor], model: torch.nn.Module) -> Ca
     return run
 
 
-ALONE = {
-    "fzero": fzero,
-    "nn.Module, compiled whole, parameters cast": module,
-    "nn.Module, compiled whole, autocast": module_autocast,
-}
+CAST, AUTOCAST = "nn.Module, compiled whole, parameters cast", "nn.Module, compiled whole, autocast"
+ALONE = {"fzero": fzero, CAST: module, AUTOCAST: module_autocast}
 TOGETHER = {"fzero ZeRO-3": fzero, "FSDP2 + compile per block": fsdp2}
 
 
@@ -157,7 +154,8 @@ def measure(args: argparse.Namespace, config: Config, mesh: Any) -> dict[str, di
         losses += [_mean(x, mesh) for x in new]
         return seconds
 
-    for name, make in (ALONE if mesh.size == 1 else TOGETHER).items():
+    left_out = {"cast": [AUTOCAST], "autocast": [CAST], "both": []}[args.peer]
+    for name, make in ((n, m) for n, m in (ALONE if mesh.size == 1 else TOGETHER).items() if n not in left_out):
         before, start = device.used(), time.perf_counter()
         found[name] = {"losses": [], "step_s": []}
         live[name] = make(config, mesh, args)
@@ -263,6 +261,7 @@ def _arguments() -> argparse.Namespace:
     model_flags(parser, layers=20, width=1024, heads=16, seq=1024, batch=16)
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--peer", choices=["cast", "autocast", "both"], default="both", help="of the two modules")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="a round")

@@ -1,4 +1,4 @@
-"""The checks of gpu_hour.py: each a function of its arguments that returns what it found, and targets.
+"""The checks of gpu_hour.py: each a function that is told where to write what it finds, number by number.
 
 Names, numbers and targets are those to which the GPU path was built without a GPU; `about` says what each is for.
 """
@@ -6,36 +6,34 @@ Names, numbers and targets are those to which the GPU path was built without a G
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import importlib
 import importlib.metadata
-import inspect
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import SOURCE, environment
+from gpu import LR, MAX_NORM, WEIGHT_DECAY
 from model import Config, make_batches, make_init, make_loss
 
 import fzero as fz
 from fzero import compat, optim
 
-STEPS = {
-    1: "does it run, and to the right numbers",
-    2: "a steady step waits for nothing and allocates nothing; memory and time are as planned; launches",
-    3: "as fast as whole-model torch.compile, in as much memory",
-    4: "offload gives the same bits; links and page-locked memory",
-    5: "7B with everything on the host, in 24 GB of device memory",
-    6: "CUDA graphs; fp8",
+CALLS = {
+    1: "does it run, to the right numbers; what a step launches, waits for and allocates; the plan",
+    2: "as fast as whole-model torch.compile, in as much memory",
+    3: "offload: the same bits, the links, and a state larger than the memory that is given",
+    4: "fp8, the other precisions, the tests that only a GPU runs, and 7B",
 }
 
 
@@ -43,43 +41,59 @@ class Skipped(Exception):
     """Says why a check has nothing to show here."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """A number that has to be at least, or at most, another."""
+class Found:
+    """What a check finds: a line of JSON in a file that all checks share, as soon as it is known.
 
-    what: str
-    value: float
-    least: float | None = None
-    most: float | None = None
+    Args:
+        file: that the lines are appended to.
+        head: what each of them says besides.
+    """
 
-    def told(self) -> dict[str, Any]:
-        met = (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
-        sides = [f"at least {self.least:g}"] if self.least is not None else []
-        sides += [f"at most {self.most:g}"] if self.most is not None else []
-        verdict = "met" if met else "MISSED"  # of what is no number too
-        return {"what": self.what, "value": self.value, "wanted": ", ".join(sides), "verdict": verdict}
+    def __init__(self, file: Path, head: Mapping[str, Any]):
+        self._file, self._head = file, head
+
+    def line(self, kind: str, **fields: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps({**self._head, "kind": kind, **fields}) + "\n")
+
+    def value(self, what: str, value: Any) -> None:
+        """A number, or words, to know."""
+        self.line("value", what=what, value=value)
+        print(f"{what}: {shown(value)}", flush=True)
+
+    def target(self, what: str, value: float, least: float | None = None, most: float | None = None) -> None:
+        """A number that has to be at least, or at most, another."""
+        met = (least is None or value >= least) and (most is None or value <= most)  # no number is neither
+        sides = [f"at least {least:g}"] if least is not None else []
+        wanted = ", ".join(sides + ([f"at most {most:g}"] if most is not None else []))
+        self.line("target", what=what, value=value, wanted=wanted, verdict="met" if met else "MISSED")
+        print(f"{what}: {shown(value)}, wanted {wanted}", flush=True)
 
 
-Found = tuple[Mapping[str, Any], list[Target]]
+def shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+Run = Callable[[argparse.Namespace, Found], None]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check of a step, about how many seconds it takes on an H200, and what it is about."""
+    """A check of a call, about how many seconds it takes on an H200, and what it is about."""
 
-    step: int
+    call: int
     name: str
     seconds: float
     about: str
-    run: Callable[[argparse.Namespace], Found]
+    run: Run
 
 
 CHECKS: dict[str, Check] = {}
 
 
-def check(step: int, seconds: float, about: str) -> Callable[[Callable[[argparse.Namespace], Found]], Any]:
-    def register(run: Callable[[argparse.Namespace], Found]) -> Any:
-        CHECKS[run.__name__] = Check(step, run.__name__, seconds, about, run)
+def check(call: int, seconds: float, about: str) -> Callable[[Run], Run]:
+    def register(run: Run) -> Run:
+        CHECKS[run.__name__] = Check(call, run.__name__, seconds, about, run)
         return run
 
     return register
@@ -87,54 +101,87 @@ def check(step: int, seconds: float, about: str) -> Callable[[Callable[[argparse
 
 # --- what checks are made of ---
 
-
-def config_of(args: argparse.Namespace, layers: int, width: int, tokens: int, seq: int = 1024) -> Config:
-    """A GPT with heads of 64; in the small form one of two layers."""
-    if args.small:
-        return Config(2, 64, 2, 32, 4, 256)
-    return Config(layers, width, width // 64, seq, max(1, tokens // seq), 50304)
+SMALL = Config(2, 64, 2, 32, 4, 256)
 
 
-def compiled(
-    args: argparse.Namespace, config: Config, *transforms: Any, mesh: Any = None, backend: str = "", **options: Any
-) -> Any:
-    """A training step of a GPT, and its first state. On a CPU nothing is compiled: this is to see the code run."""
-    mesh = mesh or fz.make_mesh(device=args.device)
-    step = fz.train_step(make_loss(config), optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4)))
-    step = fz.compose(*transforms)(step) if transforms else step
-    train = fz.compile(step, mesh, backend=backend or ("inductor" if args.device == "cuda" else "eager"), **options)
-    return train, train.init(make_init(config), fz.random.key(0)), mesh
+def model(args: argparse.Namespace, layers: int) -> Config:
+    """The GPT of most checks. They share its width, batch and sequence, and so its compiled functions: what is compiled
+    does not depend on the number of layers."""
+    return SMALL if args.small else Config(layers, 1024, 16, 1024, 4, 50304)
+
+
+def wide(args: argparse.Namespace, layers: int) -> Config:
+    """The GPT of offload and fp8, as offload_gpu.py has it."""
+    return SMALL if args.small else Config(layers, 4096, 32, 2048, 8, 32000)
+
+
+class Trained:
+    """A GPT in training, on batches that take turns. On a CPU nothing is compiled: this is to see the code run."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: Config,
+        *transforms: Any,
+        batches: int = 1,
+        mesh: Any = None,
+        backend: str = "",
+        **options: Any,
+    ):
+        self.mesh = mesh or fz.make_mesh(device=args.device)
+        optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
+        step = fz.train_step(make_loss(config), optimizer)
+        step = fz.compose(*transforms)(step) if transforms else step
+        backend = backend or ("inductor" if args.device == "cuda" else "eager")
+        self.train = fz.compile(step, self.mesh, backend=backend, **options)
+        self.state = self.train.init(make_init(config), fz.random.key(0))
+        self.batches = [on(self.mesh, batch) for batch in make_batches(config, batches)]
+        self.metrics: Any = {}
+        self._steps = 0
+
+    def run(self, steps: int = 1) -> list[torch.Tensor]:
+        """The losses of so many steps, which nobody waits for."""
+        losses = []
+        for _ in range(steps):
+            self.state, self.metrics = self.train(self.state, self.batches[self._steps % len(self.batches)])
+            self._steps += 1
+            losses.append(self.metrics["loss"])
+        return losses
+
+    def seconds(self, steps: int = 10) -> float:
+        """Of a step: the median of three rounds, after three steps."""
+        rounds = []
+        for k in range(4):
+            settled(self.mesh.device)
+            begin = time.perf_counter()
+            self.run(steps if k else 3)
+            settled(self.mesh.device)
+            rounds.append((time.perf_counter() - begin) / steps)
+        return statistics.median(rounds[1:])
+
+
+def on(mesh: Any, batch: Any) -> Any:
+    return tuple(x.to(mesh.device) for x in batch)
+
+
+def floats(losses: Iterable[torch.Tensor]) -> list[float]:
+    return [float(x) for x in losses]
 
 
 def losses_of(args: argparse.Namespace, config: Config, steps: int, *transforms: Any, **options: Any) -> list[float]:
-    train, state, mesh = compiled(args, config, *transforms, **options)
-    out = []
-    for batch in make_batches(config, steps):
-        state, metrics = train(state, tuple(x.to(mesh.device) for x in batch))
-        out.append(metrics["loss"])
-    return [float(x) for x in out]
+    return floats(Trained(args, config, *transforms, batches=steps, **options).run(steps))
 
 
-def synchronize(args: argparse.Namespace) -> None:
-    if args.device == "cuda":
+def settled(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def seconds_a_step(
-    args: argparse.Namespace, config: Config, *transforms: Any, steps: int = 10, **options: Any
-) -> float:
-    """The median of three rounds, after three steps."""
-    train, state, mesh = compiled(args, config, *transforms, **options)
-    batch = tuple(x.to(mesh.device) for x in make_batches(config, 1)[0])
-    rounds = []
-    for k in range(4):
-        synchronize(args)
-        begin = time.perf_counter()
-        for _ in range(steps if k else 3):
-            state, _ = train(state, batch)
-        synchronize(args)
-        rounds.append((time.perf_counter() - begin) / steps)
-    return statistics.median(rounds[1:])
+def freed(args: argparse.Namespace) -> None:
+    """Gives back what nobody holds any more."""
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def farthest(one: list[float], other: list[float]) -> float:
@@ -143,10 +190,10 @@ def farthest(one: list[float], other: list[float]) -> float:
 
 
 def script(args: argparse.Namespace, name: str, *flags: str) -> dict[str, Any]:
-    """Runs a script of this folder, whose results go to the same one, and returns them."""
-    result = args.out / f"{flags[flags.index('--name') + 1]}.json"
+    """Runs a script of this folder, and returns its results."""
+    result = args.work / f"{flags[flags.index('--name') + 1]}.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *flags, "--out", str(args.out)]
+    command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *flags, "--out", str(args.work)]
     subprocess.run(command, check=True)
     return json.loads(result.read_text())
 
@@ -156,15 +203,19 @@ def cuda_only(args: argparse.Namespace, what: str) -> None:
         raise Skipped(f"{what} can only be seen on a CUDA device")
 
 
+def has_fp8() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
 # --- 1: does it run ---
 
 
 @check(1, 5, "versions and hardware")
-def versions(args: argparse.Namespace) -> Found:
-    found: dict[str, Any] = {k: v for k, v in environment().items() if isinstance(v, (str, int, float))}
+def versions(args: argparse.Namespace, found: Found) -> None:
+    values: dict[str, Any] = {k: v for k, v in environment().items() if isinstance(v, (str, int, float))}
     if args.device == "cuda":
         about = torch.cuda.get_device_properties(0)
-        found |= {
+        values |= {
             "gpu": about.name,
             "capability": f"{about.major}.{about.minor}",
             "gpu_gib": about.total_memory / 2**30,
@@ -172,64 +223,23 @@ def versions(args: argparse.Namespace) -> Found:
             "nccl": ".".join(map(str, importlib.import_module("torch.cuda.nccl").version())),
         }
         try:
-            found["triton"] = importlib.metadata.version("triton")
+            values["triton"] = importlib.metadata.version("triton")
         except importlib.metadata.PackageNotFoundError:
-            found["triton"] = "none"
-    return found, []
+            values["triton"] = "none"
+    for name, value in values.items():
+        found.value(name, value)
 
 
-@check(1, 60, "tests of what only a GPU runs")
-def tests(args: argparse.Namespace) -> Found:
-    cuda_only(args, "a test of this kind")
-    files = [f"tests/test_{name}.py" for name in ("host", "fp8", "compat", "batch")]
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files]
-    said = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True)
-    print(said.stdout[-8000:], said.stderr[-4000:])
-    last = (said.stdout.strip().splitlines() or ["nothing was said"])[-1]
-    return {"pytest": last}, [Target("exit status of pytest", said.returncode, most=0)]
-
-
-KINDS: dict[str, tuple[tuple[Any, ...], float]] = {
-    "fp32": ((), 1e-5),
-    "bf16": ((fz.mixed_precision("bf16"),), 1e-2),
-    "fp16": ((fz.mixed_precision("fp16"),), 1e-2),
-    "params bf16": ((fz.mixed_precision("bf16", params="bf16"),), 1e-2),
-    "bf16, reduce bf16": ((fz.mixed_precision("bf16", reduce="bf16"),), 1e-2),
-    "bf16, accumulate": ((fz.mixed_precision("bf16"), fz.accumulate(2)), 1e-2),
-    "bf16, remat full": ((fz.mixed_precision("bf16"), fz.remat("full")), 1e-2),
-    "bf16, fp8": ((fz.mixed_precision("bf16"), fz.fp8()), 3e-2),
-}
-"""Transforms, and how far losses of five steps may be from those of one CPU, relative."""
-
-
-@check(1, 90, "five steps of each kind, eager and compiled, beside the same steps on a CPU")
-def parity(args: argparse.Namespace) -> Found:
-    config, found, targets = Config(1, 256, 4, 64, 4, 512), dict[str, Any](), list[Target]()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    on_cpu = argparse.Namespace(**{**vars(args), "device": "cpu"})
-    for name, (transforms, limit) in KINDS.items():
-        if args.small and name not in ("fp32", "bf16, accumulate"):
-            continue
-        if name.endswith("fp8") and args.device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-            found[name] = "no fp8 on this device"
-            continue
-        want = losses_of(on_cpu, config, 5, *transforms, backend="eager")
-        for backend in ("eager", "inductor") if args.device == "cuda" else ("eager",):
-            got = losses_of(args, config, 5, *transforms, backend=backend)
-            targets.append(Target(f"{name}, {backend}: losses beside a CPU's", farthest(got, want), most=limit))
-        found[name] = want[-1]
-    return found, targets
-
-
-@check(1, 30, "collectives of one NCCL process, of several dtypes at once, under the names this release has")
-def collectives(args: argparse.Namespace) -> Found:
+@check(1, 20, "collectives of one NCCL process, of several dtypes at once, under the names this release has")
+def collectives(args: argparse.Namespace, found: Found) -> None:
     import torch.distributed as dist
 
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-    options = compat.nccl_ahead() if backend == "nccl" else None
-    wrong, group = 0, dist.new_group([0], backend=backend, pg_options=options)
+    limit = datetime.timedelta(seconds=60)
+    options = compat.nccl_ahead(limit) if backend == "nccl" else None
+    wrong, group = 0, dist.new_group([0], limit, backend, options)
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
     values = [torch.arange(64, device=device).to(dtype) for dtype in dtypes]
     gathered, scattered = [torch.zeros_like(x) for x in values], [torch.zeros_like(x) for x in values[:3]]
@@ -239,7 +249,7 @@ def collectives(args: argparse.Namespace) -> Found:
     works += compat.all_reduce_together(reduced, dist.ReduceOp.SUM, group)
     for work in works:
         work.wait()
-    synchronize(args)
+    settled(device)
     for got in (gathered, scattered, reduced):
         wrong += sum(not torch.equal(a, b) for a, b in zip(got, values, strict=False))
     if backend == "nccl":
@@ -248,172 +258,229 @@ def collectives(args: argparse.Namespace) -> Found:
         compat.all_gather_together(into, eights, group)[0].wait()
         wrong += not torch.equal(into[0].view(torch.uint8), eights[0].view(torch.uint8))
     dist.destroy_process_group()
-    return {"works": len(works)}, [Target("wrong results", wrong, most=0)]
+    found.value("transfers", len(works))
+    found.target("wrong results", wrong, most=0)
 
 
-# --- 2: steady steps ---
+BF16 = fz.mixed_precision("bf16")
+KINDS: dict[str, tuple[tuple[Any, ...], float]] = {
+    "bf16": ((BF16,), 2e-3),
+    "fp32": ((), 2e-5),
+    "fp16": ((fz.mixed_precision("fp16"),), 2e-3),
+    "bf16, params bf16": ((fz.mixed_precision("bf16", params="bf16"),), 5e-3),
+    "bf16, reduce bf16": ((fz.mixed_precision("bf16", reduce="bf16"),), 2e-3),
+    "bf16, accumulate": ((BF16, fz.accumulate(2)), 2e-3),
+    "bf16, remat full": ((BF16, fz.remat("full")), 2e-3),
+    "bf16, fp8": ((BF16, fz.fp8()), 1e-2),
+    "bf16, fp8 by row": ((BF16, fz.fp8(scales="row")), 1e-2),
+}
+"""Transforms, and how far losses of five steps may be from those of a CPU in fp32, relative."""
 
 
-@check(2, 45, "this machine's rates, by which steps are planned")
-def rates(args: argparse.Namespace) -> Found:
+def beside_a_cpu(args: argparse.Namespace, found: Found, kinds: Sequence[str]) -> None:
+    """Losses of five steps of one layer on one batch, of which the last is lower than the first."""
+    config = model(args, 1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+    def losses(device: str, transforms: Sequence[Any], backend: str) -> list[float]:
+        where = argparse.Namespace(**{**vars(args), "device": device})
+        return floats(Trained(where, config, *transforms, backend=backend).run(5))
+
+    want = losses("cpu", (), "eager")
+    found.target("a CPU in fp32: the last loss of the first", want[-1] / want[0], most=0.999)
+    for name in kinds:
+        transforms, limit = KINDS[name]
+        if "fp8" in name and args.device == "cuda" and not has_fp8():
+            found.value(name, "no fp8 on this device")
+            continue
+        for backend in ("eager", "inductor") if args.device == "cuda" else ("eager",):
+            distance = farthest(losses(args.device, transforms, backend), want)
+            found.target(f"{name}, {backend}: losses beside a CPU's in fp32", distance, most=limit)
+
+
+@check(1, 70, "five steps in bf16, eager and compiled, beside a CPU in fp32")
+def parity_bf16(args: argparse.Namespace, found: Found) -> None:
+    beside_a_cpu(args, found, ["bf16"])
+
+
+@check(1, 70, "a step that is told, and one that is replayed: synchronisations, allocations, bits, seconds")
+def steady(args: argparse.Namespace, found: Found) -> None:
+    cuda_only(args, "a synchronisation")
+    config, losses = model(args, 8), {}
+    for name, captured in (("told", False), ("replayed", True)):
+        trained = Trained(args, config, BF16, batches=5, cuda_graphs=captured)
+        kept, waits = trained.run(5), 0  # the fourth is captured
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            kept += trained.run(5)
+        except RuntimeError as error:
+            waits = 1
+            found.value(f"{name}: it waits", str(error).splitlines()[0])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        after = torch.cuda.memory_stats()
+        moved = sum(after.get(x, 0) - before.get(x, 0) for x in ("num_device_alloc", "num_alloc_retries"))
+        found.target(f"{name}: waits of five steps, at the first of which they end", waits, most=0)
+        found.target(f"{name}: allocations from the driver in five steps", moved, most=0)
+        losses[name] = floats(kept)
+        if not waits:
+            found.value(f"{name}: step s", trained.seconds())
+        del trained, kept
+        freed(args)
+    differ = sum(a != b for a, b in zip(losses["told"], losses["replayed"], strict=False))
+    found.target("losses that differ when a step is replayed", differ, most=0)
+
+
+@check(1, 45, "this machine's rates, by which steps are planned")
+def rates(args: argparse.Namespace, found: Found) -> None:
     cuda_only(args, "rates of the device")
     from fzero.measure.calibrate import calibrate
 
     device = calibrate(fz.make_mesh(device=args.device))
-    return {
-        "bf16_tflops": device.rate(torch.bfloat16) / 1e12,
-        "memory_gbs": device.memory_bandwidth / 1e9,
-        "host_copy_gbs": device.host_copy.bandwidth / 1e9,
-    }, []
+    found.value("bf16 TFLOP/s", device.rate(torch.bfloat16) / 1e12)
+    found.value("memory GB/s", device.memory_bandwidth / 1e9)
+    found.value("host copy GB/s", device.host_copy.bandwidth / 1e9)
 
 
-@check(2, 60, "five steps under PyTorch's error for synchronisation; what they allocate")
-def steady(args: argparse.Namespace) -> Found:
-    cuda_only(args, "a synchronisation")
-    config = config_of(args, 8, 1024, 8192)
-    train, state, mesh = compiled(args, config, fz.mixed_precision("bf16"))
-    batches = [tuple(x.to(mesh.device) for x in b) for b in make_batches(config, 5)]
-    for batch in batches[:3]:
-        state, _ = train(state, batch)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()  # compiling is over
-    before, kept = torch.cuda.memory_stats(), []
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for batch in batches:
-            state, metrics = train(state, batch)
-            kept.append(metrics["loss"])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_stats()
-    moved = {name: after.get(name, 0) - before.get(name, 0) for name in ("num_device_alloc", "num_alloc_retries")}
-    return moved, [
-        Target("synchronisations of five steps (else an error)", 0, most=0),
-        Target("allocations from the driver in five steps", sum(moved.values()), most=0),
-    ]
-
-
-@check(2, 80, "peak memory and seconds of a step beside its plan")
-def planned(args: argparse.Namespace) -> Found:
-    found, targets = dict[str, Any](), list[Target]()
-    for name, transforms in {
-        "bf16": (fz.mixed_precision("bf16"),),
-        "bf16, remat full": (fz.mixed_precision("bf16"), fz.remat("full")),
-    }.items():
-        config = config_of(args, 8, 2048, 16384)
-        train, state, mesh = compiled(args, config, *transforms)
-        batch = tuple(x.to(mesh.device) for x in make_batches(config, 1)[0])
-        for _ in range(2):
-            state, _ = train(state, batch)
-        synchronize(args)
+@check(1, 60, "peak memory and seconds of a step beside its plan")
+def planned(args: argparse.Namespace, found: Found) -> None:
+    for name, transforms in {"bf16": (BF16,), "bf16, remat full": (BF16, fz.remat("full"))}.items():
+        trained = Trained(args, model(args, 8), *transforms, cuda_graphs=False if args.device == "cuda" else None)
+        trained.run(2)
+        settled(trained.mesh.device)
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        for _ in range(5):
-            state, _ = train(state, batch)
-        synchronize(args)
-        seconds, plan = (time.perf_counter() - begin) / 5, train.plan
-        found |= {f"{name}: step s": seconds, f"{name}: planned s": plan.step_seconds}
-        found[f"{name}: planned bytes"] = plan.peak_bytes
+        seconds, plan = trained.seconds(5), trained.train.plan
+        found.value(f"{name}: step s", seconds)
+        found.value(f"{name}: planned s", plan.step_seconds)
+        found.value(f"{name}: planned bytes", plan.peak_bytes)
         if args.device == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-            found[f"{name}: peak bytes"] = peak
-            targets.append(Target(f"{name}: peak / planned", peak / plan.peak_bytes, 0.9, 1.1))
-            targets.append(Target(f"{name}: step / planned", seconds / plan.step_seconds, 0.85, 1.15))
-        del train, state
-        gc.collect()
-    return found, targets
+            peak = torch.cuda.max_memory_allocated() - workspaces()
+            found.value(f"{name}: peak bytes", peak)
+            found.target(f"{name}: peak / planned", peak / plan.peak_bytes, 0.95, 1.05)
+            found.target(f"{name}: step / planned", seconds / plan.step_seconds, 0.85, 1.15)
+        del trained
+        freed(args)
 
 
-@check(2, 45, "launches of one step of 64 layers, and how long the GPU has nothing to do")
-def launches(args: argparse.Namespace) -> Found:
-    config = config_of(args, 64, 1024, 4096)
-    train, state, mesh = compiled(args, config, fz.mixed_precision("bf16"))
-    batch = tuple(x.to(mesh.device) for x in make_batches(config, 1)[0])
-    for _ in range(3):
-        state, _ = train(state, batch)
-    synchronize(args)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    kinds += [torch.profiler.ProfilerActivity.CUDA] if args.device == "cuda" else []
-    with torch.profiler.profile(activities=kinds) as profiler:
-        state, _ = train(state, batch)
-        synchronize(args)
-    events = list(profiler.events() or ())
-    found: dict[str, Any] = {"operations": sum(e.name.startswith("aten::") for e in events)}
-    if args.device != "cuda":
-        return found, []
-    profiler.export_chrome_trace(str(args.out / "launches_trace.json"))
+def workspaces() -> int:
+    """The bytes that cuBLAS keeps, for each stream that has had a product. It takes them again when it needs them."""
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated()
+
+
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaLaunchKernelExC", "cudaGraphLaunch")
+
+
+@check(1, 80, "64 layers: launches of a step that is told and of one that is replayed, and how long the GPU is idle")
+def deep(args: argparse.Namespace, found: Found) -> None:
+    config, seconds = model(args, 64), {}
+    for name, captured in (("told", False), ("replayed", True)):
+        if captured and args.device != "cuda":
+            continue
+        trained = Trained(args, config, BF16, cuda_graphs=captured if args.device == "cuda" else None)
+        trained.run(5)  # the fourth is captured
+        seconds[name] = trained.seconds(5)
+        found.value(f"{name}: step s", seconds[name])
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if args.device == "cuda" else []
+        with torch.profiler.profile(activities=kinds) as profiler:
+            trained.run()
+            settled(trained.mesh.device)
+        events = list(profiler.events() or ())
+        found.value(f"{name}: operations", sum(e.name.startswith("aten::") for e in events))
+        if args.device == "cuda":
+            profiler.export_chrome_trace(str(args.work / f"deep_{name}.json"))
+            launches(found, name, events, config.layers)
+        del trained
+        freed(args)
+    if "replayed" in seconds:
+        ratio = seconds["replayed"] / seconds["told"]
+        found.target("a replayed step's seconds of one that is told", ratio, most=1.0)
+
+
+def launches(found: Found, name: str, events: Sequence[Any], layers: int) -> None:
     spans = sorted(
         (e.time_range.start, e.time_range.end)
         for e in events
         if e.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     )
+    if not spans:
+        found.value(f"{name}: launches", "the profiler saw no kernel")
+        return
     busy, end = 0.0, spans[0][0]
     for a, b in spans:
         busy, end = busy + max(0.0, b - max(a, end)), max(end, b)
-    names = ("cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaLaunchKernelExC", "cudaGraphLaunch")
-    found |= {"launches": sum(e.name in names for e in events), "kernels": len(spans)}
-    found["idle_share"] = 1 - busy / (spans[-1][1] - spans[0][0])
-    return found, [Target("launches a layer and step", found["launches"] / config.layers, most=60)]
+    told = sum(e.name in LAUNCHES for e in events)
+    found.value(f"{name}: kernels", len(spans))
+    found.value(f"{name}: share of the step in which the GPU is idle", 1 - busy / (spans[-1][1] - spans[0][0]))
+    if name == "told":
+        found.target("told: launches a layer", told / layers, most=60)
+    else:
+        found.target("replayed: launches", told, most=10)
 
 
-# --- 3: beside torch.compile ---
+# --- 2: beside torch.compile ---
+
+GIVEN = ["--width", "1024", "--heads", "16", "--seq", "1024", "--batch", "4"]  # of `model`
 
 
-def _beside(args: argparse.Namespace, name: str, *flags: str, mfu: float | None = None) -> Found:
+def _beside(args: argparse.Namespace, found: Found, name: str, *flags: str, mfu: float | None = None) -> None:
     """gpu.py with a model: fzero beside whole-model torch.compile."""
     small = ["--layers", "2", "--width", "64", "--heads", "2", "--seq", "32", "--batch", "4", "--vocab", "256"]
     small += ["--rounds", "1", "--steps", "1", "--warmup", "1", "--backend", "eager"]
     given = small if args.small else ["--rounds", "3", *flags]
-    found = script(args, "gpu", "--device", args.device, "--name", f"gpu_{name}", *given)
-    ours, *peers = found["contestants"].values()
+    got = script(args, "gpu", "--device", args.device, "--name", f"gpu_{name}", *given)
+    ours, *peers = got["contestants"].values()
     speed = ours["tokens_per_s"] / max(x["tokens_per_s"] for x in peers)
     memory = ours["peak_mib"] / min(x["peak_mib"] for x in peers)
-    values = {"tokens_per_s": ours["tokens_per_s"], "peak_mib": ours["peak_mib"], "speed": speed, "memory": memory}
-    values |= {"first_step_s": ours["first_step_s"], "mfu": ours["mfu"]}
+    for who, x in got["contestants"].items():
+        for what in ("tokens_per_s", "peak_mib", "first_step_s", "mfu"):
+            found.value(f"{who}: {what}", x[what])
     if args.small:
-        return values, []
-    targets = [
-        Target(f"{name}: tokens/s of the fastest peer's", speed, least=1.0),
-        Target(f"{name}: peak memory of the smallest peer's", memory, most=1.0),
-    ]
+        found.value("speed", speed)
+        return
+    found.target("tokens/s of the fastest peer's", speed, least=1.0)
+    found.target("peak memory of the smallest peer's", memory, most=1.0)
     if mfu is not None and ours["mfu"] is not None:
-        targets.append(Target(f"{name}: share of the peak", ours["mfu"], least=mfu))
-    return values, targets
+        found.target("share of the peak", ours["mfu"], least=mfu)
 
 
-@check(3, 120, "0.36 B parameters beside whole-model torch.compile and fused AdamW")
-def beside_036b(args: argparse.Namespace) -> Found:
-    return _beside(args, "036b")
-
-
-@check(3, 150, "1.5 B parameters beside the same")
-def beside_15b(args: argparse.Namespace) -> Found:
-    if args.small:
-        raise Skipped("the small form has one model: beside_036b")
-    return _beside(args, "15b", "--layers", "26", "--width", "2048", "--heads", "16", "--batch", "16", mfu=0.45)
-
-
-@check(3, 150, "64 layers of width 1,024 with few tokens, where the CPU binds, beside the same")
-def beside_deep(args: argparse.Namespace) -> Found:
-    if args.small:
-        raise Skipped("the small form has one model: beside_036b")
-    return _beside(args, "deep", "--layers", "64", "--width", "1024", "--batch", "4")
-
-
-# --- 4: offload is exact ---
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def faster(args: argparse.Namespace) -> list[str]:
+    """The peer to be beside: the faster one, if `beside_036b` has shown it."""
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        peers = json.loads((args.work / "gpu_036b.json").read_text())["contestants"]
+    except (OSError, ValueError):
+        return ["--peer", "cast"]
+    best = max((who for who in peers if who != "fzero"), key=lambda who: peers[who]["tokens_per_s"])
+    return ["--peer", "autocast" if "autocast" in best else "cast"]
+
+
+@check(2, 150, "0.36 B parameters beside whole-model torch.compile and fused AdamW, cast and under autocast")
+def beside_036b(args: argparse.Namespace, found: Found) -> None:
+    _beside(args, found, "036b", "--layers", "20", *GIVEN)
+
+
+@check(2, 150, "1.5 B parameters beside the faster of the two")
+def beside_15b(args: argparse.Namespace, found: Found) -> None:
+    if args.small:
+        raise Skipped("the small form has one model: beside_036b")
+    sizes = ["--layers", "26", "--width", "2048", "--heads", "16", "--batch", "8"]
+    _beside(args, found, "15b", *sizes, *faster(args), mfu=0.45)
+
+
+@check(2, 200, "64 layers of width 1,024 beside the faster of the two")
+def beside_deep(args: argparse.Namespace, found: Found) -> None:
+    if args.small:
+        raise Skipped("the small form has one model: beside_036b")
+    _beside(args, found, "deep", "--layers", "64", *GIVEN, *faster(args))
+
+
+# --- 3: offload ---
 
 
 def _two_memories(args: argparse.Namespace) -> Any:
@@ -424,28 +491,44 @@ def _two_memories(args: argparse.Namespace) -> Any:
 EVERYTHING = ("opt_state", "params", "activations")
 
 
-@check(4, 100, "8 layers of width 4,096: losses with everything on the host beside those with nothing there")
-def offload_bits(args: argparse.Namespace) -> Found:
-    config = config_of(args, 8, 4096, 8192)
-    precise, steps = (fz.mixed_precision("bf16"), fz.remat("full")), 2 if args.small else 4
+@check(3, 20, "seconds to page-lock host memory, in huge pages and in small ones")
+def pinning(args: argparse.Namespace, found: Found) -> None:
+    from fzero.comm import host
+
+    mesh, nbytes = fz.make_mesh(device=args.device), 64 << 20 if args.small else 8 << 30
+    rate = dict[str, float]()
+    for name, huge in (("small pages", False), ("huge pages", True)):
+        begin = time.perf_counter()
+        memory = host._allocated(nbytes, mesh.device, huge)
+        if args.device == "cpu":  # where nothing is locked pages come when they are written
+            torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+        rate[name] = nbytes / (time.perf_counter() - begin) / 1e9
+        found.value(f"{name}: GB/s", rate[name])
+        found.value(f"{name}: s for 84 GB", 84 / rate[name])
+        del memory
+        gc.collect()
+    if args.device == "cuda":
+        found.target("s to lock the state of 7B, huge pages", 84 / rate["huge pages"], most=60)
+
+
+@check(3, 90, "2 layers of width 4,096: losses with everything on the host beside those with nothing there")
+def offload_bits(args: argparse.Namespace, found: Found) -> None:
+    config = wide(args, 2)
+    precise, steps = (BF16, fz.remat("full")), 2 if args.small else 4
     want = losses_of(args, config, steps, *precise)
-    found, targets = {"last loss": want[-1]}, list[Target]()
-    for name, more in {
-        "updated on the host": {},
-        "updated on the device": {"update_on": "device"},
-    }.items():
-        torch.cuda.empty_cache() if args.device == "cuda" else None
+    found.value("last loss", want[-1])
+    for name, more in {"updated on the host": {}, "updated on the device": {"update_on": "device"}}.items():
+        freed(args)
         offload = fz.offload("cpu", EVERYTHING, **more)  # type: ignore[arg-type]
         got = losses_of(args, config, steps, *precise, offload, mesh=_two_memories(args))
-        bits = sum(a != b for a, b in zip(got, want, strict=True))
         # the host's Adam and the device's round an operation otherwise: the first losses have seen no update
-        found |= {f"{name}: losses that differ": bits, f"{name}: farthest": farthest(got, want)}
-        targets.append(Target(f"{name}: losses of which bits differ", bits, most=0))
-    return found, targets
+        found.value(f"{name}: farthest", farthest(got, want))
+        differ = sum(a != b for a, b in zip(got, want, strict=True))
+        found.target(f"{name}: losses of which bits differ", differ, most=0)
 
 
-@check(4, 60, "the same with every launch waited for: a difference is a missing wait")
-def offload_blocking(args: argparse.Namespace) -> Found:
+@check(3, 40, "the same with every launch waited for: a difference is a missing wait")
+def offload_blocking(args: argparse.Namespace, found: Found) -> None:
     cuda_only(args, "a launch that nothing waits for")
     text = (
         "import sys, json, argparse; sys.path.insert(0, sys.argv[2]); import gpu_checks; "
@@ -453,155 +536,132 @@ def offload_blocking(args: argparse.Namespace) -> Found:
         "print('LOSSES', json.dumps(gpu_checks.offloaded(args)))"
     )
     flags = json.dumps({"device": args.device, "small": args.small})
-    found = {}
+    losses = {}
     for blocking in ("0", "1"):
-        with _environment(CUDA_LAUNCH_BLOCKING=blocking):
-            said = subprocess.run(
-                [sys.executable, "-c", text, flags, str(Path(__file__).parent)], capture_output=True, text=True
-            )
+        env = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking}
+        command = [sys.executable, "-c", text, flags, str(Path(__file__).parent)]
+        said = subprocess.run(command, capture_output=True, text=True, env=env)
         if said.returncode:
             raise RuntimeError(said.stderr[-3000:])
-        found[blocking] = json.loads(said.stdout.split("LOSSES", 1)[1])
-    differ = sum(a != b for a, b in zip(found["0"], found["1"], strict=True))
-    return {"last loss": found["0"][-1]}, [Target("losses that differ under CUDA_LAUNCH_BLOCKING=1", differ, most=0)]
+        losses[blocking] = json.loads(said.stdout.split("LOSSES", 1)[1])
+        found.value(f"CUDA_LAUNCH_BLOCKING={blocking}: last loss", losses[blocking][-1])
+    differ = sum(a != b for a, b in zip(losses["0"], losses["1"], strict=True))
+    found.target("losses that differ under CUDA_LAUNCH_BLOCKING=1", differ, most=0)
 
 
 def offloaded(args: argparse.Namespace) -> list[float]:
     """Losses of a few steps with everything on the host."""
-    config = config_of(args, 2, 2048, 4096)
-    transforms = (fz.mixed_precision("bf16"), fz.remat("full"), fz.offload("cpu", EVERYTHING))
-    return losses_of(args, config, 2 if args.small else 6, *transforms, mesh=_two_memories(args))
+    transforms = (BF16, fz.remat("full"), fz.offload("cpu", EVERYTHING))
+    return losses_of(args, wide(args, 2), 2 if args.small else 6, *transforms, mesh=_two_memories(args))
 
 
-@check(4, 50, "evaluations with parameters on the host beside those with parameters on the device")
-def evaluations(args: argparse.Namespace) -> Found:
-    config, transforms = config_of(args, 12, 1024, 2048), (fz.mixed_precision("bf16"),)
-    batches = make_batches(config, 3 if args.small else 100)
-    losses = {}
+@check(3, 30, "evaluations with parameters on the host beside those with parameters on the device")
+def evaluations(args: argparse.Namespace, found: Found) -> None:
+    config = model(args, 8)
+    batches, losses = make_batches(config, 3 if args.small else 50), {}
     for where, more in {"device": (), "host": (fz.offload("cpu", "params"),)}.items():
-        train, state, mesh = compiled(args, config, *transforms, *more, mesh=_two_memories(args))
-        step = fz.compose(*transforms, *more)(fz.eval_step(make_loss(config)))
-        evaluate = fz.compile(step, mesh, backend=train.backend)
-        found = [evaluate(state.params, tuple(x.to(mesh.device) for x in batch)) for batch in batches]
-        losses[where] = [float(x) for x in found]
+        trained = Trained(args, config, BF16, *more, mesh=_two_memories(args))
+        step = fz.compose(BF16, *more)(fz.eval_step(make_loss(config)))
+        evaluate = fz.compile(step, trained.mesh, backend=trained.train.backend)
+        losses[where] = floats([evaluate(trained.state.params, on(trained.mesh, batch)) for batch in batches])
+        found.value(f"parameters on the {where}: last loss", losses[where][-1])
     differ = sum(a != b for a, b in zip(losses["device"], losses["host"], strict=True))
-    return {"evaluations": len(batches)}, [Target("losses that differ", differ, most=0)]
+    found.target("losses that differ", differ, most=0)
 
 
-@check(4, 40, "GB/s between host and device while a step runs")
-def links(args: argparse.Namespace) -> Found:
-    config = config_of(args, 4, 4096, 16384)
-    transforms = (fz.mixed_precision("bf16"), fz.remat("full"), fz.offload("cpu", EVERYTHING))
-    train, state, mesh = compiled(args, config, *transforms, mesh=_two_memories(args))
-    batch = tuple(x.to(mesh.device) for x in make_batches(config, 1)[0])
-    metrics: Any = {}
+@check(3, 30, "GB/s between host and device while a step runs")
+def links(args: argparse.Namespace, found: Found) -> None:
+    transforms = (BF16, fz.remat("full"), fz.offload("cpu", EVERYTHING))
+    trained = Trained(args, wide(args, 2), *transforms, mesh=_two_memories(args))
     for _ in range(4):
-        state, metrics = train(state, batch)
-        synchronize(args)
-    found = {f"{name} GB/s": link["bytes_per_second"] / 1e9 for name, link in metrics["links"].items()}
-    if args.device != "cuda":
-        return found, []
-    return found, [
-        Target(f"{name} GB/s", link["bytes_per_second"] / 1e9, least=45) for name, link in metrics["links"].items()
-    ]
+        trained.run()
+        settled(trained.mesh.device)
+    for name, link in trained.metrics["links"].items():
+        found.value(f"{name} GB/s", link["bytes_per_second"] / 1e9)
+        if args.device == "cuda" and name in ("to_device", "to_host"):
+            found.target(f"{name} GB/s", link["bytes_per_second"] / 1e9, least=45)
 
 
-@check(4, 30, "seconds to page-lock host memory, in huge pages and in small ones")
-def pinning(args: argparse.Namespace) -> Found:
-    from fzero.comm import host
-
-    mesh, nbytes = fz.make_mesh(device=args.device), 64 << 20 if args.small else 8 << 30
-    found, rate = dict[str, Any](), dict[str, float]()
-    for name, huge in (("small pages", False), ("huge pages", True)):
-        begin = time.perf_counter()
-        memory = host._allocated(nbytes, mesh.device, huge)
-        if args.device == "cpu":  # where nothing is locked pages come when they are written
-            torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
-        rate[name] = nbytes / (time.perf_counter() - begin) / 1e9
-        found[f"{name}: GB/s"] = rate[name]
-        found[f"{name}: s for 84 GB"] = 84 / rate[name]
-        del memory
-        gc.collect()
-    if args.device != "cuda":
-        return found, []
-    return found, [Target("s to lock the state of 7B, huge pages", 84 / rate["huge pages"], most=60)]
-
-
-# --- 5: offload is fast ---
-
-
-def _offload(args: argparse.Namespace, name: str, *flags: str) -> dict[str, Any]:
+def _offload(args: argparse.Namespace, name: str, *flags: str) -> list[dict[str, Any]]:
+    """offload_gpu.py: one point for each number of tokens."""
     dry = ["--dry", "--device", "h100", "--layers", "2", "--width", "256", "--heads", "4", "--seq", "64"]
     dry += ["--tokens", "256", "65536", "--parts", "curve", "--vocab", "512"]
-    return script(args, "offload_gpu", "--name", name, *(dry if args.small else flags))
+    common = ["--parts", "curve", "--device-memory", "24GB", "--micro", "16384", "--steps", "3"]
+    return script(args, "offload_gpu", "--name", name, *(dry if args.small else [*flags, *common]))["points"]
 
 
-@check(5, 240, "7B, 64k tokens a step, everything on the host, in 24 GB of device memory")
-def offload_7b(args: argparse.Namespace) -> Found:
+def _points(args: argparse.Namespace, found: Found, points: Sequence[Mapping[str, Any]]) -> None:
+    for point in points:
+        at = f"{point['tokens']:,} tokens"
+        for what in ("step_s", "tokens_per_s", "of_peak", "of_own", "of_ceiling", "device_gb"):
+            found.value(f"{at}: {what}", point[what])
+        if args.small:
+            continue
+        found.target(f"{at}: share of the ceiling", point["of_ceiling"], least=0.85)
+        found.target(f"{at}: device memory, GB", point["device_gb"], most=24)
+        if point["tokens"] < 65536:
+            continue
+        found.target(f"{at}: share of the peak", point["of_peak"], least=0.5)
+        if point["of_own"] is not None:
+            found.target(f"{at}: FLOP/s of its own, resident", point["of_own"], least=0.9)
+
+
+@check(3, 200, "3.5 B, everything on the host, in 24 GB of device memory: 8k and 64k tokens a step")
+def offload_3b(args: argparse.Namespace, found: Found) -> None:
     if args.device != "cuda" and not args.small:
         raise Skipped("seconds can only be measured on a CUDA device; --small plans them")
-    flags = ["--layers", "32", "--tokens", "65536", "--parts", "curve", "--device-memory", "24GB", "--micro", "16384"]
-    found = _offload(args, "offload_7b", *flags, "--steps", "3", "--trace", str(args.out / "offload_trace.json"))
-    point = found["points"][-1]
-    keys = ("tokens", "step_s", "tokens_per_s", "of_peak", "of_own", "of_ceiling", "device_gb")
-    values = {k: point[k] for k in keys}
-    if args.small:
-        return values, []
-    targets = [
-        Target("7B offloaded: share of the ceiling", point["of_ceiling"], least=0.85),
-        Target("7B offloaded: share of the peak at 64k tokens", point["of_peak"], least=0.5),
-        Target("7B offloaded: beside LLMQ's 14B on an H100, share of the peak", point["of_peak"], least=0.546),
-        Target("7B offloaded: device memory, GB", point["device_gb"], most=24),
-    ]
-    if point["of_own"] is not None:
-        targets.append(Target("7B offloaded: FLOP/s of its own, resident", point["of_own"], least=0.9))
-    return values, targets
+    trace = str(args.work / "offload_trace.json")
+    flags = ["--layers", "16", "--tokens", "8192", "65536", "--trace", trace]
+    _points(args, found, _offload(args, "offload_3b", *flags))
 
 
-@check(5, 120, "the same at 8k tokens a step, where the link and the host bind")
-def offload_7b_few(args: argparse.Namespace) -> Found:
-    if args.small or args.device != "cuda":
-        raise Skipped("seconds can only be measured on a CUDA device; the small form plans one curve: offload_7b")
-    flags = ["--layers", "32", "--tokens", "8192", "--parts", "curve", "--device-memory", "24GB", "--steps", "3"]
-    point = _offload(args, "offload_7b_few", *flags)["points"][0]
-    values = {k: point[k] for k in ("tokens", "step_s", "tokens_per_s", "of_peak", "of_ceiling", "device_gb")}
-    return values, [Target("7B offloaded, 8k tokens: share of the ceiling", point["of_ceiling"], least=0.85)]
+# --- 4: fp8, the rest, 7B ---
 
 
-# --- 6: CUDA graphs, fp8 ---
-
-
-@check(6, 80, "64 layers of width 1,024 with few tokens: a step replayed as a CUDA graph beside one that is told anew")
-def graphs(args: argparse.Namespace) -> Found:
-    cuda_only(args, "a CUDA graph")
-    if "cuda_graphs" not in inspect.signature(fz.compile).parameters:
-        raise Skipped("this release captures no graphs")
-    config, bf16 = config_of(args, 64, 1024, 4096), fz.mixed_precision("bf16")
-    seconds, losses = {}, {}
-    for captured in (False, True):
-        seconds[captured] = seconds_a_step(args, config, bf16, cuda_graphs=captured)
-        losses[captured] = losses_of(args, config, 6, bf16, cuda_graphs=captured)
-        torch.cuda.empty_cache()
-    differ = sum(a != b for a, b in zip(losses[False], losses[True], strict=True))
-    return {"told s": seconds[False], "replayed s": seconds[True]}, [
-        Target("losses that differ when a step is replayed", differ, most=0),
-        Target("a replayed step's seconds of one that is told", seconds[True] / seconds[False], most=1.0),
-    ]
-
-
-@check(6, 90, "8 layers of width 4,096: fp8 beside bf16")
-def fp8(args: argparse.Namespace) -> Found:
+@check(4, 100, "8 layers of width 4,096: fp8 beside bf16")
+def fp8(args: argparse.Namespace, found: Found) -> None:
     cuda_only(args, "the speed of products in 8 bits")
-    if torch.cuda.get_device_capability() < (8, 9):
+    if not has_fp8():
         raise Skipped("this device has no products in 8 bits")
-    config = config_of(args, 8, 4096, 16384, 2048)
-    bf16 = fz.mixed_precision("bf16")
-    found = {"bf16 s": seconds_a_step(args, config, bf16)}
-    for name, transform in {
-        "tensor": fz.fp8(),
-        "row": fz.fp8(scales="row"),
-    }.items():
-        torch.cuda.empty_cache()
-        found[f"fp8 {name} s"] = seconds_a_step(args, config, bf16, transform)
-    best = found["bf16 s"] / min(s for name, s in found.items() if name.startswith("fp8"))
-    return found, [Target("fp8's speed of bf16's", best, least=1.25)]
+    config, seconds = wide(args, 8), {}
+    for name, more in {"bf16": (), "fp8 by tensor": (fz.fp8(),), "fp8 by row": (fz.fp8(scales="row"),)}.items():
+        trained = Trained(args, config, BF16, *more)
+        trained.run(2)
+        seconds[name] = trained.seconds(5)
+        found.value(f"{name}: step s", seconds[name])
+        del trained
+        freed(args)
+    best = seconds["bf16"] / min(seconds[x] for x in seconds if x != "bf16")
+    found.target("fp8's speed of bf16's", best, least=1.25)
+
+
+@check(4, 150, "five steps of each other precision, eager and compiled, beside a CPU in fp32")
+def parity(args: argparse.Namespace, found: Found) -> None:
+    beside_a_cpu(args, found, ["fp32", "bf16, accumulate"] if args.small else [x for x in KINDS if x != "bf16"])
+
+
+@check(4, 60, "tests of what only a GPU runs")
+def tests(args: argparse.Namespace, found: Found) -> None:
+    cuda_only(args, "a test of this kind")
+    files = [f"tests/test_{name}.py" for name in ("host", "fp8", "compat", "batch")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files]
+    said = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True)
+    print(said.stdout[-8000:], said.stderr[-4000:])
+    found.value("pytest", (said.stdout.strip().splitlines() or ["nothing was said"])[-1])
+    found.target("exit status of pytest", said.returncode, most=0)
+
+
+HOST_OF_7B = 160e9
+"""Bytes of a host that holds 84 GB of state, 14 of copies and 17 of activations, locked, and lives."""
+
+
+@check(4, 200, "7B, 64k tokens a step, everything on the host, in 24 GB of device memory")
+def offload_7b(args: argparse.Namespace, found: Found) -> None:
+    if args.device != "cuda" or args.small:
+        raise Skipped("seconds can only be measured on a CUDA device; the small form plans one model: offload_3b")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if memory < HOST_OF_7B:
+        raise Skipped(f"it takes a host of {HOST_OF_7B / 1e9:.0f} GB, and this one has {memory / 1e9:.0f}")
+    points = _offload(args, "offload_7b", "--layers", "32", "--tokens", "65536")
+    _points(args, found, points)
+    found.target("beside LLMQ's 14B on an H100, share of the peak", points[-1]["of_peak"], least=0.546)

@@ -1,12 +1,16 @@
-"""The first half hour on a GPU: what has to hold there and was never seen, each with its target, in six steps.
+"""The first half hour on a GPU: what has to hold there and was never seen, each with its target, in four calls.
 
-    OUT=DIR benchmarks/gpu_hour.sh 1              # a step; those of `gpu_checks.py`, at most ten minutes each
-    python benchmarks/gpu_hour.py --page DIR      # gpu_hour.md and .json of all that was found
+    OUT=DIR benchmarks/gpu_hour.sh 1              # a call; those of `gpu_checks.py`, at most nine minutes each
+    python benchmarks/gpu_hour.py --page DIR ...  # gpu_hour.md and .json of all that was found
     python benchmarks/gpu_hour.py --list
 
-Each check runs in a process of its own, with a limit, and leaves one JSON file: what fails or hangs takes none of the
-others with it, and a step that was cut short goes on where it was. With `--device cpu --small` the same code runs in
-seconds; what only a GPU can show is skipped there by name.
+Each check runs in a process of its own, with a limit: what fails or hangs takes none of the others with it. Every
+number goes to DIR/results.jsonl as soon as it is known. A call that was cut short goes on where it was. What it wrote
+besides is packed at its end: DIR/gpu_hour_CALL.tgz holds logs, traces and scripts' results, and DIR/cache.tgz the
+compiled functions, if they are few enough. `--kept FILE` begins with such functions on another machine.
+
+With `--device cpu --small` the same code runs in seconds; what only a GPU can show is skipped there by name. On a
+device that computes nothing `no_gpu.py --hour` rehearses it.
 """
 
 from __future__ import annotations
@@ -17,183 +21,252 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import publish
-from gpu_checks import CHECKS, STEPS, Check, Skipped
+from gpu_checks import CALLS, CHECKS, Check, Found, Skipped, shown
 
 from fzero.launcher import die_with_parent
 
-MINUTES = 9.5  # of a step: the machine may give ten
+MINUTES = 9.0  # of a call: the machine may give ten
+ARCHIVE_LIMIT = 15 << 20  # bytes: what a machine sends back is limited
+RESULTS = "results.jsonl"
 
 
-def run_step(step: int, args: argparse.Namespace) -> int:
-    """Runs the checks of a step that have no result yet. Returns how many failed, or are left for another call."""
-    print(f"step {step}: {STEPS[step]}", flush=True)
+def run_call(call: int, args: argparse.Namespace) -> int:
+    """Runs the checks of a call that have no result yet. Returns how many failed, or are left for another time."""
+    print(f"call {call}: {CALLS[call]}", flush=True)
     begin, left = time.monotonic(), 0
-    for check in (c for c in CHECKS.values() if c.step == step and (not args.only or c.name in args.only)):
-        path = args.out / f"{check.step}_{check.name}.json"
-        if path.exists() and not args.again and "error" not in json.loads(path.read_text()):
+    for check in (c for c in CHECKS.values() if c.call == call and (not args.only or c.name in args.only)):
+        done = attempts([args.out]).get(check.name)
+        if done and not args.again and ended(done)["how"] in ("done", "skipped"):
             print(f"  {check.name}: done before", flush=True)
             continue
         room = 60 * args.minutes - (time.monotonic() - begin)
         if room < min(30.0, check.seconds):
-            print(f"  {check.name}: no time left, call the step again", flush=True)
+            print(f"  {check.name}: no time left, make the call again", flush=True)
             left += 1
             continue
-        found = apart(check, min(2 * check.seconds, room), args)
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        left += "error" in found
-        for line in summary(found):
+        left += apart(check, min(args.patience * check.seconds, room), args)["how"] == "failed"
+        for line in told(attempts([args.out])[check.name]):
             print(f"  {line}", flush=True)
+    pack(args.out / f"gpu_hour_{call}.tgz", args.work)
+    pack(args.out / "cache.tgz", args.home / "cache", whole=True)
     return left
 
 
 def apart(check: Check, limit: float, args: argparse.Namespace) -> dict[str, Any]:
-    """The result of a check, which runs in a process of its own for at most so many seconds."""
-    result, begin = args.out / f".{check.name}.{os.getpid()}.json", time.monotonic()
-    command = [sys.executable, str(Path(__file__).resolve()), "--check", check.name, "--result", str(result)]
-    command += ["--device", args.device, "--out", str(args.out), *(["--small"] if args.small else [])]
-    log = args.out / f"log_{check.step}_{check.name}.txt"
+    """Runs a check in a process of its own, for at most so many seconds. Returns the line that ends it."""
+    begin, before = time.monotonic(), len(functions(args))
+    head = {"call": check.call, "check": check.name, "attempt": time.time_ns(), "device": args.device}
+    found = Found(args.out / RESULTS, {**head, "small": args.small})
+    command = [sys.executable, str(Path(__file__).resolve()), "--check", check.name, "--head", json.dumps(head)]
+    command += ["--device", args.device, "--out", str(args.out), "--home", str(args.home)]
+    command += ["--small"] if args.small else []
+    log = args.work / f"log_{check.call}_{check.name}.txt"
     # in a session of its own, which ends as a whole: it may have started others
     with log.open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             process.wait(limit)
-            why = f"ended with status {process.returncode}"
+            why = f"it ended with status {process.returncode}"
         except subprocess.TimeoutExpired:
-            why = f"was not done after {limit:.0f} s"
+            why = f"it was not done after {limit:.0f} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    head = {"check": check.name, "step": check.step, "device": args.device, "small": args.small}
-    if result.exists():
-        found = json.loads(result.read_text())
-        result.unlink()
-    else:
-        last = log.read_text(errors="replace").strip().splitlines()[-15:]
-        found = {"error": f"it {why}", "said": last}
-    return {**head, **found, "seconds": round(time.monotonic() - begin, 1)}
+    lines = attempts([args.out]).get(check.name, [])
+    mine = [x for x in lines if x["attempt"] == head["attempt"]]
+    said = log.read_text(errors="replace").strip().splitlines()[-15:]
+    outcome = next((x for x in mine if x["kind"] == "outcome"), {"how": "failed", "why": why, "said": said})
+    last = {k: outcome[k] for k in ("how", "why", "said") if k in outcome}
+    last |= {"seconds": round(time.monotonic() - begin, 1), "compiled": len(functions(args)) - before}
+    found.line("end", **last)
+    return last
+
+
+def functions(args: argparse.Namespace) -> list[Path]:
+    """The compiled functions that are kept."""
+    return [*(args.home / "cache" / "functions").glob("*.so")]
 
 
 def run_check(name: str, args: argparse.Namespace) -> None:
-    """The other side of `apart`: carries out one check and writes what it found."""
+    """The other side of `apart`: carries out one check."""
+    found = Found(args.out / RESULTS, {**json.loads(args.head), "small": args.small})
     try:
-        values, targets = CHECKS[name].run(args)
-        found: dict[str, Any] = {"values": values, "targets": [t.told() for t in targets]}
+        CHECKS[name].run(args, found)
+        found.line("outcome", how="done")
     except Skipped as why:
-        found = {"skipped": str(why)}
+        found.line("outcome", how="skipped", why=str(why))
     except Exception as error:
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}", "said": traceback.format_exc().splitlines()[-15:]}
-    written = args.result.with_suffix(".part")
-    written.write_text(json.dumps(found))
-    written.rename(args.result)
+        said = traceback.format_exc().splitlines()[-15:]
+        found.line("outcome", how="failed", why=f"{type(error).__name__}: {error}", said=said)
 
 
-def summary(found: dict[str, Any]) -> list[str]:
-    """What a check came to, in lines."""
-    name = f"{found['check']} ({found['seconds']:.0f} s)"
-    if "skipped" in found:
-        return [f"{name}: skipped: {found['skipped']}"]
-    if "error" in found:
-        return [f"{name}: FAILED: {found['error']}", *(f"    {line}" for line in found.get("said", ()))]
-    values = ", ".join(f"{k} {_short(v)}" for k, v in found["values"].items() if not isinstance(v, (dict, list)))
-    return [f"{name}: {values}", *(f"  {_target(t)}" for t in found["targets"])]
+Lines = list[dict[str, Any]]
 
 
-def _target(target: dict[str, Any]) -> str:
-    return f"{target['what']}: {_short(target['value'])}, wanted {target['wanted']}: {target['verdict']}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def page(folder: Path) -> int:
-    """Writes gpu_hour.md and .json of all results in a folder. Returns the number of targets that are not met."""
-    results = {
-        (f["step"], f["check"]): f for f in (json.loads(p.read_text()) for p in sorted(folder.glob("[1-6]_*.json")))
-    }
-    rows, missed = [], 0
-    for check in CHECKS.values():
-        found = results.get((check.step, check.name), {"skipped": "not run yet"})
-        if "error" in found or "skipped" in found:
-            missed += "error" in found
-            what = f"skipped: {found['skipped']}" if "skipped" in found else f"FAILED: {found['error'].splitlines()[0]}"
-            rows.append((f"{check.step} {check.name}", check.about, "", "", what))
+def attempts(folders: Iterable[Path]) -> dict[str, Lines]:
+    """The lines of each check's last attempt."""
+    last = dict[str, Lines]()
+    for folder in folders:
+        try:
+            texts = (folder / RESULTS).read_text().splitlines()
+        except OSError:
             continue
-        targets = found["targets"] or [{"what": check.about, "value": "", "wanted": "", "verdict": "noted"}]
-        missed += sum(t["verdict"] == "MISSED" for t in targets)
-        rows += [
-            (f"{check.step} {check.name}", t["what"], _short(t["value"]), t["wanted"], t["verdict"]) for t in targets
-        ]
-    small = any(f.get("small") for f in results.values())
-    devices = sorted({f.get("device", "") for f in results.values()})
-    notes = [
-        f"device: {', '.join(devices) or 'none'}"
-        + (", in the small form, which says nothing of speed" if small else "")
+        for text in texts:
+            try:
+                line = json.loads(text)
+            except ValueError:  # it was cut short
+                continue
+            lines = last.setdefault(line["check"], [])
+            if lines and line["attempt"] > lines[0]["attempt"]:
+                lines.clear()
+            if not lines or line["attempt"] == lines[0]["attempt"]:
+                lines.append(line)
+    return last
+
+
+def ended(lines: Lines) -> dict[str, Any]:
+    """How an attempt ended."""
+    cut = {"how": "failed", "why": "it was cut short", "said": [], "seconds": float("nan"), "compiled": 0}
+    return next((x for x in lines if x["kind"] == "end"), cut)
+
+
+def told(lines: Lines) -> list[str]:
+    """What a check came to, in lines."""
+    end = ended(lines)
+    name = f"{lines[0]['check']} ({end['seconds']:.0f} s, {end['compiled']} functions compiled)"
+    if end["how"] == "skipped":
+        return [f"{name}: skipped: {end['why']}"]
+    values = [f"{x['what']} {shown(x['value'])}" for x in lines if x["kind"] == "value"]
+    out = [f"{name}: " + ", ".join(values)]
+    out += [
+        f"  {x['what']}: {shown(x['value'])}, wanted {x['wanted']}: {x['verdict']}"
+        for x in lines
+        if x["kind"] == "target"
     ]
-    notes += [
-        f"{f['check']}: "
-        + ", ".join(f"{k} {_short(v)}" for k, v in f["values"].items() if not isinstance(v, (dict, list)))
-        for f in results.values()
-        if f.get("values")
-    ]
+    if end["how"] == "failed":
+        out += [f"  FAILED: {end['why']}", *(f"    {line}" for line in end.get("said", ()))]
+    return out
+
+
+def pack(archive: Path, folder: Path, whole: bool = False) -> None:
+    """Packs the files of a folder into one, the largest left out where it would be too large. `whole`: all or none."""
+    files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    while True:
+        with tarfile.open(archive, "w:gz") as packed:
+            for path in files:
+                packed.add(path, path.relative_to(folder))
+        if archive.stat().st_size <= ARCHIVE_LIMIT:
+            return
+        if whole:
+            print(f"  {archive.name} is left out: {archive.stat().st_size / 2**20:.0f} MiB", flush=True)
+            archive.unlink()
+            return
+        print(f"  {files[-1].name} is left out of {archive.name}", flush=True)
+        files.pop()
+
+
+def page(folders: list[Path]) -> int:
+    """Writes gpu_hour.md and .json of all results in folders, into the first. Returns the number of missed targets."""
+    last = attempts(folders)
+    rows, notes, missed = [], [], 0
+    for check in CHECKS.values():
+        name = f"{check.call} {check.name}"
+        if check.name not in last:
+            rows.append((name, check.about, "", "", "not run yet"))
+            continue
+        lines = last[check.name]
+        end = ended(lines)
+        for x in (x for x in lines if x["kind"] == "target"):
+            rows.append((name, x["what"], shown(x["value"]), x["wanted"], x["verdict"]))
+            missed += x["verdict"] == "MISSED"
+        if end["how"] != "done":
+            missed += end["how"] == "failed"
+            what = f"skipped: {end['why']}" if end["how"] == "skipped" else f"FAILED: {end['why'].splitlines()[0]}"
+            rows.append((name, check.about, "", "", what))
+        elif not any(x["kind"] == "target" for x in lines):
+            rows.append((name, check.about, "", "", "noted"))
+        values = [f"{x['what']} {shown(x['value'])}" for x in lines if x["kind"] == "value"]
+        cost = f"{end['seconds']:.0f} s, {end['compiled']} functions compiled"
+        notes.append(f"{check.name}: {cost}{': ' * bool(values)}{', '.join(values)}")
+    every = [line for lines in last.values() for line in lines]
+    devices = sorted({x["device"] for x in every})
+    small = ", in the small form, which says nothing of speed" if any(x["small"] for x in every) else ""
     publish(
         "gpu_hour",
         "The first half hour on a GPU",
         ("check", "what", "found", "wanted", "target"),
         rows,
-        notes,
-        {"results": list(results.values())},
-        folder,
+        [f"device: {', '.join(devices) or 'none'}{small}", *notes],
+        {"results": every},
+        folders[0],
     )
     print(f"  {missed} of the targets are missed, or could not be seen because a check failed")
     return missed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("steps", nargs="*", type=int, help="to run, by number, 1 to 6")
-    parser.add_argument("--page", type=Path, metavar="DIR", help="write the page of what was found in a folder")
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="gpu_hour.sh", description=__doc__, formatter_class=about)
+    parser.add_argument("calls", nargs="*", type=int, help="to make, by number, 1 to 4", metavar="CALL")
+    parser.add_argument("--page", type=Path, nargs="+", metavar="DIR", help="write the page of what folders hold")
     parser.add_argument("--list", action="store_true", help="say what there is to check")
-    parser.add_argument("--only", nargs="+", choices=[*CHECKS], help="of the steps' checks", metavar="CHECK")
+    parser.add_argument("--only", nargs="+", choices=[*CHECKS], help="of the calls' checks", metavar="CHECK")
     parser.add_argument("--again", action="store_true", help="also what has a result already")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of each step")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of each call (%(default)g)")
+    ended = "of a check, at how many times its usual seconds it is ended (%(default)g)"
+    parser.add_argument("--patience", type=float, default=2.0, help=ended)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="sizes of seconds, to see the code run")
-    parser.add_argument("--out", type=Path, default=Path("gpu_hour"))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu_hour"), help="DIR: $OUT")
+    home = Path.home() / ".cache" / "fzero-gpu-hour"
+    parser.add_argument("--home", type=Path, default=home, metavar="DIR", help="of compiled functions, logs and traces")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="the cache.tgz of an earlier call, to begin with")
+    parser.add_argument("--wheels", metavar="DIR", help="of wheels to unpack first; gpu_hour.sh reads it")
     parser.add_argument("--check", choices=[*CHECKS], help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--ready", action="store_true", help=argparse.SUPPRESS)  # refuse what cannot be done, alone
+    parser.add_argument("--head", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not (args.list or args.check or args.page):
-        if not args.steps or not {*args.steps} <= {*STEPS}:
-            parser.error("name a step, 1 to 6, or --page DIR, or --list")
-        if args.device == "cuda" and not torch.cuda.is_available():
-            parser.error("there is no CUDA device here; --device cpu --small runs the same code on a CPU, in seconds")
-        if args.ready:
-            return 0
     if args.list:
         for check in CHECKS.values():
-            print(f"{check.step} {check.name} (about {check.seconds:.0f} s): {check.about}")
+            print(f"{check.call} {check.name} (about {check.seconds:.0f} s): {check.about}")
         return 0
+    if args.page:
+        if missing := [str(folder) for folder in args.page if not (folder / RESULTS).exists()]:
+            parser.error(f"there is no {RESULTS} in {', '.join(missing)}")
+        page(args.page)
+        return 0
+    args.home = args.home.resolve()
+    args.work = args.home / "work"
     if args.check:
         die_with_parent()
         run_check(args.check, args)
         return 0
-    if args.page:
-        page(args.page)
-        return 0
+    if not args.calls or not {*args.calls} <= {*CALLS}:
+        parser.error("name a call, 1 to 4, or --page DIR, or --list")
+    if args.wheels:
+        parser.error("--wheels is for gpu_hour.sh, which unpacks them before this begins")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; --device cpu --small runs the same code on a CPU, in seconds")
+    if args.kept and not args.kept.exists():
+        parser.error(f"there is no {args.kept}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs apart ends too
     args.out.mkdir(parents=True, exist_ok=True)
-    return 1 if sum(run_step(step, args) for step in args.steps) else 0
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.kept:
+        with tarfile.open(args.kept) as packed:
+            packed.extractall(args.home / "cache", filter="data")
+    os.environ["FZERO_CACHE"] = str(args.home / "cache")
+    return 1 if sum(run_call(call, args) for call in args.calls) else 0
 
 
 if __name__ == "__main__":

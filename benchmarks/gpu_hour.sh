@@ -1,19 +1,29 @@
 #!/bin/bash
-# The first half hour on a GPU, in six calls of at most ten minutes, each useful alone:
+# The first half hour on a GPU, in four calls of at most nine minutes, each useful alone:
 #
-#     OUT=DIR benchmarks/gpu_hour.sh 1 .. 6       # what is done is not done again: call one that was cut short once more
-#     python benchmarks/gpu_hour.py --page DIR    # one page of all that was found, each target met or missed
-#     OUT=DIR benchmarks/gpu_hour.sh 3 --device cpu --small    # the same code on a CPU, in seconds
+#     OUT=DIR benchmarks/gpu_hour.sh 1 .. 4        # what is done is not done again: call one that was cut short once more
+#     OUT=DIR benchmarks/gpu_hour.sh 1 --wheels W  # first unpacks the wheels in a folder: a machine without an index
+#     python benchmarks/gpu_hour.py --page DIR     # one page of all that was found, each target met or missed
+#     OUT=DIR benchmarks/gpu_hour.sh 1 2 3 4 --device cpu --small    # the same code on a CPU, in seconds
 #
-# 1 does it run, 2 steady steps, 3 beside torch.compile, 4 offload is exact, 5 offload is fast, 6 CUDA graphs and fp8.
-# Results are JSON under $OUT; compiled functions are kept there too.
+# 1 does it run, and what a step does; 2 beside torch.compile; 3 offload; 4 fp8 and the rest. --help says more.
 set -u
-out=${OUT:-gpu_hour}
 here=$(cd "$(dirname "$0")" && pwd)
-export PYTHONPATH=$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}
-case " $* " in *" -h "* | *" --help "* | *" --list "* | *" --page "*) exec python "$here/gpu_hour.py" "$@" ;; esac
-python "$here/gpu_hour.py" --ready "$@" || exit
-mkdir -p "$out"
-export PYTHONUNBUFFERED=1 FZERO_PROGRESS=off FZERO_CACHE=${FZERO_CACHE:-$(cd "$out" && pwd)/cache}
-python "$here/gpu_hour.py" --out "$out" "$@" 2>&1 | tee -a "$out/log_${1:-}.txt"
-exit "${PIPESTATUS[0]}"
+given=() wheels=
+while [ $# -gt 0 ]; do
+    case $1 in
+    --wheels)
+        wheels=${2:?"gpu_hour.sh: --wheels names a folder of wheels"}
+        shift
+        ;;
+    *) given+=("$1") ;;
+    esac
+    shift
+done
+export PYTHONPATH=$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 FZERO_PROGRESS=off
+if [ -n "$wheels" ]; then
+    site=$(mktemp -d)
+    python3 -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl || exit
+    export PYTHONPATH=$PYTHONPATH:$site
+fi
+exec python3 "$here/gpu_hour.py" ${given[@]+"${given[@]}"}

@@ -6,6 +6,7 @@
     python benchmarks/no_gpu.py --peers                    # memory beside FSDP2, a vocabulary of 65 thousand, 2 ranks
     python benchmarks/no_gpu.py --plant                    # faults that it must find
     python benchmarks/no_gpu.py --lost                     # a rank that is lost while another waits for its transfer
+    python benchmarks/no_gpu.py --hour                     # gpu_hour.sh, every check of it
 
 PyTorch's CUDA build runs over stand-ins of NVIDIA's libraries (stand_in/). Memory and copies are real, kernels are
 counted, and captures keep CUDA's rules: streams that are not joined, waits on what is not captured, calls that may not
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import publish, script_flags, settings, verdict
+from gpu_hour import attempts, ended
 from stand_in.build import HERE, TRITON, built, environment_of_rank
 
 PEAK_LIMIT, FREED_LIMIT, PEER_LIMIT = 0.05, 10.0, 0.85
@@ -135,6 +137,45 @@ def beside_peers(args: argparse.Namespace, env: dict[str, str]) -> bool:
     return met
 
 
+def rehearsed(args: argparse.Namespace, env: dict[str, str]) -> bool:
+    """Runs the calls of gpu_hour.sh: the first in its real sizes, the others in the small form. Returns whether every
+    check came to its end, or said why it has nothing to show."""
+    rows, notes, failed, every = [], list[str](), 0, list[Any]()
+    with tempfile.TemporaryDirectory(prefix="fzero-hour-") as folder:
+        script = [str(HERE.parent / "gpu_hour.sh"), "--patience", "20", "--minutes", "60", "--home", f"{folder}/home"]
+        for small, calls in ((False, "1"), (True, "234")):
+            out = ["--out", f"{folder}/{calls}"]
+            command = [
+                *script,
+                *calls,
+                *out,
+                *(["--small"] if small else []),
+                *(["--only", *args.only] * bool(args.only)),
+            ]
+            subprocess.run(command, env={**env, "FAKE_GPUS": "1"}, stdout=sys.stderr)
+            for check, lines in attempts([Path(folder, calls)]).items():
+                end = ended(lines)
+                failed += end["how"] == "failed"
+                numbers = sum(x["kind"] in ("value", "target") for x in lines)
+                how = end["how"] if end["how"] == "done" else f"{end['how']}: {end['why'].splitlines()[0]}"
+                size = "small" if small else "real"
+                rows.append(
+                    (f"{lines[0]['call']} {check}", size, f"{end['seconds']:.0f}", end["compiled"], numbers, how)
+                )
+                every += lines
+    shared = sum(row[3] for row in rows if row[1] == "real" and row[0] not in ("1 rates", "1 planned"))
+    notes = [
+        f"torch {args.torch}, CUDA build. Seconds are of this machine's cores, and of a GPU that takes no time.",
+        "What the checks find is not looked at: no number is computed. Values, losses and rates are of empty memory.",
+        f"{shared} functions are compiled for all checks of the first call, besides those of rates and full remat.",
+        f"Checks that failed: {failed} (0: {verdict(failed, 0)})",
+    ]
+    columns = ("call, check", "sizes", "s", "functions compiled", "numbers", "ended")
+    data = {"settings": settings(args, "folder"), "lines": every}
+    publish(f"{args.name}_hour", "The first half hour on a GPU, rehearsed", columns, rows, notes, data, args.out)
+    return not failed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "fzero-no-gpu", help="of the device")
@@ -143,10 +184,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--only", nargs="+", help="cases")
+    parser.add_argument("--only", nargs="+", help="cases, or checks of --hour")
     parser.add_argument("--shapes", action="store_true", help="models of other sizes instead")
     parser.add_argument("--peers", action="store_true", help="memory beside FSDP2's instead, with a large vocabulary")
     parser.add_argument("--lost", action="store_true", help="a rank is lost instead, with and without aborts")
+    parser.add_argument("--hour", action="store_true", help="gpu_hour.sh instead")
     parser.add_argument("--plant", action="store_true", help="plant faults instead, which must be found")
     script_flags(parser, "no_gpu")
     args = parser.parse_args()
@@ -161,6 +203,8 @@ def main() -> None:
     rows, found, failed = [], [], 0
     if args.peers:
         sys.exit(not beside_peers(args, env))
+    if args.hour:
+        sys.exit(not rehearsed(args, env))
     if args.lost:
         for freed in (True, False):
             x = lost_rank(env, freed, 90.0)

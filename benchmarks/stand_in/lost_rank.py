@@ -17,14 +17,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import cudnn
 from model import Config, make_batches, make_init, make_loss
+from stand_in import nothing
 
 import fzero as fz
 from fzero import optim
-from fzero.comm import replicas
 from fzero.elastic import running
-from fzero.runtime import training
 
 GONE = Path(os.environ["FAKE_GONE"])
 STEPS, LOST = 24, 19  # at a step's first 16 calls ranks look at each other
@@ -57,12 +55,9 @@ def main(run: Any) -> int:
 
 
 if __name__ == "__main__":
-    cudnn.install()
+    nothing.install()
     if os.environ["KEEPS_WAITING"]:
         running.freed = lambda mesh: contextlib.nullcontext()
-    # nothing is computed, and no rank hears of another
-    training.check_finite = lambda *given: None  # type: ignore[assignment]
-    replicas.same = lambda mesh, owner, held, fix: held()  # type: ignore[assignment]
     lost: dict[str, float] = {}
     if os.environ["RANK"] == "1":  # started again
         GONE.unlink(missing_ok=True)
