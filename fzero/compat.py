@@ -369,7 +369,8 @@ def inductor_compile(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     threads = {} if cores is None or "TORCHINDUCTOR_COMPILE_THREADS" in os.environ else {"compile_threads": cores}
-    with config.patch({**_deterministic(), **threads}):
+    # without a benchmark of itself in the code, which holds what this process was called with behind --only
+    with config.patch({**_deterministic(), **threads, "benchmark_harness": False}):
         if "fake_mode" not in inspect.signature(standalone_compile).parameters:
             real: list[Any] = [
                 torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in inputs

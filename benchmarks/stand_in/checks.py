@@ -93,6 +93,7 @@ CASES = [
 ]  # fmt: skip
 
 HEAD = {"vocab": 32000, "layers": 2}
+HOUR = {"layers": 8, "width": 1024, "heads": 16, "seq": 1024, "batch": 4, "vocab": 50304}  # of gpu_hour.py
 SHAPES = [
     Case("2 layers of 256", 1, [BF16], sizes={"layers": 2, "width": 256}, compiled=True),
     Case("12 layers of 384", 1, [BF16], sizes={"layers": 12, "width": 384, "heads": 6}),
@@ -113,6 +114,8 @@ SHAPES = [
     Case("vocabulary of 32000, 256 rows", 1, [BF16, fz.remat("full", head_rows=256)], sizes=HEAD, compiled=True),
     Case("vocabulary of 50257, 128 rows", 1, [BF16, fz.remat("none", head_rows=128)],
          sizes={**HEAD, "vocab": 50257}),
+    Case("8 layers of 1024, 4 sequences of 1024", 1, [BF16], sizes=HOUR, compiled=True),
+    Case("8 layers of 1024, 4 sequences of 1024, remat full", 1, [BF16, fz.remat("full")], sizes=HOUR, compiled=True),
     Case("params in bf16, width 768", 1, [fz.mixed_precision("bf16", params="bf16")],
          sizes={"width": 768, "heads": 12, "vocab": 8192}),
     Case("fp8, width 768", 1, [BF16, fz.fp8()], sizes={"width": 768, "heads": 12}),

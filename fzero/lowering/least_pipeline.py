@@ -1,7 +1,7 @@
 """Simulates the units of a pipeline with the hands between its stages, without a program.
 
-It has the order, the starts of takes and the waits of passes/stages.py, and the links of plan/timeline.py. Given the
-least seconds of each unit and hand, the step takes no less.
+It has the order, the starts of takes and the waits of passes/schedules.py, as programs have them, and the links of
+plan/timeline.py. Given the least seconds of each unit and hand, the step takes no less.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fzero.passes.schedules import BACKWARD, FORWARD, Table, Unit, table, when
+from fzero.passes.schedules import BACKWARD, FORWARD, Table, Unit, hand_ends, table, take_starts, when
 
 
 class StageSeconds(NamedTuple):
@@ -70,14 +70,10 @@ def _plan(schedule: str, ranks: int, micro: int) -> _Plan:
         for kind, to in ((FORWARD, rank + 1), (BACKWARD, rank - 1)):
             if not 0 <= to < ranks:
                 continue
-            number = len(order[to])
-            for unit in reversed([u for u in units if u.kind == kind]):
-                number = max(0, min(number, index[unit._replace(stage=to)] - 1))
-                takes[to][number].insert(0, unit)
-                starts, first = times[order[to][number]][0], index[unit] + 2
-                waits[rank][
-                    next((i for i in range(first, len(units)) if times[units[i]][0] >= starts), len(units))
-                ].append(unit)
+            handed = [(u, index[u._replace(stage=to)]) for u in units if u.kind == kind]
+            for unit, number in take_starts(handed, len(order[to])).items():
+                takes[to][number].append(unit)
+                waits[rank][hand_ends(units, index[unit], times[order[to][number]][0], times)].append(unit)
     return _Plan(order, takes, waits)
 
 

@@ -8,10 +8,12 @@ each rank the order of its units. Stage s is on rank s mod p: with `chunks` stag
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fzero.errors import FzeroValueError
 from fzero.transforms.pipeline import UNIT
+
+Message = TypeVar("Message")
 
 FORWARD, BACKWARD, WEIGHTS = range(3)
 KINDS = "FBW"
@@ -170,6 +172,37 @@ def when(
         fix = "a forward runs behind that of the stage before, a backward behind that of the stage after"
         raise FzeroValueError("pipeline", "ranks wait for each other", problems, fix)
     return found
+
+
+def take_starts(needed: Sequence[tuple[Message, int]], units: int) -> dict[Message, int]:
+    """The number of the unit before which a rank starts to take each message of one other rank: a unit ahead of its
+    first reader, and before the takes of what that rank hands later.
+
+    Args:
+        needed: messages in the order in which they are handed, each with the number of the unit that first reads it.
+        units: of the rank that takes.
+
+    Example:
+        >>> take_starts([("a", 3), ("b", 2)], 4)
+        {'a': 1, 'b': 1}
+    """
+    found, number = dict[Any, int](), units
+    for message, first in reversed(needed):
+        found[message] = number = max(0, min(number, first - 1))
+    return dict(reversed(found.items()))
+
+
+def hand_ends(order: Sequence[Unit], number: int, starts: float, times: Mapping[Unit, tuple[float, float]]) -> int:
+    """The number of the unit before which a rank waits for what its unit `number` hands: two units later, or a later
+    one if the take starts later.
+
+    Args:
+        order: the units of the rank that hands.
+        number: among them.
+        starts: the time of the unit before which the take starts.
+        times: by `when`.
+    """
+    return next((i for i in range(number + 2, len(order)) if times[order[i]][0] >= starts), len(order))
 
 
 def _before(unit: Unit, num_stages: int) -> Unit | None:

@@ -32,7 +32,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fzero.errors import FzeroValueError
-from fzero.passes.schedules import BACKWARD, FORWARD, WEIGHTS, Unit, table, when
+from fzero.passes.schedules import BACKWARD, FORWARD, WEIGHTS, Unit, hand_ends, table, take_starts, when
 from fzero.program.aliases import Views
 from fzero.program.attrs import CallAttrs, HandAttrs, HandedValue, TakeAttrs
 from fzero.program.dependence import dependences
@@ -380,14 +380,12 @@ class _Whole:
 
     def _posts_of(self, me: int) -> dict[_Message, int]:
         """The number of the unit before which a rank starts to take each message of others' units."""
-        needed, found = self._needed, dict[_Message, int]()
-        for rank in range(self.n):
-            number = len(self.table[me])
-            for unit in reversed(self.table[rank]) if rank != me else ():
-                for message in (x for x in self.messages[unit] if x.to == me):
-                    first = min(needed[a].get(me, number) for a in message.values)
-                    found[message] = number = max(0, min(number, first - 1))
-        return dict(reversed(found.items()))  # those of one rank in the order in which it hands them
+        last, found = len(self.table[me]), dict[_Message, int]()
+        for rank in reversed([rank for rank in range(self.n) if rank != me]):
+            messages = [x for unit in self.table[rank] for x in self.messages[unit] if x.to == me]
+            needed = [(x, min(self._needed[a].get(me, last) for a in x.values)) for x in messages]
+            found |= take_starts(needed, last)
+        return found
 
     def _check_order(self) -> None:
         """Raises where a forward reads what a later stage's makes, or a backward what an earlier one's does."""
@@ -465,7 +463,7 @@ class _Projection:
             for i in whole.units[unit]:
                 self._emit(i)
             for message in whole.messages[unit]:
-                self._hand(message, number + 2)
+                self._hand(message, self._awaited(message, number))
         self._finish(len(units))
         self._pass_on("behind", len(units))
         for i in whole.of_step:
@@ -504,8 +502,7 @@ class _Projection:
         self.taken |= dict.fromkeys(message.values, (message, Line("wait", (handle.name,), made, by=by)))
 
     def _hand(self, message: _Message, before: int) -> None:
-        """Hands values of this rank to one that reads them. They are waited for before a unit, or a later one if their
-        take starts later."""
+        """Hands values of this rank to one that reads them. They are waited for before a unit."""
         for a in message.values:
             self._need(a)
         number = self.counts[True, message.to]
@@ -513,18 +510,18 @@ class _Projection:
         handle = moving(self.names(f"hand_{identifier(message.values[0])}"))
         attrs = HandAttrs(axes=(self.whole.axis,), peer=message.to, number=number, values=self._handed(message))
         self.out.append(Line("hand_start", message.values, (handle,), attrs=attrs, by=self.whole.spec.name))
-        self.waits.append((self._awaited(message, before), Line("wait", (handle.name,), by=self.whole.spec.name)))
+        self.waits.append((before, Line("wait", (handle.name,), by=self.whole.spec.name)))
 
     def _handed(self, message: _Message) -> tuple[HandedValue, ...]:
         values, mesh = (self.whole.values[a] for a in message.values), self.whole.program.mesh
         return tuple(HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in values)
 
-    def _awaited(self, message: _Message, before: int) -> int:
-        peer, order = message.to, self.whole.table[self.me]
-        if (post := self.whole.posts[peer].get(message)) is None:
-            return before
-        starts = self.whole.when[self.whole.table[peer][post]][0] if post < len(self.whole.table[peer]) else math.inf
-        return next((i for i in range(before, len(order)) if self.whole.when[order[i]][0] >= starts), len(order))
+    def _awaited(self, message: _Message, number: int) -> int:
+        """The number of the unit before which a message of a unit is waited for."""
+        whole, peer = self.whole, self.whole.table[message.to]
+        post = whole.posts[message.to][message]
+        starts = whole.when[peer[post]][0] if post < len(peer) else math.inf
+        return hand_ends(whole.table[self.me], number, starts, whole.when)
 
     def _finish(self, unit: int) -> None:
         """Waits for what is to be waited for before a unit, or one before it."""

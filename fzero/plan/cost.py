@@ -32,6 +32,7 @@ from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.flops import attention_of, packet, product_flops
 from fzero.trace.joint import Joint
+from fzero.trace.picked_losses import picked_losses
 from fzero.trace.subgraph import ancestors, into_buffers
 from fzero.transforms.cutting import Cutting
 
@@ -106,7 +107,7 @@ def cost_of(function: Function, backend: str = "inductor") -> Cost:
 
 
 def _cost(function: Function, backend: str) -> Cost:
-    graph = into_buffers(function.graph, function.into) if backend == "triton" else function.graph
+    graph = into_buffers(picked_losses(function.graph), function.into) if backend == "triton" else function.graph
     found = kernels(graph, backend)
     flops: dict[torch.dtype, float] = defaultdict(float)
     attention: dict[tuple[torch.dtype, str], float] = defaultdict(float)

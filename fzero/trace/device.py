@@ -104,16 +104,22 @@ def _nowhere(value: Any) -> Any:
     )
 
 
-def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Recorded:
-    """The graph with each operation of `rules` replaced by what its rule does."""
-    if not any(n.target in rules for n in graph.graph.nodes):
+def substituted(
+    graph: Recorded, rules: Mapping[Any, Callable[..., Any]], nodes: Mapping[fx.Node, Callable[..., Any]] | None = None
+) -> Recorded:
+    """The graph with each operation of `rules`, and each of `nodes`, replaced by what its rule does."""
+    nodes = nodes or {}
+    if not nodes and not any(n.target in rules for n in graph.graph.nodes):
         return graph
     places = graph.inputs
     recorder = Recorder("compile")
 
     class Interpreter(fx.Interpreter):
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            run: Callable[..., Any] = rules.get(target) or AGAIN.get(target, target)
+        def run_node(self, n: fx.Node) -> Any:
+            if n.op != "call_function":
+                return super().run_node(n)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            run: Callable[..., Any] = nodes.get(n) or rules.get(n.target) or AGAIN.get(n.target, n.target)
             return run(*args, **kwargs)
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -129,7 +135,7 @@ def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Rec
             recorder.constant(name, value, fake)
             setattr(module, name, fake)
         with recorder:
-            outputs = Interpreter(module).run(*fakes)
+            outputs = Interpreter(module, graph=graph.graph).run(*fakes)
     return recorder.finish(outputs)
 
 

@@ -10,7 +10,8 @@ code has them.
 
 [Note: triton] Inductor compiles a GPU's functions to kernels in Triton. There, as eagerly, a function copies a result
 into the buffer that it is given for it. What is pointwise is computed in the copying kernel; results of products and of
-scatters lie beside the buffer until then. On a CPU they are made in it (build/cpp_kernels.py).
+scatters lie beside the buffer until then. On a CPU they are made in it (build/cpp_kernels.py). A value overwrites what
+it reads there only if all other readers are done, or in the same kernel are what it is made of.
 
 It must not know how fast a device is.
 """
@@ -27,6 +28,7 @@ import torch.fx as fx
 
 from fzero.mesh import AbstractMesh
 from fzero.operators.base import buffers_of
+from fzero.operators.picked import PICKED
 from fzero.plan.inductor.nodes import by_locality, contiguous, in_order, maker_of, nbytes, numel
 from fzero.trace.flops import PRODUCTS, packet, transcendentals
 from fzero.trace.recorder import Recorded
@@ -34,7 +36,7 @@ from fzero.trace.storages import is_view, storage_of, writes
 
 aten = torch.ops.aten
 
-_GATHERS = {aten.index, aten.embedding, aten.gather, aten.index_select}
+_GATHERS = {aten.index, aten.embedding, aten.gather, aten.index_select, PICKED.overloadpacket}
 _WRITES = {
     aten.index_put,
     aten.scatter,
@@ -44,6 +46,7 @@ _WRITES = {
     aten.embedding_dense_backward,
     aten.sort,
     aten.topk,
+    PICKED.overloadpacket,
 }
 _WRITES |= {aten.cumsum, aten.cat, aten.stack}
 # read nothing
@@ -145,7 +148,8 @@ class _Read:
 
 class _Analysis:
     def __init__(self, graph: Recorded, backend: str):
-        self.graph, self.eager, self.on_cpu = graph, backend == "eager", backend == "inductor"
+        self.graph, self.eager = graph, backend == "eager"
+        self.on_cpu, self.on_gpu = backend == "inductor", backend == "triton"
         nodes = list(graph.graph.nodes) if self.eager else by_locality(list(graph.graph.nodes))
         self.nodes = [n for n in nodes if n.op != "output"]
         self.inputs = frozenset(n for n in self.nodes if n.op in ("placeholder", "get_attr"))
@@ -299,11 +303,7 @@ class _Analysis:
                 if base not in inside:
                     reads[base] = max(reads.get(base, 0), read.nbytes)
             if target is node:
-                in_place[node] = frozenset(
-                    b
-                    for b, r in self.reads[node].items()
-                    if r.aligned and b not in inside and self.sizes[b] == self.sizes[node]
-                )
+                in_place[node] = self._overwritten(node, inside)
         maker = maker_of(group[0])
         product = maker if packet(maker) in PRODUCTS else None
         allocated = written if product is not None and group[0] is not product else ()  # several results
@@ -318,6 +318,31 @@ class _Analysis:
             functions,
             self._inside(maker),
         )
+
+    def _overwritten(self, node: fx.Node, inside: set[fx.Node]) -> frozenset[fx.Node]:
+        """The buffers of its size that a value may overwrite, for it reads them element by element. On a GPU also those
+        of what it is made of and never leaves its kernel, and not those that others in the kernel read."""
+        own, found, left = {node}, set[fx.Node](), [node]
+        while left:
+            for base, read in self.reads[left.pop()].items():
+                if base not in inside:
+                    found |= {base} if read.aligned and self.sizes[base] == self.sizes[node] else set()
+                elif self.on_gpu and base not in own and read.aligned and self._vanishes(base, inside):
+                    own.add(base)
+                    left.append(base)
+        if self.on_gpu:
+            own |= self._made_of(node, inside)
+            found = {base for base in found if not any(base in self.reads[other] for other in inside - own)}
+        return frozenset(found)
+
+    def _made_of(self, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
+        """The values of its kernel that a value is made of."""
+        found, left = set[fx.Node](), [node]
+        while left:
+            before = inside.intersection(self.reads[left.pop()]) - found
+            found |= before
+            left += before
+        return found
 
     def _inside(self, maker: fx.Node) -> int:
         if not self.eager or maker.op != "call_function":
