@@ -298,7 +298,7 @@ def beside_a_cpu(args: argparse.Namespace, found: Found, kinds: Sequence[str]) -
             found.target(f"{name}, {backend}: losses beside a CPU's in fp32", distance, most=limit)
 
 
-@check(1, 70, "five steps in bf16, eager and compiled, beside a CPU in fp32")
+@check(1, 110, "five steps in bf16, eager and compiled, beside a CPU in fp32")
 def parity_bf16(args: argparse.Namespace, found: Found) -> None:
     beside_a_cpu(args, found, ["bf16"])
 
@@ -376,7 +376,7 @@ def workspaces() -> int:
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaLaunchKernelExC", "cudaGraphLaunch")
 
 
-@check(1, 80, "64 layers: launches of a step that is told and of one that is replayed, and how long the GPU is idle")
+@check(1, 60, "64 layers: launches of a step that is told and of one that is replayed, and how long the GPU is idle")
 def deep(args: argparse.Namespace, found: Found) -> None:
     config, seconds = model(args, 64), {}
     for name, captured in (("told", False), ("replayed", True)):

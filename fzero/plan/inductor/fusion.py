@@ -320,8 +320,8 @@ class _Analysis:
         )
 
     def _overwritten(self, node: fx.Node, inside: set[fx.Node]) -> frozenset[fx.Node]:
-        """The buffers of its size that a value may overwrite, for it reads them element by element. On a GPU also those
-        of what it is made of and never leaves its kernel, and not those that others in the kernel read."""
+        """The buffers of its size that a value may overwrite, for it reads them element by element. On a GPU the values
+        that it is made of, and that never leave the kernel, read for it too; and no other value may read them."""
         own, found, left = {node}, set[fx.Node](), [node]
         while left:
             for base, read in self.reads[left.pop()].items():
