@@ -24,7 +24,7 @@ import torch.fx as fx
 from fzero.errors import FzeroValueError
 from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, Link
-from fzero.plan.inductor.fusion import compiler, kernels
+from fzero.plan.inductor.fusion import compiler, given_to, kernels
 from fzero.plan.inductor.temporaries import temporaries_on
 from fzero.plan.rates import along
 from fzero.program.attrs import BlockCall
@@ -32,8 +32,7 @@ from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.flops import attention_of, packet, product_flops
 from fzero.trace.joint import Joint
-from fzero.trace.picked_losses import picked_losses
-from fzero.trace.subgraph import ancestors, into_buffers
+from fzero.trace.subgraph import ancestors
 from fzero.transforms.cutting import Cutting
 
 aten = torch.ops.aten
@@ -107,8 +106,7 @@ def cost_of(function: Function, backend: str = "inductor") -> Cost:
 
 
 def _cost(function: Function, backend: str) -> Cost:
-    graph = into_buffers(picked_losses(function.graph), function.into) if backend == "triton" else function.graph
-    found = kernels(graph, backend)
+    found = kernels(given_to(backend, function.graph, function.into), backend)
     flops: dict[torch.dtype, float] = defaultdict(float)
     attention: dict[tuple[torch.dtype, str], float] = defaultdict(float)
     for node in function.graph.graph.nodes:

@@ -119,7 +119,8 @@ def substituted(
             if n.op != "call_function":
                 return super().run_node(n)
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            run: Callable[..., Any] = nodes.get(n) or rules.get(n.target) or AGAIN.get(n.target, n.target)
+            target: Any = n.target
+            run = nodes.get(n) or rules.get(target) or AGAIN.get(target, target)
             return run(*args, **kwargs)
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:

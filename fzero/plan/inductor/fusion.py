@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +31,10 @@ from fzero.operators.base import buffers_of
 from fzero.operators.picked import PICKED
 from fzero.plan.inductor.nodes import by_locality, contiguous, in_order, maker_of, nbytes, numel
 from fzero.trace.flops import PRODUCTS, packet, transcendentals
+from fzero.trace.picked_losses import picked_losses
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import is_view, storage_of, writes
+from fzero.trace.subgraph import into_buffers
 
 aten = torch.ops.aten
 
@@ -131,6 +133,14 @@ class Kernels:
 def compiler(mesh: AbstractMesh, backend: str) -> str:
     """Who makes the kernels of functions on a mesh's devices: "eager", "inductor" for a CPU, or "triton"."""
     return "triton" if backend == "inductor" and mesh.device_type == "cuda" else backend
+
+
+def given_to(compiler: str, graph: Recorded, into: Sequence[int]) -> Recorded:
+    """A function's graph as a compiler gets it. All but that of a CPU have it copy results into the buffers that it is
+    given for them; `into`: which results those are."""
+    if compiler == "triton":
+        graph = picked_losses(graph)
+    return graph if compiler == "inductor" else into_buffers(graph, into)
 
 
 def kernels(graph: Recorded, backend: str = "inductor") -> Kernels:

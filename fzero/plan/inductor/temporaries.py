@@ -13,12 +13,10 @@ import torch
 import torch.fx as fx
 
 from fzero.mesh import AbstractMesh
-from fzero.plan.inductor.fusion import Kernels, compiler, kernels
+from fzero.plan.inductor.fusion import Kernels, compiler, given_to, kernels
 from fzero.plan.inductor.reuse import Lives, alive, best_order, lives, shared
 from fzero.program.ir import Function
 from fzero.trace.device import on_device
-from fzero.trace.picked_losses import picked_losses
-from fzero.trace.subgraph import into_buffers
 
 _peaks: dict[object, weakref.WeakKeyDictionary[Function, int]] = {}
 
@@ -41,11 +39,8 @@ def temporaries(function: Function, backend: str = "inductor", device: torch.dev
         ours = function.on == "device"
         graph = on_device(function.graph, device) if device is not None and ours else function.graph
         by = "inductor" if backend == "triton" and not ours else backend
-        into = function.into if by == "inductor" else ()  # else it copies them
-        if by == "triton":
-            graph = picked_losses(graph)
-        if by != "inductor":
-            graph = into_buffers(graph, function.into)
+        graph = given_to(by, graph, function.into)
+        into = function.into if by == "inductor" else ()
         found = kernels(graph, by)
         on_gpu = device is not None and device.type == "cuda"
         known[function] = _eager(found, on_gpu) if by == "eager" else _compiled(found, graph.outputs, into)
