@@ -150,7 +150,7 @@ def rehearsed(args: argparse.Namespace, env: dict[str, str]) -> bool:
                 *calls,
                 *out,
                 *(["--small"] if small else []),
-                *(["--only", *args.only] * bool(args.only)),
+                *(["--only", *args.only] if args.only else []),
             ]
             subprocess.run(command, env={**env, "FAKE_GPUS": "1"}, stdout=sys.stderr)
             for check, lines in attempts([Path(folder, calls)]).items():
