@@ -406,6 +406,87 @@ def load_artifact(data: bytes) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
+class ArtifactCode:
+    """Inductor's Python for a function, beneath the layers of an artifact.
+
+    Attributes:
+        text: the module.
+        names: that it refers to, with kernels.
+        writes: numbers of the inputs that it overwrites.
+        aligned: numbers of the inputs that a layer copies if they do not begin at a multiple of `ALIGNMENT` bytes.
+    """
+
+    text: str
+    names: dict[str, Any]
+    writes: tuple[int, ...]
+    aligned: tuple[int, ...]
+
+
+ALIGNMENT = 16
+"""In bytes: Inductor's kernels read so many at once."""
+
+
+def watched(artifact: Any, args: Sequence[torch.Tensor]) -> tuple[Any, ArtifactCode | None]:
+    """The results of an Inductor artifact, and its code where nothing else does any work: the code was given these very
+    tensors, and its results are the artifact's. All that layers around it do besides is in `ArtifactCode`."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    seen: list[tuple[Any, list[Any], Any]] = []
+    before = CompiledFxGraph.__call__
+
+    def noting(graph: Any, inputs: Sequence[Any]) -> Any:
+        given = list(inputs)  # which the code empties
+        seen.append((graph, given, results := before(graph, inputs)))
+        return results
+
+    CompiledFxGraph.__call__ = noting  # type: ignore[method-assign]
+    try:
+        results = artifact(*args)
+    finally:
+        CompiledFxGraph.__call__ = before  # type: ignore[method-assign]
+
+    def same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+        return len(these) == len(those) and all(x is y for x, y in zip(these, those, strict=True))
+
+    if len(seen) != 1 or not same(args, seen[0][1]) or not same(results, seen[0][2]):
+        return results, None
+    graph = seen[0][0]
+    run, aligned = graph.current_callable, ()
+    if getattr(run, "__qualname__", "").startswith("align_inputs_from_check_idxs."):
+        layer = inspect.getclosurevars(run).nonlocals
+        run, aligned = layer["model"], tuple(layer["inputs_to_check"])
+    if getattr(run, "__name__", "") != "call":
+        return results, None
+    return results, ArtifactCode(
+        graph.source_code, dict(run.__globals__), tuple(sorted(graph.mutated_input_idxs)), aligned
+    )
+
+
+def launcher_of(kernel: Any) -> Callable[..., None] | None:
+    """The function that launches a Triton kernel of Inductor's, once it has run: with the kernel's arguments, and
+    `stream=`."""
+    return getattr(kernel, "_cached_launcher", None)
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Whether other tensors have these dtypes, devices, shapes and strides: 2 us for 22 of them."""
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def surroundings() -> dict[str, Any]:
+    """Names for code that asks for its surroundings: whether they are `profiled()` or cast (`autocast()`), and the
+    index of the current GPU (`gpu()`)."""
+    profiler: Any = torch.autograd.profiler
+    return {
+        "profiled": lambda: profiler._is_profiler_enabled,
+        "autocast": torch._C._is_any_autocast_enabled,  # type: ignore[attr-defined]
+        "gpu": getattr(torch._C, "_cuda_getDevice", None),
+    }
+
+
+@dataclass(frozen=True)
 class InductorOutput:
     """Inductor's output for a graph before any C++ is compiled: a Python module as text, and which of the graph's
     inputs it writes."""
@@ -835,6 +916,14 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         some[1].append(source)
     for some in pairs.values():
         _COPY(*some)
+
+
+def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """`copy_all` of one pair of dtypes."""
+    if len(targets) == 1 or _COPY is None:
+        copy_all(targets, sources)
+    else:
+        _COPY(list(targets), list(sources))
 
 
 def add_all(totals: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:

@@ -333,6 +333,34 @@ def test_a_gpu_copies_products_and_scatters_to_what_is_given_for_them():
     assert copied == {"product": 2 * size, "scatter": 2 * size, "pointwise": 0}
 
 
+def test_a_gpu_keeps_a_long_value_that_is_read_in_another_order():
+    """What takes more than 30 operations is computed once: in float32, then turned and rounded. A short one is computed
+    where it is read."""
+
+    def turned(multiply):
+        def scaled(x, y):
+            wide = multiply(x, y).t().float() * (y.float().amax(0, keepdim=True).t() * 2 + 1)
+            return wide.to(torch.float8_e5m2).contiguous()
+
+        return function(scaled, (64, 32), (64, 32))
+
+    long = turned(lambda x, y: torch.ops.aten.gelu_backward(x, torch.sin(torch.cos(y * 2 + 1)), approximate="tanh"))
+    short = turned(lambda x, y: x * y)
+    kept = {name: temporaries(f, "triton") for name, f in {"long": long, "short": short}.items()}
+    assert kept["short"] < 64 * 32 * 4 <= kept["long"] < 2 * 64 * 32 * 4
+
+
+def test_a_gpu_computes_a_concatenation_where_it_is_read():
+    """Up to eight parts; a CPU makes it in memory."""
+
+    def read(*parts):
+        return torch.cat(parts).sin().sum(0)
+
+    few, many = (function(read, *[(64, 64)] * num) for num in (3, 9))
+    assert temporaries(few, "triton") == 0 < 3 * 64 * 64 * 4 <= temporaries(few, "inductor")
+    assert temporaries(many, "triton") >= 9 * 64 * 64 * 4
+
+
 def lowered_on(kind, *transforms):
     """The functions of a step of one product, planned for a kind of device that need not be there."""
     step = fz.compose(*transforms)(fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).sum(), optim.adamw(1e-3)))

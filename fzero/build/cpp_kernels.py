@@ -62,28 +62,11 @@ def parse(lowered: compat.InductorOutput, num_inputs: int, num_outputs: int, wri
     """
     module = ast.parse(lowered.text)
     kernels = dict(filter(None, map(_kernel, module.body)))
-    found = [
-        n
-        for top in module.body
-        for n in (top.body if isinstance(top, ast.ClassDef) and top.name == "Runner" else [top])
-    ]
-    calls = [n for n in found if isinstance(n, ast.FunctionDef) and n.name == "call"]
-    if len(calls) != 1:
-        raise NotPlain(f"{len(calls)} functions")
-    call = calls[0]
-    match call.body:
-        case [
-            ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name("args")),
-            ast.Expr(ast.Call(ast.Attribute(ast.Name("args"), "clear"))),
-            *body,
-        ]:
-            inputs = [n.id for n in names if isinstance(n, ast.Name)]
-        case _:
-            raise NotPlain("arguments of another form")
+    inputs, body = inputs_and_body(module)
     if (
         not isinstance(body[-1], ast.Return)
         or not isinstance(body[-1].value, ast.Tuple)
-        or sum(isinstance(n, ast.Return) for n in ast.walk(call)) != 1
+        or sum(isinstance(n, ast.Return) for statement in body for n in ast.walk(statement)) != 1
     ):
         raise NotPlain("results of another form")
     signature = len(inputs), len(body[-1].value.elts), lowered.writes
@@ -94,6 +77,26 @@ def parse(lowered: compat.InductorOutput, num_inputs: int, num_outputs: int, wri
         )
     _check_names(body, {*inputs, *kernels})
     return Plain(ast.FunctionDef("call", _arguments(inputs), body, [], type_params=[]), kernels)  # type: ignore[call-arg]
+
+
+def inputs_and_body(module: ast.Module) -> tuple[list[str], list[ast.stmt]]:
+    """The names of the inputs of Inductor's function, and its statements behind the ones that unpack them."""
+    found = [
+        n
+        for top in module.body
+        for n in (top.body if isinstance(top, ast.ClassDef) and top.name == "Runner" else [top])
+    ]
+    calls = [n for n in found if isinstance(n, ast.FunctionDef) and n.name == "call"]
+    if len(calls) != 1:
+        raise NotPlain(f"{len(calls)} functions")
+    match calls[0].body:
+        case [
+            ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name("args")),
+            ast.Expr(ast.Call(ast.Attribute(ast.Name("args"), "clear"))),
+            *body,
+        ]:
+            return [n.id for n in names if isinstance(n, ast.Name)], body
+    raise NotPlain("arguments of another form")
 
 
 def _kernel(node: ast.stmt) -> tuple[str, CppKernel] | None:

@@ -19,6 +19,7 @@ from fzero.build import cpp_kernels, graph_pickle, worker
 from fzero.build.cache import Cache, CacheEntry, guard_inductor, host, key, logger, open_cache
 from fzero.build.calls import as_called
 from fzero.build.share import Share
+from fzero.build.shorten import shortened
 from fzero.errors import FzeroError
 from fzero.local_device import idle
 from fzero.mesh import Mesh
@@ -141,7 +142,7 @@ class _Loader:
     def _callable(self, name: str, entry: CacheEntry, path: Path) -> Callable[..., Any]:
         function, graph = self._functions[name]
         if not entry.text:
-            return as_called(function, compat.load_artifact(entry.library))
+            return as_called(function, shortened(name, compat.load_artifact(entry.library)))
         library = None
         if entry.library:
             library = self._libraries.get(entry.digest) or cpp_kernels.load_library(path)
@@ -203,7 +204,7 @@ def _compile_here(
             cache.write(keys[name], CacheEntry("", compat.artifact_bytes(artifact)))
         except (RuntimeError, AssertionError, OSError) as error:
             logger.info("%s is compiled at every start: %s", name, error)
-        made[name] = as_called(function, artifact)
+        made[name] = as_called(function, shortened(name, artifact))
         done(name)
     cache.trim()
     return made

@@ -75,6 +75,11 @@ _HEAVY = {
     aten._log_softmax_backward_data,
 }
 _HEAVY_INSIDE = {aten.gelu_backward, aten.silu_backward, aten._softmax}
+# Inductor's operations for one of ATen's that it takes apart
+_OPERATIONS: dict[object, int] = {aten.gelu: 14, aten.gelu_backward: 25, aten.silu: 6, aten.silu_backward: 12}
+_PER_PART = 6  # operations that choose a part of what is concatenated, for each
+_MOST_PARTS = 8  # of what a kernel of a GPU concatenates (Inductor's MAX_COMPLEX_POINTWISE_CAT)
+_MOST_OPERATIONS = 30  # of a value on a GPU before it is kept (its realize_opcount_threshold)
 _MOST_READS = 4  # of a value that is read twice before it is kept (Inductor's realize_reads_threshold)
 _MOST_READS_ONCE = 8  # of any value (its realize_acc_reads_threshold)
 
@@ -178,6 +183,8 @@ class _Analysis:
             and isinstance(n.meta.get("val"), torch.Tensor)
             and (self.buffer[n] is n or writes(n))
         ]
+        # values of too many operations, in another order than that of the kernel that makes and reads them
+        self.turned = set[fx.Node]()
         self.written = self._written()
         self.makers: dict[fx.Node, set[fx.Node]] = {}  # operations that compute a written value, in its kernel
         self.reads = {n: self._reads(n) for n in self.made if n in self.written}
@@ -211,6 +218,8 @@ class _Analysis:
                 largest[maker_of(node)] = max(largest[maker_of(node)], self.sizes[node])
         written = {n for n in self.made if n in self.outputs or writes(n)}
         num_reads: dict[fx.Node, int] = {}
+        operations: dict[fx.Node, int] = {}  # that compute a value from memory
+        again: set[fx.Node] = set()  # written for products alone: other readers compute them again
         heavy: set[fx.Node] = set()
         for node in self.made:
             maker, kind = maker_of(node), packet(maker_of(node))
@@ -221,18 +230,33 @@ class _Analysis:
             twice = len(readers[node]) > 1
             if kind in _HEAVY or not heavy.isdisjoint(arguments - written):
                 heavy.add(node)
+            operations[node] = self._operations(maker) + sum(
+                1 if (a in written and a not in again) or a in self.inputs else operations.get(a, 1) for a in arguments
+            )
+            long = not self.on_cpu and operations[node] > _MOST_OPERATIONS and num_reads[node] > 1
+            if long and not contiguous(node):
+                self.turned.add(node)
             many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (
                 twice and self.on_cpu and node in heavy
             )
-            if (
-                kind in PRODUCTS
-                or kind in _WRITES
-                or reduced
-                or many
-                or any(packet(r) in PRODUCTS for r in readers[node])
-            ):
+            if kind in PRODUCTS or (kind in _WRITES and not self._inlined(maker)) or reduced or long or many:
                 written.add(node)
+            elif node not in written and any(packet(r) in PRODUCTS for r in readers[node]):
+                written.add(node)
+                if num_reads[node] == 1:
+                    again.add(node)
         return written
+
+    def _inlined(self, maker: fx.Node) -> bool:
+        """Whether kernels that read a concatenation compute it."""
+        parts = maker.args[0] if packet(maker) in (aten.cat, aten.stack) else ()
+        return not self.on_cpu and 0 < len(parts) <= _MOST_PARTS  # type: ignore[arg-type]
+
+    def _operations(self, maker: fx.Node) -> int:
+        """Inductor's operations for one of ATen, its constants counted too."""
+        if self._inlined(maker):
+            return _PER_PART * len(maker.all_input_nodes)
+        return _OPERATIONS.get(packet(maker), 1 + sum(isinstance(a, int | float) for a in maker.args))
 
     def _reads(self, node: fx.Node) -> dict[fx.Node, _Read]:
         """The buffers in memory that a written value is computed from."""
@@ -284,7 +308,8 @@ class _Analysis:
                 continue
             largest = max((r.nbytes for r in self.reads[node].values()), default=0)
             for base, read in self.reads[node].items():
-                fits = read.aligned or numel(base) != numel(node)  # not what is transposed in between
+                # not what is transposed in between
+                fits = read.aligned or numel(base) != numel(node) or base in self.turned
                 if base in parent and depth[base] == depth[node] and packet(maker_of(base)) not in PRODUCTS | _WRITES:
                     if not fits:
                         continue
@@ -361,7 +386,7 @@ class _Analysis:
 
     def _vanishes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether a value is read in its own kernel alone: it never leaves the processor."""
-        if self.eager or node in self.outputs or packet(maker_of(node)) in PRODUCTS | _WRITES:
+        if self.eager or node in self.outputs | self.turned or packet(maker_of(node)) in PRODUCTS | _WRITES:
             return False
         return self.readers[node] <= inside
 

@@ -192,11 +192,13 @@ def _cast(
     """A copy in another dtype, or in its own: a result must not alias the state. With a scale to 8 bits, from the dtype
     that it is computed in otherwise."""
     if not isinstance(x, torch.Tensor):
-        out = [torch.empty_like(one, dtype=getattr(torch, dtype)) for one in x] if into is None else into
-        if isinstance(scale, Sequence):
-            scaled_matmul.cast_all(x, scale, getattr(torch, through), out)
+        to = getattr(torch, dtype)
+        out = [torch.empty_like(one, dtype=to) for one in x] if into is None else into
+        if scale is None:
+            compat.copy_alike(out, x)
         else:
-            compat.copy_all(out, x)
+            assert isinstance(scale, Sequence)
+            scaled_matmul.cast_all(x, scale, getattr(torch, through), out)
         return out
     assert not isinstance(scale, Sequence)
     x = x if scale is None else scaled_matmul.cast(x, scale, getattr(torch, through))
