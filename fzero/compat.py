@@ -388,9 +388,11 @@ def inductor_compile(
 def inductor_cache_folder() -> str:
     """The folder in which Inductor keeps its files: that of TORCHINDUCTOR_CACHE_DIR, or else of the user's name below
     the directory for temporary files."""
+    if given := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return given  # the import makes that, or fails half-way
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+    return default_cache_dir()
 
 
 def artifact_bytes(artifact: Any) -> bytes:
