@@ -134,8 +134,8 @@ def module_hooks() -> tuple[Any, ...]:
 
 
 def default_device() -> str:
-    """The name of `torch.get_default_device()`, at a tenth of its time where nobody has set one; of a device that is
-    not there too, where that raises."""
+    """The name of `torch.get_default_device()`, at a tenth of its time where nobody has set one. Where that raises, as
+    there is no such device, the name as it was set."""
     modes = [mode for mode in function_modes() if isinstance(mode, DeviceContext)]
     context = modes[-1] if modes else getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     if context is None:
