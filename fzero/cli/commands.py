@@ -58,6 +58,7 @@ _BUDGET = arg(metavar="SIZE", help_behavior_hint="(default: none)")
 _FILE = arg(metavar="FILE", help_behavior_hint="")
 _FLAG = arg(help_behavior_hint="")
 _PICTURES = (".png", ".svg")
+_SECONDS = 300.0  # of a search for a mesh
 
 
 class _Lowered(NamedTuple):
@@ -239,6 +240,8 @@ class PlanCommand(_OfTarget):
     """draw memory over the lines of the step, as .png or .svg"""
     experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
     """with --mesh auto: the parameters of experts, such as 'layers.*.experts.*', so that meshes have an axis of them"""
+    seconds: Annotated[float | None, arg(metavar="SECONDS", help_behavior_hint="(default: 300)")] = None
+    """with --mesh auto: wall-clock seconds after which no other mesh is begun; inf looks at all"""
 
     def run(self) -> int:
         with _usage():
@@ -248,6 +251,8 @@ class PlanCommand(_OfTarget):
         if self.experts:
             fix = "give --mesh auto, or fz.expert_parallel in the target's code"
             raise UsageError("mesh", "--experts is about --mesh auto", fix=fix)
+        if self.seconds is not None:
+            raise UsageError("mesh", "--seconds is about --mesh auto", fix="give --mesh auto, or leave it out")
         try:
             lowered, made, interpreter, short = self.lowered()
         except BudgetError as error:
@@ -313,6 +318,7 @@ class PlanCommand(_OfTarget):
                     memory_budget=budget,
                     experts=_named(self.experts, params),
                     backend=self.backend,
+                    seconds=_SECONDS if self.seconds is None else self.seconds,
                 )
         fits = found.found[0].plan is not None
         if fits and self.trace is not None:
