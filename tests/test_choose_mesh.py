@@ -278,6 +278,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", name, "--mesh", "auto", "--devices", "2xh100", "--budget", "100KiB"]) == 1
     first = capsys.readouterr().out.splitlines()[0]
     assert first == "fzero.choose_mesh: no mesh of 2 devices has room for the step"
+    assert main(["plan", name, "--mesh", "auto", "--devices", "2xh100", "--budget", "24GB", "--whole", "--json"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["budget"] < 24e9
     assert main(["plan", name, "--mesh", "auto"]) == 2
     assert "--devices NUMBERxNAME is wanted" in capsys.readouterr().err
 

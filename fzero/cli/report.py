@@ -48,10 +48,10 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: s
     return _print(tables(plan), "\n".join(fits))
 
 
-def print_meshes(found: MeshPlans) -> None:
-    """Prints the fastest of the meshes that were planned, as code, and then all of them."""
+def print_meshes(found: MeshPlans, model: str = "") -> None:
+    """Prints the fastest of the meshes that were planned, as code, and then all of them. `model`: code before it."""
     try:
-        text = f"{found.sentence}\n\n{found.code}"
+        text = f"{found.sentence}\n\n{model}{found.code}"
     except FzeroError as error:  # the table below has its reasons
         lines = str(error).splitlines()
         text = f"{lines[0]}\n{lines[-1]}\n"
