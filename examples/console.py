@@ -155,6 +155,17 @@ def out_of_range(args: argparse.Namespace, **ranges: tuple[float, float]) -> lis
     ]
 
 
+def short(args: argparse.Namespace) -> list[str]:
+    """The problem of a file of text, if one is given: 2 % of it are held out."""
+    if args.text is None:
+        return []
+    if not os.path.isfile(args.text) or not os.access(args.text, os.R_OK):
+        return [f"--text {args.text} is not a file that can be read"]
+    size, least = os.path.getsize(args.text), 100 * (args.seq + 1)
+    what = f"--text {args.text} has {size:,} bytes, and --seq {args.seq} takes at least {least:,}"
+    return [what] if size < least else []
+
+
 def unwritable(args: argparse.Namespace) -> list[str]:
     """Flags that name what could not be written later."""
     problems = []
@@ -173,6 +184,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     """The flags of train_gpt.py."""
     p = argparse.ArgumentParser(description=description, formatter_class=Help)
     p.add_argument("--steps", **WHOLE, default=250, help="to train")
+    p.add_argument("--text", metavar="FILE", help="train on its bytes, instead of the source of Python's library")
     p.add_argument("--layers", **WHOLE, default=4, help="of the model")
     p.add_argument("--width", **WHOLE, default=192, help="of the model")
     p.add_argument("--heads", **WHOLE, default=4, help="of attention")
@@ -246,6 +258,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
         problems += out_of_range(
             args, lr=(0, LARGE), seed=(0, 2**64 - 1), label_smoothing=(0, 1), z_loss=(0, LARGE), timeout=(1, LARGE)
         )
+        problems += short(args)
         if not problems and args.width % args.heads:
             problems.append(f"--width {args.width} is not a multiple of --heads {args.heads}")
         elif not problems and args.width // args.heads % 2:

@@ -1,6 +1,8 @@
-"""Trains a byte-level GPT on the source code of Python's standard library, under ZeRO-0 to 3, on one process or many.
+"""Trains a byte-level GPT, under ZeRO-0 to 3, on one process or many: on the source code of Python's standard library,
+or on a file of yours.
 
 torchrun --nproc-per-node 2 examples/train_gpt.py                      # about two minutes on two CPU cores
+torchrun --nproc-per-node 2 examples/train_gpt.py --text FILE          # on its bytes, of whatever language
 torchrun --nproc-per-node 3 examples/train_gpt.py --resume --zero 1    # goes on from the checkpoint, on another mesh
 torchrun --nproc-per-node 4 examples/train_gpt.py --resume --tensor 2  # each pair of processes cuts the matrices
 python examples/train_gpt.py --print-program --steps 1                 # one process, no process group
@@ -165,8 +167,9 @@ def run(args: argparse.Namespace) -> None:
     validate = fz.compile(spread(fz.eval_step(validation_loss)), mesh, backend="eager")
     predict = fz.compile(spread(fz.eval_step(logits_at)), mesh, backend="eager")  # few calls: not worth compiling
 
+    tokens = {"dtype": torch.uint8} if args.text else {}  # a file is mapped, not read
     text, held_out = fz.data.TokenDataset(
-        fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed
+        args.text or fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed, **tokens
     ).split(0.02)
     # the global batch of a step is the same on any mesh
     here = {"rank": mesh.index("data"), "size": mesh.axis_size("data")}
@@ -211,7 +214,8 @@ def run(args: argparse.Namespace) -> None:
     )
     if args.deterministic:
         say(f"sha256 of the parameters: {digest(fz.tree.leaves(train.gather(state).params))}")
-    say("a sample:\n" + sample(predict, state.params, args.seq, fz.random.key(args.seed)))
+    prompt = b"\n" if args.text else b"\n    def "
+    say("a sample:\n" + sample(predict, state.params, args.seq, fz.random.key(args.seed), prompt))
 
 
 def sample(
@@ -219,7 +223,7 @@ def sample(
     params: Any,
     seq: int,
     key: torch.Tensor,
-    prompt: bytes = b"\n    def ",
+    prompt: bytes,
     count: int = 160,
 ) -> str:
     """Text drawn byte by byte. Every rank takes part in the gathers and draws the same; one shape for all calls."""

@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.overrides import _get_current_function_mode_stack, _len_torch_function_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -133,10 +134,14 @@ def module_hooks() -> tuple[Any, ...]:
 
 
 def default_device() -> str:
-    """The name of `torch.get_default_device()`, at a tenth of its time where nobody has set one."""
-    if _len_torch_function_stack() or getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
-        return str(torch.get_default_device())
-    return "cpu"
+    """The name of `torch.get_default_device()`, at a tenth of its time where nobody has set one. Where that raises, as
+    there is no such device, the name as it was set."""
+    modes = [mode for mode in function_modes() if isinstance(mode, DeviceContext)]
+    context = modes[-1] if modes else getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    if context is None:
+        return "cpu"
+    is_there = context.device.type != "cuda" or torch.cuda.is_available()
+    return str(torch.get_default_device() if is_there else context.device)
 
 
 def default_tensor_device() -> str:
@@ -384,9 +389,11 @@ def inductor_compile(
 def inductor_cache_folder() -> str:
     """The folder in which Inductor keeps its files: that of TORCHINDUCTOR_CACHE_DIR, or else of the user's name below
     the directory for temporary files."""
+    if given := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return given  # the import makes that, or fails half-way
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+    return default_cache_dir()
 
 
 def artifact_bytes(artifact: Any) -> bytes:

@@ -8,9 +8,25 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from fzero import compat
 from fzero.errors import DivergenceError, FzeroValueError
 from fzero.ranks.notes import Notes, timed_out
 from fzero.ranks.rendezvous import absent, replaced
+
+
+def check_default(owner: str, device_type: str) -> None:
+    """Raises where new tensors of this process go to a kind of device that a mesh has not: those of a state would.
+
+    Raises:
+        FzeroValueError: naming the default device.
+    """
+    default = compat.default_device()
+    if default.partition(":")[0] in ("cpu", device_type):
+        return
+    what = f"the default device is {default!r}, and the mesh has {device_type!r}"
+    problems = [f"torch.set_default_device({default!r}), or torch.device({default!r}) around this call"]
+    fix = f"torch.set_default_device(None) before; have torch.device({default!r}) around the making of a model alone"
+    raise FzeroValueError(owner, what, problems, fix)
 
 
 def choose_device(

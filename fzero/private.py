@@ -1,5 +1,5 @@
-"""Finds out who else could change what lies at a path: each directory and each link on the way there counts. Imports
-no PyTorch: the process that watches a rank stays small."""
+"""Finds out who else could change what lies at a path: each directory and each link on the way there counts; and
+whether a folder can be written to. Imports no PyTorch: the process that watches a rank stays small."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import grp
 import os
 import pwd
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 
 _LINKS = 40  # followed on the way, as many as Linux follows
@@ -46,6 +47,16 @@ def exposed(
             return f"{place} is open to other users"
         if mode & 0o002 or (mode & 0o020 and not _is_own(about.st_gid)) or (is_last and mode & others):
             return f"{place} can be written to by other users"
+    return None
+
+
+def not_writable(folder: str | os.PathLike[str]) -> str | None:
+    """Why nothing can be kept in a folder, found by trying: a superuser's permissions say nothing."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        return f"{folder} cannot be written to: {error.strerror or error}"
     return None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,13 +225,61 @@ def test_a_step_that_compresses_is_planned_on_every_mesh_with_codes(formats: str
     assert "exchange:data" in found.best.planned.channels or formats == "auto"
 
 
+def timed(patch: pytest.MonkeyPatch, trace: float = 0.0) -> None:
+    """Time that passes as candidates are planned, a second each, after the trace of one device."""
+    now, planned, checked = [0.0], choose_mesh_file._Search._planned, MeshBounds.check
+
+    def passing(fn: Any, seconds: float) -> Any:
+        def run(*args: Any) -> Any:
+            now[0] += seconds
+            return fn(*args)
+
+        return run
+
+    patch.setattr(choose_mesh_file._Search, "_planned", passing(planned, 1.0))
+    patch.setattr(MeshBounds, "check", passing(checked, trace))
+    patch.setattr(choose_mesh_file, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+
+@pytest.mark.usefixtures("unpruned")
+def test_a_search_that_ends_early_says_what_it_did_not_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, params, batch = given(rows=8)
+    asked: dict[str, Any] = {"devices": 2, "device": "h100", "rules": {"up": 1, "down": 0}}
+    search = functools.partial(fz.choose_mesh, step, params, batch, **asked)
+    timed(monkeypatch)
+    whole, few = search(), search(seconds=2)
+    assert whole.stopped is None and "proven" not in whole.sentence and search(seconds=99).data() == whole.data()
+    assert few.num_planned == 2 and few.num_planned + few.num_untried == whole.num_planned
+    untried = [x for x in few.found if x.plan is None]
+    assert all(x.refused.startswith("no time; at least ") for x in untried) and few.stopped == 2
+    seconds = {(x.mesh, x.title): x.planned.step_seconds for x in whole.found}
+    missed = [seconds[key] for x in untried if (key := (x.mesh, x.title)) in seconds]
+    assert missed and few.least_untried <= min(missed) and few.best.title in ("ZeRO-1", "ZeRO-3")
+    first, second = few.sentence.splitlines()
+    assert first == "ZeRO alone is the fastest of those planned"
+    assert second.startswith(
+        f"not proven best: ended after 2 s, 2 planned; {few.num_untried} candidates untried cannot"
+    )
+    assert str(few).startswith(first) and str(few).index("fz.make_mesh") < str(few).index("left out")
+    assert few.data()["untried"] == few.num_untried and whole.data()["untried_least_seconds"] is None
+    for wrong in (0, -1, "long"):
+        with pytest.raises(FzeroValueError, match="seconds="):
+            search(seconds=wrong)
+    timed(monkeypatch, trace=5.0)
+    with pytest.raises(FzeroValueError, match=r"(?s)that has room was planned within 2 s.*no time.*fz.lower\(step"):
+        _ = search(seconds=2).best
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{__file__}:target"
     assert main(["plan", name, "--mesh", "auto", "--devices", "2xh100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == 2 and math.isfinite(found["candidates"][0]["step_seconds"])
     assert main(["plan", name, "--mesh", "auto", "--devices", "2xh100", "--budget", "100KiB"]) == 1
-    assert "no mesh has room" in capsys.readouterr().out
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "fzero.choose_mesh: no mesh of 2 devices has room for the step"
+    assert main(["plan", name, "--mesh", "auto", "--devices", "2xh100", "--budget", "24GB", "--whole", "--json"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["budget"] < 24e9
     assert main(["plan", name, "--mesh", "auto"]) == 2
     assert "--devices NUMBERxNAME is wanted" in capsys.readouterr().err
 
@@ -244,3 +294,8 @@ def test_the_command_names_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ups: no parameter has such a name" in (said := capsys.readouterr().err) and "router" in said
     assert main(["plan", *name, "data=2", "--device", "h100", "--experts", "up"]) == 2
     assert "--experts is about --mesh auto" in capsys.readouterr().err
+    assert main(["plan", *name, "data=2", "--device", "h100", "--seconds", "9"]) == 2
+    assert "--seconds is about --mesh auto" in capsys.readouterr().err
+    assert main(["plan", *name, "auto", "--devices", "2xh100", "--seconds", "inf"]) == 0
+    said = capsys.readouterr().out
+    assert said.index("fz.make_mesh(") < said.index("meshes of 2 ") and "proven" not in said

@@ -636,6 +636,10 @@ def test_switches_read_the_short_way_are_those_of_pytorch(monkeypatch) -> None:
     with torch.device("meta"):
         assert compat.default_device() == str(torch.get_default_device()) == "meta"
         assert len(compat.function_modes()) == 1
+        with torch.device("cuda:9"):
+            assert compat.default_device() == "cuda:9"
+        with torch.device("cuda"):
+            assert compat.default_device().startswith("cuda")
     try:
         torch.set_default_device("meta")
         assert compat.default_device() == "meta"

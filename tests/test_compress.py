@@ -3,6 +3,8 @@ and what is refused."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -449,13 +451,55 @@ def test_wrong_arguments_are_all_named() -> None:
         fz.compress(params=None, grads={"node": None})
 
 
+NODES = fz.shard_params(axis=("data", "node"))
+ALONE = {
+    "zero": (fz.AbstractMesh(data=1), fz.shard_params(), fz.compress()),
+    "data_parallel": (fz.AbstractMesh(data=1), fz.data_parallel(), fz.compress(grads="int4")),
+    "two axes": (fz.AbstractMesh(node=1, data=1), NODES, fz.compress(grads={"data": "int8", "node": "int4"})),
+    "one named": (fz.AbstractMesh(node=1, data=2), NODES, fz.compress(axis="node")),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_over_an_axis_of_one_rank_it_is_the_step_without_it(name: str) -> None:
+    mesh, zero, coded = ALONE[name]
+    assert lowered(zero, coded, mesh=mesh).program.lines == lowered(zero, mesh=mesh).program.lines
+
+
+def shrunk(path: str, coded: bool) -> tuple[str, float, list[torch.Tensor]]:
+    """A step of an elastic run, on however many ranks there are now, from what the run before saved."""
+
+    def main(run: Any) -> tuple[str, float, list[torch.Tensor]]:
+        transforms = [fz.shard_params(), *([fz.compress()] if coded else [])]
+        train = fz.compile(step_of(fz.compose(*transforms)), run.mesh, backend="eager")
+        state = run.state(train, params(), path=path)
+        batch, loss = BATCH.chunk(run.mesh.size)[run.mesh.rank], 0.0
+        for _ in run.steps(state, int(state.step) + 1):
+            state, metrics = train(state, batch)
+            run.keep(state)
+            loss = float(metrics["loss"])
+        run.save(state)
+        return run.source, loss, [x.clone() for x in fz.tree.leaves(train.gather(state).params)]
+
+    return fz.run(main, device="cpu")
+
+
+def test_a_run_shrinks_to_one_rank_and_grows_again(run_ranks: Any, tmp_path: Path) -> None:
+    path, found = str(tmp_path / "run"), list[Any]()
+    for ranks in (2, 1, 2):
+        if ranks == 1:
+            shutil.copytree(path, tmp_path / "plain")
+            plain = run_ranks(1, shrunk, str(tmp_path / "plain"), False)[0]
+        found += [run_ranks(ranks, shrunk, path, True)[0]]
+    assert [source for source, _, _ in found] == ["init", "disk", "disk"]
+    assert found[1][1] == plain[1] and all(map(torch.equal, found[1][2], plain[2]))
+    assert found[2][1] < found[1][1] < found[0][1]
+
+
 def test_what_nothing_would_compress_is_refused_by_name() -> None:
     zero = fz.shard_params()
-    for mesh in (fz.AbstractMesh(data=1), fz.AbstractMesh(data=1, node=1)):
-        with pytest.raises(
-            FzeroValueError, match=r"fzero.compress: does nothing(?s:.*)there is one rank along each axis"
-        ):
-            lowered(zero, fz.compress(), mesh=mesh)
+    with pytest.raises(FzeroValueError, match=r"does nothing(?s:.*)no transform shards leaves or divides the batch"):
+        lowered(fz.compress(), mesh=fz.AbstractMesh(data=1))
     with pytest.raises(FzeroValueError, match=r"does nothing(?s:.*)left out by `where`"):
         lowered(zero, fz.compress(where=lambda path, leaf: leaf.numel() > 1_000_000))
     with pytest.raises(FzeroValueError, match=r"unknown mesh axis(?s:.*)'node': the mesh has data=2"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -301,15 +302,26 @@ def test_wrong_arguments_are_all_named() -> None:
         fz.compress("auto", every=2, decisions=[(2, PLAIN), (0, CODED)])
 
 
-def alone() -> str:
-    step = fz.compose(fz.shard_params(), fz.compress("auto", every=2))(STEP)
-    train = fz.compile(step, fz.make_mesh(), backend="eager")
-    try:
-        train(train.init(params(64)), BATCH)
-    except FzeroValueError as error:
-        return str(error)
-    return ""
+def elastic(patch: pytest.MonkeyPatch, path: str, num: int) -> tuple[list[Any], list[torch.Tensor]]:
+    """Goes on from a checkpoint, where there is one, for so many steps: the decisions, and the parameters."""
+    run = Run(patch)
+    state = run.train.restore(path, params(64)) if fz.checkpoint.find(path) else run.train.init(params(64))
+    state = run.steps(state, num)
+    fz.checkpoint.save(path, state)
+    return [(step, [tuple(x) for x in formats]) for step, formats in run.train.formats], run.whole(state)
 
 
-def test_one_rank_is_refused(run_ranks: Any) -> None:
-    assert "there is one rank along each axis" in run_ranks(1, alone)[0]
+def test_one_rank_decides_nothing_and_keeps_what_was_decided(on_ranks: Any, tmp_path: Path) -> None:
+    coded = [(0, [("data", "int8", "int8")])]
+    for ranks, num, expected in ((2, 1, coded), (1, 5, coded), (2, 1, coded)):
+        assert [found for found, _ in on_ranks(elastic, str(tmp_path / "run"), num, ranks=ranks)] == [expected] * ranks
+    # begun on one rank, decided as soon as there are two
+    for ranks, num, expected in ((1, 3, []), (2, 1, [(3, coded[0][1])])):
+        found = on_ranks(elastic, str(tmp_path / "alone"), num, ranks=ranks)
+        assert [decisions for decisions, _ in found] == [expected] * ranks
+        if ranks == 1:
+            plain = fz.compile(STEP, fz.make_mesh(), backend="eager")
+            state = plain.init(params(64))
+            for _ in range(num):
+                state, _ = plain(state, BATCH)
+            assert all(map(torch.equal, found[0][1], fz.tree.leaves(state.params)))

@@ -202,6 +202,8 @@ BAD_FLAGS = {
         "inf",
     ),
     "--json no/where.json is not a file in a folder that exists": ("--json", "no/where.json"),
+    "--text no/where is not a file that can be read": ("--text", "no/where"),
+    f"--text {__file__} has": ("--text", __file__, "--seq", 100_000),
     f"--out {__file__}/runs: {__file__} is not a folder that can be written": ("--out", f"{__file__}/runs"),
 }
 
@@ -249,6 +251,20 @@ def test_a_damaged_checkpoint_is_not_started_over(run_ranks, straight, tmp_path)
     assert done.stderr.count(f"{file} is not a folder that can be written") == 1 and "training" not in done.stdout, (
         done.stderr
     )
+
+
+def test_a_text_of_the_users_own(run_ranks, tmp_path):
+    """As short as can be: the loss falls, the sample is of its bytes; another text is refused on resume."""
+    mine, out = tmp_path / "mine.txt", ("--out", tmp_path / "out", "--json", tmp_path / "log", "--lr", 2e-2)
+    mine.write_text("ab\n" * 1100)
+    EXAMPLE.on(run_ranks, "--text", mine, "--steps", 60, *out, ranks=2)
+    found = records(tmp_path / "log")
+    assert found[-1]["loss"] < 0.5 < 5 < found[0]["loss"]
+    again = EXAMPLE.on(run_ranks, "--text", mine, "--steps", 60, *out, "--resume", ranks=2)
+    assert again.stdout.partition("a sample:\n")[2].count("ab\n") > 20
+    mine.write_text("ba\n" * 1100)
+    refused = EXAMPLE.on(run_ranks, "--text", mine, "--steps", 61, *out, "--resume", ranks=2, code=2)
+    assert "digest: saved with" in refused.stderr
 
 
 def test_other_data_is_refused_on_resume(run_ranks, straight, tmp_path):

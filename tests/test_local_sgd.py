@@ -433,18 +433,20 @@ def test_it_is_not_the_plain_step() -> None:
         fz.testing.check_equivalent(composed("shard_params"), first(12), {"x": torch.zeros(4, 16)}, fz.make_mesh())
 
 
-def in_a_run() -> str:
+def in_a_run(replicas: int) -> str:
     def main(run: Any) -> str:
         train = fz.compile(composed("shard_params"), run.mesh, backend="eager")
         with pytest.raises(FzeroValueError, match="states of their own") as caught:
             run.state(train, first(12))
         return str(caught.value)
 
-    return fz.run(main, device="cpu", replica=2, data=1)
+    return fz.run(main, device="cpu", replica=replicas, data=1)
 
 
-def test_a_run_refuses_it(run_ranks: Any) -> None:
-    assert all("train.sync" in text for text in run_ranks(2, in_a_run))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_refuses_it(run_ranks: Any, replicas: int) -> None:
+    """On one rank too, before there are two."""
+    assert all("train.sync" in text for text in run_ranks(replicas, in_a_run, replicas))
 
 
 def test_a_budget_holds_a_sync_too() -> None:

@@ -597,6 +597,36 @@ def test_what_cannot_be_divided() -> None:
         fz.compile(pipelined(2), fz.make_mesh(data=1, pipe=1), backend="eager")
 
 
+class Normed(torch.nn.Module):
+    def __init__(self, norm: Any):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(16, 16), norm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.linear(x)).relu()
+
+
+def test_leaves_that_the_step_writes_are_named_and_the_ways_out_are_taken() -> None:
+    mesh, batch = AbstractMesh(pipe=2), {"input": torch.empty(8, 16, device="meta")}
+
+    def lowered(norm: Any, freeze: bool = False) -> Any:
+        layers = [Normed(norm) for _ in range(4)]
+        for x in layers:
+            x.norm.train(not freeze)
+        model = fz.functionalize(torch.nn.Sequential(*layers), blocks=[Normed])
+        step = model.train_step(optim.sgd(0.1), lambda out, batch: out.square().mean())
+        step = fz.compose(fz.accumulate(2, vertical=True), fz.pipeline())(step)
+        return fz.lower(step, mesh, model.params, batch)
+
+    with pytest.raises(FzeroValueError) as caught:
+        lowered(torch.nn.BatchNorm1d)
+    said = str(caught.value)
+    assert "the step writes 12 leaves" in said and "params[0]['norm']['running_mean']: float32[16]" in said
+    assert "... 7 more" in said and "torch.nn.GroupNorm" in said and "norm.eval() before fz.functionalize" in said
+    for given in ((lambda width: torch.nn.GroupNorm(4, width), False), (torch.nn.BatchNorm1d, True)):
+        assert len(lowered(*given).programs) == 2
+
+
 def together(grads: Any, state: Any, params: Any) -> Any:
     """An update of each leaf by another one."""
     layers = grads["layers"]

@@ -288,3 +288,24 @@ def test_it_ends_when_it_has_printed(saved: Any) -> None:
     found = subprocess.run(args, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0 and "the process in all" in found.stdout, found.stderr
     assert resident() > 50 << 20
+
+
+def test_every_mesh_of_a_model_is_planned(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the sequences of all devices together; the code makes the model, then the mesh that is fastest."""
+    asked = ["plan", "--hf", saved("llama"), "--mesh", "auto", "--devices", "2xh100"]
+    assert main([*asked, "--batch", "2", "--accumulate", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["candidates"][0]
+    assert found["rows"] == 2 * 2 * 2 and best["axes"] == {"data": 2}
+    made: dict[str, Any] = {}
+    exec(found["model"], made)
+    step = fz.compose(*(eval(code, {"fz": fz}) for code in best["transforms"]))(made["step"])
+    ids = torch.empty(4, 32, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    mesh = fz.AbstractMesh(data=2).of_type("cuda")
+    limit = found["budget"]
+    plan = fz.lower(step, mesh, made["model"].params, batch, device="h100", memory_budget=limit).plan
+    assert plan.step_seconds == pytest.approx(best["step_seconds"], rel=0.02)
+    assert main([*asked, "--tensor", "2", "--zero", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "--tensor does not go with --mesh auto" in said and "--zero does not go with --mesh auto" in said

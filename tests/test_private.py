@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.build import cache
-from fzero.build.cache import CacheEntry, guard_inductor, open_cache
+from fzero import inductor_folder
+from fzero.build.cache import CacheEntry, open_cache
 from fzero.elastic import host
 from fzero.errors import CheckpointError, FzeroValueError
+from fzero.inductor_folder import guard_inductor
 from fzero.private import exposed
 
 OTHER = 12345  # no user of this machine
@@ -101,7 +102,8 @@ def test_inductor_does_not_use_a_folder_that_another_user_made(
     os.chown(theirs, OTHER, OTHER)
     monkeypatch.setenv("FZERO_CACHE", str(mine))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back
-    monkeypatch.setattr(cache.compat, "inductor_cache_folder", lambda: os.environ["TORCHINDUCTOR_CACHE_DIR"] or theirs)
+    given = lambda: os.environ["TORCHINDUCTOR_CACHE_DIR"] or str(theirs)  # noqa: E731
+    monkeypatch.setattr(inductor_folder.compat, "inductor_cache_folder", given)
     guard_inductor()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(mine / "inductor") and exposed(mine / "inductor") is None
     assert f"Inductor's files go to {mine / 'inductor'}: {theirs} belongs to the user {OTHER}" in caplog.text
@@ -112,6 +114,45 @@ def test_inductor_does_not_use_a_folder_that_another_user_made(
     with pytest.raises(FzeroValueError, match="Inductor has no place for its files") as error:
         guard_inductor()
     assert "set TORCHINDUCTOR_CACHE_DIR" in str(error.value)
+
+
+STEP = """
+import logging
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+import torch, fzero as fz
+step = fz.shard_params(fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(0.1)))
+fz.lower(step, fz.AbstractMesh(data=2), {"w": torch.ones(64, 64)}, torch.ones(32, 64))
+train = fz.compile(step, fz.make_mesh(), backend=BACKEND)
+state, metrics = train(train.init({"w": torch.ones(64, 64)}), torch.ones(32, 64))
+print(int(state.step))
+"""
+NOWHERE = "/sys/kernel"  # not even root can write there
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "said"),
+    [
+        ("inductor", {"TORCHINDUCTOR_CACHE_DIR": NOWHERE}, "Inductor's files go to HOME/.cache/fzero/inductor: "),
+        ("eager", {"TORCHINDUCTOR_CACHE_DIR": f"{NOWHERE}/x"}, "Inductor's files go to HOME/.cache/fzero/inductor: "),
+        ("inductor", {"TMPDIR": NOWHERE, "FZERO_CACHE": NOWHERE}, f"{NOWHERE} cannot be written to"),
+        (
+            "eager",
+            {"TORCHINDUCTOR_CACHE_DIR": NOWHERE, "FZERO_CACHE": NOWHERE},
+            "fzero.compile: Inductor has no place for its files, which are run",
+        ),
+    ],
+    ids=["Inductor's folder", "one that cannot be made", "temporary files", "no folder"],
+)
+def test_folders_that_cannot_be_written_to(home: Path, backend: str, given: dict[str, str], said: str) -> None:
+    """In a fresh interpreter: to import Dynamo makes the folder."""
+    if os.access(NOWHERE, os.W_OK) and os.geteuid() != 0:
+        pytest.skip(f"{NOWHERE} can be written to")
+    env = {k: v for k, v in os.environ.items() if k not in ("TORCHINDUCTOR_CACHE_DIR", "FZERO_CACHE", "XDG_CACHE_HOME")}
+    env |= {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"), **given}
+    script = STEP.replace("BACKEND", repr(backend))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=240)
+    assert said.replace("HOME", str(home)) in done.stderr, done.stderr
+    assert (done.stdout == "1\n") == (done.returncode == 0) == ("no place" not in said)
 
 
 @root_alone

@@ -26,7 +26,7 @@ import torch
 
 from fzero import compat
 from fzero.errors import FzeroValueError
-from fzero.private import exposed
+from fzero.private import exposed, not_writable
 from fzero.program.ir import Function
 from fzero.trace.reads import deterministic
 from fzero.trace.recorder import Recorded
@@ -150,40 +150,13 @@ def open_cache() -> Cache | None:
         if (why := exposed(folder)) is not None:
             logger.warning("the cache %s is not used: %s, and what a cache holds is run", folder, why)
             return None
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        why = not_writable(folder)
     except OSError as error:
-        logger.warning("the cache %s is not used: %s", folder, error)
+        why = str(error)
+    if why is not None:
+        logger.warning("the cache %s is not used: %s", folder, why)
         return None
     return Cache(folder, limit)
-
-
-def guard_inductor() -> None:
-    """Has Inductor keep its own files where no other user can change them: by default that is a folder of the
-    directory for temporary files, whose name anybody can foresee. One that others have made, or can write to, is
-    replaced by a folder beside the cache's, and a line in the log says so.
-
-    Raises:
-        FzeroValueError: there is no other place.
-    """
-    given = compat.inductor_cache_folder()
-    with contextlib.suppress(OSError):  # `exposed` says why it is of no use
-        os.makedirs(given, mode=0o700, exist_ok=True)
-    if (why := exposed(given, 0o002)) is None:
-        return
-    where = os.environ.get("FZERO_CACHE") or ""
-    folder = Path(where if where not in ("", "off") else "~/.cache/fzero").expanduser() / "inductor"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        second = exposed(folder, 0o002)
-    except OSError as error:
-        second = str(error)
-    if second is not None:
-        problems, fix = [why, second], "set TORCHINDUCTOR_CACHE_DIR to a folder in a directory of your own"
-        what = "Inductor has no place for its files, which are run"
-        raise FzeroValueError("compile", what, problems, fix)
-    logger.warning("Inductor's files go to %s: %s, and what lies there is run", folder, why)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def _limit() -> int:

@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from fzero import compat, random
 from fzero.build import cpp_kernels, graph_pickle, worker
-from fzero.build.cache import Cache, CacheEntry, guard_inductor, host, key, logger, open_cache
+from fzero.build.cache import Cache, CacheEntry, host, key, logger, open_cache
 from fzero.build.calls import as_called
 from fzero.build.share import Share
 from fzero.build.shorten import shortened
@@ -36,7 +36,6 @@ Functions = Mapping[str, tuple[Function, Recorded]]
 def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str, Callable[..., Any]]:
     """See `build.build`. `device`: that they run on, the mesh's or its host."""
     start = time.perf_counter()
-    guard_inductor()
     cache = open_cache()
     keys = {name: key(graph, function, device) for name, (function, graph) in functions.items()}
     load = _Loader(functions, keys)

@@ -58,6 +58,7 @@ _BUDGET = arg(metavar="SIZE", help_behavior_hint="(default: none)")
 _FILE = arg(metavar="FILE", help_behavior_hint="")
 _FLAG = arg(help_behavior_hint="")
 _PICTURES = (".png", ".svg")
+_SECONDS = 300.0  # of a search for a mesh
 
 
 class _Lowered(NamedTuple):
@@ -172,7 +173,8 @@ class _OfTarget:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         if self.devices is not None:
             number, device = get_devices(self.devices, kind)
-            return _axes(self.mesh) if self.mesh else self.model.axes(number), device
+            given = self.mesh and self.mesh != ("auto",)
+            return _axes(self.mesh) if given else self.model.axes(number), device
         return _axes(self.mesh), get_device(self.device, kind)
 
     def _check(self) -> None:
@@ -239,6 +241,8 @@ class PlanCommand(_OfTarget):
     """draw memory over the lines of the step, as .png or .svg"""
     experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
     """with --mesh auto: the parameters of experts, such as 'layers.*.experts.*', so that meshes have an axis of them"""
+    seconds: Annotated[float | None, arg(metavar="SECONDS", help_behavior_hint="(default: 300)")] = None
+    """with --mesh auto: wall-clock seconds after which no other mesh is begun; inf looks at all"""
 
     def run(self) -> int:
         with _usage():
@@ -248,6 +252,8 @@ class PlanCommand(_OfTarget):
         if self.experts:
             fix = "give --mesh auto, or fz.expert_parallel in the target's code"
             raise UsageError("mesh", "--experts is about --mesh auto", fix=fix)
+        if self.seconds is not None:
+            raise UsageError("mesh", "--seconds is about --mesh auto", fix="give --mesh auto, or leave it out")
         try:
             lowered, made, interpreter, short = self.lowered()
         except BudgetError as error:
@@ -286,24 +292,31 @@ class PlanCommand(_OfTarget):
 
     def _choose(self) -> int:
         """Plans every mesh, with the parallel transforms for each."""
-        problems = [] if self.target else ["MODULE:FUNCTION is wanted: a step without parallel transforms"]
+        problems = [] if self.target or self.model.hf else ["MODULE:FUNCTION or --hf DIR is wanted"]
+        problems += [f"both {self.target} and --hf {self.model.hf}"] if self.target and self.model.hf else []
         problems += [] if self.devices else ["--devices NUMBERxNAME is wanted, such as 64xh100"]
-        given = {"hf": self.model.hf, "device": self.device, "host-budget": self.host_budget}
+        given = {"device": self.device, "host-budget": self.host_budget}
         given["disk-budget"] = self.disk_budget
         problems += [f"--{name} does not go with --mesh auto" for name, value in given.items() if value is not None]
-        if problems or self.target is None or self.devices is None:
+        if problems or self.devices is None:
             fix = "e.g. fzero plan FILE.py:FUNCTION --mesh auto --devices 64xh100"
             raise UsageError("mesh", "--mesh auto plans every mesh of a number of devices", problems, fix)
         with _usage():
             number, device = get_devices(self.devices, "cuda" if torch.cuda.is_available() else "cpu")
             budget = self.budget_bytes
         with shown("fzero.plan", lambda: "planning every mesh"):
-            step, params, batch = load(self.target)
+            made = None
+            if self.target is not None:
+                step, params, batch = load(self.target)
+            else:
+                of = self.model.of_all(number)
+                made = script(of, {"data": 1}, device.devices_per_host, {})
+                step, params, batch, _ = load_model(of, made)
             if not isinstance(step, Step):
                 raise UsageError(
                     "mesh", f"{self.target} returns an evaluation", fix="--mesh auto is for training steps"
                 )
-            with users_code(self.target):
+            with users_code(self.target or ""):
                 found = choose_mesh(
                     step,
                     params,
@@ -313,6 +326,7 @@ class PlanCommand(_OfTarget):
                     memory_budget=budget,
                     experts=_named(self.experts, params),
                     backend=self.backend,
+                    seconds=_SECONDS if self.seconds is None else self.seconds,
                 )
         fits = found.found[0].plan is not None
         if fits and self.trace is not None:
@@ -320,9 +334,9 @@ class PlanCommand(_OfTarget):
         if fits and self.picture is not None:
             found.best.planned.save_picture(self.picture, found.budget)
         if self.json:
-            print(json_.dumps(found.data(), indent=1))
+            print(json_.dumps(found.data() | ({} if made is None else {"model": made.model}), indent=1))
         else:
-            report.print_meshes(found)
+            report.print_meshes(found, "" if made is None else made.model)
         return 0 if fits else 1
 
 

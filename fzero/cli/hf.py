@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple
@@ -68,6 +68,18 @@ class OfModel:
     def given(self) -> list[str]:
         """The flags that are not as they are by default."""
         return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+
+    def of_all(self, number: int) -> OfModel:
+        """A step of so many devices together, whose mesh is searched for: their sequences, on one device.
+
+        Raises:
+            UsageError: flags for what is searched for.
+        """
+        searched = {"zero", "tensor", "vertical", "offload", "scratch"}.intersection(self.given)
+        if problems := [f"--{name} does not go with --mesh auto" for name in sorted(searched)]:
+            fix = "leave them out: they are searched for; --batch and --accumulate say how many sequences a step has"
+            raise UsageError("mesh", "--mesh auto plans every mesh of a number of devices", problems, fix)
+        return replace(self, batch=self.batch * self.accumulate * number, accumulate=1)
 
     def axes(self, number: int) -> dict[str, int]:
         """The mesh of so many devices."""

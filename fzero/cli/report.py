@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from fzero.cli.answer import Answer
+from fzero.errors import FzeroError
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.mesh_plans import MeshPlans
 from fzero.plan.devices import Device
@@ -47,10 +48,14 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: s
     return _print(tables(plan), "\n".join(fits))
 
 
-def print_meshes(found: MeshPlans) -> None:
-    """Prints the meshes that were planned, and the fastest as code."""
-    text = f"{found.sentence}\n\n{found.code}" if found.found[0].plan is not None else "no mesh has room for the step"
-    _print(found.tables(), text)
+def print_meshes(found: MeshPlans, model: str = "") -> None:
+    """Prints the fastest of the meshes that were planned, as code, and then all of them. `model`: code before it."""
+    try:
+        text = f"{found.sentence}\n\n{model}{found.code}"
+    except FzeroError as error:  # the table below has its reasons
+        lines = str(error).splitlines()
+        text = f"{lines[0]}\n{lines[-1]}\n"
+    _print(found.tables(), first=text)
 
 
 def print_answer(found: Answer) -> None:
@@ -144,8 +149,10 @@ def program_data(program: Program) -> dict[str, Any]:
     }
 
 
-def _print(shown: Sequence[TextTable], last: str = "") -> None:
+def _print(shown: Sequence[TextTable], last: str = "", first: str = "") -> None:
     console = Console()
+    if first:
+        console.print(first, highlight=False, soft_wrap=True, markup=False)
     if console.is_terminal:
         draw(shown, console)
     else:

@@ -183,7 +183,7 @@ class Run:
         if problems:
             fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
             raise FzeroValueError("run.state", "invalid arguments", problems, fix)
-        if (replicas := find(train.resolved.transforms, LocalSGD)) is not None and self.mesh.size > 1:
+        if (replicas := find(train.resolved.transforms, LocalSGD)) is not None:  # of one rank too: more may come
             what = f"{replicas}: replicas have states of their own, and hosts keep one of what ranks hold in common"
             fix = "run it without fz.run: make_mesh, and fz.checkpoint.save(path, train.sync(state))"
             raise FzeroValueError("run.state", what, fix=fix)
@@ -540,7 +540,9 @@ class Run:
     def _ward(self, train: CompiledStep) -> Ward | None:
         """The source of what another rank sends in this step, if one does."""
         spec = find(train.resolved.transforms, Redundant)
-        if spec is None or self.mesh.size == 1:
+        if spec is None or self.mesh.axes.get(spec.axis, 1) == 1:
+            if spec is not None and self.mesh.size > 1 and self.mesh.rank == 0:
+                logger.warning("fzero.run: one rank along %r: nothing is sent, a lost host goes to disk", spec.axis)
             return None
         if spec.every % self._every:
             what = f"{spec} sends states that fz.run(every={self._every}) does not keep"

@@ -4,8 +4,9 @@ A candidate (mesh_candidates.py) is lowered as if the user had written it, so wh
 
 [Note: best first] Planning a candidate takes seconds to minutes, and a lower bound of its seconds and bytes
 (mesh_bounds.py) one trace for all candidates with the same cut of values. Candidates are looked at in order of their
-bounds, ZeRO alone before all others. One whose bound is no more than 2 % below the fastest plan is left out: so the
-first of the table takes at most 2 % longer than the best of all.
+bounds, ZeRO alone before all others. So a search that ends early has a plan, and a bound on all that it did not come
+to. One whose bound is no more than 2 % below the fastest plan is left out: so the first of the table takes at most 2 %
+longer than the best of all.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fzero import tree
-from fzero.arguments import keywords
+from fzero.arguments import keywords, number
 from fzero.errors import BudgetError, FzeroError, FzeroTypeError, FzeroValueError, TransformError
 from fzero.lowering.at_rest import shortage
 from fzero.lowering.budget import Budget
@@ -61,6 +63,7 @@ def choose_mesh(
     rules: Rules | None = None,
     experts: Where | None = None,
     backend: str = "inductor",
+    seconds: float | None = None,
 ) -> MeshPlans:
     """Plans a step on the meshes of a number of devices, with the parallel transforms for each. No device is touched.
 
@@ -80,6 +83,8 @@ def choose_mesh(
         rules: of `tensor_parallel`; by default they are chosen for each size.
         experts: `where` of `expert_parallel`: which parameters are of experts; without it there is no axis of experts.
         backend: as for `lower`.
+        seconds: after which no other candidate is begun; the answer then says how much faster those untried may be. It
+            depends on the machine: choose once, not on every rank. By default all are looked at.
 
     Returns:
         The candidates, the fastest first, then those left out: `.best.step` and `.best.axes` to go on with, `.code` to
@@ -87,7 +92,7 @@ def choose_mesh(
 
     Raises:
         FzeroTypeError: no training step; `devices` that are no whole number.
-        FzeroValueError: a batch whose leaves have different numbers of rows.
+        FzeroValueError: a batch whose leaves have different numbers of rows; no `seconds`.
         TransformError: a step that has parallel transforms of its own.
         FzeroError: whatever is wrong with the step on one device.
 
@@ -115,6 +120,9 @@ def choose_mesh(
     if (spec := find(step.transforms, LocalSGD)) is not None:
         raise TransformError("choose_mesh", "replicas are not searched for", [str(spec)], fix=_OF_A_REPLICA)
     check_backend_name("choose_mesh", backend)
+    begun = time.monotonic()
+    if problems := [] if seconds is None else number("seconds", seconds, above=0):
+        raise FzeroValueError("choose_mesh", "invalid arguments", problems, "e.g. seconds=300; None looks at all")
     params = abstract(params) if callable(params) else params
     rows = _rows(batch)
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
@@ -122,8 +130,20 @@ def choose_mesh(
     asked = MeshRequest(
         with_first_dtype(step, None), params, batch, rows, rates, budget, rules, experts, backend, devices
     )
-    found, planned = _Search(asked).run()
-    return MeshPlans(devices, rates, budget, rows, tuple(sorted(found, key=_order)), planned)
+    search = _Search(asked)
+    found = search.run(math.inf if seconds is None else begun + seconds)
+    untried = search.untried
+    return MeshPlans(
+        devices,
+        rates,
+        budget,
+        rows,
+        tuple(sorted(found, key=_order)),
+        search.planned,
+        seconds if untried else None,
+        len(untried),
+        min(untried, default=0.0),
+    )
 
 
 def _rows(batch: Any) -> int:
@@ -140,20 +160,26 @@ def _tensors(batch: Any) -> dict[str, torch.Tensor]:
 
 
 class _Search:
-    """See [Note: best first]."""
+    """See [Note: best first].
+
+    Attributes:
+        planned: the number of plans.
+        untried: the least seconds of each candidate that may be faster, and that there was no time for.
+    """
 
     def __init__(self, asked: MeshRequest):
         self.asked, self.bounds = asked, MeshBounds(asked)
+        self.planned, self.untried = 0, list[float]()
 
-    def run(self) -> tuple[list[MeshPlan], int]:
-        """The candidates, of each family one, and the number of those planned: see [Note: best first]."""
+    def run(self, until: float = math.inf) -> list[MeshPlan]:
+        """The candidates, of each family one: see [Note: best first]. `until`: the time after which none is begun."""
         self.bounds.check()
         asked, found, fastest = self.asked, dict[Any, list[MeshPlan]](), math.inf
         left: list[tuple[bool, float, int, bool, MeshCandidate]] = []
-        number = itertools.count()
+        order = itertools.count()
 
         def push(candidate: MeshCandidate, least: float, bounded: bool) -> None:
-            heapq.heappush(left, (not {*candidate.axes} <= {*ROWS}, least, next(number), bounded, candidate))
+            heapq.heappush(left, (not {*candidate.axes} <= {*ROWS}, least, next(order), bounded, candidate))
 
         def leave(made: MeshPlan, candidate: MeshCandidate) -> None:
             found.setdefault(candidate.family, []).append(made)
@@ -167,13 +193,16 @@ class _Search:
                     push(candidate, self.bounds.first(candidate), False)
                 else:
                     found[candidate, *axes.items()] = [MeshPlan(axes, (), "", asked.step, None, refused=candidate)]
-        planned = 0
         while left:
             _, seconds, _, bounded, candidate = heapq.heappop(left)
             if seconds > (1 - GAIN) * fastest:
                 leave(self._without_plan(candidate, f"it takes at least {duration(seconds)}", seconds), candidate)
                 continue
-            with within("planning", f"{planned} planned, {len(left) + 1} left"):
+            if time.monotonic() >= until and (bounded or self.bounds.traces(candidate)):
+                self.untried.append(seconds)
+                leave(self._without_plan(candidate, f"no time; at least {duration(seconds)}", seconds), candidate)
+                continue
+            with within("planning", f"{self.planned} planned, {len(left) + 1} left"):
                 least = self.bounds.least(candidate)
                 if least.refused:
                     leave(self._without_plan(candidate, least.refused, too_large=least.too_large), candidate)
@@ -182,13 +211,13 @@ class _Search:
                     push(candidate, max(seconds, least.seconds), True)
                     continue
                 made = self._planned(candidate)
-            planned += 1
+            self.planned += 1
             if made.plan is None:
                 leave(made, candidate)
             else:
                 found.setdefault(candidate.family, []).append(made)
                 fastest = min(fastest, made.plan.step_seconds)
-        return [min(reversed(of), key=_order) for of in found.values()], planned
+        return [min(reversed(of), key=_order) for of in found.values()]
 
     def _planned(self, candidate: MeshCandidate) -> MeshPlan:
         asked = self.asked

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fzero import tree
 from fzero.errors import FzeroValueError
 from fzero.lowering.choose_rules import Chosen
 from fzero.lowering.layouts import params_inputs, zero_of
@@ -54,7 +55,7 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
     others, n = tuple(t for t in step.transforms if t != spec), mesh.axes[spec.axis]
     if n == 1:
         return Chosen(replace(step, transforms=others))
-    _check(step)
+    _check(step, params)
     inputs = params_inputs(step, mesh, params)
     program = trace_step(step, mesh, inputs, batch).base
     numbers = block_numbers(program)
@@ -71,7 +72,7 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
     return Chosen(replace(step, transforms=transforms), (PlanDecision(spec.name, f"stages={[*counts]}", why),))
 
 
-def _check(step: Step) -> None:
+def _check(step: Step, params: Any) -> None:
     """Raises where a step has nothing that stages could pass on, or leaves that they cannot."""
     found = find(step.transforms, Accumulate)
     if found is None or found.num_micro_batches < 2:
@@ -79,8 +80,15 @@ def _check(step: Step) -> None:
         fix = "add fz.accumulate(8, vertical=True), best with several micro-batches for each stage"
         raise FzeroValueError("pipeline", what, [str(found)] if found else [], fix)
     if step.mutable is not None:
-        fix = "leave pipeline out; or keep what changes in the optimizer's state"
-        raise FzeroValueError("pipeline", "a stage does not know the new values of mutable leaves of others", fix=fix)
+        named = zip(tree.with_paths(params, "params"), step.mutates(params), strict=True)
+        written = [f"{path}: {tree.describe(x)}" for (path, x), mutable in named if mutable]
+        problems = written if len(written) <= 6 else [*written[:5], f"... {len(written) - 5} more"]
+        what = f"the step writes {len(written)} leaves besides its update, whose new values other stages do not know"
+        fix = (
+            "leave pipeline out (fz.shard_params divides them); or take norms without running statistics "
+            "(torch.nn.GroupNorm), or freeze them: norm.eval() before fz.functionalize(module)"
+        )
+        raise FzeroValueError("pipeline", what, problems, fix)
     spec = find(step.transforms, Pipeline)
     if spec is not None and spec.gather == "micro" and not any(_shards_params(t) for t in step.transforms):
         fix = "add fz.shard_params(), or leave gather out"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.errors import FzeroTypeError
+from fzero.inductor_folder import guard_inductor
 from fzero.lowering.advice import advise
 from fzero.lowering.auto import resolve
 from fzero.lowering.base_program import lower_eval
@@ -106,6 +107,7 @@ def lower(
     if wrong is not None:
         raise FzeroTypeError("lower", wrong, fix=fix)
     check_backend_name("lower", backend)
+    guard_inductor()
     if callable(params):
         params = abstract(params)
     check_params(params)

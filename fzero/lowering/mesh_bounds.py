@@ -57,14 +57,24 @@ class MeshBounds:
             return 0.0
         return self._seconds(candidate, whole.divided(candidate.cut.ranks))
 
+    def traces(self, candidate: MeshCandidate) -> bool:
+        """Whether `least` takes a trace."""
+        return candidate.cut not in self._costs and not self._too_many_stages(candidate)
+
+    def _too_many_stages(self, candidate: MeshCandidate) -> str:
+        whole = self._cost(ValueCut())
+        if isinstance(whole, str) or candidate.pipe <= len(whole.blocks):
+            return ""
+        return f"more stages than blocks: {candidate.pipe} stages, {len(whole.blocks)} blocks"
+
     def least(self, candidate: MeshCandidate) -> LeastOfMesh:
+        if many := self._too_many_stages(candidate):
+            return LeastOfMesh(0.0, many)
         cost = self._cost(candidate.cut)
         if isinstance(cost, str):
             return LeastOfMesh(0.0, cost)
         if any(candidate.takes_more(other) for other in self.short):
             return LeastOfMesh(0.0, "it takes more memory than with more micro-batches, which did not fit", True)
-        if candidate.pipe > len(cost.blocks):
-            return LeastOfMesh(0.0, f"more stages than blocks: {candidate.pipe} stages, {len(cost.blocks)} blocks")
         pipe, rest = candidate.pipe, self._rest(candidate)
         waiting, share = cost.waiting(self.asked.rows // candidate.parts, candidate.micro, pipe)
         held = rest.total + (cost.numel * self._compute if candidate.zero == "ZeRO-1" and self._casts else 0)

@@ -71,6 +71,9 @@ class MeshPlans:
         rows: of the whole batch.
         found: the candidates, of each mesh with a ZeRO stage the best.
         num_planned: how many were planned.
+        stopped: seconds after which the search ended early; None: nothing that is left out can be fastest.
+        num_untried: candidates that it did not come to, and that may be faster; `least_untried`: seconds that each of
+            them takes at least.
     """
 
     devices: int
@@ -79,18 +82,25 @@ class MeshPlans:
     rows: int
     found: tuple[MeshPlan, ...]
     num_planned: int = 0
+    stopped: float | None = None
+    num_untried: int = 0
+    least_untried: float = 0.0
 
     @property
     def best(self) -> MeshPlan:
-        """The fastest.
+        """The fastest that was planned.
 
         Raises:
             BudgetError: none fits.
-            FzeroValueError: none can be had, with any memory.
+            FzeroValueError: none can be had, with any memory; or none was planned in the time that was given.
         """
         if self.found and self.found[0].plan is not None:
             return self.found[0]
         problems = [f"{x.mesh}{', ' * bool(x.title)}{x.title}: {x.refused}" for x in self.found[:8]]
+        if self.stopped is not None:
+            what = f"no mesh of {self.devices} devices that has room was planned within {self.stopped:g} s"
+            fix = "more seconds; or plan one mesh at a time: fz.lower(step, fz.AbstractMesh(data=..., model=...), ...)"
+            raise FzeroValueError("choose_mesh", what, problems, fix)
         if not any(x.too_large for x in self.found):
             what = f"no mesh of {self.devices} devices divides the step"
             fix = "another number of devices; or a batch whose rows, or blocks (fz.block), they divide"
@@ -113,21 +123,35 @@ class MeshPlans:
     @property
     def sentence(self) -> str:
         """The fastest beside ZeRO alone, in plain words."""
-        best = self.best
+        best, fastest = self.best, "fastest" if self.stopped is None else "the fastest of those planned"
         alone = [x for x in self.found if {*x.axes} <= {*ROWS}]
         zero = next((x for x in alone if x.plan is not None), None)
         if zero is None:
             why = f" ({alone[0].refused})" if alone else ""
-            return f"ZeRO alone cannot be{why}; {best.mesh} is fastest of what can"
+            return f"ZeRO alone cannot be{why}; {best.mesh} is {fastest} of what can{self._unproven}"
         if best is not zero:
             ratio = zero.planned.step_seconds / best.planned.step_seconds
-            return f"{best.mesh} is fastest; ZeRO alone takes {ratio:.2f} times as long"
+            return f"{best.mesh} is {fastest}; ZeRO alone takes {ratio:.2f} times as long{self._unproven}"
         others = [x for x in self.found if x not in alone and x.seconds is not None]
-        other = next((x for x in others if x.plan is not None), min(others, key=lambda x: x.seconds or 0, default=None))
+        other = next((x for x in others if x.plan is not None), None)
+        if other is None and self.stopped is None:
+            other = min(others, key=lambda x: x.seconds or 0, default=None)
         if other is None or other.seconds is None:
-            return "ZeRO alone is fastest"
+            return f"ZeRO alone is {fastest}{self._unproven}"
         ratio, at_least = other.seconds / best.planned.step_seconds, "" if other.plan is not None else "at least "
-        return f"ZeRO alone is fastest; {other.mesh} takes {at_least}{ratio:.2f} times as long"
+        return f"ZeRO alone is {fastest}; {other.mesh} takes {at_least}{ratio:.2f} times as long{self._unproven}"
+
+    @property
+    def _unproven(self) -> str:
+        """The bound on what a search that ended early did not come to."""
+        if self.stopped is None:
+            return ""
+        share = self.least_untried / self.best.planned.step_seconds
+        left = f"{self.num_untried} candidates" if self.num_untried > 1 else "1 candidate"
+        said = f"ended after {self.stopped:g} s, {self.num_planned} planned; {left} untried"
+        return (
+            f"\nnot proven best: {said} cannot take less than {duration(self.least_untried)}, {share:.2f} of its step"
+        )
 
     def tables(self) -> list[TextTable]:
         """The candidates that fit, and those that do not."""
@@ -151,7 +175,7 @@ class MeshPlans:
 
     def __str__(self) -> str:
         text = plain(self.tables())
-        return f"{text}{self.sentence}\n\n{self.code}" if self.found and self.found[0].plan is not None else text
+        return f"{self.sentence}\n\n{self.code}\n{text}" if self.found and self.found[0].plan is not None else text
 
     def data(self) -> dict[str, Any]:
         """All of it, as JSON can hold it."""
@@ -166,7 +190,9 @@ class MeshPlans:
                 row |= {name: getattr(x.plan, name) for name in fields} | {"peak_bytes": x.peak_bytes, "sent": sent}
             rows.append(row)
         about = {"devices": self.devices, "device": self.device.name, "budget": self.budget, "rows": self.rows}
-        return {**about, "candidates": rows}
+        proof = {"stopped_after_seconds": self.stopped, "untried": self.num_untried}
+        proof |= {"untried_least_seconds": self.least_untried if self.num_untried else None}
+        return {**about, **proof, "candidates": rows}
 
 
 def _sent(plan: Plan) -> str:

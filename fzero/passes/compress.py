@@ -14,7 +14,7 @@ parameters are shards as their leaf is, and move over several axes as that does;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def rewrite(program: Program, zero: Zero, wire: Sequence[AxisFormats] = ()) -> P
     """
     spec = find(program.transforms, Compress)
     assert spec is not None
-    return _Coding(program, spec.chosen(wire) if spec.auto else spec, _axes(program, zero)).run()
+    return _Coding(program, spec.chosen(wire) if spec.auto else spec, zero).run()
 
 
 def ladders(program: Program, zero: Zero) -> list[list[AxisFormats]]:
@@ -62,8 +62,10 @@ def ladders(program: Program, zero: Zero) -> list[list[AxisFormats]]:
     """
     spec = find(program.transforms, Compress)
     assert spec is not None
-    coding = _Coding(program, spec, _axes(program, zero))
+    coding = _Coding(program, spec, zero)
     coding.check_axes()
+    if coding.alone:
+        return []
     found = list[list[AxisFormats]]()
     for axis in (a for a in program.mesh.axes if a in coding.axes and spec.axis in (None, a)):
         able = coding.travels(axis)
@@ -75,11 +77,6 @@ def ladders(program: Program, zero: Zero) -> list[list[AxisFormats]]:
     if not found:
         raise coding.does_nothing("does nothing")
     return found
-
-
-def _axes(program: Program, zero: Zero) -> set[str]:
-    """The axes over which parameters and gradients travel."""
-    return {a for r in zero.specs for a in r.axes if program.mesh.axes[a] > 1}.difference(zero.computed)
 
 
 class _Travels(NamedTuple):
@@ -111,8 +108,12 @@ class _Bundle(NamedTuple):
 
 
 class _Coding:
-    def __init__(self, program: Program, spec: Compress, axes: Iterable[str]):
-        self.program, self.spec, self.axes, self.mesh = program, spec, {*axes}, program.mesh
+    def __init__(self, program: Program, spec: Compress, zero: Zero):
+        self.program, self.spec, self.mesh = program, spec, program.mesh
+        shared = {a for r in zero.specs for a in r.axes}.difference(zero.computed)
+        self.axes = {a for a in shared if self.mesh.axes[a] > 1}  # over which parameters and gradients travel
+        # no named axis has two ranks; an elastic run may come to that
+        self.alone = bool(shared) and self.axes.isdisjoint(spec.axes or shared)
         self.values, self.names = program.values_by_name, Names(program.values())
         self.functions = Functions(program.functions)
         self.device = torch.device(compat.trace_device(self.mesh.device_type))
@@ -408,7 +409,7 @@ class _Coding:
 
     def _check(self) -> None:
         """Raises if nothing travels in codes, at all or over an axis that was named."""
-        if not self.program.assigns and self.spec.params is None:
+        if self.alone or (not self.program.assigns and self.spec.params is None):
             return
         idle = [a for a in self.spec.axes if self.mesh.axes[a] > 1 and a not in self.done]
         if self.done and (not idle or not self.program.assigns):
@@ -420,7 +421,7 @@ class _Coding:
         """The error of a step whose leaves travel as they are, and why."""
         said = [f"{self.spec}: the mesh has {self.mesh}"]
         if not self.axes:
-            said.append("there is one rank along each axis that shards leaves or divides the batch")
+            said.append("no transform shards leaves or divides the batch")
         else:
             said.append(f"leaves are sharded, or the batch is divided, over {', '.join(sorted(self.axes))}")
             leaves = [x for x in self.program.leaves.values() if x.role == "params"]

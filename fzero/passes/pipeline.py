@@ -58,7 +58,6 @@ from fzero.program.verify_pool import check
 from fzero.transforms.base import Transform, find
 from fzero.transforms.compress import Compress
 from fzero.transforms.offload import Offload
-from fzero.transforms.redundant import Redundant
 from fzero.transforms.remat import Remat
 
 FIRST = "trace"
@@ -328,7 +327,7 @@ PASSES = (
     Pass(
         "redundant",
         lambda program, *_: redundant.rewrite(program),
-        wanted=lambda program, *_: program.assigns and program.mesh.size > 1 and find(program.transforms, Redundant),
+        wanted=lambda program, *_: program.assigns and redundant.spec_of(program),
         needed="no rank would hold the part of another's state that is to outlive it",
     ),
     Pass(

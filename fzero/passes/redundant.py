@@ -17,9 +17,15 @@ from fzero.transforms.base import find
 from fzero.transforms.redundant import Redundant
 
 
+def spec_of(program: Program) -> Redundant | None:
+    """The spec of a program that has other ranks to send to."""
+    spec = find(program.transforms, Redundant)
+    return spec if spec is not None and program.mesh.axes.get(spec.axis, 1) > 1 else None
+
+
 def rewrite(program: Program) -> Program:
     """The program with its sends, whose transfers are all in their places."""
-    spec = find(program.transforms, Redundant)
+    spec = spec_of(program)
     assert spec is not None
     values, names = program.values(), Names(program.values())
     groups: dict[tuple[int, bool], list[str]] = {}

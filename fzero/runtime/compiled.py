@@ -21,6 +21,7 @@ from fzero.build.build import build, check_backend
 from fzero.build.cache import logger
 from fzero.comm.staged import Staged
 from fzero.errors import FzeroValueError, attribute_of
+from fzero.inductor_folder import guard_inductor
 from fzero.layout import ties
 from fzero.lowering.budget import Budget, Decided
 from fzero.lowering.choose_formats import check_links_known, open_formats
@@ -108,6 +109,7 @@ class Compiled:
         graphs: bool | None = False,
     ):
         check_backend(backend, mesh.device)
+        guard_inductor()
         self.graphs = graphs  # whether runs are captured
         self._step, self.mesh, self.backend, self.limits = step, mesh, backend, limits
         self._budget: Budget | None = None

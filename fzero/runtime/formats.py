@@ -4,7 +4,8 @@
 together. The first rank plans the programs of all formats with its rates, and tells the others what to take. Formats
 change at the beginning of a step, on all ranks at once, if two decisions in a row are for the same others. A slot of
 the state has the decisions as text, each with the number of steps taken before it. So checkpoints have them, and
-whoever goes on with a state has its formats. A step that is done again (elastic/replay.py) has the formats that it had.
+whoever goes on with a state has its formats; one rank alone decides nothing and keeps them. A step that is done again
+(elastic/replay.py) has the formats that it had.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class FormatsOfRun(BetweenSteps):
 
     def lowered(self, choice: Choice, state: State) -> None:
         if self.decided is None:  # of the first program lowering decides
-            self._change(state, choice.wire, choice.wire_because)
+            if choice.wire:
+                self._change(state, choice.wire, choice.wire_because)
+            else:  # one rank: no decision for the state to have
+                self.decided = Decided((), ())
             self._last = self._taken
 
     def after(self, state: State) -> dict[str, torch.Tensor]:
@@ -117,10 +121,13 @@ class FormatsOfRun(BetweenSteps):
             return [[*x, why] for x, why in zip(choice.wire, choice.wire_because, strict=True)]
 
         said = agreement.from_first(self._mesh, "compress", told)
-        formats, before = tuple(AxisFormats(*x[:-1]) for x in said), self._pending
+        chosen, before = {x[0]: (AxisFormats(*x[:-1]), x[-1]) for x in said}, self._pending
         now = () if self.decided is None else self.decided.formats
+        # an axis of one rank keeps those that it had: the run may have more ranks again
+        chosen = {**{x.axis: (x, "one rank along it") for x in now}, **chosen}
+        formats, why = tuple(x for x, _ in chosen.values()), [why for _, why in chosen.values()]
         self._pending = formats if formats != now else None
-        return self._pending is not None and formats == before and self._change(state, formats, [x[-1] for x in said])
+        return self._pending is not None and formats == before and self._change(state, formats, why)
 
     def _change(self, state: State, formats: Formats, why: str | Sequence[str]) -> bool:
         before = None if self.decided is None else self.decided.formats

@@ -12,6 +12,7 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
+from fzero.local_device import check_default
 from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.choose_stages import open_stages
 from fzero.lowering.layouts import batch_inputs, zero_of
@@ -131,6 +132,7 @@ def check_equivalent(
         fix = "leave them out, or check on a mesh of processes: fz.make_mesh"
         raise FzeroValueError("check_equivalent", f"a simulation does not take {', '.join(given)}", fix=fix)
     here = mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh.axes), 0, torch.device("cpu"))
+    check_default("check_equivalent", here.device_type)
     setting = setting_of(step, params, batch, here, steps, key, backend, options, simulated)
     report = replace(compare(setting), wanted=steps)
     if not report.equivalent and not simulated:

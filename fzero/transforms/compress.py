@@ -184,8 +184,8 @@ def compress(
         FzeroTypeError: an axis, or a format, that is not a name.
         FzeroValueError: an unknown format; nothing to compress; a mapping beside `axis`; formats beside "auto"; `every`
             below 1 or without "auto", `decisions` without it or of no format. When the program is built: an axis that
-            is missing, or over which nothing travels in codes; one rank; "auto" without `every` on ranks whose links
-            were not measured (`fzero calibrate`).
+            is missing, or has several ranks and nothing that travels in codes; "auto" without `every` on ranks whose
+            links were not measured (`fzero calibrate`).
         TransformError: another `compress`; a `pipeline`; an evaluation without codes of parameters.
 
     Papers: Wang et al., ZeRO++: extremely efficient collective communication for giant model training, 2023. Dettmers

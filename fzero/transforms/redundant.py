@@ -33,9 +33,9 @@ class Redundant(Transform):
 
     def shift(self, mesh: AbstractMesh) -> int:
         """The distance along the axis to the rank that a rank sends to: the nearest that for every rank is of another
-        host; on one host, as which an abstract mesh is taken, the next. 0: there is none."""
+        host; on one host, as which an abstract mesh is taken, the next. 0: there is none, as on one rank."""
         size, num = mesh.axes[self.axis], Processes.of().num_local if isinstance(mesh, Mesh) else mesh.size
-        if num >= mesh.size:
+        if num >= mesh.size and size > 1:
             return 1
         return next((k for k in range(1, size) if _leaves_hosts(mesh, self.axis, k, num)), 0)
 
@@ -43,12 +43,11 @@ class Redundant(Transform):
         """Raises with everything that this mesh, or these leaves of a state, do not allow."""
         if mesh.size == 1:
             return
-        if self.axis not in mesh.axes or mesh.axes[self.axis] == 1:
-            what = "one rank" if self.axis in mesh.axes else "unknown"
-            fix = "name an axis with several ranks, over which leaves are sharded; or leave it out"
-            raise FzeroValueError(
-                "redundant", f"axis {self.axis!r} has no other rank to send to", [f"{what}: the mesh has {mesh}"], fix
-            )
+        if self.axis not in mesh.axes:
+            fix = "name an axis over which leaves are sharded; or leave it out"
+            raise FzeroValueError("redundant", "unknown mesh axis", [f"{self.axis!r}: the mesh has {mesh}"], fix)
+        if mesh.axes[self.axis] == 1:  # nobody to send to; fz.run says so
+            return
         if not self.shift(mesh):
             num = Processes.of().num_local
             what = f"axis {self.axis!r} does not leave a host"
@@ -81,8 +80,8 @@ def redundant(
     writes it before the updates, which wait for it. On one host it is sent to the next rank, otherwise so many ranks
     further along the axis that it is on another host: ranks of a host follow each other.
 
-    What comes is kept by `fz.run`, beside what each host keeps of its own ranks. In a script without `fz.run`, or on a
-    mesh of one rank, nobody keeps it and nothing is sent.
+    What comes is kept by `fz.run`, beside what each host keeps of its own ranks. In a script without `fz.run`, or with
+    one rank along the axis, nobody keeps it and nothing is sent.
 
     Args:
         step: a step; without one a transform is returned.
@@ -98,8 +97,8 @@ def redundant(
 
     Raises:
         FzeroTypeError: an `axis` that is not a name.
-        FzeroValueError: `every` below 1. When a state is made: an axis missing from the mesh, with one rank, or within
-            one host; leaves on disk; no leaf sharded over the axis.
+        FzeroValueError: `every` below 1. When a state is made: an axis missing from the mesh, or within one
+            host; leaves on disk; no leaf sharded over the axis.
         TransformError: a second, different `redundant`; an evaluation.
 
     Paper: Wang et al., Gemini: fast failure recovery in distributed training with in-memory checkpoints, SOSP 2023.
