@@ -209,7 +209,9 @@ def report(args: argparse.Namespace, config: Config, mesh: Any, found: dict[str,
     ours, *peers = found.values()
     speed = ours["tokens_per_s"] / max(x["tokens_per_s"] for x in peers)
     memory = ours["peak_mib"] / min(x["peak_mib"] for x in peers)
-    spread = max((max(at) - min(at)) / max(min(at), 1e-9) for at in zip(*(x["losses"] for x in found.values()), strict=True))
+    spread = max(
+        (max(at) - min(at)) / max(min(at), 1e-9) for at in zip(*(x["losses"] for x in found.values()), strict=True)
+    )
     notes = [
         f"{config.num_params / 1e6:.0f} M parameters ({config.layers} layers, width {config.width}, {config.heads} "
         f"heads, vocabulary {config.vocab}), sequence "
