@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +32,39 @@ from gpu_hour import attempts, ended
 from stand_in.build import HERE, TRITON, built, environment_of_rank
 
 PEAK_LIMIT, FREED_LIMIT, PEER_LIMIT = 0.05, 10.0, 0.85
-PLANTS = ("synchronisation", "pageable", "allocation", "no wait", "index")
+PLANTS = ("synchronisation", "pageable", "allocation", "no wait", "index", "module")
 
 
 def ranks_of(
-    env: dict[str, str], size: int, arguments: list[str], script: str = "checks.py"
+    env: dict[str, str], size: int, arguments: list[str], script: str = "checks.py", one_visible: bool = False
 ) -> tuple[list[dict[str, Any]], str]:
-    """What rank 0 found, case by case, and what the ranks wrote besides."""
+    """What rank 0 found, case by case, with what all ranks compiled and did elsewhere, and what they wrote besides."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(HERE / script), *arguments]
-    envs = [environment_of_rank(env, rank, size, port) for rank in range(size)]
+    envs = [environment_of_rank(env, rank, size, port, one_visible) for rank in range(size)]
     with tempfile.TemporaryFile("w+") as said:
         ranks = [subprocess.Popen(command, env=e, stdout=subprocess.PIPE, stderr=said, text=True) for e in envs]
         outputs = [rank.communicate()[0] for rank in ranks]
         said.seek(0)
-        return [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")], said.read()
+        found = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in outputs]
+        return [together([x[i] for x in found if len(x) > i]) for i in range(len(found[0]))], said.read()
+
+
+def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks found of one case: rank 0's, with all ranks' functions, CPU-seconds and devices."""
+    if failed := [x for x in ranks if "failed" in x]:
+        return failed[0]
+    if "keys" not in ranks[0]:
+        return ranks[0]
+    return {
+        **{name: value for name, value in ranks[0].items() if name != "keys"},
+        "compiled": sum(x["compiled"] for x in ranks),
+        "functions": len({key for x in ranks for key in x["keys"]}),
+        "building_cpu_s": round(sum(x["building_cpu_s"] for x in ranks), 1),
+        "elsewhere": {f"rank {r}: {name}": n for r, x in enumerate(ranks) for name, n in x["elsewhere"].items()},
+    }
 
 
 def lost_rank(env: dict[str, str], freed: bool, seconds: float) -> dict[str, Any] | None:
@@ -96,6 +113,9 @@ def judged(x: dict[str, Any]) -> list[str]:
         wrong.append(f"{x['registered']} registrations of memory, not {x['to_register']}")
     if x["refused"]:
         wrong.append(f"not captured: {x['refused']}")
+    if x["compiled"] > x["functions"]:
+        wrong.append(f"the ranks compiled {x['compiled']} times, {x['functions']} functions")
+    wrong += [f"{name}, {n} times" for name, n in x["elsewhere"].items()]
     return wrong
 
 
@@ -186,6 +206,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--only", nargs="+", help="cases, or checks of --hour")
     parser.add_argument("--shapes", action="store_true", help="models of other sizes instead")
+    parser.add_argument(
+        "--one-visible", action="store_true", help="each rank sees its own GPU alone, as Slurm shows it"
+    )
     parser.add_argument("--peers", action="store_true", help="memory beside FSDP2's instead, with a large vocabulary")
     parser.add_argument("--lost", action="store_true", help="a rank is lost instead, with and without aborts")
     parser.add_argument("--hour", action="store_true", help="gpu_hour.sh instead")
@@ -222,7 +245,10 @@ def main() -> None:
         sys.exit(bool(failed))
     if args.plant:
         for plant in PLANTS:
-            (x,), said = ranks_of(env, 2 if plant == "no wait" else 1, [f"--plant={plant}"])
+            compiled = ["--backend=inductor", "--layers=2", "--width=256"] if plant == "module" else []
+            with tempfile.TemporaryDirectory() as folder:  # a cache that holds nothing
+                size = 2 if plant in ("no wait", "module") else 1
+                (x,), said = ranks_of({**env, "FZERO_CACHE": folder}, size, [f"--plant={plant}", *compiled])
             wrong = judged(x)
             failed += not wrong
             rows.append((plant, "found" if wrong else "MISSED", " ".join("; ".join(wrong).split())[:200]))
@@ -230,7 +256,7 @@ def main() -> None:
         columns, title, name = ("planted", "", "by"), "Faults that are planted", f"{args.name}_planted"
     else:
         for size in args.ranks:
-            cases, said = ranks_of(env, size, given)
+            cases, said = ranks_of(env, size, given, one_visible=args.one_visible)
             if not cases or any("failed" in x for x in cases):
                 print(said[-4000:], file=sys.stderr)
             for x in cases:
@@ -256,12 +282,21 @@ def main() -> None:
             "",
         )
         title = "The CUDA path on a device that computes nothing"
-        name = f"{args.name}_{'shapes_' * args.shapes}{args.backend}"
+        name = f"{args.name}_{'shapes_' * args.shapes}{'one_visible_' * args.one_visible}{args.backend}"
+
+    def of(what: str) -> int:
+        return sum(x.get(what, 0) for x in found)
+
     notes = [
         f"torch {args.torch}, CUDA build; {args.backend}; {args.layers} layers of {args.width}, 8 sequences of 128, "
         f"2,048 words{', where a row says nothing else' * args.shapes}.",
         "A told step is the third: from the second on metrics of one before are alive. A replayed one is the seventh.",
         "Waits: of the host for the device; a step whose state the host updates waits for its gradients.",
+        *(
+            [f"Functions: {of('functions')}, compiled by all ranks together: {of('compiled')}."]
+            if of("functions")
+            else []
+        ),
         f"{failed} of {len(rows)} {'planted faults missed' if args.plant else 'with something wrong'} "
         f"(0: {verdict(failed, 0)})",
     ]

@@ -27,7 +27,7 @@ import fzero as fz
 from fzero import compat, random
 from fzero.build import build as building
 from fzero.build import cache as caching
-from fzero.build import cpp_kernels, graph_pickle, worker
+from fzero.build import cpp_kernels, graph_pickle, inductor, worker
 from fzero.build.cache import Cache, CacheEntry, open_cache
 from fzero.errors import FzeroError, FzeroValueError
 from fzero.program.ir import Function
@@ -496,6 +496,32 @@ def test_what_was_used_longest_ago_leaves_first(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".y.tmp", "a.so", "c.so"]
     Cache(tmp_path, limit=0).trim()
     assert not list(tmp_path.glob("*.so"))
+
+
+def test_an_artifact_is_loaded_with_its_literals():
+    f = functions()["literal"]
+    saved = compat.artifact_bytes(inductor._artifact(f, f.graph, CPU))
+    x = torch.randn(N, N)
+    torch.testing.assert_close(inductor._called(f, f.graph, compat.load_artifact(saved, CPU))(x), literal(x)[0])
+
+
+def test_a_function_for_another_gpu_that_cannot_be_moved_is_compiled_for_this_one_and_kept(folder, monkeypatch):
+    def load(data: bytes, device: torch.device) -> Any:
+        raise compat.NotMovedError(f"{data.decode()} for {device}")
+
+    monkeypatch.setattr(compat, "load_artifact", load)
+    compiled: list[tuple[str, str]] = []
+    monkeypatch.setattr(worker, "compile_jobs", saying(compiled, fake_compile_jobs))
+    of_another = CacheEntry("", b"of another GPU")
+    shared, made = key_of(functions()["several"]), {name for name in functions() if name != "several"}
+    folder.mkdir(parents=True)
+    Cache(folder).write(shared, of_another)
+    assert building.build(functions(), "inductor", fz.make_mesh())["several"](5, 6) == 5
+    assert {name for name, _ in compiled} == {"several", *made}
+    assert Cache(folder).read(shared) == of_another  # which serves its own rank
+    compiled.clear()
+    assert building.build(functions(), "inductor", fz.make_mesh())["several"](5, 6) == 5
+    assert not compiled
 
 
 def test_a_cache_that_keeps_nothing_still_builds(folder, monkeypatch):

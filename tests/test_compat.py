@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
+import pickle
 import re
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -376,15 +379,121 @@ def test_inductors_settings_travel():
         compat.use_inductor_settings(before)
 
 
-def test_an_artifact_travels_as_bytes():
+@pytest.fixture(scope="module")
+def artifact() -> bytes:
+    """The second input is a literal."""
     import torch._inductor.config as config
 
-    example = torch.ones(8, 8)
+    place = (8, 8), (8, 1), torch.float32
     with config.patch({"cpp.vec_isa_ok": True}):
-        place = (8, 8), (8, 1), torch.float32
-        artifact = compat.inductor_compile(added_and_multiplied(), [place, place], torch.device("cpu"))
-        run = compat.load_artifact(compat.artifact_bytes(artifact))
-    torch.testing.assert_close(run(torch.ones(8, 8), example)[0], torch.ones(8, 8).add(1).sin() @ example)
+        made = compat.inductor_compile(
+            added_and_multiplied(), [place], torch.device("cpu"), literals=[torch.ones(8, 8)]
+        )
+    return compat.artifact_bytes(made)
+
+
+def of_a_gpu(artifact: bytes, index: int, more: str = "") -> bytes:
+    """An artifact for the CPU that says of itself that it is for a GPU, and whose code names that."""
+    from torch.compiler._cache import CacheArtifactFactory
+
+    version, found = compat._artifact_parts(artifact)
+    graph, entry = (pickle.loads(found[kind][0].content) for kind in ("inductor", "aot_autograd"))
+    graph.device_idxs.add(index)
+    graph.source_code += f"\nPLACE = 'cuda:{index}', device(type='cuda', index={index})\n{more}\n"
+    names = [f"{letter}{uuid.uuid4().hex}" for letter in "fa"]  # Inductor's cache knows the CPU's by theirs
+    entry.compiled_fw.fx_graph_cache_info = names[0], []
+    for kind, name, what in zip(("inductor", "aot_autograd"), names, (graph, entry), strict=True):
+        found[kind] = [CacheArtifactFactory.create(kind, name, pickle.dumps(what))]
+    return compat._artifact_joined(version, names[1], found)
+
+
+def test_an_artifact_travels_as_bytes(artifact):
+    run = compat.load_artifact(artifact, torch.device("cpu"))
+    x, y = torch.ones(8, 8), torch.randn(8, 8)
+    torch.testing.assert_close(run(x, y)[0], torch.ones(8, 8).add(y).sin() @ y)
+
+
+def test_an_artifact_of_a_gpu_is_loaded_for_another_and_leaves_nothing(artifact):
+    from torch._inductor.codecache import PyCodeCache
+
+    def kept() -> set[Path]:
+        return {p for kind in ("fxgraph", "aotautograd") for p in Path(compat.inductor_cache_folder(), kind).rglob("*")}
+
+    data = of_a_gpu(artifact, 1)
+    here = compat.load_artifact(data, torch.device("cuda", 1))
+    before, loaded = kept(), len(PyCodeCache.modules)
+    there = compat.load_artifact(data, torch.device("cuda", 12))
+    assert {p for p in kept() - before if p.is_file()} == set()
+    places = [m.PLACE for m in PyCodeCache.modules[loaded:] if hasattr(m, "PLACE")]
+    assert places == [("cuda:12", torch.device("cuda", 12))]
+    y = torch.randn(8, 8)
+    assert torch.equal(here(torch.ones(8, 8), y)[0], there(torch.ones(8, 8), y)[0])
+
+
+def test_an_artifact_that_may_name_its_gpu_otherwise_is_not_moved(artifact):
+    data = of_a_gpu(artifact, 1, "if False:\n    torch.cuda.default_stream(1)")
+    compat.load_artifact(data, torch.device("cuda", 1))
+    with pytest.raises(compat.NotMovedError, match=r"torch\.cuda\.default_stream"):
+        compat.load_artifact(data, torch.device("cuda", 0))
+
+
+CODE = """
+kernel = async_compile.triton('kernel', '''
+    triton_meta={'device': DeviceProperties(type='cuda', index=1, multi_processor_count=132)}, size_hints={'x': 1}
+''', device_str='cuda')
+def call(args):
+    with torch.cuda._DeviceGuard(1):
+        torch.cuda.set_device(1)
+        buf1 = empty_strided_cuda((1, 1), (1, 1), torch.float32)
+        buf2 = torch.ops.aten.randperm.default(1, device=device(type='cuda', index=1), pin_memory=False)
+        raw_stream1 = get_raw_stream(1)
+        kernel.run(buf1, 1, stream=raw_stream1)
+        torch.cuda.synchronize()
+    return rand_strided((1, 1), (1, 1), device='cuda:1'), torch.empty(1, device='cpu')
+"""
+
+
+def test_code_of_a_gpu_becomes_code_of_another():
+    moved = compat.on_device(CODE, 1, 47)
+    changed = [(a, b) for a, b in zip(CODE.splitlines(), moved.splitlines(), strict=True) if a != b]
+    assert len(changed) == 6 and all(b.count("47") == 1 for _, b in changed)
+    assert compat.on_device(moved, 47, 1) == CODE and compat.on_device(CODE, 1, 1) == CODE
+    for strange in ("'cuda:0'", "torch.cuda.Stream(1)", "get_raw_stream(0)", "torch.cuda.set_device(device)"):
+        with pytest.raises(ValueError, match="code for cuda:1 has"):
+            compat.on_device(CODE + strange, 1, 47)
+
+
+class Properties(NamedTuple):
+    index: int
+
+
+def test_the_kernels_of_an_artifact_are_launched_on_another_gpu_without_the_tries():
+    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
+    from torch._inductor.triton_bundler import (
+        StaticallyLaunchedAutotuner,
+        TritonBundle,
+        TritonKernelArtifacts,
+    )
+
+    def launcher(*hashes: str) -> Any:
+        results = [SimpleNamespace(kernel=SimpleNamespace(hash=h), compile_meta={"device": 1}) for h in hashes]
+        return SimpleNamespace(compile_results=results, triton_meta={"device": 1}, device_props=Properties(1))
+
+    fast, slow = "ab" * 32, "cd" * 32
+    found = [StaticallyLaunchedAutotuner(k, k, launcher(*h)) for k, h in (("a", (slow, fast)), ("a", (fast,)))]
+    found.append(StaticallyLaunchedAutotuner("b", "b", launcher(slow)))  # of which the artifact has no binary
+    bundle = TritonBundle([TritonKernelArtifacts(triton_hash_to_path_key(fast), 1, [])] * 2, found)
+    moved = compat._moved_kernels(bundle, {"a": "A", "b": "B"}, 3)
+    assert [(k.kernel_hash, k.device) for k in moved.kernel_artifacts] == [(triton_hash_to_path_key(fast), 3)]
+    (one,) = moved.static_autotuners
+    assert one.cache_key == "A" and one.kernel.device_props.index == 3 and one.kernel.triton_meta == {"device": 3}
+    assert [(r.kernel.hash, r.compile_meta) for r in one.kernel.compile_results] == [(fast, {"device": 3})]
+
+
+def test_what_was_pickled_for_a_gpu_is_read_for_another():
+    data = pickle.dumps([torch.device("cuda", 1), torch.device("cpu"), torch.arange(3)])
+    there, host, values = compat._Moving(data, torch.device("cuda", 5)).load()
+    assert (there, host, values.tolist()) == (torch.device("cuda", 5), torch.device("cpu"), [0, 1, 2])
 
 
 def test_native_bf16_is_a_fact_of_the_device():

@@ -92,7 +92,12 @@ def _rest(libraries: Path) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def environment_of_rank(env: Mapping[str, str], rank: int, size: int, port: int) -> dict[str, str]:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FAKE_GPUS": str(size)}
+def environment_of_rank(
+    env: Mapping[str, str], rank: int, size: int, port: int, one_visible: bool = False
+) -> dict[str, str]:
+    """Of a rank that sees the GPUs of all ranks, or its own alone, as number 0: so Slurm shows them."""
+    if one_visible:
+        env = {**env, "CUDA_VISIBLE_DEVICES": str(rank), "FAKE_FIRST": str(rank)}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FAKE_GPUS": str(1 if one_visible else size)}
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     return {**env, **where, **ranks}

@@ -3,7 +3,7 @@
     RANK=0 WORLD_SIZE=1 ... python checks.py --ranks 1 --backend eager
 
 A line of JSON for each case: what a told step and a replayed one launched, waited for and allocated, and the peak of
-PyTorch's allocator beside the plan's.
+PyTorch's allocator beside the plan's; which functions this rank compiled, and what it did on another rank's device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +31,8 @@ from model import Config, make_batches, make_init, make_loss
 from stand_in import nothing
 
 import fzero as fz
-from fzero import optim
+from fzero import compat, optim
+from fzero.build import inductor
 from fzero.comm import collectives
 from fzero.transforms.offload import Offload
 from fzero.transforms.redundant import Redundant
@@ -87,7 +89,7 @@ CASES = [
     Case("replicas", 4, [BF16, fz.shard_params(), fz.data_parallel(axis="replica"), fz.accumulate(2)],
          {"replica": 2}, graphs=True),
     Case("once_a_step", 4, [BF16, fz.shard_params(axis=("data", "node")), fz.once_a_step(axis="node"),
-                            fz.accumulate(2)], {"node": 2}, graphs=True),
+                            fz.accumulate(2)], {"node": 2}, graphs=True, compiled=True),
     Case("tensor_parallel", 4, [BF16, fz.tensor_parallel(rules=RULES), fz.shard_params()], {"model": 2}),
     Case("sequence_parallel", 4, [BF16, fz.sequence_parallel(), fz.shard_params(axis=("data", "seq"))], {"seq": 2}),
 ]  # fmt: skip
@@ -165,27 +167,45 @@ def told(counts: dict[str, int], cpu: float) -> dict[str, Any]:
 
 
 class Said(logging.Handler):
-    """What fzero's log says of captures that failed."""
+    """What fzero's log says of captures that failed, and of functions that were compiled."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.refused = ""
+        super().__init__(logging.INFO)
+        self.refused, self.compiled = "", 0
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if "its capture failed" in text:
             self.refused = text
+        if text.startswith("compiled "):
+            self.compiled += 1
+
+
+class Keys:
+    """The keys of compiled functions, as `inductor.compiled` makes them."""
+
+    def __init__(self) -> None:
+        self.seen = set[str]()
+        self._made, inductor.key = inductor.key, self
+
+    def __call__(self, *given: Any) -> str:
+        made = self._made(*given)
+        self.seen.add(made)
+        return made
 
 
 def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") -> dict[str, Any]:
     counts, said, size = Counts(), Said(), int(os.environ["WORLD_SIZE"])
-    logging.getLogger("fzero").addHandler(said)
+    log, keys = logging.getLogger("fzero"), Keys()
+    log.addHandler(said)
+    log.setLevel(logging.INFO)
     gc.collect()  # of the case before
     workspaces()
     resident = torch.cuda.memory_allocated()
     for n in case.axes.values():
         size //= n
-    counts.taken()
+    everything = Counter(counts.taken())
+    start = building_seconds()
     mesh = fz.make_mesh(**case.axes, data=size, timeout=120, symmetric_memory=case.symmetric or None)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(3e-4))
     transforms = [*case.transforms, *([case.path(folder)] if case.path else [])]
@@ -204,11 +224,14 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
     for number in range(REPLAYED + 1):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        counts.taken()
+        everything += Counter(counts.taken())
         began = time.process_time()
         state, _ = train(state, batches[number % 2])
         cpu, taken = time.process_time() - began, counts.taken()
+        everything += Counter(taken)
         registered += taken.get("ncclCommWindowRegister", 0)
+        if number == 0:  # with the functions of the first call
+            found["building_cpu_s"] = round(building_seconds() - start, 1)
         if number in (TOLD, REPLAYED):
             found["told" if number == TOLD else "replayed"] = told(taken, cpu)
         if number == TOLD:
@@ -217,8 +240,16 @@ def run(case: Case, config: Config, backend: str, folder: str, plant: str = "") 
     found["registered"], found["to_register"] = registered, 2 * case.symmetric
     found["programs"] = len(train._runs)  # a second one: the step was traced again
     found["planned_mib"], found["refused"] = train.plan.peak_bytes / 2**20, said.refused
+    found["compiled"], found["keys"] = said.compiled, sorted(keys.seen)
+    own = f" on device {mesh.device.index}"
+    found["elsewhere"] = {name: n for name, n in everything.items() if " on device " in name and not name.endswith(own)}
     fz.close_mesh()
     return found
+
+
+def building_seconds() -> float:
+    """CPU-seconds of this process, and of those that it has started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def workspaces() -> int:
@@ -250,6 +281,9 @@ def planted(loss: Any, plant: str) -> Any:
     """The loss with a fault in it, or with one planted elsewhere."""
     if plant == "no wait":
         collectives.ProcessGroups._finish = lambda self, work, on_host: None  # type: ignore[method-assign]
+    if plant == "module":  # launchers are left on the device of the rank that compiled them
+        moved = compat._moved_kernels
+        compat._moved_kernels = lambda bundle, keys, index: moved(bundle, keys, 0)
     if plant == "pageable":
         torch.Tensor.is_pinned = lambda self: True  # type: ignore[method-assign]
     if plant not in ("synchronisation", "allocation", "index"):
@@ -270,7 +304,7 @@ def main() -> None:
     config = Config(args.layers, args.width, 8, 128, 8, 2048)
     size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
     table = SHAPES if args.shapes else CASES
-    wanted = [x for x in CASES if x.ranks == size and (size == 1 or x.graphs)]
+    wanted = [x for x in CASES if x.ranks == size and (x.compiled if args.plant == "module" else size == 1 or x.graphs)]
     plants = [next(x for x in wanted if x.pageable == (args.plant == "pageable"))] if args.plant else []
     cases = plants or [x for x in table if x.ranks == size and (not args.only or x.name in args.only)]
     for case in (x for x in cases if args.backend == "eager" or x.compiled):
@@ -281,8 +315,7 @@ def main() -> None:
                 found = {"case": case.name, "ranks": size, "backend": args.backend, "failed": str(error)[:2000]}
                 found["trace"] = traceback.format_exc(limit=-4)
                 print(rank, case.name, found["trace"], file=sys.stderr)
-        if rank == "0":
-            print(json.dumps(found), flush=True)
+        print(json.dumps(found), flush=True)
         if "failed" in found and size > 1:  # the ranks have parted
             sys.exit(1)
 

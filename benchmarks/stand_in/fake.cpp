@@ -56,8 +56,17 @@ static int ngpu() {
     const char *e = getenv("FAKE_GPUS");
     return e ? atoi(e) : 1;
 }
+// the number of the first device that this process sees: a launcher may show each process another
+static int first() {
+    const char *e = getenv("FAKE_FIRST");
+    return e ? atoi(e) : 0;
+}
 static thread_local int dev = 0;
 static thread_local cudaError_t last = cudaSuccess;
+static void on_device(const char *what) {
+    L l(mu);
+    counts[std::string(what) + " on device " + std::to_string(dev)]++;
+}
 static cudaError_t err(cudaError_t e, const char *w) {
     last = e;
     LOG("ERROR %d in %s\n", (int)e, w);
@@ -135,6 +144,7 @@ X cudaError_t cudaSetDevice(int d) {
 X cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int d) {
     memset(p, 0, sizeof *p);
     strcpy(p->name, "NVIDIA H200");
+    d += first();
     memset(p->uuid.bytes, d + 1, 16);
     p->totalGlobalMem = total;
     p->sharedMemPerBlock = 49152;
@@ -228,7 +238,7 @@ X cudaError_t cudaDeviceGetStreamPriorityRange(int *lo, int *hi) {
     return cudaSuccess;
 }
 X cudaError_t cudaDeviceGetPCIBusId(char *s, int n, int d) {
-    snprintf(s, n, "0000:%02x:00.0", d + 1);
+    snprintf(s, n, "0000:%02x:00.0", d + first() + 1);
     return cudaSuccess;
 }
 X cudaError_t cudaDriverGetVersion(int *v) {
@@ -272,6 +282,7 @@ X cudaError_t cudaMalloc(void **p, size_t n) {
     dmem[(char *)q] = n;
     used += n;
     counts["cudaMalloc"]++;
+    on_device("memory");
     *p = q;
     return cudaSuccess;
 }
@@ -388,9 +399,11 @@ X cudaError_t cudaGetSymbolAddress(void **p, const void *) {
     return cudaSuccess;
 }
 // ---- streams and events
+static std::map<void *, int> homes; // the device of a stream, of a module and of its functions
 X cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned, int p) {
     *s = (cudaStream_t)malloc(64);
     L l(mu);
+    homes[*s] = dev;
     counts["streams"]++;
     return cudaSuccess;
 }
@@ -616,9 +629,18 @@ X cudaError_t __cudaGetKernel(cudaKernel_t *k, const void *f) {
     *k = (cudaKernel_t)f;
     return cudaSuccess;
 }
+static bool here(void *what, const char *where) {
+    L l(mu);
+    auto i = homes.find(what);
+    if (i == homes.end() || i->second == dev) return true;
+    err(cudaErrorInvalidResourceHandle, where);
+    return false;
+}
 static void launched(const std::string &n, void *st) {
     L l(mu);
     counts["launches"]++;
+    on_device("launches");
+    here(st, "a launch on a stream of another device");
     if (getenv("FAKE_NAMES")) counts["kernel " + n.substr(0, 110)]++;
     op(st, "kernel");
     LOG("kernel %s on %p\n", n.c_str(), st);
@@ -701,23 +723,34 @@ C(cuDevicePrimaryCtxGetState, CUdevice, unsigned *f, int *a) {
     *a = 1;
     return CUDA_SUCCESS;
 }
+static CUresult loaded(CUmodule m) {
+    L l(mu);
+    homes[m] = dev;
+    on_device("modules");
+    return CUDA_SUCCESS;
+}
 C(cuModuleLoadData, CUmodule *m, const void *) {
     *m = (CUmodule)malloc(16);
-    return CUDA_SUCCESS;
+    return loaded(*m);
 }
 C(cuModuleLoad, CUmodule *m, const char *) {
     *m = (CUmodule)malloc(16);
-    return CUDA_SUCCESS;
+    return loaded(*m);
 }
 C(cuModuleLoadDataEx, CUmodule *m, const void *, unsigned, CUjit_option *, void **) {
     *m = (CUmodule)malloc(16);
+    return loaded(*m);
+}
+C(cuModuleUnload, CUmodule m) {
+    L l(mu);
+    homes.erase(m);
     return CUDA_SUCCESS;
 }
-C(cuModuleUnload, CUmodule) { return CUDA_SUCCESS; }
-C(cuModuleGetFunction, CUfunction *f, CUmodule, const char *n) {
+C(cuModuleGetFunction, CUfunction *f, CUmodule m, const char *n) {
     *f = (CUfunction)malloc(16);
     L l(mu);
     cufn[*f] = n;
+    homes[*f] = homes[m];
     return CUDA_SUCCESS;
 }
 C(cuFuncGetAttribute, int *v, CUfunction_attribute a, CUfunction) {
@@ -735,6 +768,7 @@ C(cuLaunchKernel, CUfunction f, unsigned, unsigned, unsigned, unsigned, unsigned
         L l(mu);
         n = cufn[f];
     }
+    if (!here(f, "a launch of another device's kernel")) return CUDA_ERROR_INVALID_HANDLE;
     launched(n, s);
     return CUDA_SUCCESS;
 }
@@ -744,6 +778,7 @@ C(cuLaunchKernelEx, const CUlaunchConfig *c, CUfunction f, void **, void **) {
         L l(mu);
         n = cufn[f];
     }
+    if (!here(f, "a launch of another device's kernel")) return CUDA_ERROR_INVALID_HANDLE;
     launched(n, c->hStream);
     return CUDA_SUCCESS;
 }

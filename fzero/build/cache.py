@@ -177,7 +177,7 @@ def key(graph: Recorded, function: Function, device: torch.device) -> str:
     Args:
         graph: its operations as they are compiled: shapes, strides, dtypes and literals are part of them.
         function: which inputs it writes, and which results it is given buffers for.
-        device: what it will run on. The number of threads is this process's.
+        device: what it will run on; its index is not part of it. The number of threads is this process's.
     """
     constants = [
         x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in graph.constants.values()
@@ -206,13 +206,8 @@ def _hardware(device: torch.device) -> tuple[str, ...]:
     """The target of generated code: a CPU's instructions, all of them, because kernels are compiled for the machine
     they are compiled on."""
     if device.type == "cuda":
-        made_by = (
-            torch.cuda.get_device_name(device),
-            str(torch.cuda.get_device_capability(device)),
-            str(torch.version.cuda),
-            _triton(),
-        )
-        return device.type, str(device.index), *made_by  # generated code launches on the device of its index
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return device.type, name, str(capability), str(torch.version.cuda), _triton()
     flags = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

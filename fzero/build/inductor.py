@@ -38,7 +38,7 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     start = time.perf_counter()
     cache = open_cache()
     keys = {name: key(graph, function, device) for name, (function, graph) in functions.items()}
-    load = _Loader(functions, keys)
+    load = _Loader(functions, keys, device)
     built = load(cache) if cache is not None else {}
     share = Share(mesh, host(), (cache.identity(), keys) if cache is not None else mesh.rank)
     if device != mesh.device and mesh.rank == 0 and (text := idle(torch.get_num_threads(), share.cores)):
@@ -49,20 +49,24 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     def make(cache: Cache, names: set[str]) -> None:
         """Compiles functions, each key once, and loads all that the cache holds then."""
         nonlocal num_compiled, progress
-        jobs = {keys[n]: n for n in functions if n in names}
+        jobs = {load.keys[n]: n for n in functions if n in names}
         progress = _Progress(mesh.size > 1, len(jobs), start)
         if jobs:
             num_compiled += len(jobs)
             compile_ = _compile_apart if device.type == "cpu" else _compile_here
-            built.update(compile_({n: functions[n] for n in jobs.values()}, keys, device, cache, share.cores, progress))
+            these = {n: functions[n] for n in jobs.values()}
+            built.update(compile_(these, load.keys, device, cache, share.cores, progress))
 
     far = shown("fzero.compile", lambda: f"{progress}; the result is cached (backend='eager' starts without compiling)")
     with far if mesh.rank == 0 else contextlib.nullcontext():
         if cache is not None:
             with share.delivering():
-                make(cache, {n for n in functions if n not in built and keys[n] in mine})
+                make(cache, {n for n in functions if n not in built and load.keys[n] in mine})
             share.wait()
             built |= load(cache, built)
+            if alone := {n for n in functions if n not in built and load.keys[n] != keys[n]}:
+                make(cache, alone)
+                built |= load(cache, built)
         if len(built) < len(functions):  # the cache is off, too small, or someone clears it
             with tempfile.TemporaryDirectory(prefix="fzero-functions-") as folder:
                 own = Cache(Path(folder))
@@ -113,35 +117,48 @@ class _Progress:
 
 
 class _Loader:
-    """Entries made callable; those that were compiled together share a library, and load it once."""
+    """Entries made callable; those that were compiled together share a library, and load it once.
 
-    def __init__(self, functions: Functions, keys: Mapping[str, str]):
-        self._functions, self._keys = functions, keys
+    Attributes:
+        keys: of each function. One that another rank compiled for its GPU, and that cannot be made one for this rank's,
+            gets a key of this rank's: it is not shared.
+    """
+
+    def __init__(self, functions: Functions, keys: Mapping[str, str], device: torch.device):
+        self.keys = dict(keys)
+        self._functions, self._device = functions, device
         self._libraries: dict[str, Any] = {}
 
     def __call__(self, cache: Cache, built: Mapping[str, Any] = {}) -> dict[str, Callable[..., Any]]:
         """Those of the functions that the cache holds and that are not built yet."""
-        made: dict[str, Callable[..., Any]] = {}
-        for name in (n for n in self._functions if n not in built):
-            path = cache.path(self._keys[name])
-            if (entry := cache.read(self._keys[name])) is not None:
-                try:
-                    made[name] = self._callable(name, entry, path)
-                except Exception as error:
-                    # whole, but of another build of PyTorch or its compiler: their words are of every kind
-                    logger.info(
-                        "the cached function %s cannot be loaded and will be compiled again: %s: %s",
-                        path,
-                        type(error).__name__,
-                        error,
-                    )
-                    path.unlink(missing_ok=True)
-        return made
+        found = {name: self._loaded(name, cache) for name in self._functions if name not in built}
+        return {name: run for name, run in found.items() if run is not None}
+
+    def _loaded(self, name: str, cache: Cache) -> Callable[..., Any] | None:
+        path = cache.path(self.keys[name])
+        if (entry := cache.read(self.keys[name])) is None:
+            return None
+        try:
+            return self._callable(name, entry, path)
+        except compat.NotMovedError as error:
+            logger.info("the cached function %s is compiled again for %s: %s", path, self._device, error)
+            self.keys[name] += f"-{self._device.type}{self._device.index}"
+            return self._loaded(name, cache)
+        except Exception as error:
+            # whole, but of another build of PyTorch or its compiler: their words are of every kind
+            logger.info(
+                "the cached function %s cannot be loaded and will be compiled again: %s: %s",
+                path,
+                type(error).__name__,
+                error,
+            )
+            path.unlink(missing_ok=True)
+            return None
 
     def _callable(self, name: str, entry: CacheEntry, path: Path) -> Callable[..., Any]:
         function, graph = self._functions[name]
         if not entry.text:
-            return as_called(function, shortened(name, compat.load_artifact(entry.library)))
+            return _called(function, graph, shortened(name, compat.load_artifact(entry.library, self._device)))
         library = None
         if entry.library:
             library = self._libraries.get(entry.digest) or cpp_kernels.load_library(path)
@@ -177,7 +194,7 @@ def _compile_apart(
     for name, why in skipped.items():
         logger.info("%s is compiled at every start, for its code holds %s", name, why)
         try:
-            made[name] = as_called(functions[name][0], _artifact(*functions[name], device))
+            made[name] = _called(*functions[name], _artifact(*functions[name], device))
         except Exception as error:
             said = [*words, *str(error).strip().splitlines()[-20:]]
             fix = "look at the compiler's words above; backend='eager' needs no compiler"
@@ -203,23 +220,44 @@ def _compile_here(
             cache.write(keys[name], CacheEntry("", compat.artifact_bytes(artifact)))
         except (RuntimeError, AssertionError, OSError) as error:
             logger.info("%s is compiled at every start: %s", name, error)
-        made[name] = as_called(function, shortened(name, artifact))
+        made[name] = _called(function, graph, shortened(name, artifact))
         done(name)
     cache.trim()
     return made
+
+
+def _called(function: Function, graph: Recorded, artifact: Callable[..., Any]) -> Callable[..., Any]:
+    """An artifact as the program's lines call it, with the literals that it takes as its last arguments."""
+    literals = [graph.constants[n] for n in _literals(graph)]
+    return as_called(function, (lambda *args: artifact(*args, *literals)) if literals else artifact)
 
 
 def _artifact(
     function: Function, graph: Recorded, device: torch.device, cores: int | None = None
 ) -> Callable[..., Any]:
     graph = into_buffers(substituted(graph, random.DECOMPOSITIONS), function.into)
-    values = [n.meta["val"] for n in graph.inputs]
-    return compat.inductor_compile(graph.module(), [(v.shape, v.stride(), v.dtype) for v in values], device, cores)
+    module, values = fx.GraphModule({}, _of_arguments(graph)), [n.meta["val"] for n in graph.inputs]
+    literals = [graph.constants[n] for n in _literals(graph)]
+    return compat.inductor_compile(module, [(v.shape, v.stride(), v.dtype) for v in values], device, cores, literals)
 
 
 def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.CompileJob:
-    """The job of a worker: all that it needs of a function. Its literals become arguments, for the code does not depend
-    on their values."""
+    """The job of a worker: all that it needs of a function."""
+    values = [n.meta["val"] for n in graph.inputs] + [graph.constants[target] for target in _literals(graph)]
+    return worker.CompileJob(
+        key=key,
+        name=name,
+        graph=graph_pickle.plain(_of_arguments(graph)),
+        inputs=tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in values),
+        num_args=len(function.graph.inputs),
+        num_outputs=len(function.graph.outputs),
+        writes=function.writes,
+        into=tuple(function.into),
+    )
+
+
+def _of_arguments(graph: Recorded) -> fx.Graph:
+    """A graph's operations. Its literals become its last arguments, for the code does not depend on their values."""
     module = fx.Graph()
     env = {node: module.placeholder(node.name) for node in graph.inputs}
     literals = {target: module.placeholder(f"literal_{i}") for i, target in enumerate(_literals(graph))}
@@ -229,17 +267,7 @@ def _job(key: str, name: str, function: Function, graph: Recorded) -> worker.Com
         elif node not in env:
             env[node] = module.node_copy(node, lambda n: env[n])
             env[node].meta.clear()
-    values = [n.meta["val"] for n in graph.inputs] + [graph.constants[target] for target in literals]
-    return worker.CompileJob(
-        key=key,
-        name=name,
-        graph=graph_pickle.plain(module),
-        inputs=tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in values),
-        num_args=len(function.graph.inputs),
-        num_outputs=len(function.graph.outputs),
-        writes=function.writes,
-        into=tuple(function.into),
-    )
+    return module
 
 
 def _literals(graph: Recorded) -> list[str]:
