@@ -297,7 +297,9 @@ def compile_failing(*args: Any) -> Any:
     raise FzeroError("fzero.compile: no such luck")
 
 
-def build_on_rank(folder: Path, compile_by: Sequence[Any], absent: bool = False) -> list[str]:
+def build_on_rank(
+    folder: Path, compile_by: Sequence[Any], absent: bool = False, wanted: Sequence[Sequence[str]] = ()
+) -> list[str]:
     os.environ["FZERO_CACHE"] = str(folder)
     compiled: list[tuple[str, str]] = []
     mesh = fz.make_mesh(data=-1, timeout=2 if absent else 240)
@@ -305,7 +307,11 @@ def build_on_rank(folder: Path, compile_by: Sequence[Any], absent: bool = False)
     try:
         with ending(folder, last=absent and mesh.rank == 1):
             if not absent or mesh.rank == 0:
-                check(building.build(functions(), "inductor", mesh))
+                of = {name: f for name, f in functions().items() if not wanted or name in wanted[mesh.rank]}
+                run = building.build(of, "inductor", mesh)
+                assert [*run] == [*of]
+                if not wanted:
+                    check(run)
     finally:
         worker.compile_jobs = kept
     assert not compiled or compiled[-1][1] == "waiting for functions that other ranks compile"
@@ -318,6 +324,14 @@ def test_two_ranks_compile_each_function_once_between_them(run_ranks, cold, tmp_
     assert sorted(first + second) == ["into", "literal", "several"] and first and second
     assert len(list((tmp_path / "functions").glob("*.so"))) == 3
     assert run_ranks(2, build_on_rank, tmp_path, [compile_failing] * 2) == [[], []]
+
+
+def test_ranks_that_need_others_compile_what_they_share_once(run_ranks, cold, tmp_path):
+    """As the stages of a pipeline, which have equal blocks."""
+    compile_by = [functools.partial(ready_compile_jobs, cold[0])] * 3
+    wanted = [["several", "into"], ["several", "literal"], ["several"]]
+    compiled = run_ranks(3, build_on_rank, tmp_path, compile_by, False, wanted)
+    assert compiled == [["into"], ["literal"], ["several"]]
 
 
 def test_a_rank_that_cannot_compile_is_named_on_the_others(run_ranks, tmp_path):

@@ -140,7 +140,7 @@ def told() -> int:
     own = frozenset({0, 1, 2, 3} if mesh.rank < 2 else {4, 5, 6, 7, 8, 9})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(share, "own_cores", lambda: own)
-        found = share.Share(mesh, "host", "the same")
+        found = share.Share(mesh, "host", "the same", {})
     assert found.ranks == [0, 1, 2]
     return found.cores
 

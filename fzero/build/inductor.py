@@ -40,10 +40,10 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     keys = {name: key(graph, function, device) for name, (function, graph) in functions.items()}
     load = _Loader(functions, keys, device)
     built = load(cache) if cache is not None else {}
-    share = Share(mesh, host(), (cache.identity(), keys) if cache is not None else mesh.rank)
+    costs = {keys[name]: float(len(graph.graph.nodes)) for name, (_, graph) in functions.items()}
+    share = Share(mesh, host(), cache.identity() if cache is not None else mesh.rank, costs)
     if device != mesh.device and mesh.rank == 0 and (text := idle(torch.get_num_threads(), share.cores)):
         logger.warning("fzero.compile: %s", text)
-    mine = share.owned({keys[name]: len(graph.graph.nodes) for name, (_, graph) in functions.items()})
     num_compiled, progress = 0, _Progress(mesh.size > 1)
 
     def make(cache: Cache, names: set[str]) -> None:
@@ -61,7 +61,7 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
     with far if mesh.rank == 0 else contextlib.nullcontext():
         if cache is not None:
             with share.delivering():
-                make(cache, {n for n in functions if n not in built and load.keys[n] in mine})
+                make(cache, {n for n in functions if n not in built and load.keys[n] in share.mine})
             share.wait()
             built |= load(cache, built)
             if alone := {n for n in functions if n not in built and load.keys[n] != keys[n]}:

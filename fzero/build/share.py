@@ -19,37 +19,39 @@ from fzero.ranks.notes import Notes, timed_out
 
 
 class Share:
-    """One division of work between the ranks whose notes agree. All ranks of the mesh make it together.
+    """One division of work between the ranks that see one cache. All ranks of the mesh make it together.
 
     Args:
         mesh: the ranks, and how long to wait for one.
         host: the same on ranks of one host.
-        what: the same on ranks that can use each other's results, e.g. the folder and the keys of what they need.
+        cache: the same on ranks that can use each other's results.
+        costs: what this rank needs, by key, and what each costs. Ranks may need other things, as stages of a pipeline
+            do.
+
+    Attributes:
+        ranks: those that see this rank's cache.
+        mine: the keys that this rank delivers. Each key is of one of the ranks that need it, so that all have about
+            the same to do.
+        cores: of this rank.
     """
 
-    def __init__(self, mesh: Mesh, host: str, what: Any):
+    def __init__(self, mesh: Mesh, host: str, cache: Any, costs: Mapping[str, float]):
         self._mesh = mesh
         self.ranks, own = [mesh.rank], own_cores()
-        everyone = [own]
+        everyone, needs = [own], {mesh.rank: costs}
         if mesh.size > 1:
             turn = mesh.store.add(f"fzero/share/turns/{mesh.rank}", 1)
             self._notes = Notes(mesh.store, f"fzero/share/{turn}", mesh.rank)
-            mine = {"host": host, "what": hashlib.sha256(repr(what).encode()).hexdigest()}
-            notes = self._exchange("note", {**mine, "cores": spelled(own)}, range(mesh.size))
-            self.ranks = [r for r, note in notes.items() if {**note, **mine} == note]
+            given = {"host": host, "cache": _digest(cache), "needs": _digest(sorted(costs.items()))}
+            notes = self._exchange("note", {**given, "cores": spelled(own)}, range(mesh.size))
+            together = {r: note for r, note in notes.items() if (note["host"], note["cache"]) == (host, given["cache"])}
+            self.ranks, needs = [*together], dict.fromkeys(together, costs)
+            if any(note["needs"] != given["needs"] for note in together.values()):
+                texts = self._exchange("needs", {key: str(cost) for key, cost in costs.items()}, self.ranks)
+                needs = {r: {key: float(cost) for key, cost in text.items()} for r, text in texts.items()}
             everyone = [listed(note["cores"]) for note in notes.values() if note["host"] == host]
+        self.mine = divided(needs)[mesh.rank]
         self.cores = share_of(own, everyone)
-
-    def owned(self, costs: Mapping[str, float]) -> set[str]:
-        """The keys that are this rank's to deliver: the same division on every rank, about the same cost for each."""
-        loads = dict.fromkeys(self.ranks, 0.0)
-        mine = set()
-        for key, cost in sorted(costs.items(), key=lambda kc: (-kc[1], kc[0])):
-            rank = min(loads, key=lambda r: (loads[r], r))
-            loads[rank] += cost
-            if rank == self._mesh.rank:
-                mine.add(key)
-        return mine
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
@@ -80,3 +82,27 @@ class Share:
             fix = "look at the first of these ranks; FZERO_CACHE=off lets every rank compile for itself"
             raise DivergenceError("compile", "not every rank has compiled its part", problems, fix)
         return notes
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+def divided(needs: Mapping[int, Mapping[str, float]]) -> dict[int, set[str]]:
+    """The keys that each rank delivers: the same division on every rank.
+
+    Args:
+        needs: what each rank needs, by key, and its cost.
+
+    Example:
+        >>> found = divided({0: {"a": 3.0, "b": 2.0}, 1: {"a": 3.0, "c": 2.0}})
+        >>> [sorted(keys) for keys in found.values()]
+        [['a', 'b'], ['c']]
+    """
+    costs = {key: cost for of in needs.values() for key, cost in of.items()}
+    loads, found = dict.fromkeys(needs, 0.0), {rank: set[str]() for rank in needs}
+    for key in sorted(costs, key=lambda key: (sum(key in of for of in needs.values()), -costs[key], key)):
+        rank = min((r for r, of in needs.items() if key in of), key=lambda r: (loads[r], r))
+        loads[rank] += costs[key]
+        found[rank].add(key)
+    return found
