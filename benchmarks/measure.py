@@ -231,7 +231,7 @@ CASES = {
     ),
     "mesh_plans": Case(
         "meshes chosen by plan, of 66 billion parameters on 64 devices", 20, meshes.mesh_plans,
-        flags={"devices": 64, "every": 4, "layers": 0, "smaller": 1, "rows": [*range(8)]},
+        flags={"devices": 64, "every": 4, "layers": 0, "smaller": 1, "rows": [*range(8)], "seconds": 600.0},
         small={"devices": 4, "every": 0, "layers": 2, "smaller": 64},
         how="Planned",
     ),

@@ -34,7 +34,7 @@ def mesh_plans(args: argparse.Namespace) -> Table:
         if devices > args.devices or number not in args.rows:
             continue
         small = {**model, "layers": args.layers or model["layers"], "seq": 4096 // args.smaller}
-        case = _chosen(small, devices, batch, slow)
+        case = _chosen(small, devices, batch, slow, args.seconds)
         every = _chosen(small, devices, batch, slow, pruned=False) if devices <= args.every else None
         ratio = "" if every is None else f"{case['seconds'] / every['seconds']:.3f}"
         numbers = (f"{case['seconds']:.3g}", f"{case['mfu']:.1%}", case["sentence"], case["planned"], ratio)
@@ -50,6 +50,7 @@ def mesh_plans(args: argparse.Namespace) -> Table:
         if devices == 64:
             notes.append(f"{of}: {case['cpu']:.0f} CPU s (300: {verdict(case['cpu'], 300)})")
     notes.append("planned: candidates lowered and planned whole; all others were left out by a bound.")
+    notes.append(f"A search ends after {args.seconds:g} s with the best so far, and a bound on what it did not try.")
     columns = ("model", "devices", "network", "rows", "s", "MFU", "result", "planned", "of the best of all", "CPU s")
     return Table("Meshes chosen by plan", columns, rows, notes, {"cases": found})
 
@@ -66,7 +67,9 @@ def _unpruned() -> Iterator[None]:
         module.GAIN = before
 
 
-def _chosen(model: dict[str, int], devices: int, rows: int, slow: bool, pruned: bool = True) -> dict[str, Any]:
+def _chosen(
+    model: dict[str, int], devices: int, rows: int, slow: bool, seconds: float | None = None, pruned: bool = True
+) -> dict[str, Any]:
     import torch
     from model import Config, make_init, make_loss
     from torch._subclasses import FakeTensorMode
@@ -89,7 +92,7 @@ def _chosen(model: dict[str, int], devices: int, rows: int, slow: bool, pruned: 
     tokens = torch.empty(rows, config.seq, dtype=torch.int64, device="meta")
     begin = time.process_time()
     if pruned:
-        found = fz.choose_mesh(step, params, (tokens, tokens), devices=devices, device=device)
+        found = fz.choose_mesh(step, params, (tokens, tokens), devices=devices, device=device, seconds=seconds)
     else:
         with _unpruned():
             found = fz.choose_mesh(step, params, (tokens, tokens), devices=devices, device=device)
@@ -101,7 +104,7 @@ def _chosen(model: dict[str, int], devices: int, rows: int, slow: bool, pruned: 
         "cpu": took,
         "seconds": best.step_seconds,
         "mfu": best.mfu,
-        "sentence": found.sentence,
+        "sentence": " ".join(found.sentence.split()),
         "code": found.code,
         "planned": found.num_planned,
         **found.data(),
