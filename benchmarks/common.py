@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-if "FAKE_GPUS" in os.environ:  # a device that computes nothing runs the caller: no_gpu.py --hour
-    from stand_in import nothing
+if "FAKE_GPUS" in os.environ:  # the caller runs on a device that computes no values: no_gpu.py --hour
+    from stand_in import no_values
 
-    nothing.install()
+    no_values.install()
 
 SOURCE = Path(__file__).resolve().parent.parent
 RESULTS = SOURCE / "docs" / "results"

@@ -1,6 +1,7 @@
-"""The checks of gpu_hour.py: each a function that is told where to write what it finds, number by number.
+"""Checks of gpu_hour.py, each a function that writes its numbers one by one into a file.
 
-Names, numbers and targets are those to which the GPU path was built without a GPU; `about` says what each is for.
+The GPU path was built to these targets without a GPU. A *told* step is one that the host launches line by line, a
+*replayed* one is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class Skipped(Exception):
 
 
 class Found:
-    """What a check finds: a line of JSON in a file that all checks share, as soon as it is known.
+    """Numbers that a check finds: each is a line of JSON in a file of all checks, as soon as it is known.
 
     Args:
-        file: that the lines are appended to.
-        head: what each of them says besides.
+        file: to which the lines are appended.
+        head: fields of every line.
     """
 
     def __init__(self, file: Path, head: Mapping[str, Any]):
@@ -63,7 +64,7 @@ class Found:
 
     def target(self, what: str, value: float, least: float | None = None, most: float | None = None) -> None:
         """A number that has to be at least, or at most, another."""
-        met = (least is None or value >= least) and (most is None or value <= most)  # no number is neither
+        met = (least is None or value >= least) and (most is None or value <= most)  # NaN meets neither
         sides = [f"at least {least:g}"] if least is not None else []
         wanted = ", ".join(sides + ([f"at most {most:g}"] if most is not None else []))
         self.line("target", what=what, value=value, wanted=wanted, verdict="met" if met else "MISSED")
@@ -79,7 +80,13 @@ Run = Callable[[argparse.Namespace, Found], None]
 
 @dataclass(frozen=True)
 class Check:
-    """A check of a call, about how many seconds it takes on an H200, and what it is about."""
+    """A check.
+
+    Attributes:
+        call: the number of the call that runs it.
+        seconds: about how long it takes on an H200.
+        about: what it checks, for a person.
+    """
 
     call: int
     name: str
@@ -116,7 +123,7 @@ def wide(args: argparse.Namespace, layers: int) -> Config:
 
 
 class Trained:
-    """A GPT in training, on batches that take turns. On a CPU nothing is compiled: this is to see the code run."""
+    """A GPT in training, on batches that take turns. On a CPU it runs eagerly: there only the code is checked."""
 
     def __init__(
         self,
@@ -140,7 +147,7 @@ class Trained:
         self._steps = 0
 
     def run(self, steps: int = 1) -> list[torch.Tensor]:
-        """The losses of so many steps, which nobody waits for."""
+        """The losses of so many steps, without a wait for the device."""
         losses = []
         for _ in range(steps):
             self.state, self.metrics = self.train(self.state, self.batches[self._steps % len(self.batches)])
@@ -149,7 +156,7 @@ class Trained:
         return losses
 
     def seconds(self, steps: int = 10) -> float:
-        """Of a step: the median of three rounds, after three steps."""
+        """Seconds of a step: the median of three rounds of so many, after three steps to warm up."""
         rounds = []
         for k in range(4):
             settled(self.mesh.device)
@@ -274,11 +281,12 @@ KINDS: dict[str, tuple[tuple[Any, ...], float]] = {
     "bf16, fp8": ((BF16, fz.fp8()), 1e-2),
     "bf16, fp8 by row": ((BF16, fz.fp8(scales="row")), 1e-2),
 }
-"""Transforms, and how far losses of five steps may be from those of a CPU in fp32, relative."""
+"""Transforms, and the largest relative difference of five steps' losses to those of a CPU in fp32."""
 
 
 def beside_a_cpu(args: argparse.Namespace, found: Found, kinds: Sequence[str]) -> None:
-    """Losses of five steps of one layer on one batch, of which the last is lower than the first."""
+    """Compares losses of five steps of one layer on one batch. The last of the CPU's has to be below the first, so
+    that updates count."""
     config = model(args, 1)
     torch.backends.cuda.matmul.allow_tf32 = False
 

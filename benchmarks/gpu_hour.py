@@ -40,7 +40,7 @@ RESULTS = "results.jsonl"
 
 
 def run_call(call: int, args: argparse.Namespace) -> int:
-    """Runs the checks of a call that have no result yet. Returns how many failed, or are left for another time."""
+    """Runs the checks of a call that have no result yet. Returns how many failed, or had no time."""
     print(f"call {call}: {CALLS[call]}", flush=True)
     begin, left = time.monotonic(), 0
     for check in (c for c in CHECKS.values() if c.call == call and (not args.only or c.name in args.only)):
@@ -115,7 +115,7 @@ Lines = list[dict[str, Any]]
 
 
 def attempts(folders: Iterable[Path]) -> dict[str, Lines]:
-    """The lines of each check's last attempt."""
+    """The lines of each check's last attempt, in whichever folder that is."""
     last = dict[str, Lines]()
     for folder in folders:
         try:
@@ -142,7 +142,7 @@ def ended(lines: Lines) -> dict[str, Any]:
 
 
 def told(lines: Lines) -> list[str]:
-    """What a check came to, in lines."""
+    """The numbers and targets of a check's attempt, and why it failed, as lines to print."""
     end = ended(lines)
     name = f"{lines[0]['check']} ({end['seconds']:.0f} s, {end['compiled']} functions compiled)"
     if end["how"] == "skipped":
@@ -160,7 +160,8 @@ def told(lines: Lines) -> list[str]:
 
 
 def pack(archive: Path, folder: Path, whole: bool = False) -> None:
-    """Packs the files of a folder into one, the largest left out where it would be too large. `whole`: all or none."""
+    """Packs the files of a folder into an archive of at most ARCHIVE_LIMIT bytes: the largest are left out, or with
+    `whole` the archive is."""
     files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     while True:
         with tarfile.open(archive, "w:gz") as packed:
@@ -224,8 +225,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[*CHECKS], help="of the calls' checks", metavar="CHECK")
     parser.add_argument("--again", action="store_true", help="also what has a result already")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of each call (%(default)g)")
-    ended = "of a check, at how many times its usual seconds it is ended (%(default)g)"
-    parser.add_argument("--patience", type=float, default=2.0, help=ended)
+    patience = "of a check, at how many times its usual seconds it is ended (%(default)g)"
+    parser.add_argument("--patience", type=float, default=2.0, help=patience)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="sizes of seconds, to see the code run")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu_hour"), help="DIR: $OUT")

@@ -38,7 +38,11 @@ PLANTS = ("synchronisation", "pageable", "allocation", "no wait", "index", "modu
 def ranks_of(
     env: dict[str, str], size: int, arguments: list[str], script: str = "checks.py", one_visible: bool = False
 ) -> tuple[list[dict[str, Any]], str]:
-    """What rank 0 found, case by case, with what all ranks compiled and did elsewhere, and what they wrote besides."""
+    """The findings of each case, those of all ranks `together`, and the text that the ranks wrote to stderr.
+
+    Args:
+        one_visible: whether each rank sees its own GPU alone.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,7 +57,8 @@ def ranks_of(
 
 
 def together(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks found of one case: rank 0's, with all ranks' functions, CPU-seconds and devices."""
+    """The findings of one case: those of rank 0, with the functions that all ranks compiled, their CPU-seconds of
+    building, and what each did on another rank's device. The first failure, if a rank failed."""
     if failed := [x for x in ranks if "failed" in x]:
         return failed[0]
     if "keys" not in ranks[0]:
@@ -160,18 +165,13 @@ def beside_peers(args: argparse.Namespace, env: dict[str, str]) -> bool:
 def rehearsed(args: argparse.Namespace, env: dict[str, str]) -> bool:
     """Runs the calls of gpu_hour.sh: the first in its real sizes, the others in the small form. Returns whether every
     check came to its end, or said why it has nothing to show."""
-    rows, notes, failed, every = [], list[str](), 0, list[Any]()
+    rows, failed, every = [], 0, list[Any]()
     with tempfile.TemporaryDirectory(prefix="fzero-hour-") as folder:
         script = [str(HERE.parent / "gpu_hour.sh"), "--patience", "20", "--minutes", "60", "--home", f"{folder}/home"]
         for small, calls in ((False, "1"), (True, "234")):
             out = ["--out", f"{folder}/{calls}"]
-            command = [
-                *script,
-                *calls,
-                *out,
-                *(["--small"] if small else []),
-                *(["--only", *args.only] if args.only else []),
-            ]
+            only = ["--only", *args.only] if args.only else []
+            command = [*script, *calls, *out, *["--small"] * small, *only]
             subprocess.run(command, env={**env, "FAKE_GPUS": "1"}, stdout=sys.stderr)
             for check, lines in attempts([Path(folder, calls)]).items():
                 end = ended(lines)

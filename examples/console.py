@@ -155,8 +155,8 @@ def out_of_range(args: argparse.Namespace, **ranges: tuple[float, float]) -> lis
     ]
 
 
-def short(args: argparse.Namespace) -> list[str]:
-    """The problem of a file of text, if one is given: 2 % of it are held out."""
+def unusable_text(args: argparse.Namespace) -> list[str]:
+    """The problem of the file of --text, if one is given: unreadable, or too short for validation on 2 % of it."""
     if args.text is None:
         return []
     if not os.path.isfile(args.text) or not os.access(args.text, os.R_OK):
@@ -258,7 +258,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
         problems += out_of_range(
             args, lr=(0, LARGE), seed=(0, 2**64 - 1), label_smoothing=(0, 1), z_loss=(0, LARGE), timeout=(1, LARGE)
         )
-        problems += short(args)
+        problems += unusable_text(args)
         if not problems and args.width % args.heads:
             problems.append(f"--width {args.width} is not a multiple of --heads {args.heads}")
         elif not problems and args.width // args.heads % 2:

@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> None:
     validate = fz.compile(spread(fz.eval_step(validation_loss)), mesh, backend="eager")
     predict = fz.compile(spread(fz.eval_step(logits_at)), mesh, backend="eager")  # few calls: not worth compiling
 
-    tokens = {"dtype": torch.uint8} if args.text else {}  # a file is mapped, not read
+    tokens: dict[str, Any] = {"dtype": torch.uint8} if args.text else {}  # a file is mapped, not read
     text, held_out = fz.data.TokenDataset(
         args.text or fz.data.python_source(), seq=args.seq, batch=args.batch, seed=args.seed, **tokens
     ).split(0.02)

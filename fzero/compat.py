@@ -400,7 +400,7 @@ def inductor_cache_folder() -> str:
     """The folder in which Inductor keeps its files: that of TORCHINDUCTOR_CACHE_DIR, or else of the user's name below
     the directory for temporary files."""
     if given := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return given  # the import makes that, or fails half-way
+        return given  # asked first: the import below makes this folder, or fails half-way if it cannot
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return default_cache_dir()
@@ -1095,7 +1095,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """`copy_all` of one pair of dtypes."""
+    """`copy_all` for targets of one dtype and sources of one dtype: nothing is grouped."""
     if len(targets) == 1 or _COPY is None:
         copy_all(targets, sources)
     else:

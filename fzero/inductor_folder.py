@@ -1,5 +1,5 @@
-"""Chooses the folder in which Inductor keeps its files, before PyTorch makes it: importing Dynamo does, which every
-trace needs."""
+"""Chooses the folders of Inductor's files and of compilers' temporary files. This comes before any trace: a trace
+imports Dynamo, and the import makes Inductor's folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ logger = logging.getLogger("fzero")
 
 
 def guard_inductor() -> None:
-    """Has Inductor keep its own files where they can be written, and no other user can change them: by default that is
-    a folder of the directory for temporary files, whose name anybody can foresee. One that is read-only, or that others
-    have made or can write to, is replaced by a folder beside the cache's, and a line in the log says so.
+    """Has Inductor keep its files in a folder that can be written to, and that no other user can change: they are run.
+
+    Inductor's default is a folder of the directory for temporary files, whose name anybody can foresee. A folder that
+    is read-only, or that another user owns or can write to, is replaced by one beside the cache's: this sets
+    TORCHINDUCTOR_CACHE_DIR, and TMPDIR likewise, for this process. A line in the log says so.
 
     Raises:
-        FzeroValueError: there is no other place.
+        FzeroValueError: the folder beside the cache's will not do either.
     """
     where = os.environ.get("FZERO_CACHE") or ""
     folder = Path(where if where not in ("", "off") else "~/.cache/fzero").expanduser() / "inductor"
@@ -46,11 +48,14 @@ def guard_inductor() -> None:
 
 
 def _guard_temporary(folder: Path) -> None:
-    """Has compilers keep temporary files where Python does: they take TMPDIR as it is. `folder`: for them where nothing
-    else can be written to.
+    """Sets TMPDIR to the directory that Python takes for temporary files: compilers take TMPDIR even if it cannot be
+    written to.
+
+    Args:
+        folder: taken if no directory for temporary files can be written to.
 
     Raises:
-        FzeroValueError: not there either.
+        FzeroValueError: `folder` cannot be written to either.
     """
     asked = os.environ.get("TMPDIR")
     try:

@@ -15,7 +15,11 @@ from fzero.ranks.rendezvous import absent, replaced
 
 
 def check_default(owner: str, device_type: str) -> None:
-    """Raises where new tensors of this process go to a kind of device that a mesh has not: those of a state would.
+    """Refuses a default device that is neither a CPU nor of the mesh's type: new tensors of a state would be on it.
+
+    Args:
+        owner: the function of fzero that the error names.
+        device_type: of the mesh.
 
     Raises:
         FzeroValueError: naming the default device.

@@ -1,4 +1,4 @@
-"""Finds out who else could change what lies at a path: each directory and each link on the way there counts; and
+"""Finds out who else could change what lies at a path, where each directory and each link on the way there counts, and
 whether a folder can be written to. Imports no PyTorch: the process that watches a rank stays small."""
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def exposed(
 
 
 def not_writable(folder: str | os.PathLike[str]) -> str | None:
-    """Why nothing can be kept in a folder, found by trying: a superuser's permissions say nothing."""
+    """Why no file can be written in a folder; None if one can. It writes one: permissions say nothing of a read-only
+    disk, or of root."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))

@@ -280,8 +280,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert first == "fzero.choose_mesh: no mesh of 2 devices has room for the step"
     assert main(["plan", name, "--mesh", "auto", "--devices", "2xh100", "--budget", "24GB", "--whole", "--json"]) == 0
     assert 0 < json.loads(capsys.readouterr().out)["budget"] < 24e9
-    assert main(["plan", name, "--mesh", "auto"]) == 2
-    assert "--devices NUMBERxNAME is wanted" in capsys.readouterr().err
+    assert main(["plan", name, "--mesh", "auto", "--seq", "64", "--whole"]) == 2
+    said = capsys.readouterr().err
+    assert "--devices NUMBERxNAME is wanted" in said
+    assert "--seq: is about --hf" in said and "--whole: is about --budget" in said
 
 
 def test_the_command_names_experts(capsys: pytest.CaptureFixture[str]) -> None:

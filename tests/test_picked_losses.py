@@ -81,6 +81,29 @@ def test_the_loss_and_its_gradients_are_the_same(chain: str, reduction: int, dty
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("shared", ["the product", "the log-probabilities"])
+def test_two_losses_of_the_same_logits(shared: str) -> None:
+    """As labels that are mixed have."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> Any:
+        product, found = x @ w.T, []
+        logs = aten._log_softmax.default(product, 1, False)
+        for targets, scale in ((t, 1.0), (t.flip(0), 0.5)):
+            if shared == "the product":
+                logs = aten._log_softmax.default(product * scale, 1, False)
+            loss, total = NLL(logs, targets, None, 1, -100)
+            each = aten.nll_loss_backward.default(torch.ones_like(loss), logs, targets, None, 1, -100, total)
+            found += [loss, aten._log_softmax_backward_data.default(each, logs, 1, torch.float32) @ w]
+        return tuple(found)
+
+    inputs = _inputs()
+    graph = _recorded(fn, *inputs)
+    picked = picked_losses(graph)
+    assert sum(n.target is PICKED for n in picked.graph.nodes) == 2
+    for got, want in zip(by_operation(picked)(*inputs), by_operation(graph)(*inputs), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_loss_of_no_target_is_not_a_number_as_before() -> None:
     x, w, t = _inputs()
     nothing = torch.full_like(t, -100)

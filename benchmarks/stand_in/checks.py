@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from model import Config, make_batches, make_init, make_loss
-from stand_in import nothing
+from stand_in import no_values
 
 import fzero as fz
 from fzero import compat, optim
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--plant", default="", help="a fault")
     parser.add_argument("--shapes", action="store_true")
     args = parser.parse_args()
-    nothing.install()
+    no_values.install()
     config = Config(args.layers, args.width, 8, 128, 8, 2048)
     size, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
     table = SHAPES if args.shapes else CASES

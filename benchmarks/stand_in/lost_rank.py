@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model import Config, make_batches, make_init, make_loss
-from stand_in import nothing
+from stand_in import no_values
 
 import fzero as fz
 from fzero import optim
@@ -55,7 +55,7 @@ def main(run: Any) -> int:
 
 
 if __name__ == "__main__":
-    nothing.install()
+    no_values.install()
     if os.environ["KEEPS_WAITING"]:
         running.freed = lambda mesh: contextlib.nullcontext()
     lost: dict[str, float] = {}

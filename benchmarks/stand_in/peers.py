@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from checks import workspaces
 from model import Config, blocks, make_batches, make_init, make_loss, module
-from stand_in import nothing
+from stand_in import no_values
 
 import fzero as fz
 from fzero import optim
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=65536)
     args = parser.parse_args()
-    nothing.install()
+    no_values.install()
     config, rank = Config(args.layers, args.width, vocab=args.vocab), int(os.environ["RANK"])
     make: Any = ours if args.who in OURS else theirs
     run, planned = make(args.who, config, args.backend if make is ours else args.backend == "inductor")

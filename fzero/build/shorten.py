@@ -1,8 +1,8 @@
-"""Shortens Inductor's Python around the kernels of a GPU: after the first call of an artifact its layers are skipped,
-and what they and the code check of each argument is one comparison with those of the first call.
+"""Shortens Inductor's Python around the kernels of a GPU: from the second call of an artifact on, its layers are
+skipped, and one comparison with the arguments of the first call replaces the checks of each argument.
 
-The host launches some 2,500 kernels in a step of 64 layers, so each Python operation around a launch counts. A call in
-other surroundings, or with other arguments, goes to the artifact, which checks and does all.
+The host launches some 2,500 kernels in a step of 64 layers, so each Python operation around a launch counts. A call
+that is profiled, under autocast, on another GPU or with other layouts goes to the whole artifact.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from fzero.build.cpp_kernels import NotPlain, inputs_and_body
 from fzero.build.tracebacks import compiled
 
 logger = logging.getLogger("fzero")
-_TRIES = 3  # calls that may show the code: in a call that is profiled, Triton keeps no launcher
+_TRIES = 3  # calls in which the code may be found; profiled calls do not count, as Triton keeps no launcher there
 
 
 def shortened(name: str, artifact: Callable[..., Any]) -> Callable[..., Any]:
-    """An Inductor artifact of a function, faster from its second call on."""
+    """An Inductor artifact of a function, called without its layers from the second call on. Where layers do more than
+    check their arguments it stays as it is.
+
+    Args:
+        name: of the function, for tracebacks and the log.
+        artifact: by `compat.inductor_compile` or `compat.load_artifact`.
+    """
     tries, short = _TRIES, None
 
     def call(*args: torch.Tensor) -> Any:
@@ -62,19 +68,19 @@ def _function(
 
 
 def short_text(text: str, launchers: Collection[str], writes: Collection[int], aligned: Collection[int]) -> str:
-    """The function of Inductor's module `text` without what need not be done at each call.
+    """The function of Inductor's module `text`, without the parts that need not run at each call.
 
-    Left out are assertions on arguments, whose layouts are compared; the change to the device that is the current one;
-    and, between the first and the next kernel, the question which stream is current. Assertions on results of operators
-    that Inductor did not write stay.
+    Left out are assertions on arguments, whose layouts are compared at once; the change to the device, which is the
+    current one; and each query of the current stream but the first. Assertions on results of operators that Inductor
+    did not write stay.
 
     Args:
         text: the module.
-        launchers: kernels that `launch_NAME` launches.
+        launchers: names of the kernels that the text calls as `launch_NAME`.
         writes, aligned: as of `compat.ArtifactCode`.
 
     Raises:
-        NotPlain: the code has parts that are called apart, or is for several devices.
+        NotPlain: the code has an unknown form, has parts that are called apart, or is for several devices.
     """
     inputs, body = inputs_and_body(ast.parse(text))
     shorter = _Shorter(launchers)
@@ -96,7 +102,11 @@ def short_text(text: str, launchers: Collection[str], writes: Collection[int], a
 
 
 class _Shorter(ast.NodeTransformer):
-    """See `short_text`."""
+    """Rewrites statements as `short_text` says.
+
+    Attributes:
+        devices: the GPUs that the statements name.
+    """
 
     def __init__(self, launchers: Collection[str]):
         self._launchers = launchers

@@ -58,7 +58,8 @@ _BUDGET = arg(metavar="SIZE", help_behavior_hint="(default: none)")
 _FILE = arg(metavar="FILE", help_behavior_hint="")
 _FLAG = arg(help_behavior_hint="")
 _PICTURES = (".png", ".svg")
-_SECONDS = 300.0  # of a search for a mesh
+_SEARCH_SECONDS = 300.0  # of a search for a mesh, by default
+_SEARCH_HINT = f"(default: {_SEARCH_SECONDS:g})"
 
 
 class _Lowered(NamedTuple):
@@ -169,7 +170,7 @@ class _OfTarget:
         return _Lowered(lowered, made, interpreter, short)
 
     def _devices(self) -> tuple[dict[str, Any], Device]:
-        """The axes of the mesh, and its devices."""
+        """The axes of the mesh, and its devices. For --mesh auto all are along one axis."""
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         if self.devices is not None:
             number, device = get_devices(self.devices, kind)
@@ -177,9 +178,9 @@ class _OfTarget:
             return _axes(self.mesh) if given else self.model.axes(number), device
         return _axes(self.mesh), get_device(self.device, kind)
 
-    def _check(self) -> None:
-        """Raises for flags that contradict each other."""
-        problems, fix = [], "e.g. fzero plan --hf DIR --devices 8xh100, or fzero plan FILE.py:FUNCTION --mesh data=8"
+    def _step_problems(self) -> list[str]:
+        """Problems of the flags that name a step and its budget."""
+        problems = list[str]()
         if self.target is None and self.model.hf is None:
             problems.append("neither MODULE:FUNCTION nor --hf DIR")
         if self.target is not None and self.model.hf is not None:
@@ -188,6 +189,11 @@ class _OfTarget:
             problems += [f"--{name}: is about --hf, and {self.target} has it in its code" for name in self.model.given]
         if self.whole and self.budget is None:
             problems.append("--whole: is about --budget SIZE")
+        return problems
+
+    def _check(self) -> None:
+        """Raises for flags that contradict each other."""
+        problems = self._step_problems()
         if self.devices is None and not self.mesh:
             problems.append("--mesh wants axes with their sizes, --mesh AXIS=SIZE ...; or give --devices NUMBERxNAME")
         if self.devices is not None and self.device is not None:
@@ -197,6 +203,7 @@ class _OfTarget:
             if math.prod(_axes(self.mesh).values()) != number:
                 problems.append(f"--devices {self.devices} and --mesh {' '.join(self.mesh)}: another number of devices")
         if problems:
+            fix = "e.g. fzero plan --hf DIR --devices 8xh100, or fzero plan FILE.py:FUNCTION --mesh data=8"
             raise UsageError("target", "a step and its devices are wanted", problems, fix)
 
 
@@ -241,7 +248,7 @@ class PlanCommand(_OfTarget):
     """draw memory over the lines of the step, as .png or .svg"""
     experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
     """with --mesh auto: the parameters of experts, such as 'layers.*.experts.*', so that meshes have an axis of them"""
-    seconds: Annotated[float | None, arg(metavar="SECONDS", help_behavior_hint="(default: 300)")] = None
+    seconds: Annotated[float | None, arg(metavar="SECONDS", help_behavior_hint=_SEARCH_HINT)] = None
     """with --mesh auto: wall-clock seconds after which no other mesh is begun; inf looks at all"""
 
     def run(self) -> int:
@@ -291,12 +298,10 @@ class PlanCommand(_OfTarget):
         return 0 if memory is None or fits(plan, memory) else 1
 
     def _choose(self) -> int:
-        """Plans every mesh, with the parallel transforms for each."""
-        problems = [] if self.target or self.model.hf else ["MODULE:FUNCTION or --hf DIR is wanted"]
-        problems += [f"both {self.target} and --hf {self.model.hf}"] if self.target and self.model.hf else []
+        """Plans every mesh, with the parallel transforms for each. Returns the exit status: 1 if none fits."""
+        problems = self._step_problems()
         problems += [] if self.devices else ["--devices NUMBERxNAME is wanted, such as 64xh100"]
-        given = {"device": self.device, "host-budget": self.host_budget}
-        given["disk-budget"] = self.disk_budget
+        given = {"device": self.device, "host-budget": self.host_budget, "disk-budget": self.disk_budget}
         problems += [f"--{name} does not go with --mesh auto" for name, value in given.items() if value is not None]
         if problems or self.devices is None:
             fix = "e.g. fzero plan FILE.py:FUNCTION --mesh auto --devices 64xh100"
@@ -326,7 +331,7 @@ class PlanCommand(_OfTarget):
                     memory_budget=budget,
                     experts=_named(self.experts, params),
                     backend=self.backend,
-                    seconds=_SECONDS if self.seconds is None else self.seconds,
+                    seconds=_SEARCH_SECONDS if self.seconds is None else self.seconds,
                 )
         fits = found.found[0].plan is not None
         if fits and self.trace is not None:

@@ -70,10 +70,11 @@ class OfModel:
         return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
 
     def of_all(self, number: int) -> OfModel:
-        """A step of so many devices together, whose mesh is searched for: their sequences, on one device.
+        """The model with the sequences of so many devices in one step of one device, without micro-batches: a mesh is
+        searched for it.
 
         Raises:
-            UsageError: flags for what is searched for.
+            UsageError: flags that the search decides.
         """
         searched = {"zero", "tensor", "vertical", "offload", "scratch"}.intersection(self.given)
         if problems := [f"--{name} does not go with --mesh auto" for name in sorted(searched)]:

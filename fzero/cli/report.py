@@ -49,7 +49,8 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: s
 
 
 def print_meshes(found: MeshPlans, model: str = "") -> None:
-    """Prints the fastest of the meshes that were planned, as code, and then all of them. `model`: code before it."""
+    """Prints the fastest of the meshes that were planned, as code, and then all of them. `model`: code that makes the
+    step, to stand before it."""
     try:
         text = f"{found.sentence}\n\n{model}{found.code}"
     except FzeroError as error:  # the table below has its reasons

@@ -540,8 +540,10 @@ class Run:
     def _ward(self, train: CompiledStep) -> Ward | None:
         """The source of what another rank sends in this step, if one does."""
         spec = find(train.resolved.transforms, Redundant)
-        if spec is None or self.mesh.axes.get(spec.axis, 1) == 1:
-            if spec is not None and self.mesh.size > 1 and self.mesh.rank == 0:
+        if spec is None:
+            return None
+        if not spec.has_receivers(self.mesh):
+            if self.mesh.size > 1 and self.mesh.rank == 0:
                 logger.warning("fzero.run: one rank along %r: nothing is sent, a lost host goes to disk", spec.axis)
             return None
         if spec.every % self._every:

@@ -4,9 +4,9 @@ A candidate (mesh_candidates.py) is lowered as if the user had written it, so wh
 
 [Note: best first] Planning a candidate takes seconds to minutes, and a lower bound of its seconds and bytes
 (mesh_bounds.py) one trace for all candidates with the same cut of values. Candidates are looked at in order of their
-bounds, ZeRO alone before all others. So a search that ends early has a plan, and a bound on all that it did not come
-to. One whose bound is no more than 2 % below the fastest plan is left out: so the first of the table takes at most 2 %
-longer than the best of all.
+bounds, ZeRO alone before all others. One whose bound is no more than 2 % below the fastest plan is left out: so the
+first of the table takes at most 2 % longer than the best of all. A search that ends early has a plan, and a bound on
+the untried candidates.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def choose_mesh(
         rules: of `tensor_parallel`; by default they are chosen for each size.
         experts: `where` of `expert_parallel`: which parameters are of experts; without it there is no axis of experts.
         backend: as for `lower`.
-        seconds: after which no other candidate is begun; the answer then says how much faster those untried may be. It
-            depends on the machine: choose once, not on every rank. By default all are looked at.
+        seconds: wall-clock time after which no other candidate is begun. The answer then says how much faster the
+            untried may be. It depends on the speed of this machine: choose once, not on every rank. By default no
+            candidate stays untried.
 
     Returns:
         The candidates, the fastest first, then those left out: `.best.step` and `.best.axes` to go on with, `.code` to
@@ -92,7 +93,7 @@ def choose_mesh(
 
     Raises:
         FzeroTypeError: no training step; `devices` that are no whole number.
-        FzeroValueError: a batch whose leaves have different numbers of rows; no `seconds`.
+        FzeroValueError: a batch whose leaves have different numbers of rows; `seconds` that is not a number above 0.
         TransformError: a step that has parallel transforms of its own.
         FzeroError: whatever is wrong with the step on one device.
 
@@ -139,10 +140,10 @@ def choose_mesh(
         budget,
         rows,
         tuple(sorted(found, key=_order)),
-        search.planned,
-        seconds if untried else None,
-        len(untried),
-        min(untried, default=0.0),
+        num_planned=search.num_planned,
+        stopped=seconds if untried else None,
+        num_untried=len(untried),
+        least_untried=min(untried, default=0.0),
     )
 
 
@@ -163,16 +164,20 @@ class _Search:
     """See [Note: best first].
 
     Attributes:
-        planned: the number of plans.
-        untried: the least seconds of each candidate that may be faster, and that there was no time for.
+        num_planned: how many candidates were planned.
+        untried: for each candidate that may be faster and that there was no time for, the least seconds of its step.
     """
 
     def __init__(self, asked: MeshRequest):
         self.asked, self.bounds = asked, MeshBounds(asked)
-        self.planned, self.untried = 0, list[float]()
+        self.num_planned, self.untried = 0, list[float]()
 
     def run(self, until: float = math.inf) -> list[MeshPlan]:
-        """The candidates, of each family one: see [Note: best first]. `until`: the time after which none is begun."""
+        """The candidates, of each family one: see [Note: best first].
+
+        Args:
+            until: time of `time.monotonic` after which none is begun that takes a trace or a plan.
+        """
         self.bounds.check()
         asked, found, fastest = self.asked, dict[Any, list[MeshPlan]](), math.inf
         left: list[tuple[bool, float, int, bool, MeshCandidate]] = []
@@ -202,7 +207,7 @@ class _Search:
                 self.untried.append(seconds)
                 leave(self._without_plan(candidate, f"no time; at least {duration(seconds)}", seconds), candidate)
                 continue
-            with within("planning", f"{self.planned} planned, {len(left) + 1} left"):
+            with within("planning", f"{self.num_planned} planned, {len(left) + 1} left"):
                 least = self.bounds.least(candidate)
                 if least.refused:
                     leave(self._without_plan(candidate, least.refused, too_large=least.too_large), candidate)
@@ -211,7 +216,7 @@ class _Search:
                     push(candidate, max(seconds, least.seconds), True)
                     continue
                 made = self._planned(candidate)
-            self.planned += 1
+            self.num_planned += 1
             if made.plan is None:
                 leave(made, candidate)
             else:

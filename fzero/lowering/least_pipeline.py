@@ -1,6 +1,6 @@
 """Simulates the units of a pipeline with the hands between its stages, without a program.
 
-It has the order, the starts of takes and the waits of passes/schedules.py, as programs have them, and the links of
+The order, the starts of takes and the waits are those of programs (passes/schedules.py), the links those of
 plan/timeline.py. Given the least seconds of each unit and hand, the step takes no less.
 """
 

@@ -53,7 +53,7 @@ class MeshBounds:
     def first(self, candidate: MeshCandidate) -> float:
         """The least seconds by the products of the step on one device, divided evenly."""
         whole = self._cost(ValueCut())
-        if isinstance(whole, str) or candidate.pipe > len(whole.blocks):
+        if isinstance(whole, str) or self._too_many_stages(candidate):
             return 0.0
         return self._seconds(candidate, whole.divided(candidate.cut.ranks))
 
@@ -62,6 +62,7 @@ class MeshBounds:
         return candidate.cut not in self._costs and not self._too_many_stages(candidate)
 
     def _too_many_stages(self, candidate: MeshCandidate) -> str:
+        """Why a candidate has no stage for each rank of its pipeline; "" if it has."""
         whole = self._cost(ValueCut())
         if isinstance(whole, str) or candidate.pipe <= len(whole.blocks):
             return ""

@@ -71,9 +71,9 @@ class MeshPlans:
         rows: of the whole batch.
         found: the candidates, of each mesh with a ZeRO stage the best.
         num_planned: how many were planned.
-        stopped: seconds after which the search ended early; None: nothing that is left out can be fastest.
-        num_untried: candidates that it did not come to, and that may be faster; `least_untried`: seconds that each of
-            them takes at least.
+        stopped: seconds after which the search ended early; None if nothing that is left out can be fastest.
+        num_untried: the number of candidates that may be faster, and that there was no time for.
+        least_untried: the least seconds of a step of any of them.
     """
 
     devices: int
@@ -92,7 +92,7 @@ class MeshPlans:
 
         Raises:
             BudgetError: none fits.
-            FzeroValueError: none can be had, with any memory; or none was planned in the time that was given.
+            FzeroValueError: none divides the step, with any memory; or none that fits was planned in time.
         """
         if self.found and self.found[0].plan is not None:
             return self.found[0]
@@ -143,7 +143,7 @@ class MeshPlans:
 
     @property
     def _unproven(self) -> str:
-        """The bound on what a search that ended early did not come to."""
+        """A line with the bound on the untried candidates, if the search ended early."""
         if self.stopped is None:
             return ""
         share = self.least_untried / self.best.planned.step_seconds

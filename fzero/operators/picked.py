@@ -1,4 +1,4 @@
-"""Reads one element of each row of a matrix, as an operation that no compiler merges with others."""
+"""Reads one element of each row of a matrix, by an operator that no compiler fuses with others."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ def _picked(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 PICKED: Any = define("picked", "(Tensor x, Tensor index) -> Tensor", _picked, lambda x, index: x.new_empty(index.shape))
-"""The elements of `x`, [n, m], at `index`, int64[n, 1]."""
+"""The elements of `x`, [n, m], at the columns `index`, int64[n, 1]: of the shape of `index` and the dtype of `x`."""

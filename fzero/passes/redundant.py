@@ -18,9 +18,9 @@ from fzero.transforms.redundant import Redundant
 
 
 def spec_of(program: Program) -> Redundant | None:
-    """The spec of a program that has other ranks to send to."""
+    """The spec of a program whose mesh has other ranks to send to."""
     spec = find(program.transforms, Redundant)
-    return spec if spec is not None and program.mesh.axes.get(spec.axis, 1) > 1 else None
+    return spec if spec is not None and spec.has_receivers(program.mesh) else None
 
 
 def rewrite(program: Program) -> Program:

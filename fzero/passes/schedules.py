@@ -8,12 +8,10 @@ each rank the order of its units. Stage s is on rank s mod p: with `chunks` stag
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from fzero.errors import FzeroValueError
 from fzero.transforms.pipeline import UNIT
-
-Message = TypeVar("Message")
 
 FORWARD, BACKWARD, WEIGHTS = range(3)
 KINDS = "FBW"
@@ -34,6 +32,8 @@ class Unit(NamedTuple):
 
 
 Table = tuple[tuple[Unit, ...], ...]
+Message = TypeVar("Message")
+"""What a unit hands another rank: stages.py and least_pipeline.py each have a type of it."""
 
 
 def table(schedule: str | Sequence[Sequence[str]], ranks: int, chunks: int, micro: int) -> Table:
@@ -174,32 +174,35 @@ def when(
     return found
 
 
-def take_starts(needed: Sequence[tuple[Message, int]], units: int) -> dict[Message, int]:
-    """The number of the unit before which a rank starts to take each message of one other rank: a unit ahead of its
-    first reader, and before the takes of what that rank hands later.
+def take_starts(needed: Sequence[tuple[Message, int]], num_units: int) -> dict[Message, int]:
+    """The number of the unit before which a rank starts to take each message of one other rank: one unit ahead of the
+    message's first reader, and no later than the takes of messages that are handed later.
 
     Args:
         needed: messages in the order in which they are handed, each with the number of the unit that first reads it.
-        units: of the rank that takes.
+        num_units: of the rank that takes.
+
+    Returns:
+        In the order of `needed`.
 
     Example:
         >>> take_starts([("a", 3), ("b", 2)], 4)
         {'a': 1, 'b': 1}
     """
-    found, number = dict[Any, int](), units
+    found, number = dict[Message, int](), num_units
     for message, first in reversed(needed):
         found[message] = number = max(0, min(number, first - 1))
     return dict(reversed(found.items()))
 
 
 def hand_ends(order: Sequence[Unit], number: int, starts: float, times: Mapping[Unit, tuple[float, float]]) -> int:
-    """The number of the unit before which a rank waits for what its unit `number` hands: two units later, or a later
-    one if the take starts later.
+    """The number of the unit before which a rank waits for what its unit `number` hands: two units later, or as many
+    more as begin before the take starts. The number of units stands for the end of the step.
 
     Args:
         order: the units of the rank that hands.
         number: among them.
-        starts: the time of the unit before which the take starts.
+        starts: the time at which the other rank starts to take it, as in `times`.
         times: by `when`.
     """
     return next((i for i in range(number + 2, len(order)) if times[order[i]][0] >= starts), len(order))

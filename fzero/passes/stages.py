@@ -25,7 +25,6 @@ of those times every wait comes behind the other side's start, and no ranks wait
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -381,7 +380,7 @@ class _Whole:
     def _posts_of(self, me: int) -> dict[_Message, int]:
         """The number of the unit before which a rank starts to take each message of others' units."""
         last, found = len(self.table[me]), dict[_Message, int]()
-        for rank in reversed([rank for rank in range(self.n) if rank != me]):
+        for rank in (r for r in reversed(range(self.n)) if r != me):  # at one unit, takes of higher ranks come first
             messages = [x for unit in self.table[rank] for x in self.messages[unit] if x.to == me]
             needed = [(x, min(self._needed[a].get(me, last) for a in x.values)) for x in messages]
             found |= take_starts(needed, last)
@@ -502,7 +501,7 @@ class _Projection:
         self.taken |= dict.fromkeys(message.values, (message, Line("wait", (handle.name,), made, by=by)))
 
     def _hand(self, message: _Message, before: int) -> None:
-        """Hands values of this rank to one that reads them. They are waited for before a unit."""
+        """Hands values of this rank to one that reads them, and waits for that before unit `before`."""
         for a in message.values:
             self._need(a)
         number = self.counts[True, message.to]
@@ -517,11 +516,10 @@ class _Projection:
         return tuple(HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in values)
 
     def _awaited(self, message: _Message, number: int) -> int:
-        """The number of the unit before which a message of a unit is waited for."""
-        whole, peer = self.whole, self.whole.table[message.to]
-        post = whole.posts[message.to][message]
-        starts = whole.when[peer[post]][0] if post < len(peer) else math.inf
-        return hand_ends(whole.table[self.me], number, starts, whole.when)
+        """The number of the unit before which a rank waits for a message of its unit `number`."""
+        whole = self.whole
+        taken_before = whole.table[message.to][whole.posts[message.to][message]]
+        return hand_ends(whole.table[self.me], number, whole.when[taken_before][0], whole.when)
 
     def _finish(self, unit: int) -> None:
         """Waits for what is to be waited for before a unit, or one before it."""

@@ -121,12 +121,12 @@ class FormatsOfRun(BetweenSteps):
             return [[*x, why] for x, why in zip(choice.wire, choice.wire_because, strict=True)]
 
         said = agreement.from_first(self._mesh, "compress", told)
-        chosen, before = {x[0]: (AxisFormats(*x[:-1]), x[-1]) for x in said}, self._pending
         now = () if self.decided is None else self.decided.formats
-        # an axis of one rank keeps those that it had: the run may have more ranks again
-        chosen = {**{x.axis: (x, "one rank along it") for x in now}, **chosen}
-        formats, why = tuple(x for x, _ in chosen.values()), [why for _, why in chosen.values()]
-        self._pending = formats if formats != now else None
+        # nothing is chosen for an axis of one rank, which keeps its formats: the run may have more ranks again
+        found = {x.axis: (x, "one rank along it") for x in now}
+        found |= {axis: (AxisFormats(axis, *formats), reason) for axis, *formats, reason in said}
+        formats, why = tuple(x for x, _ in found.values()), [reason for _, reason in found.values()]
+        before, self._pending = self._pending, formats if formats != now else None
         return self._pending is not None and formats == before and self._change(state, formats, why)
 
     def _change(self, state: State, formats: Formats, why: str | Sequence[str]) -> bool:

@@ -1,17 +1,18 @@
 """Lets the gradient of a loss overwrite the logits in functions that are compiled for a GPU.
 
-Inductor makes the log-probabilities of a cross entropy anew in each kernel that reads them. The kernel of the gradient
-has read all logits and could write over them. But the loss reads the logits at its targets, with sums over rows that
-the gradient's kernel makes: it runs later, and the logits stay. So the logits at the targets are read first, by an
-operation of its own (fzero/operators/picked.py). The loss is made of these and of the sums over rows, by the same
-operations. On a CPU Inductor makes these sums ahead of the loss.
+Inductor computes the log-probabilities of a cross entropy again in each kernel that reads them. The kernel of the
+gradient has read all logits and could overwrite them. But the loss needs the logits at the targets and sums over rows
+that the gradient's kernel computes, so it runs later and keeps the logits alive. Here the logits at the targets are
+read first, by one operator (operators/picked.py). The loss is computed from them and from the sums over rows, by the
+same operations as before. On a CPU Inductor computes these sums ahead of the loss, and nothing is changed.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -27,64 +28,85 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 def picked_losses(graph: Recorded) -> Recorded:
-    """The graph, with each cross entropy whose logits are a product and whose gradient is made beside it as said
-    above."""
-    rules: dict[fx.Node, Callable[..., Any]] = {}
+    """The graph, with the logits at the targets read first in each cross entropy that allows it; the same object if
+    none does.
+
+    A cross entropy allows it if one matrix product makes the logits, [rows, words], up to operations by element; if the
+    log-probabilities are float32 and have a second reader, as the gradient is; and if classes have no weights.
+    """
+    rules, found = dict[fx.Node, Callable[..., Any]](), _Rules()
     for node in graph.graph.nodes:
-        if node.target is aten.nll_loss_forward.default and (found := _Picked.of(node)) is not None:
-            rules |= {found.product: found.multiply, found.logs: found.log_softmax, node: found.loss}
+        if node.target is aten.nll_loss_forward.default and (loss := _loss_at(node)) is not None:
+            rules |= found.of(node, loss)
     return substituted(graph, {}, rules) if rules else graph
 
 
-class _Picked:
-    """A cross entropy: its product, and the operations of single elements from there to its log-probabilities."""
+class _Loss(NamedTuple):
+    """The log-probabilities of a cross entropy, the product that makes its logits, and the operations by element from
+    the product to the logits."""
 
-    def __init__(self, logs: fx.Node, product: fx.Node, chain: list[fx.Node]):
-        self.logs, self.product, self._chain = logs, product, chain
-        self._logits: Any = None
-        self._largest: Any = None
-        self._log_sum: Any = None
+    logs: fx.Node
+    product: fx.Node
+    chain: list[fx.Node]
 
-    @classmethod
-    def of(cls, node: fx.Node) -> _Picked | None:
-        given: Any = node.args
-        logs, _, weight, *_ = given
-        if weight is not None or logs.target is not aten._log_softmax.default or len(logs.users) < 2:
-            return None
-        x, dim, to_float = logs.args
-        value = logs.meta["val"]
-        if value.dim() != 2 or dim not in (1, -1) or to_float or value.dtype is not torch.float32:
-            return None
-        steps = [*_elementwise(x)]
-        product, chain = steps[-1], [n for n in reversed(steps[:-1]) if not is_view(n)]
-        if product.target not in _PRODUCTS or product.meta["val"].shape != value.shape:
-            return None
-        return cls(logs, product, chain)
 
-    def multiply(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._logits = self.product.target(*args, **kwargs)  # type: ignore[operator]
-        return self._logits
+def _loss_at(node: fx.Node) -> _Loss | None:
+    given: Any = node.args
+    logs, _, weight, *_ = given
+    if weight is not None or logs.target is not aten._log_softmax.default or len(logs.users) < 2:
+        return None
+    x, dim, to_float = logs.args
+    value = logs.meta["val"]
+    if value.dim() != 2 or dim not in (1, -1) or to_float or value.dtype is not torch.float32:
+        return None
+    *steps, product = _elementwise(x)
+    if product.target not in _PRODUCTS or product.meta["val"].shape != value.shape:
+        return None
+    return _Loss(logs, product, [n for n in reversed(steps) if not is_view(n)])
 
-    def log_softmax(self, x: torch.Tensor, dim: int, to_float: bool) -> torch.Tensor:
-        """By the operations that Inductor makes of it."""
-        self._largest = x.amax(1, keepdim=True)
-        less = x - self._largest
-        self._log_sum = less.exp().sum(1, keepdim=True).log()
-        return less - self._log_sum
 
-    def loss(
-        self, logs: torch.Tensor, target: torch.Tensor, weight: None, reduction: int, ignored: int
+class _Rules:
+    """The rules by which nodes of losses run, in the order of the graph. Losses may share a product, and
+    log-probabilities: what these rules compute is kept by node."""
+
+    def __init__(self) -> None:
+        self._products: dict[fx.Node, torch.Tensor] = {}
+        self._sums: dict[fx.Node, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, node: fx.Node, loss: _Loss) -> dict[fx.Node, Callable[..., Any]]:
+        """The rules of a loss at a node."""
+        return {
+            loss.product: functools.partial(self._multiply, loss.product),
+            loss.logs: functools.partial(self._log_softmax, loss.logs),
+            node: functools.partial(self._nll_loss, loss),
+        }
+
+    def _multiply(self, node: fx.Node, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._products[node] = found = node.target(*args, **kwargs)  # type: ignore[operator]
+        return found
+
+    def _log_softmax(self, node: fx.Node, x: torch.Tensor, dim: int, to_float: bool) -> torch.Tensor:
+        """As Inductor decomposes it. Keeps the largest value of each row, and the logarithm of its sum."""
+        largest = x.amax(1, keepdim=True)
+        less = x - largest
+        log_sum = less.exp().sum(1, keepdim=True).log()
+        self._sums[node] = largest, log_sum
+        return less - log_sum
+
+    def _nll_loss(
+        self, loss: _Loss, logs: torch.Tensor, target: torch.Tensor, weight: None, reduction: int, ignored: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         valid = target != ignored
-        at = PICKED(self._logits, torch.where(valid, target, 0)[:, None])
-        for node in self._chain:
+        at = PICKED(self._products[loss.product], torch.where(valid, target, 0)[:, None])
+        for node in loss.chain:
             source, made = node.all_input_nodes[0], at
             args, kwargs = map_aggregate(
                 (node.args, node.kwargs),  # type: ignore[arg-type]
                 lambda a, source=source, made=made: made if a is source else a,
             )
             at = node.target(*args, **kwargs)  # type: ignore[operator, misc]
-        losses = torch.where(valid, -((at - self._largest) - self._log_sum)[:, 0], 0)
+        largest, log_sum = self._sums[loss.logs]
+        losses = torch.where(valid, -((at - largest) - log_sum)[:, 0], 0)
         if reduction == 0:
             return losses, logs.new_full((), 0.0)
         total = valid.sum().to(logs.dtype)
@@ -92,8 +114,8 @@ class _Picked:
 
 
 def _elementwise(node: fx.Node) -> Iterator[fx.Node]:
-    """A value and those before it of which it is made element by element, in the order of rows, up to one that is made
-    otherwise."""
+    """A value, then the value that it is computed from, and so on: while each element has one source, in the same row
+    and column. The last is computed otherwise."""
     while True:
         yield node
         value, tensors = node.meta["val"], node.all_input_nodes

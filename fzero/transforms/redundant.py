@@ -31,22 +31,33 @@ class Redundant(Transform):
         """Whether it sends a leaf: one of which the ranks along the axis hold different parts."""
         return (leaf.role in ("params", "mutable", "opt_state") or in_slot(leaf)) and self.axis in leaf.layout.axes
 
+    def has_receivers(self, mesh: AbstractMesh) -> bool:
+        """Whether there are other ranks along the axis. Without them nothing is sent."""
+        return mesh.axes.get(self.axis, 1) > 1
+
     def shift(self, mesh: AbstractMesh) -> int:
-        """The distance along the axis to the rank that a rank sends to: the nearest that for every rank is of another
-        host; on one host, as which an abstract mesh is taken, the next. 0: there is none, as on one rank."""
+        """The distance along the axis to the rank that a rank sends to: the nearest that is on another host for every
+        rank, or the next if all ranks are on one host. An abstract mesh counts as one host.
+
+        Args:
+            mesh: a mesh with receivers.
+
+        Returns:
+            At least 1; 0 if no distance leaves the host of every rank.
+        """
         size, num = mesh.axes[self.axis], Processes.of().num_local if isinstance(mesh, Mesh) else mesh.size
-        if num >= mesh.size and size > 1:
+        if num >= mesh.size:
             return 1
         return next((k for k in range(1, size) if _leaves_hosts(mesh, self.axis, k, num)), 0)
 
     def check(self, leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
-        """Raises with everything that this mesh, or these leaves of a state, do not allow."""
+        """Raises what this mesh, or these leaves of a state, do not allow."""
         if mesh.size == 1:
             return
         if self.axis not in mesh.axes:
             fix = "name an axis over which leaves are sharded; or leave it out"
             raise FzeroValueError("redundant", "unknown mesh axis", [f"{self.axis!r}: the mesh has {mesh}"], fix)
-        if mesh.axes[self.axis] == 1:  # nobody to send to; fz.run says so
+        if not self.has_receivers(mesh):  # fz.run logs it
             return
         if not self.shift(mesh):
             num = Processes.of().num_local

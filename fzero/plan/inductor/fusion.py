@@ -10,8 +10,10 @@ code has them.
 
 [Note: triton] Inductor compiles a GPU's functions to kernels in Triton. There, as eagerly, a function copies a result
 into the buffer that it is given for it. What is pointwise is computed in the copying kernel; results of products and of
-scatters lie beside the buffer until then. On a CPU they are made in it (build/cpp_kernels.py). A value overwrites what
-it reads there only if all other readers are done, or in the same kernel are what it is made of.
+scatters lie beside the buffer until then. On a CPU they are made in it (build/cpp_kernels.py). Kernels that read a
+concatenation of a few parts compute it. A pointwise value of many operations on several buffers is written. A value may
+overwrite a buffer that it reads only if the buffer's other readers are done, or are values of its kernel that it is
+made of.
 
 It must not know how fast a device is.
 """
@@ -141,8 +143,8 @@ def compiler(mesh: AbstractMesh, backend: str) -> str:
 
 
 def given_to(compiler: str, graph: Recorded, into: Sequence[int]) -> Recorded:
-    """A function's graph as a compiler gets it. All but that of a CPU have it copy results into the buffers that it is
-    given for them; `into`: which results those are."""
+    """A function's graph as a `compiler` gets it. Except on a CPU it copies results into the buffers that it is given
+    for them; `into` has these results, as in `Function.into`."""
     if compiler == "triton":
         graph = picked_losses(graph)
     return graph if compiler == "inductor" else into_buffers(graph, into)
@@ -185,7 +187,7 @@ class _Analysis:
         ]
         # values of too many operations, in another order than that of the kernel that makes and reads them
         self.turned = set[fx.Node]()
-        self.written = self._written()
+        self.written = self._written()  # adds to `turned`
         self.makers: dict[fx.Node, set[fx.Node]] = {}  # operations that compute a written value, in its kernel
         self.reads = {n: self._reads(n) for n in self.made if n in self.written}
         self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
@@ -233,7 +235,7 @@ class _Analysis:
             operations[node] = self._operations(maker) + sum(
                 1 if (a in written and a not in again) or a in self.inputs else operations.get(a, 1) for a in arguments
             )
-            long = not self.on_cpu and operations[node] > _MOST_OPERATIONS and num_reads[node] > 1
+            long = self.on_gpu and operations[node] > _MOST_OPERATIONS and num_reads[node] > 1
             if long and not contiguous(node):
                 self.turned.add(node)
             many = num_reads[node] > (_MOST_READS if twice else _MOST_READS_ONCE) or (
@@ -248,12 +250,12 @@ class _Analysis:
         return written
 
     def _inlined(self, maker: fx.Node) -> bool:
-        """Whether kernels that read a concatenation compute it."""
+        """Whether an operation is a concatenation that the kernels that read it compute."""
         parts = maker.args[0] if packet(maker) in (aten.cat, aten.stack) else ()
-        return not self.on_cpu and 0 < len(parts) <= _MOST_PARTS  # type: ignore[arg-type]
+        return self.on_gpu and 0 < len(parts) <= _MOST_PARTS  # type: ignore[arg-type]
 
     def _operations(self, maker: fx.Node) -> int:
-        """Inductor's operations for one of ATen, its constants counted too."""
+        """The number of Inductor's operations for one of ATen's, constants included."""
         if self._inlined(maker):
             return _PER_PART * len(maker.all_input_nodes)
         return _OPERATIONS.get(packet(maker), 1 + sum(isinstance(a, int | float) for a in maker.args))
@@ -355,8 +357,8 @@ class _Analysis:
         )
 
     def _overwritten(self, node: fx.Node, inside: set[fx.Node]) -> frozenset[fx.Node]:
-        """The buffers of its size that a value may overwrite, for it reads them element by element. On a GPU the values
-        that it is made of, and that never leave the kernel, read for it too; and no other value may read them."""
+        """The buffers that a value may overwrite: of its size, and read element by element. On a GPU these include the
+        ones read by values that it is made of and that never leave the kernel; no other value may read them."""
         own, found, left = {node}, set[fx.Node](), [node]
         while left:
             for base, read in self.reads[left.pop()].items():
@@ -371,7 +373,7 @@ class _Analysis:
         return frozenset(found)
 
     def _made_of(self, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
-        """The values of its kernel that a value is made of."""
+        """The values in the kernel of a value that it is made of."""
         found, left = set[fx.Node](), [node]
         while left:
             before = inside.intersection(self.reads[left.pop()]) - found
@@ -386,7 +388,7 @@ class _Analysis:
 
     def _vanishes(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether a value is read in its own kernel alone: it never leaves the processor."""
-        if self.eager or node in self.outputs | self.turned or packet(maker_of(node)) in PRODUCTS | _WRITES:
+        if self.eager or node in self.outputs or node in self.turned or packet(maker_of(node)) in PRODUCTS | _WRITES:
             return False
         return self.readers[node] <= inside
 

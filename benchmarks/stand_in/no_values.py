@@ -1,5 +1,8 @@
-"""What fzero is spared on a device that computes nothing, and cuDNN's attention for it: results of the shapes that
-PyTorch's own fakes have. Every script that runs there begins with `install`."""
+"""Lets fzero run on a device that computes no values: without checks of values, and with cuDNN's attention, whose
+results have the shapes of PyTorch's own fakes.
+
+Scripts of this folder begin with `install`; benchmarks get it from common.py where FAKE_GPUS is set.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ _library = torch.library.Library("aten", "IMPL", "CUDA")
 
 
 def install() -> None:
-    """No value need be finite, or the same on two ranks, which hear nothing of each other."""
+    """Replaces cuDNN's attention. Leaves out the checks that values are finite, and the same on all ranks."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are there already
+        warnings.simplefilter("ignore")  # PyTorch warns that implementations are replaced
         for name in _OPS:
             _library.impl(name, _empty(getattr(torch.ops.aten, name).default))
     training.check_finite = lambda *given: None  # type: ignore[assignment]
