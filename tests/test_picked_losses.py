@@ -115,6 +115,8 @@ def test_a_loss_of_no_target_is_not_a_number_as_before() -> None:
 REFUSED: dict[str, Callable[..., Any]] = {
     "weights of classes": _loss(weighted=True),
     "a loss alone": lambda x, w, t: (F.cross_entropy(x @ w.T, t),),
+    "one of several results": _loss(lambda x: x.sort(1).values),
+    "logits of a layer norm": _loss(lambda x: F.layer_norm(x, (WORDS,))),
     "logits of another order": _loss(lambda x: x.view(WORDS, ROWS).t()),
     "logits that no product made": lambda x, w, t: _loss(lambda p: p + p.amax(1, keepdim=True))(x, w, t),
 }

@@ -200,9 +200,15 @@ class Answer:
         text = f"fits {size(limit)}: {size(self.plan.peak_bytes)} at the peak and {size(besides)} of the process, "
         text += f"{size(left)} to spare" if left >= 0 else f"{size(-left)} of it in what the device has beyond"
         budget = self.lowered.budget
-        if on_device and budget is not None and budget.host is not None and self.plan.host_peak_bytes:
-            used = size(self.plan.host_peak_bytes + self.process_bytes("host"))
-            text += f"; of {size(budget.host)} of host memory {used} are used"
+        if on_device and budget is not None and (peak := self.plan.host_peak_bytes):
+            process = self.process_bytes("host")
+            if budget.host is None:
+                text += f"; {size(peak + process)} of host memory are used, which --host-budget limits"
+            elif peak + process <= budget.host:
+                text += f"; of {size(budget.host)} of host memory {size(peak + process)} are used"
+            else:
+                text += f"; of {size(budget.host)} of host memory {size(peak)} are used, and {size(process)} besides "
+                text += "by the process"
         return text
 
     def text(self) -> str:

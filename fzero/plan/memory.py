@@ -139,19 +139,27 @@ class _Memory:
     def run(self) -> Iterator[Sample]:
         return self._lines(self.program.lines, 0)
 
-    def _lines(self, lines: Sequence[Line], turn: int) -> Iterator[Sample]:
-        for line, dead in zip(lines, last_reads(lines, self.program), strict=True):
+    def _lines(self, lines: Sequence[Line], turn: int, leaving: Sequence[str] = ()) -> Iterator[Sample]:
+        """`leaving`: values made before these lines that no later line reads; each is let go of behind its last reader
+        here."""
+        last = {a: i for i, line in enumerate(lines) for a in self._read(line) if a in leaving}
+        for i, (line, dead) in enumerate(zip(lines, last_reads(lines, self.program), strict=True)):
             self.number += 1
             begin = self.number
             for inner in range(turns(line)):
                 self.number = begin
-                yield from self._lines(line.body, inner)
+                yield from self._lines(line.body, inner, dead if turns(line) == 1 else ())
             if not line.body:
                 for name, storages in self._made(line):
                     self._hold(name, storages)
                 yield self._sample(line, turn)
-            for name in dead:
-                self._release(name)
+            for name in (*dead, *(a for a in leaving if last.get(a) == i)):
+                if name in self.names:
+                    self._release(name)
+
+    def _read(self, line: Line) -> set[str]:
+        """The names that a line or one of its body reads."""
+        return {*line.args}.union(*(self._read(inner) for inner in line.body))
 
     def _sample(self, line: Line, turn: int) -> Sample:
         now = [dict(alive) for alive in self.alive]

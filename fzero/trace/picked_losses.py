@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate
 from fzero.operators.picked import PICKED
 from fzero.trace.device import substituted
 from fzero.trace.recorder import Recorded
-from fzero.trace.storages import is_view
+from fzero.trace.storages import is_view, writes
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -122,12 +122,14 @@ def _elementwise(node: fx.Node) -> Iterator[fx.Node]:
         if node.op != "call_function" or len(tensors) != 1:
             return
         before = tensors[0].meta["val"]
+        if not isinstance(before, torch.Tensor) or not isinstance(value, torch.Tensor):  # one of several results
+            return
         rows = value.shape[-1:] == before.shape[-1:] and math.prod(value.shape) == math.prod(before.shape)
         if is_view(node):
             alike = rows and node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
         else:
             one = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is aten._to_copy.default
-            alike = one and value.shape == before.shape
+            alike = one and value.shape == before.shape and "memory_format" not in node.kwargs and not writes(node)
         if not alike:
             return
         node = tensors[0]
