@@ -11,6 +11,7 @@ import datetime
 import gc
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import statistics
@@ -651,6 +652,9 @@ def parity(args: argparse.Namespace, found: Found) -> None:
 @check(4, 60, "tests of what only a GPU runs")
 def tests(args: argparse.Namespace, found: Found) -> None:
     cuda_only(args, "a test of this kind")
+    for name in ("pytest", "xdist"):
+        if importlib.util.find_spec(name) is None:
+            raise Skipped(f"there is no {name} here: pip install -e '.[test]'")
     files = [f"tests/test_{name}.py" for name in ("host", "fp8", "compat", "batch")]
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files]
     said = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True)

@@ -9,13 +9,18 @@ number goes to DIR/results.jsonl as soon as it is known. A call that was cut sho
 besides is packed at its end: DIR/gpu_hour_CALL.tgz holds logs, traces and scripts' results, and DIR/cache.tgz the
 compiled functions, if they are few enough. `--kept FILE` begins with such functions on another machine.
 
-With `--device cpu --small` the same code runs in seconds; what only a GPU can show is skipped there by name. On a
+Send home DIR: results.jsonl is enough for the page, which takes several folders. A machine without an index wants
+`--wheels W` in every call, made by `pip download -d W optree safetensors rich tyro numpy pytest pytest-xdist`.
+
+With `--device cpu --small` the same code runs in minutes; what only a GPU can show is skipped there by name. On a
 device that computes nothing `no_gpu.py --hour` rehearses it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -112,6 +117,8 @@ def run_check(name: str, args: argparse.Namespace) -> None:
 
 
 Lines = list[dict[str, Any]]
+_FIELDS = {"call", "check", "attempt", "device", "small", "kind"}
+"""The fields that each line has."""
 
 
 def attempts(folders: Iterable[Path]) -> dict[str, Lines]:
@@ -119,13 +126,15 @@ def attempts(folders: Iterable[Path]) -> dict[str, Lines]:
     last = dict[str, Lines]()
     for folder in folders:
         try:
-            texts = (folder / RESULTS).read_text().splitlines()
+            texts = (folder / RESULTS).read_text(errors="replace").splitlines()
         except OSError:
             continue
         for text in texts:
             try:
                 line = json.loads(text)
             except ValueError:  # it was cut short
+                continue
+            if not isinstance(line, dict) or not _FIELDS <= {*line}:
                 continue
             lines = last.setdefault(line["check"], [])
             if lines and line["attempt"] > lines[0]["attempt"]:
@@ -181,6 +190,7 @@ def page(folders: list[Path]) -> int:
     """Writes gpu_hour.md and .json of all results in folders, into the first. Returns the number of missed targets."""
     last = attempts(folders)
     rows, notes, missed = [], [], 0
+    left = sum(name not in last for name in CHECKS)
     for check in CHECKS.values():
         name = f"{check.call} {check.name}"
         if check.name not in last:
@@ -197,7 +207,7 @@ def page(folders: list[Path]) -> int:
             rows.append((name, check.about, "", "", what))
         elif not any(x["kind"] == "target" for x in lines):
             rows.append((name, check.about, "", "", "noted"))
-        values = [f"{x['what']} {shown(x['value'])}" for x in lines if x["kind"] == "value"]
+        values = [f"{x['what']} {shown(x['value'])}" for x in lines if x["kind"] == "value" and x["value"] is not None]
         cost = f"{end['seconds']:.0f} s, {end['compiled']} functions compiled"
         notes.append(f"{check.name}: {cost}{': ' * bool(values)}{', '.join(values)}")
     every = [line for lines in last.values() for line in lines]
@@ -212,7 +222,9 @@ def page(folders: list[Path]) -> int:
         {"results": every},
         folders[0],
     )
-    print(f"  {missed} of the targets are missed, or could not be seen because a check failed")
+    print(
+        f"  {missed} of the targets are missed, or could not be seen because a check failed; {left} checks not run yet"
+    )
     return missed
 
 
@@ -228,10 +240,12 @@ def main() -> int:
     patience = "of a check, at how many times its usual seconds it is ended (%(default)g)"
     parser.add_argument("--patience", type=float, default=2.0, help=patience)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true", help="sizes of seconds, to see the code run")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu_hour"), help="DIR: $OUT")
+    parser.add_argument("--small", action="store_true", help="small models: all calls in about four minutes")
+    out = Path(os.environ.get("OUT") or "gpu_hour")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="$OUT, by default gpu_hour")
     home = Path.home() / ".cache" / "fzero-gpu-hour"
-    parser.add_argument("--home", type=Path, default=home, metavar="DIR", help="of compiled functions, logs and traces")
+    keeps = "of compiled functions, logs and traces (%(default)s)"
+    parser.add_argument("--home", type=Path, default=home, metavar="DIR", help=keeps)
     parser.add_argument("--kept", type=Path, metavar="FILE", help="the cache.tgz of an earlier call, to begin with")
     parser.add_argument("--wheels", metavar="DIR", help="of wheels to unpack first; gpu_hour.sh reads it")
     parser.add_argument("--check", choices=[*CHECKS], help=argparse.SUPPRESS)
@@ -242,7 +256,7 @@ def main() -> int:
             print(f"{check.call} {check.name} (about {check.seconds:.0f} s): {check.about}")
         return 0
     if args.page:
-        if missing := [str(folder) for folder in args.page if not (folder / RESULTS).exists()]:
+        if missing := [str(folder) for folder in args.page if not (folder / RESULTS).is_file()]:
             parser.error(f"there is no {RESULTS} in {', '.join(missing)}")
         page(args.page)
         return 0
@@ -257,17 +271,28 @@ def main() -> int:
     if args.wheels:
         parser.error("--wheels is for gpu_hour.sh, which unpacks them before this begins")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here; --device cpu --small runs the same code on a CPU, in seconds")
-    if args.kept and not args.kept.exists():
-        parser.error(f"there is no {args.kept}")
+        parser.error("there is no CUDA device here; --device cpu --small runs the same code on a CPU, in minutes")
+    if args.kept and not (args.kept.is_file() and tarfile.is_tarfile(args.kept)):
+        parser.error(f"there is no {args.kept}" if not args.kept.exists() else f"{args.kept} is no archive")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs apart ends too
-    args.out.mkdir(parents=True, exist_ok=True)
-    args.work.mkdir(parents=True, exist_ok=True)
-    if args.kept:
-        with tarfile.open(args.kept) as packed:
-            packed.extractall(args.home / "cache", filter="data")
-    os.environ["FZERO_CACHE"] = str(args.home / "cache")
-    return 1 if sum(run_call(call, args) for call in args.calls) else 0
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        args.work.mkdir(parents=True, exist_ok=True)
+        turn = (args.out / RESULTS).open("a")
+    except OSError as error:
+        parser.error(str(error))
+    with turn, contextlib.suppress(KeyboardInterrupt):
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            parser.error(f"another call writes to {args.out}: make one at a time, or give each an OUT of its own")
+        if args.kept:
+            with tarfile.open(args.kept) as packed:
+                packed.extractall(args.home / "cache", filter="data")
+        os.environ["FZERO_CACHE"] = str(args.home / "cache")
+        return 1 if sum(run_call(call, args) for call in args.calls) else 0
+    print("cut short: make the same call again with the same OUT, and it goes on", flush=True)
+    return 130
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #     OUT=DIR benchmarks/gpu_hour.sh 1 .. 4        # what is done is not done again: call one that was cut short once more
 #     OUT=DIR benchmarks/gpu_hour.sh 1 --wheels W  # first unpacks the wheels in a folder: a machine without an index
 #     python benchmarks/gpu_hour.py --page DIR     # one page of all that was found, each target met or missed
-#     OUT=DIR benchmarks/gpu_hour.sh 1 2 3 4 --device cpu --small    # the same code on a CPU, in seconds
+#     OUT=DIR benchmarks/gpu_hour.sh 1 2 3 4 --device cpu --small    # the same code on a CPU, in minutes
 #
 # 1 does it run, and what a step does; 2 beside torch.compile; 3 offload; 4 fp8 and the rest. --help says more.
 set -u
@@ -14,6 +14,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --wheels)
         wheels=${2:?"gpu_hour.sh: --wheels names a folder of wheels"}
+        compgen -G "$wheels/*.whl" > /dev/null || { echo "gpu_hour.sh: no wheels in $wheels" >&2 && exit 2; }
         shift
         ;;
     *) given+=("$1") ;;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib
 import json
 import os
@@ -84,7 +85,7 @@ def test_a_check_that_is_cut_short_leaves_what_it_found(hour: Any, tmp_path: Pat
         found.value("bf16 TFLOP/s", 100.0 * attempt)
         found.target("planted", 0.5, least=1.0)
     with (second / "results.jsonl").open("a") as file:
-        file.write('{"call": 1, "check": "ra')
+        file.write('null\n3\n[]\n{}\n{"check": "rates"}\n{"call": 1, "check": "ra')
     for folders in ([first, second], [second, first]):
         lines = script.attempts(folders)["rates"]
         assert [line["attempt"] for line in lines] == [2, 2] and lines[0]["value"] == 200.0
@@ -155,6 +156,8 @@ def test_what_cannot_be_done_is_refused_before_anything_is_made(hour: Any, tmp_p
     for flags, why in (
         (("5",), "name a call, 1 to 4"),
         (("1", "--kept", "nowhere.tgz"), "there is no nowhere.tgz"),
+        (("1", "--kept", __file__), "is no archive"),
+        (("1", "--out", __file__), "File exists"),
         (("--page", str(tmp_path)), "there is no results.jsonl in"),
     ):
         wrong = _call(out, *flags)
@@ -164,7 +167,15 @@ def test_what_cannot_be_done_is_refused_before_anything_is_made(hour: Any, tmp_p
     if not torch.cuda.is_available():
         refused = _call(out, "1", "--device", "cuda")
         assert refused.returncode == 2 and "there is no CUDA device here; --device cpu --small runs" in refused.stderr
-    assert not out.exists() and not Path(f"{out}-home").exists()
+    assert not out.exists()
+
+
+def test_two_calls_do_not_write_to_one_folder(hour: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / "results.jsonl").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        said = _call(tmp_path / "out", "1")
+    assert said.returncode == 2 and "another call writes to" in said.stderr
 
 
 def test_wheels_are_unpacked_first(hour: Any, tmp_path: Path) -> None:
@@ -180,4 +191,4 @@ def test_wheels_are_unpacked_first(hour: Any, tmp_path: Path) -> None:
     said = _call(tmp_path / "out", "--list", "--wheels", str(wheels))
     assert said.returncode == 0 and said.stdout.startswith("the wheel is there"), said.stdout + said.stderr
     none = _call(tmp_path / "out", "--list", "--wheels", str(tmp_path / "nowhere"))
-    assert none.returncode != 0
+    assert none.returncode == 2 and "no wheels in" in none.stderr
