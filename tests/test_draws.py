@@ -191,3 +191,30 @@ class Odd(nn.Module):
 def test_draws_of_other_sizes_are_refused_with_their_line(kind):
     with pytest.raises(TraceError, match=r"(?s)rows.*test_draws.py:\d+.*Fix: draw .*rand\(len\(x\)"):
         trained(lambda: Odd(kind), batch(), fz.accumulate(2))
+
+
+class Wrong(nn.Module):
+    """Draws, and fails on every batch: by its width, or by a branch on a value."""
+
+    def __init__(self, branches: bool):
+        super().__init__()
+        self.branches, self.drop, self.out = branches, nn.Dropout(0.5), nn.Linear(WIDTH + 1 - branches, 1)
+
+    def forward(self, x: Rows) -> torch.Tensor:
+        x = self.drop(x)
+        if self.branches and x.sum() > 0:
+            x = 2 * x
+        return self.drop(self.out(x))
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["width", "branch"])
+def test_a_module_that_fails_on_its_batch_too_is_not_said_to_fail_for_its_draws(branches: bool) -> None:
+    model = fz.functionalize(Wrong(branches))
+    step = model.train_step(fz.optim.sgd(0.1), lambda out, batch: out.sum())
+    train = fz.compile(step, fz.make_mesh(data=1, device="cpu"), backend="eager")
+    state = train.init(model.params)
+    with pytest.raises(TraceError) as raised:
+        train(state, (torch.ones(ROWS, WIDTH),))
+    said = str(raised.value)
+    assert ("needs the value of a tensor" if branches else "same reduction dim") in said
+    assert "test_draws.py" in said and "dropout" not in said and "10007" not in said

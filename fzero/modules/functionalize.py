@@ -494,11 +494,16 @@ class Mode:
         if key not in self._rehearsed:
             with compat.no_modes(), compat.no_function_modes(), compat.FakeTensorMode(), torch.no_grad():
                 tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in given.tensors.items()}
-                args, kwargs = tree.unflatten(spec, [_rehearsing(x, given.rows) for x in flat])
+                found, layers = Rehearsal(given.rows), list[Dims]()
+
+                def run(leaves: Sequence[Any]) -> None:
+                    args, kwargs = tree.unflatten(spec, leaves)
+                    self._run(Given(tensors, None, None, args, kwargs), LayerCall(found, layers))
 
                 def rehearsed() -> tuple[Dims, list[Dims]]:
+                    nonlocal found, layers
                     found, layers = Rehearsal(given.rows), []
-                    self._run(Given(tensors, None, None, args, kwargs), LayerCall(found, layers))
+                    run([_rehearsing(x, given.rows) for x in flat])
                     return tuple(found.found), layers
 
                 try:
@@ -507,6 +512,12 @@ class Mode:
                 except TraceError:
                     raise
                 except Exception as error:
+                    known = tuple(found.found), layers
+                    try:
+                        found, layers = Rehearsal(given.rows), []
+                        run([_rehearsing(x, None) for x in flat])
+                    except Exception:  # nor on the batch: the trace, which draws as much before, says it
+                        return known
                     name, said = type(self._skeleton).__name__, next(iter(str(error).splitlines()), "")
                     text = f"the batch is not known among the dims of what is drawn: {name} does not run on {ROWS} rows"
                     fix = "take sizes from the arguments (x.shape[0]); or turn dropout off"
@@ -521,7 +532,7 @@ def _rehearsing(x: Any, rows: int | None) -> Any:
     """An argument of a rehearsal."""
     if not isinstance(x, torch.Tensor):
         return x
-    shape = (ROWS, *x.shape[1:]) if x.dim() and x.shape[0] == rows else x.shape
+    shape = (ROWS, *x.shape[1:]) if rows is not None and x.dim() and x.shape[0] == rows else x.shape
     return torch.empty(shape, dtype=x.dtype)
 
 
