@@ -28,7 +28,7 @@ from fzero.arguments import flag, number
 from fzero.cores import cores_of_host, keep_beside
 from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left
 from fzero.exclusive import Exclusive, Holding
-from fzero.local_device import check_default, choose_device, compare, crowded, one_visible, unsupported
+from fzero.local_device import choose_device, compare, crowded, one_visible, unsupported
 from fzero.processes import LOCAL, Processes
 from fzero.ranks.notes import gathered
 from fzero.ranks.rendezvous import meet
@@ -243,9 +243,7 @@ class Mesh(AbstractMesh):
             BusyError: something else runs on the mesh, in another thread or further up in this one. Waiting could order
                 the two otherwise on each rank.
             DivergenceError: what ran on it before ended in the middle.
-            FzeroValueError: PyTorch's default device is of a kind that the mesh has not.
         """
-        check_default(owner, self.device_type)
         if self.context.turns is not None:
             self.context.turns.check(owner)
 

@@ -340,7 +340,7 @@ def test_the_readmes_starts_run(tmp_path, monkeypatch, compiled_here):
     names: dict = {}
     for kind, start in zip(("module", "ds_config.json", "functions"), starts, strict=True):
         assert "backend" not in start, kind
-        assert len([line for line in start.splitlines() if line and not line.startswith("import ")]) < 10, kind
+        assert len([line for line in start.splitlines() if line and not line.startswith("import ")]) <= 10, kind
         names.pop("metrics", None)
         exec(start.replace("deepspeed.initialize(", 'deepspeed.initialize(backend="eager", '), names)
         assert names["metrics"]["finite"], kind

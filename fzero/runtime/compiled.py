@@ -23,6 +23,7 @@ from fzero.comm.staged import Staged
 from fzero.errors import FzeroValueError, attribute_of
 from fzero.inductor_folder import guard_inductor
 from fzero.layout import ties
+from fzero.local_device import check_default
 from fzero.lowering.budget import Budget, Decided
 from fzero.lowering.choose_formats import check_links_known, open_formats
 from fzero.lowering.layouts import batch_inputs
@@ -50,6 +51,8 @@ from fzero.trace.reads.value_keys import Position
 from fzero.transforms.offload import Offload
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+_MAKING = ("init", "load", "step", "eval_step", "sync")
+"""The methods whose new tensors would be on PyTorch's default device."""
 
 
 def alone(owner: str, doing: str | None = None) -> Callable[[Method], Method]:
@@ -59,6 +62,8 @@ def alone(owner: str, doing: str | None = None) -> Callable[[Method], Method]:
     def wrap(method: Method) -> Method:
         @functools.wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if owner in _MAKING:
+                check_default(owner, self.mesh.device_type)
             # a state outlives the mode that it is made in
             ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
             telling = moving(f"fzero.{owner}", doing, self.mesh.rank) if doing else nullcontext()
