@@ -512,16 +512,18 @@ class Mode:
                 except TraceError:
                     raise
                 except Exception as error:
-                    known = tuple(found.found), layers
+                    known, asks = (tuple(found.found), layers), isinstance(error, compat.DATA_DEPENDENT)
                     try:
                         found, layers = Rehearsal(given.rows), []
-                        run([_rehearsing(x, None) for x in flat])
+                        if not asks:
+                            run([_rehearsing(x, None) for x in flat])
                     except Exception:  # nor on the batch: the trace, which draws as much before, says it
                         return known
                     name, said = type(self._skeleton).__name__, next(iter(str(error).splitlines()), "")
                     text = f"the batch is not known among the dims of what is drawn: {name} does not run on {ROWS} rows"
                     fix = "take sizes from the arguments (x.shape[0]); or turn dropout off"
-                    if isinstance(error, compat.DATA_DEPENDENT):
+                    if asks:
+                        text = f"{name} asks for a value while it is traced"
                         said = f"needs the value of a tensor ({said})"
                         fix = "torch.where in place of Python's if; distributions: validate_args=False"
                     raise TraceError("functionalize", text, [*lines_through(error), said], fix) from error
