@@ -110,39 +110,18 @@ def test_examples(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
             pytest.fail(f"{where} prints something else (if that is meant: python tests/test_docs.py)\n{difference}")
 
 
-@pytest.mark.parametrize("path", PAGES, ids=NAMES)
-def test_links_and_names(path: Path) -> None:
-    page = path.read_text()
-    prose = _FENCE.sub("", page)
-    problems = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-        if re.match(r"[a-z]+:", target):
-            continue
-        name, _, anchor = target.partition("#")
-        file = (path.parent / name).resolve() if name else path
-        if not file.is_file():
-            problems.append(f"{target}: no such file")
-        elif anchor and anchor not in _anchors(file.read_text()):
-            problems.append(f"{target}: no such heading")
-    for name in sorted(set(re.findall(r"\bfz((?:\.[A-Za-z_]\w*)+)", page.replace(".md)", ")")))):
-        value = fz
-        for part in name[1:].split("."):
-            if not hasattr(value, part):
-                problems.append(f"fz{name} does not exist")
-                break
-            value = getattr(value, part)
-    assert not problems, "\n".join(problems)
-
-
-def test_the_pages_are_short() -> None:
-    """Prose alone: code, what it prints, and results are not counted."""
-    words = {name: len(_FENCE.sub("", path.read_text()).split()) for name, path in zip(NAMES, PAGES, strict=True)}
-    assert sum(words.values()) <= 37_900, sorted(words.items(), key=lambda item: -item[1])
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(r"^\s*- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == NAMES
+def test_public_names_in_the_pages_exist() -> None:
+    missing = []
+    for path in PAGES:
+        page = path.read_text().replace(".md)", ")")
+        for name in sorted(set(re.findall(r"\bfz((?:\.[A-Za-z_]\w*)+)", page))):
+            value = fz
+            for part in name[1:].split("."):
+                if not hasattr(value, part):
+                    missing.append(f"{path.relative_to(ROOT)}: fz{name}")
+                    break
+                value = getattr(value, part)
+    assert not missing, "\n".join(missing)
 
 
 def test_every_transform_has_a_page() -> None:
@@ -153,18 +132,6 @@ def test_every_transform_has_a_page() -> None:
         return own - {""} | {n for sub in kind.__subclasses__() for n in kinds(sub)}
 
     assert kinds(Transform) == {p.stem for p in PAGES if p.parent.name == "transforms"}
-
-
-def test_extending_is_short() -> None:
-    """The toy optimizer, op and transforms of the page, one of them with state, are under 125 lines of code, with all
-    that shows them at work."""
-    code = [
-        line
-        for b in blocks((DOCS / "extending.md").read_text())
-        if b.language == "python"
-        for line in b.text.splitlines()
-    ]
-    assert 50 < len([line for line in code if line.strip()]) < 125
 
 
 PUBLIC = [name for room in reference.ROOMS for name in reference.names(room)]
@@ -234,12 +201,6 @@ def test_the_site_has_the_tables() -> None:
     )
     for page in PAGES:
         assert "--8<--" not in page.read_text(), page
-
-
-def _anchors(page: str) -> set[str]:
-    """The anchors that mkdocs gives to headings."""
-    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page), re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
 
 
 def _update() -> None:
