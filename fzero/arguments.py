@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import numbers
 import os
 import re
 import sys
@@ -18,8 +19,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fzero.errors import FzeroTypeError
+from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.tree import describe
+from fzero.units import parse_bytes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,9 +29,53 @@ Predicate = Callable[[str, torch.Tensor], bool]
 """`predicate(path, leaf)`; `leaf` is a meta tensor."""
 
 
+def python_numbers(value: Any, depth: int = 3) -> Any:
+    """Converts numbers of other libraries, such as NumPy's, to Python's own, also inside lists, tuples and dicts.
+
+    A size or an interval often comes from an array. As a Python number it passes the checks of this file, prints as
+    itself in a program's header, which ranks compare, and can be written as JSON.
+
+    Args:
+        value: an argument; whatever else it is comes back as it is.
+        depth: how many levels of containers are searched: arguments of this package have at most three.
+
+    Example:
+        >>> import numpy
+        >>> python_numbers([numpy.int64(2), (numpy.float32(0.5), "data")])
+        [2, (0.5, 'data')]
+    """
+    kind = type(value)
+    if kind in (int, float, bool, str):
+        return value
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    if not depth or kind not in (list, tuple, dict):
+        return value
+    items = list(value.values()) if kind is dict else value
+    found = [python_numbers(x, depth - 1) for x in items]
+    if all(x is y for x, y in zip(found, items, strict=True)):
+        return value
+    return dict(zip(value, found, strict=True)) if kind is dict else kind(found)
+
+
+def plain_numbers(fn: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which also takes numbers of other libraries (`python_numbers`)."""
+
+    converted: Callable[..., R] = fn  # of arguments that may have other types than the caller's
+
+    @functools.wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        named = {name: python_numbers(x) for name, x in kwargs.items()}
+        return converted(*map(python_numbers, args), **named)
+
+    return called
+
+
 def keywords(fn: Callable[P, R]) -> Callable[P, R]:
     """The same function, which says which keywords it takes where one is unknown or lacking, or a
-    value lacks its keyword.
+    value lacks its keyword. It also takes numbers of other libraries (`plain_numbers`).
 
     Example:
         >>> keywords(number)("x", 1, at_last=0)
@@ -45,6 +91,7 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
     required = [(name, x.kind) for name, x in takes.items() if x.default is x.empty]
     needed = [name for name, kind in required if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     named = [name for name, kind in required if kind is inspect.Parameter.KEYWORD_ONLY]
+    converted = plain_numbers(fn)
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -60,7 +107,7 @@ def keywords(fn: Callable[P, R]) -> Callable[P, R]:
         unknown = [name for name in kwargs if name not in takes]
         lacking = [name for name in (*needed[len(args) :], *named) if name not in kwargs]
         if not unknown and not lacking:
-            return fn(*args, **kwargs)
+            return converted(*args, **kwargs)
         if not unknown:
             what = f"lacks {', '.join(lacking)}"
             raise FzeroTypeError(fn.__name__, what, fix=f"it takes {', '.join(takes)}")
@@ -125,6 +172,15 @@ def count(name: str, value: Any) -> list[str]:
     if isinstance(value, bool) or not isinstance(value, int):
         return [f"{name}={shown(value)}: must be a whole number"]
     return [] if value >= 1 else [f"{name}={value!r}: must be at least 1"]
+
+
+def amount(name: str, value: Any) -> list[str]:
+    """Checks an amount of memory: a number of bytes, or text such as "2GB"."""
+    try:
+        parse_bytes(value)
+    except FzeroValueError:
+        return [f'{name}={shown(value)}: must be a number of bytes, at least 0, or text such as "80GB" or "24GiB"']
+    return []
 
 
 def flag(name: str, value: Any) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fzero import compat
-from fzero.arguments import count
+from fzero.arguments import count, plain_numbers
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER
 from fzero.operators.row_numbers import CHOICES, ROWS_AT, SLOTS
@@ -44,6 +44,7 @@ class Back(NamedTuple):
     expert: torch.Tensor | None = None
 
 
+@plain_numbers
 def dispatch(
     x: torch.Tensor,
     experts: torch.Tensor,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.arguments import number, shown
+from fzero.arguments import number, plain_numbers, shown
 from fzero.errors import FzeroTypeError, TraceError
 from fzero.layout import ties
 
@@ -198,6 +198,7 @@ def means(result: Any) -> Any:
     return tree.map(lambda x: x.total / x.count if is_pair(x) else x, result, is_leaf=is_pair)
 
 
+@plain_numbers
 def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted:
     """A loss that is a mean of `count` things whose sum is `total`, averaged exactly over ranks and micro-batches of
     any size.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fzero import compat, launcher
 from fzero.allocator import keep_freed_memory
-from fzero.arguments import flag, number
+from fzero.arguments import flag, number, plain_numbers, python_numbers
 from fzero.cores import cores_of_host, keep_beside
 from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left
 from fzero.exclusive import Exclusive, Holding
@@ -285,6 +285,7 @@ class Mesh(AbstractMesh):
         )
 
 
+@plain_numbers
 def make_mesh(
     *,
     device: str | None = None,
@@ -519,6 +520,7 @@ def _meant(name: str) -> str:
 
 
 def _checked(axes: dict[str, int]) -> dict[str, int]:
+    axes = python_numbers(axes)
     problems = [f"{name!r} is not one of {', '.join(AXES)}{_meant(name)}" for name in axes if name not in AXES]
     problems += [
         f"{name}={size!r}: a size is a whole number of at least 1"

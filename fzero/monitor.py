@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from fzero import tree
-from fzero.arguments import count, function, number, path_like, shown
+from fzero.arguments import count, function, number, path_like, plain_numbers, shown
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.read_json import parsed
 from fzero.runtime.compiled import Compiled
@@ -178,6 +178,7 @@ class Log:
         return self._below(record) if self._below else None
 
 
+@plain_numbers
 def log(
     train: Compiled | None = None,
     path: str | os.PathLike[str] | None = "log.jsonl",

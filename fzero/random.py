@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fzero import compat
-from fzero.arguments import count
+from fzero.arguments import count, python_numbers
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.operators.base import define
 from fzero.tree import describe
@@ -69,6 +70,7 @@ def key(seed: int, device: torch.device | str | None = None) -> torch.Tensor:
         >>> key(7)
         tensor([7, 0, 0])
     """
+    seed = python_numbers(seed)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise FzeroTypeError(
             "random.key", f"a seed is a whole number, not {describe(seed)}", fix="pass an int, e.g. key(0)"
@@ -91,6 +93,7 @@ def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
         False
     """
     check_key("random.split", key)
+    n = python_numbers(n)
     if count("n", n):
         raise FzeroValueError("random.split", f"cannot split a key into {n!r}", fix="ask for at least 1 key")
     return DERIVE(key, torch.arange(n, device=key.device), _SPLIT)
@@ -110,6 +113,7 @@ def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
         True
     """
     check_key("random.fold_in", key)
+    data = python_numbers(data)
     if isinstance(data, torch.Tensor):
         if data.dim() or data.is_floating_point() or data.is_complex():
             raise FzeroTypeError(
@@ -145,6 +149,7 @@ def with_part(key: torch.Tensor, part: int | torch.Tensor) -> torch.Tensor:
         True
     """
     check_key("random.with_part", key)
+    part = python_numbers(part)
     if isinstance(part, torch.Tensor):
         return torch.cat([key[:2], part.to(device=key.device, dtype=torch.int64).reshape(1)])
     if not isinstance(part, int) or part < 0:
@@ -310,7 +315,7 @@ def from_start(args: Sequence[Any], start: Any, shape: Sequence[int]) -> tuple[A
 def _draw(where: str, key: torch.Tensor, shape: Sequence[int], kind: str) -> torch.Tensor:
     check_key(where, key)
     _check_shape(where, shape)
-    shape = list(shape)
+    shape = [python_numbers(n) for n in shape]
     return DRAW(key, shape, math.prod(shape), 0, kind)
 
 
@@ -332,7 +337,7 @@ def _check_shape(where: str, shape: Any) -> None:
     if (
         not isinstance(shape, Sequence)
         or isinstance(shape, str)
-        or not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in shape)
+        or not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in map(python_numbers, shape))
     ):
         given = describe(shape) if isinstance(shape, torch.Tensor) else repr(shape)
         raise FzeroTypeError(
@@ -340,11 +345,11 @@ def _check_shape(where: str, shape: Any) -> None:
         )
 
 
-def _check_number(where: str, **numbers: Any) -> None:
+def _check_number(where: str, **given: Any) -> None:
     if wrong := [
         f"{name}={describe(x) if isinstance(x, torch.Tensor) else repr(x)}"
-        for name, x in numbers.items()
-        if not isinstance(x, (int, float))
+        for name, x in given.items()
+        if not isinstance(x, numbers.Real)
     ]:
         raise FzeroTypeError(
             where, "these are numbers", wrong, "give a Python number; the order of the arguments is in the docstring"

@@ -255,7 +255,7 @@ def test_read_ahead_raises_where_the_batch_would_have_come(error, seen):
             r"cannot be int64\[8, 2\]",
         ),
         (lambda: TokenDataset({"a": 1}, seq=2, batch=1), FzeroTypeError, "cannot be dict"),
-        (lambda: TokenDataset(corpus(), seq=2, batch=1, seed=-1), FzeroValueError, "seed -1"),
+        (lambda: TokenDataset(corpus(), seq=2, batch=1, seed=-1), FzeroValueError, "seed=-1"),
         (lambda: TokenDataset(corpus(), seq=2, batch=1, dtype=torch.int32), FzeroTypeError, "dtype is for files"),
         (
             lambda: TokenDataset("tokens.bin", seq=2, batch=1),

@@ -124,17 +124,20 @@ CONFLICTS = {
         fz.shard_params(axis=("data", "node")),
         "shard_params (ZeRO-3) does all that shard_grads (ZeRO-2) does",
     ),
-    "a stage beside plain data parallelism": (
-        fz.data_parallel(axis="node"),
-        fz.shard_params(axis=("data", "node")),
-        "shard_params (ZeRO-3) does all that data_parallel (ZeRO-0) does",
-    ),
     "where": (
         fz.shard_params(where=lambda path, leaf: True),
         fz.shard_params(where=lambda path, leaf: False),
         "where=<lambda>",
     ),
 }
+
+
+@pytest.mark.parametrize("stage", [fz.shard_opt_state, fz.shard_grads, fz.shard_params])
+def test_data_parallel_together_with_a_stage_over_its_axis_changes_nothing(stage: Any) -> None:
+    mesh, axis = fz.AbstractMesh(data=2, node=2), ("data", "node")
+    lines = lambda *transforms: fz.lower(fz.compose(*transforms)(make()), mesh, PARAMS, BATCH).program.lines  # noqa: E731
+    for transforms in ((fz.data_parallel(axis="node"), stage(axis=axis)), (stage(axis=axis), fz.data_parallel())):
+        assert lines(*transforms) == lines(stage(axis=axis))
 
 
 def test_a_lower_stage_may_go_further_than_a_higher_one() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fzero.arguments import plain_numbers
 from fzero.checkpoint import format
 from fzero.checkpoint.files import sync
 from fzero.checkpoint.format import ElementRun
@@ -26,6 +27,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 _TEMPORARY = ".tmp-export-"
 
 
+@plain_numbers
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from fzero import tree
-from fzero.arguments import flag
+from fzero.arguments import flag, plain_numbers
 from fzero.boxes import Boxes, part_shape
 from fzero.checkpoint import behind, format, skeleton
 from fzero.checkpoint.behind import Saving
@@ -127,6 +127,7 @@ def save(
     wait: bool,
     private: bool = False,
 ) -> Place | Saving: ...
+@plain_numbers
 def save(
     path: str | os.PathLike[str],
     state: Any,

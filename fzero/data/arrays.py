@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero import compat, random, tree
-from fzero.arguments import count, function
+from fzero.arguments import count, function, plain_numbers, python_numbers
 from fzero.data.steps import Steps, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.trace.reads.refused_operations import draws
@@ -50,6 +50,7 @@ class ArrayDataset(Steps):
         (torch.Size([4, 2]), True, 1.5)
     """
 
+    @plain_numbers
     def __init__(
         self,
         *arrays: Any,
@@ -99,6 +100,7 @@ class ArrayDataset(Steps):
         Raises:
             FzeroTypeError: what cannot be asked for a step: an iterable data set, a sampler of one's own.
         """
+        ranks = python_numbers(ranks)
         problems = count("ranks", ranks)
         if not isinstance(loader, torch.utils.data.DataLoader):
             problems.append(f"{describe(loader)} is no torch.utils.data.DataLoader")

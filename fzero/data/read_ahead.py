@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from fzero import tree
+from fzero.arguments import plain_numbers
 from fzero.errors import FzeroValueError
 
 _PATIENCE = 10.0  # seconds for the batch under way, once nobody asks for more
@@ -23,6 +24,7 @@ class Dataset(Protocol):
     def batch_at(self, step: int, rank: int = 0, size: int = 1) -> Any: ...
 
 
+@plain_numbers
 def read_ahead(
     dataset: Dataset,
     start: int,

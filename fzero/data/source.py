@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
+from fzero.arguments import count, plain_numbers
 from fzero.errors import FzeroValueError
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
 
 
+@plain_numbers
 def python_source(limit_bytes: int | None = None) -> torch.Tensor:
     """The bytes of the standard library's `.py` files, one after the other: real text without a download or an account.
 
@@ -30,10 +32,8 @@ def python_source(limit_bytes: int | None = None) -> torch.Tensor:
         >>> python_source(limit_bytes=1000).shape
         torch.Size([1000])
     """
-    if limit_bytes is not None and limit_bytes < 1:
-        raise FzeroValueError(
-            "data.python_source", f"limit_bytes={limit_bytes} leaves nothing", fix="ask for at least 1 byte"
-        )
+    if problems := [] if limit_bytes is None else count("limit_bytes", limit_bytes):
+        raise FzeroValueError("data.python_source", "invalid arguments", problems, "ask for at least 1 byte")
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         (f.relative_to(root).as_posix(), f) for f in root.rglob("*.py") if not _SKIPPED & set(f.relative_to(root).parts)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fzero import random
+from fzero.arguments import plain_numbers
 from fzero.errors import FzeroValueError
 from fzero.tree import describe
 
@@ -45,11 +46,11 @@ class Steps:
         Raises:
             FzeroValueError: with everything that is wrong.
         """
-        random.key(seed)  # complains about what is not a seed
-        problems = [
+        problems = [] if counts(seed, 0) and seed < 1 << 64 else [f"seed={seed!r} is not a whole number below 2**64"]
+        problems += [
             f"{name}={value!r} is not a whole number of at least 1"
             for name, value in {**sizes, "batch": batch}.items()
-            if not _counts(value)
+            if not counts(value)
         ]
         self.skip = tuple(sorted((a, b) for a, b in skip))
         problems += [f"skip: ({a}, {b}) is not a range of steps" for a, b in self.skip if not 0 <= a < b]
@@ -67,6 +68,7 @@ class Steps:
         next."""
         return self.num_samples / self.batch
 
+    @plain_numbers
     def batch_at(self, step: int, rank: int = 0, size: int = 1) -> Any:
         """The batch of rank `rank` of `size` at `step`: its rows of the global batch, which is the same for every size.
 
@@ -78,10 +80,10 @@ class Steps:
         Raises:
             FzeroValueError: a size that does not divide the batch, a rank outside the size, a negative step.
         """
-        problems = [f"step={step!r} is not a whole number of at least 0"] if not _counts(step, 0) else []
-        if not _counts(size):
+        problems = [f"step={step!r} is not a whole number of at least 0"] if not counts(step, 0) else []
+        if not counts(size):
             problems.append(f"size={size!r} is not a whole number of at least 1")
-        elif not (_counts(rank, 0) and rank < size):
+        elif not (counts(rank, 0) and rank < size):
             problems.append(f"rank={rank!r} is not one of 0 to {size - 1}")
         if problems:
             fix = "count steps and ranks from 0"
@@ -124,6 +126,7 @@ class Steps:
                 step += stop - first
         return step
 
+    @plain_numbers
     def cursor(self, step: int) -> dict[str, Any]:
         """The cursor to save with a state at `step`: the position in the data, and the identity and order of the data.
         JSON can hold it.
@@ -134,8 +137,12 @@ class Steps:
             >>> data.resume(data.cursor(3))
             3
         """
+        if not counts(step, 0):
+            what = f"step={step!r} is not a whole number of at least 0"
+            raise FzeroValueError("data.cursor", what, fix="give the number of the state's step")
         return {"next": self.data_step(step), **self._identity()}
 
+    @plain_numbers
     def resume(self, cursor: Any) -> int:
         """The step whose batch is the next one after those that a `cursor` has seen. `skip` may have changed; nothing
         else that says which batch is next.
@@ -209,5 +216,6 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(random.bits(random.fold_in(random.key(seed), epoch), (_ROUNDS,)).tolist())
 
 
-def _counts(value: Any, least: int = 1) -> bool:
+def counts(value: Any, least: int = 1) -> bool:
+    """Whether a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fzero.data.steps import Steps, digest
+from fzero.arguments import plain_numbers
+from fzero.data.steps import Steps, counts, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.tree import describe, dtype_name
 
@@ -46,6 +47,7 @@ class TokenDataset(Steps):
         (torch.Size([2, 4]), True)
     """
 
+    @plain_numbers
     def __init__(
         self,
         tokens: Any,
@@ -80,8 +82,16 @@ class TokenDataset(Steps):
         an epoch."""
         return self.num_samples
 
+    @plain_numbers
     def windows(self, first: int, count: int) -> list[int]:
         """The windows that samples `first` to `first + count - 1` of the run read."""
+        wrong = [
+            f"{name}={n!r} is not a whole number of at least 0"
+            for name, n in (("first", first), ("count", count))
+            if not counts(n, 0)
+        ]
+        if wrong:
+            raise FzeroValueError("data.windows", "there are no such samples", wrong, "count samples from 0")
         return self.order(first, count)
 
     def _rows(self, samples: list[int], step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,6 +109,7 @@ class TokenDataset(Steps):
             "digest": digest(self.tokens),
         }
 
+    @plain_numbers
     def split(self, fraction: float) -> tuple[TokenDataset, TokenDataset]:
         """Two datasets, for training and validation: the last `fraction` of the windows is for validation.
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fzero.arguments import plain_numbers
 from fzero.deepspeed.config import Config, load_config
 from fzero.deepspeed.optimizer import Given
 from fzero.deepspeed.reading import ConfigSettings, read_file, settings
@@ -85,6 +86,7 @@ ACCELERATE = KeyTable(_ROWS, _SHORT)
 _STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, True: 3, False: 2, "1": 3, "2": 2, "3": 0}
 
 
+@plain_numbers
 def load_accelerate(
     config: str | os.PathLike[str] | Mapping[str, Any],
     *,

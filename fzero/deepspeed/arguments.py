@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fzero.arguments import plain_numbers
 from fzero.errors import FzeroTypeError
 
 _NEEDED = (
@@ -12,6 +13,7 @@ _NEEDED = (
 )
 
 
+@plain_numbers
 def from_arguments(args: Any, num_steps: int | None = None) -> dict[str, Any]:
     """Makes what `load_config(auto=...)` takes of the TrainingArguments of Hugging Face's Trainer.
 

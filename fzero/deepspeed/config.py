@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fzero.arguments import count
+from fzero.arguments import count, plain_numbers
 from fzero.deepspeed import optimizer as optimizers
 from fzero.deepspeed.reading import ConfigSettings, Decision, read_file, settings
 from fzero.deepspeed.table import MEANING
@@ -154,6 +154,7 @@ class Config:
         return "\n".join([f"{self.source}, DeepSpeed's configuration", *lines])
 
 
+@plain_numbers
 def load_config(
     config: str | os.PathLike[str] | Mapping[str, Any],
     *,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fzero.arguments import python_numbers
 from fzero.mesh import Mesh
 from fzero.ranks.notes import Notes
 
@@ -67,6 +68,9 @@ class Health:
     replay: int | None = None
     replicas: int | None = None
     sent: int | None = 50
+
+    def __post_init__(self) -> None:
+        vars(self).update(python_numbers(vars(self)))  # it is frozen for everybody else
 
     def problems(self) -> list[str]:
         """A line for each argument that is invalid."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fzero import checkpoint, launcher, tree
-from fzero.arguments import count, flag, shown
+from fzero.arguments import count, flag, plain_numbers, shown
 from fzero.checkpoint.behind import Saving
 from fzero.checkpoint.index import Index
 from fzero.checkpoint.places import Url
@@ -119,6 +119,7 @@ class Run:
             axes = tuple(name for name in self.mesh.axes if name in ("node", "replica", "data"))
         return {"rank": self.mesh.index(axes), "size": self.mesh.axis_size(axes)}
 
+    @plain_numbers
     def micro_batches(self, batch: int, rows: int) -> int:
         """The number for `fz.accumulate` with which the global batch stays as it is on however many ranks there are:
         the smallest that divides a rank's part of it into micro-batches of at most so many rows.
@@ -249,6 +250,7 @@ class Run:
         self._say_owed()
         return state
 
+    @plain_numbers
     def steps(self, state: State, stop: int) -> Iterator[int]:
         """Yields batch numbers, from the first that the state has not consumed, up to `stop`. A skipped step (overflow
         in fp16) consumes its batch without counting as a step. Ends early, on every rank
@@ -379,6 +381,7 @@ class Run:
         self.keep(state)
         return state, metrics
 
+    @plain_numbers
     def save(
         self, state: State, *, keep: int | None = None, meta: Mapping[str, Any] | None = None, wait: bool = True
     ) -> Path | Url | Saving | None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from fzero import launcher
-from fzero.arguments import function, number, path_like, shown
+from fzero.arguments import function, number, path_like, plain_numbers, shown
 from fzero.elastic import host
 from fzero.elastic.health import Health
 from fzero.elastic.joining import (
@@ -47,6 +47,7 @@ logger = logging.getLogger("fzero")
 _ended: Counter[Path] = Counter()  # runs under a keeper that this process has seen the end of, by their memory
 
 
+@plain_numbers
 def run(
     main: Callable[[Run], T],
     *,

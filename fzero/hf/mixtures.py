@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fzero.arguments import plain_numbers
 from fzero.errors import FzeroValueError
 from fzero.experts import Back, Capacity, capacity_problems, combine, dispatch, matmul
 
@@ -13,6 +14,7 @@ NAME = "fzero_rows"
 """The beginning of the names under which the library knows these implementations."""
 
 
+@plain_numbers
 def expert_rows(capacity: Capacity | None = None, ranks: int | None = None) -> str:
     """Registers an implementation of experts with the library, and returns its name.
 

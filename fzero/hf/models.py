@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fzero import random, tree
+from fzero.arguments import plain_numbers
 from fzero.checkpoint.loading import Sources, Weights
 from fzero.checkpoint.places import Place, local
 from fzero.checkpoint.storage import storage_of
@@ -171,6 +172,7 @@ def from_pretrained(
     return Pretrained(module, path, adapter, **own)
 
 
+@plain_numbers
 def from_config(
     cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any
 ) -> Pretrained:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero.arguments import plain_numbers
 from fzero.checkpoint import saving
 from fzero.checkpoint.exporting import export_tensors
 from fzero.checkpoint.places import local
@@ -41,6 +42,7 @@ class _Parameters(NamedTuple):
     params: Any
 
 
+@plain_numbers
 def save_pretrained(
     path: str | os.PathLike[str],
     model: Pretrained | Functional,

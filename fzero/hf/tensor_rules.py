@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fzero.arguments import plain_numbers
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.modules.functionalize import Functional
 from fzero.transforms.tensor import matches
@@ -27,6 +28,7 @@ _PIECES = {"c_attn": 3, "gate_up_proj": 2}
 """Matrices that are several of equal size, one behind the other along their outputs."""
 
 
+@plain_numbers
 def tensor_rules(model: Any, *, ranks: int | None = None) -> dict[str, Any]:
     """The rules of `fz.tensor_parallel` for a model of the library, from the library's plan of it (`tp_plan`).
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fzero.arguments import plain_numbers
 from fzero.errors import FzeroTypeError
 from fzero.inductor_folder import guard_inductor
 from fzero.lowering.advice import advise
@@ -49,6 +50,7 @@ from fzero.transforms.precision import with_first_dtype
 from fzero.units import parse_budgets
 
 
+@plain_numbers
 def lower(
     step: Step | EvalStep,
     mesh: AbstractMesh,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.arguments import keywords
+from fzero.arguments import keywords, plain_numbers
 from fzero.optim.base import GradientTransformation
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
 from fzero.optim.masking import Mask, check_mask, resolve_mask
@@ -95,6 +95,7 @@ def adam(
     return _adam("optim.adam", lr, b1, b2, eps, state_dtype=state_dtype)
 
 
+@plain_numbers
 def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
 ) -> GradientTransformation:

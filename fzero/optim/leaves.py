@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.arguments import flag, function, number, shown
+from fzero.arguments import flag, function, number, python_numbers, shown
 from fzero.errors import FzeroTypeError, FzeroValueError, message
 from fzero.tree import Tree
 
@@ -125,7 +125,7 @@ def rate(where: str, lr: float | Callable[[Any], Any], count: torch.Tensor) -> f
 
 def scheduled(where: str, schedule: Callable[[Any], Any], count: torch.Tensor | int) -> Any:
     """The value of a schedule in this update: a number, or a tensor of one."""
-    value = schedule(count)
+    value = python_numbers(schedule(count))
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool:
         return value
     if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, float)):

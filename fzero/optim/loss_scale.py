@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.arguments import count
+from fzero.arguments import count, python_numbers
 from fzero.optim.leaves import reject
 
 
@@ -67,7 +67,8 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {f.name: python_numbers(getattr(self, f.name)) for f in fields(self)}
+        vars(self).update(given)  # it is frozen for everybody else
         problems = [
             f"{name}={given[name]!r}: must be a number above 0"
             for name in ("initial", "minimum")

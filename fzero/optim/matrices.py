@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fzero.arguments import function, shown
+from fzero.arguments import function, python_numbers, shown
 from fzero.errors import FzeroValueError
 from fzero.optim.base import GradientTransformation, is_transformation
 from fzero.optim.leaves import reject
@@ -27,7 +27,7 @@ def num_matrices(owner: str, where: Where, path: str, leaf: torch.Tensor) -> int
     Raises:
         FzeroValueError: it says no whole number.
     """
-    num = where(path, leaf)
+    num = python_numbers(where(path, leaf))
     if not isinstance(num, int):
         fix = "return the number of equal matrices along dim 0: True of one matrix, 0 of a leaf for `other`"
         raise FzeroValueError(owner, "`where` returns no whole number", [f"{path}: {shown(num)}"], fix)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from fzero.arguments import plain_numbers
 from fzero.errors import FzeroTypeError
 from fzero.random import DRAW, check_key
 from fzero.tree import describe
@@ -16,6 +17,7 @@ from fzero.tree import describe
 _LOW = 1 << 16  # what bfloat16 drops of the bits of a float32
 
 
+@plain_numbers
 def stochastic_round(key: torch.Tensor, x: torch.Tensor, *, start: int = 0, numel: int | None = None) -> torch.Tensor:
     """`x` in bfloat16, each element one of its two neighbours there, with probabilities such that the mean is `x`.
 

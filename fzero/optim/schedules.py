@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from fzero.arguments import number
+from fzero.arguments import number, plain_numbers
 from fzero.optim.leaves import reject
 
 Schedule = Callable[[torch.Tensor | int], torch.Tensor]
@@ -27,6 +27,7 @@ Example:
 """
 
 
+@plain_numbers
 def constant(value: float) -> Schedule:
     """`value` at every step.
 
@@ -38,6 +39,7 @@ def constant(value: float) -> Schedule:
     return lambda step: torch.full_like(_float(step), value, dtype=torch.float32)
 
 
+@plain_numbers
 def linear(init: float, end: float, steps: int) -> Schedule:
     """From `init` at step 0 to `end` at step `steps`, in a straight line; `end` from there on.
 
@@ -49,6 +51,7 @@ def linear(init: float, end: float, steps: int) -> Schedule:
     return lambda step: (init + (end - init) * _fraction(_float(step), steps)).to(torch.float32)
 
 
+@plain_numbers
 def cosine(init: float, end: float, steps: int) -> Schedule:
     """From `init` at step 0 to `end` at step `steps`, along half a cosine; `end` from there on (Loshchilov & Hutter
     2017, arXiv:1608.03983).
@@ -61,6 +64,7 @@ def cosine(init: float, end: float, steps: int) -> Schedule:
     return lambda step: _half_cosine(init, end, _fraction(_float(step), steps)).to(torch.float32)
 
 
+@plain_numbers
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0) -> Schedule:
     """A straight line from `init` at step 0 to `peak` at step `warmup_steps`, then half a cosine to `end` at step
     `total_steps`.
@@ -95,6 +99,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
     return schedule
 
 
+@plain_numbers
 def warmup_stable_decay(
     peak: float, warmup_steps: int, decay_steps: int, total_steps: int, end: float = 0.0, init: float = 0.0
 ) -> Schedule:
@@ -134,6 +139,7 @@ def warmup_stable_decay(
     return schedule
 
 
+@plain_numbers
 def warmup_lr(
     min_lr: float = 0.0, max_lr: float = 1e-3, warmup_steps: int = 1000, warmup_type: Literal["log", "linear"] = "log"
 ) -> Schedule:
@@ -167,6 +173,7 @@ def warmup_lr(
     return schedule
 
 
+@plain_numbers
 def warmup_decay_lr(
     total_steps: int,
     min_lr: float = 0.0,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.arguments import keywords
+from fzero.arguments import keywords, plain_numbers
 from fzero.errors import FzeroValueError
 from fzero.optim.base import GradientTransformation, chain
 from fzero.optim.leaves import check, leafwise, new_moment
@@ -26,6 +26,7 @@ class TraceState(NamedTuple):
     trace: Tree  # like params, float32 (float64 for float64 params)
 
 
+@plain_numbers
 def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     """Updates are `trace = grads + decay * trace`, or `grads + decay * trace` with that new trace for Nesterov
     momentum.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.arguments import function, number
+from fzero.arguments import function, number, plain_numbers
 from fzero.optim.base import GradientTransformation, global_norm, stateless
 from fzero.optim.leaves import check, leafwise, need_params, new_count, reject, scalars, scheduled, upcast
 from fzero.optim.masking import Mask, check_mask, resolve_mask
@@ -27,6 +27,7 @@ class ScaleByScheduleState(NamedTuple):
     count: torch.Tensor  # int64[], updates done
 
 
+@plain_numbers
 def scale(factor: float) -> GradientTransformation:
     """Updates are `factor` times the gradients.
 
@@ -65,6 +66,7 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
+@plain_numbers
 def scale_by_learning_rate(lr: float | Schedule) -> GradientTransformation:
     """Updates are `-lr` times the gradients: the last link of a chain that descends.
 
@@ -96,6 +98,7 @@ def set_to_zero() -> GradientTransformation:
     )
 
 
+@plain_numbers
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """Scales all gradients by the same `min(1, max_norm / (norm + 1e-6))`, `norm` being their `global_norm`.
 
@@ -122,6 +125,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     return stateless(clip)
 
 
+@plain_numbers
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
     """Updates are `grads + weight_decay * params`: L2 regularisation before a preconditioner, decoupled decay after it.
 

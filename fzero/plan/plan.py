@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.arguments import path_like
+from fzero.arguments import path_like, plain_numbers
 from fzero.errors import FzeroTypeError
 from fzero.plan.cost import (
     HOST,
@@ -394,6 +394,7 @@ def _timelines(programs: Sequence[Program], device: Device, backend: str) -> lis
     return simulate(programs, lambda line, program: seconds(line, program, rates, backend), device.asynchronous)
 
 
+@plain_numbers
 def fits(plan: Plan, budget: str | int, *, whole: bool = False) -> bool:
     """Whether a plan's peak, of a pipeline that of every stage, stays within a budget of memory.
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.allocator import return_freed_memory
-from fzero.arguments import count
+from fzero.arguments import count, plain_numbers
 from fzero.build.cache import logger
 from fzero.checkpoint.loading import WINDOW, open_weights
 from fzero.comm import replicas
@@ -697,6 +697,7 @@ class CompiledStep(Compiled):
             )
         return self._guesses[2]
 
+    @plain_numbers
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:
         """Trains `steps` steps and one before them on one batch, each line timed: `train.plan.save_trace(path,
         measured)` shows it beside the plan.

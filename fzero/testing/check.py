@@ -11,6 +11,7 @@ import torch
 
 from fzero import random as fzrandom
 from fzero import tree
+from fzero.arguments import plain_numbers
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, TraceError, message
 from fzero.local_device import check_default
 from fzero.lowering.choose_rules import choose_rules
@@ -48,6 +49,7 @@ from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.precision import MixedPrecision, with_first_dtype
 
 
+@plain_numbers
 def check_equivalent(
     step: Step,
     params: Any,

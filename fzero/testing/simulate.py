@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.arguments import count
+from fzero.arguments import count, plain_numbers
 from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf, shard
 from fzero.lowering.layouts import zero_of
@@ -34,6 +34,7 @@ from fzero.transforms.precision import with_first_dtype
 _JOIN = {"sum": lambda xs: xs.sum(0, dtype=xs.dtype), "max": lambda xs: xs.amax(0), "min": lambda xs: xs.amin(0)}
 
 
+@plain_numbers
 def simulate(
     step: Step, mesh: AbstractMesh, params: Any, batch: Any, *, steps: int = 1, key: torch.Tensor | None = None
 ) -> tuple[State, dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fzero.arguments import accepts, count, flag, keywords, predicate
+from fzero.arguments import accepts, count, flag, keywords, predicate, shown
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf
 from fzero.step import EvalStep
@@ -121,15 +121,14 @@ def accumulate(
         >>> print(*accumulate(4)(step).transforms)
         accumulate(num_micro_batches=4)
     """
-    if isinstance(step, (int, float, str)):
-        step, num_micro_batches = None, step  # pyright: ignore[reportAssignmentType]  # one that is not a whole number is refused below
-    if num_micro_batches is None or count("num_micro_batches", num_micro_batches):
-        fix = (
-            "give a whole number of at least 1: fz.accumulate(4)"
-            if num_micro_batches is None
-            else "give a whole number of at least 1"
+    if num_micro_batches is None and not hasattr(step, "transforms"):
+        step, num_micro_batches = None, step  # what is not a number is rejected below
+    if num_micro_batches is None or (problems := count("num_micro_batches", num_micro_batches)):
+        problems = ["num_micro_batches is missing"] if num_micro_batches is None else problems
+        fix = "give a whole number of at least 1: fz.accumulate(4)"
+        raise FzeroValueError(
+            "accumulate", f"cannot cut a batch into {shown(num_micro_batches)} micro-batches", problems, fix
         )
-        raise FzeroValueError("accumulate", f"cannot cut a batch into {num_micro_batches!r} micro-batches", fix=fix)
     if problems := flag("vertical", vertical):
         raise FzeroValueError("accumulate", "invalid arguments", problems, "e.g. fz.accumulate(4, vertical=True)")
     if problems := predicate("whole", whole):

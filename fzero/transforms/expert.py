@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fzero.arguments import keywords
+from fzero.arguments import amount, keywords
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
@@ -121,6 +121,7 @@ def expert_parallel(
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
     problems += [] if chunks in (1, 2) and type(chunks) is int else [f"chunks={chunks!r}: 1 or 2"]
+    problems += amount("whole_bytes", whole_bytes)
     problems += [] if callable(where) else [f"where={where!r}: a predicate (path, leaf) -> bool"]
     if problems:
         fix = "e.g. fz.expert_parallel(where=lambda path, leaf: 'experts' in path)"

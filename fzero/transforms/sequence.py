@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fzero.arguments import keywords
+from fzero.arguments import amount, keywords
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.trace.cut_rules import Attention, nearest
@@ -121,6 +121,7 @@ def sequence_parallel(
         [('all_to_all_start', 3), ('all_to_all_start', 1)]
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
+    problems += amount("whole_bytes", whole_bytes)
     problems += [] if attention in _WAYS else [f"attention={attention!r}: one of {', '.join(map(repr, _WAYS))}"]
     if problems:
         raise FzeroTypeError("sequence_parallel", "invalid arguments", problems, "e.g. axis='seq'")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fzero.arguments import Predicate, accepts, keywords, predicate
+from fzero.arguments import Predicate, accepts, amount, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf
 from fzero.transforms.base import Transform, applied
@@ -38,7 +38,7 @@ class Parallel(Transform):
             if zero and more[: len(fewer)] != fewer:
                 return f"ZeRO cuts leaves one axis after the other: {_named(fewer)} is not how {_named(more)} begins"
             for one, two in ((self, other), (other, self)):
-                if one.covers(two):
+                if one.covers(two) and two.stage:  # `data_parallel` asks for nothing that a stage would not do
                     return f"{one.name} (ZeRO-{one.stage}) does all that {two.name} (ZeRO-{two.stage}) does"
         return super().conflict(other) if self.stage or self.axis == getattr(other, "axis", None) else None
 
@@ -80,13 +80,14 @@ class ShardParams(Parallel):
 def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
     """Gives every rank along `axis` its own part of the batch; everything else is whole on each.
 
-    Equal to the untransformed step on the whole batch, up to the order of summation.
+    Equal to the untransformed step on the whole batch, up to the order of summation. A ZeRO stage over `axis` divides
+    the batch along it too; together with one, `data_parallel` changes nothing.
 
     Communication: one all_reduce of each block's gradients: 2 (N-1)/N x 4P bytes sent per rank and step.
     Memory: parameters, gradients and optimizer state, whole, on every rank.
 
     Raises:
-        TransformError: a ZeRO stage of all parameters over `axis`, which has the batch cut along it too.
+        TransformError: `sequence_parallel` or `local_sgd` over `axis`.
         FzeroTypeError: an `axis` that is not a name.
         FzeroValueError: when the program is built, an axis the mesh does not have.
 
@@ -122,7 +123,7 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
 
     Raises:
         TransformError: another `shard_opt_state`; another stage over axes of which these are not the first, nor begin
-            with them; a lower stage to which a higher one leaves nothing, neither axes nor parameters.
+            with them; a lower stage (1 to 3) to which a higher one leaves nothing, neither axes nor parameters.
         FzeroTypeError: an `axis` that is not a name or tuple of different names.
         FzeroValueError: when the program is built, an axis the mesh does not have.
 
@@ -212,9 +213,11 @@ def shard_params(
         >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_params"]
         ['all_gather_start', 'reduce_scatter_start']
     """
+    fix = "bytes, or text, such as the largest matrix of a block has; or leave it out"
+    if problems := [] if gather_bytes is None else amount("gather_bytes", gather_bytes):
+        raise FzeroValueError("shard_params", "invalid arguments", problems, fix)
     nbytes = None if gather_bytes is None else parse_bytes(gather_bytes)
     if nbytes == 0:
-        fix = "bytes, or text, such as the largest matrix of a block has; or leave it out"
         raise FzeroValueError("shard_params", "gather_bytes=0: nothing could be gathered", fix=fix)
     return applied(_checked(ShardParams(axis, where, nbytes)), step)
 

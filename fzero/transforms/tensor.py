@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from fzero.arguments import flag, keywords
+from fzero.arguments import amount, flag, keywords, python_numbers
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
@@ -153,6 +153,7 @@ def tensor_parallel(
         tensor_parallel(axis='model', rules={'down': 0, 'up': 1})
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
+    problems += amount("whole_bytes", whole_bytes)
     problems += flag("sequence", sequence)
     problems += ["step: a mapping, which no step is: name it, rules="] * isinstance(step, Mapping)
     given: Any = rules
@@ -182,6 +183,7 @@ def _wrong(glob: Any, rule: Any) -> str:
 
 
 def _dim(rule: Rule) -> Dim | None:
+    rule = python_numbers(rule)
     if why := _wrong("", rule):
         what = f"rules returned {rule!r}"
         raise FzeroTypeError("tensor_parallel", what, fix=f"return {why}")
