@@ -489,7 +489,13 @@ def on_ranks(out: str, resumed: str) -> None:
         shape = list(trainer.predict(texts(7)).predictions.shape) if name == "resumed" else [7]
         found[name] = {"losses": losses(trainer), "shape": shape, "programs": trainer.num_programs}
     found["callbacks"] = test_trainer_callbacks.on_ranks(path)
-    from test_trainer_padding import Pooled, ragged
+    from test_trainer_padding import Masked, Pooled, by_first, ragged, some_masked
+
+    mixed = {"TRAIN_DATASET": some_masked("-m-m-mm0"), "EVAL_DATASET": some_masked("-m-m-mm0"), "model": Masked}
+    mixed |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "max_steps": 3}
+    mixed |= {"LENGTHS": None, "DATA_COLLATOR": by_first, "train_sampling_strategy": "sequential"}
+    both = [trained(cls, path / "mixed", **dict(mixed)) for cls in (transformers.Trainer, Trainer)]
+    found["mixed"] = [[*losses(one).values(), one.evaluate()["eval_loss"]] for one in both]
 
     args = arguments(output_dir=str(path / "pooled"), gradient_accumulation_steps=1)
     with pytest.raises(fz.errors.FzeroValueError, match=r"input_ids from 12 to 13: Pooled is not known"):
@@ -512,6 +518,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         theirs = {int(step): x for step, x in found[name]["losses"].items()}
         assert theirs == pytest.approx(losses(one), abs=2e-6), name
         assert found[name]["shape"][0] == 7 and found[name]["programs"] <= 4
+    # A rank without a batch of some kind computes a copy of another rank's, which counts nothing.
+    assert found["mixed"][1] == pytest.approx(found["mixed"][0], rel=1e-5)
     alone = test_trainer_callbacks.made(Trainer, tmp_path, *test_trainer_callbacks.CHANGES)
     alone.train()
     assert found["callbacks"]["losses"] == pytest.approx(test_trainer_callbacks.losses(alone), abs=2e-6)

@@ -216,6 +216,62 @@ def test_refused(tmp_path: Path) -> None:
         trained(Trainer, tmp_path, model=Net, rows=classes(8), DATA_COLLATOR=pair)
 
 
+class Masked(nn.Module):
+    """A loss that weighs its samples, if it is given weights; without labels the loss is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Any, labels: Any = None, mask: Any = None) -> dict[str, torch.Tensor]:
+        error = (self.layer(x)[:, 0] - labels).square()
+        return {"loss": (error if mask is None else error * mask).mean()}
+
+
+class Normed(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Any, labels: Any = None, mask: Any = None) -> dict[str, torch.Tensor]:
+        return super().forward(self.norm(x), labels, mask)
+
+
+def some_masked(pattern: str) -> list[dict[str, Any]]:
+    """Rows with a float mask (m), an integer one (i), None (0), or none (-)."""
+    draw = torch.Generator().manual_seed(1)
+    masks = {"m": lambda i: {"mask": i / 4}, "i": lambda i: {"mask": i % 3}, "0": lambda _: {"mask": None}}
+    rows = [{"x": torch.randn(3, generator=draw).tolist(), "labels": 1.0 - i} for i in range(len(pattern))]
+    return [row | masks.get(c, lambda _: {})(i) for i, (row, c) in enumerate(zip(rows, pattern, strict=True))]
+
+
+def by_first(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """As the library's collator: the entries are those of the first row."""
+    return {n: None if x is None else torch.tensor([row[n] for row in rows]) for n, x in rows[0].items()}
+
+
+@pytest.mark.parametrize("pattern", ["-mm-mm", "m--m0i", "mmm-ii"])
+def test_each_micro_batch_has_its_own_entries(tmp_path: Path, pattern: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Loss, norm and evaluation are the library's if only some micro-batches of a step have an entry; the last step of
+    the epoch is short of one."""
+    once = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "train_sampling_strategy": "sequential"}
+    once |= {"max_steps": -1, "num_train_epochs": 2, "LENGTHS": None, "DATA_COLLATOR": by_first}
+    rows = some_masked(pattern)
+    theirs, ours = beside(tmp_path, model=Masked, rows=rows, **once, per_device_eval_batch_size=1)
+    assert ours.evaluate(rows)["eval_loss"] == pytest.approx(theirs.evaluate(rows)["eval_loss"], rel=1e-5)
+    assert "micro-batches of one step have different entries (mask: " in caplog.text
+    assert ours.num_programs == len(ours.compiled._runs)
+
+
+def test_entries_that_cannot_be_mixed(tmp_path: Path) -> None:
+    """A forward that overwrites buffers would do so with copies."""
+    once = {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential", "LENGTHS": None}
+    where = r"(?s)overwrites buffers.*mask: missing in micro-batch 0; float32 in micro-batch 1"
+    with pytest.raises(fz.errors.FzeroValueError, match=where):
+        trained(Trainer, tmp_path, model=Normed, rows=some_masked("--mm"), **once, DATA_COLLATOR=by_first)
+
+
 def padding_of(**settings: Any) -> Padding:
     trainer = SimpleNamespace(args=SimpleNamespace(world_size=1, device="cpu"))
     usual = {"labels": ["labels"], "token": 0, "mask": False, "unknown": "", "losses": Losses(), "rows": 2}

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 
 import accelerate  # pyright: ignore[reportMissingImports] - of the extra `hf`
 import torch
-from accelerate.utils import gather, recursively_apply  # pyright: ignore[reportMissingImports]
+from accelerate.utils import (  # pyright: ignore[reportMissingImports]
+    broadcast_object_list,
+    gather,
+    gather_object,
+    recursively_apply,
+)
 from transformers.trainer_utils import seed_worker  # pyright: ignore[reportMissingImports]
 
 from fzero.hf.tensor_rules import tensor_rules
@@ -157,14 +162,22 @@ class Exchange:
     """Tells every rank of a Trainer what the others have. All of them call its methods."""
 
     def __init__(self, trainer: Any):
-        self._trainer, self._alone = trainer, trainer.args.world_size == 1
+        self._trainer, self.alone = trainer, trainer.args.world_size == 1
 
     def bounds(self, numbers: Mapping[str, Sequence[int]]) -> tuple[dict[str, int], dict[str, int]]:
         """The largest and the smallest number of each name, over all ranks."""
         high, low = {n: max(x) for n, x in numbers.items()}, {n: min(x) for n, x in numbers.items()}
-        if self._alone:
+        if self.alone:
             return high, low
         here = torch.tensor([[*high.values(), *(-x for x in low.values())]], device=self._trainer.args.device)
         everyone: Any = gather(here)
         found = everyone.amax(0).tolist()
         return dict(zip(high, found, strict=False)), dict(zip(low, (-x for x in found[len(high) :]), strict=True))
+
+    def objects(self, value: Any) -> list[Any]:
+        """A picklable value of each rank, in their order."""
+        return gather_object([value])
+
+    def from_rank(self, value: Any, rank: int) -> Any:
+        """A picklable value of one rank, for all."""
+        return broadcast_object_list([value], from_process=rank)[0]

@@ -10,6 +10,8 @@ import torch
 
 from fzero import tree
 from fzero.hf import padding, traced
+from fzero.hf.batch_kinds import Entries, Kind, Kinds, kind_of, tensors_of
+from fzero.hf.data_parts import Exchange
 from fzero.hf.loss_inputs import LossInputs
 from fzero.modules.functionalize import Functional
 from fzero.runtime.compile import compile
@@ -43,44 +45,59 @@ class Evaluation:
         self._model, self._transforms, self._mesh = model, transforms, mesh
         self._compile = lambda step, **how: compile(compose(*transforms)(step) if transforms else step, mesh, **how)
         self._compiling = compiling
-        self._padding: padding.Padding | None = None
+        self._kinds = Kinds(Exchange(held.trainer))
+        self._paddings: dict[Kind, tuple[traced.Losses, padding.Padding]] = {}
+        self._step: Any = None
         self._shapes: dict[Any, list[tuple[int, ...]]] = {}
 
-    def __call__(self, params: Any, tensors: Any, items: Any) -> Any:
+    def __call__(self, params: Any, entries: Entries, items: Any) -> Any:
         """The loss of a batch and its outputs, in the shapes that it has by itself."""
-        trainer = self.held.trainer
-        if self._padding is None:
-            losses = traced.Losses(ignores=self._model.mutable is None)
-            if self._kind.losing:
-                losses = traced.probe(self.held, self._model, tensors, self._constants, items is not None)
+        device, own = self.held.trainer.args.device, kind_of(entries)
+        found: dict[Kind, Any] = {}
+        for kind in self._kinds.of_step([entries]):  # all ranks run the program of each kind that one of them has
+            batch = self._kinds.stand_in(kind, [entries], device)
+            found[kind] = self._evaluated(params, kind, batch, items)
+        return found[own]
+
+    def _evaluated(self, params: Any, kind: Kind, entries: Entries, items: Any) -> Any:
+        trainer, tensors = self.held.trainer, tensors_of(entries)
+        if self._step is None:
             fn = partial(traced.outputs, self.held, self.held.visible, self._constants, self._kind)
             self._step = eval_step(self._model.calling(fn, train=False))
             self._usual, self._odd = (self._compile(self._step, **x) for x in (self._compiling, {"backend": "eager"}))
-            self._reads = losses.reads
-            self._padding = padding.of(trainer, "evaluation", losses, trainer.args.eval_batch_size, most=None)
-        (part,), shape = self._padding([tensors])
-        odd = any(map(self._padding.kept, shape)) and shape is not self._padding.shapes[0]
-        found, out = (self._odd if odd else self._usual)(params, self._batch(part, items))
-        return None if found is None else found[0], self._cut(out, part, tensors)
+        if kind not in self._paddings:
+            losses = traced.Losses(ignores=self._model.mutable is None)
+            if self._kind.losing:
+                losses = traced.probe(self.held, self._model, entries, self._constants, items is not None)
+            made = padding.of(trainer, "evaluation", losses, trainer.args.eval_batch_size, most=None)
+            self._paddings[kind] = losses, made
+        losses, pad = self._paddings[kind]
+        (part,), shape = pad([tensors])
+        odd = any(map(pad.kept, shape)) and shape is not pad.shapes[0]
+        nones = {n: None for n, x in entries.items() if x is None}
+        batch = self._batch({**part, **nones}, items, losses.reads)
+        found, out = (self._odd if odd else self._usual)(params, batch)
+        own_shapes = partial(self._own_shapes, {**tensors, **nones}, losses.reads)
+        return None if found is None else found[0], self._cut(out, part, tensors, own_shapes)
 
-    def _batch(self, part: Any, items: Any) -> dict[str, Any]:
-        batch: dict[str, Any] = {"inputs": part}
-        if self._reads:
-            first = next(iter(part.values()))
+    def _batch(self, entries: Entries, items: Any, reads: bool) -> dict[str, Any]:
+        batch: dict[str, Any] = {"inputs": entries}
+        if reads:
+            first = next(iter(tensors_of(entries).values()))
             batch["num_items"] = torch.as_tensor(items, device=first.device).expand(len(first)).clone()
         return batch
 
-    def _cut(self, out: Any, part: Any, tensors: Any) -> Any:
+    def _cut(self, out: Any, part: Any, tensors: Any, own_shapes: Any) -> Any:
         """The outputs of a batch, of those of the padded one."""
         if out is None or all(part[n].shape == x.shape for n, x in tensors.items()):
             return out
-        sizes = iter(self._own_shapes(tensors))
+        sizes = iter(own_shapes())
         return tree.map(lambda x: x[tuple(slice(0, n) for n in next(sizes))], out)
 
-    def _own_shapes(self, tensors: Any) -> list[tuple[int, ...]]:
+    def _own_shapes(self, entries: Entries, reads: bool) -> list[tuple[int, ...]]:
         """The shapes of outputs for a batch that is not padded."""
-        kind = tuple((n, tuple(x.shape)) for n, x in sorted(tensors.items()))
+        kind = kind_of(entries), tuple(tuple(x.shape) for _, x in sorted(tensors_of(entries).items()))
         if kind not in self._shapes:
-            made = self._model.shapes(self._step.fn, self._batch(tensors, 16))[1]
+            made = self._model.shapes(self._step.fn, self._batch(entries, 16, reads))[1]
             self._shapes[kind] = [tuple(x.shape) for x in tree.leaves(made)]
         return self._shapes[kind]

@@ -277,8 +277,9 @@ def unknown(trainer: Any) -> str:
     return ""
 
 
-def split(inputs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a batch, a dict, and its other values: constants of the program that it is given to.
+def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of a batch, a dict, that are tensors or None, and its other values: constants of the program that it
+    is given to.
 
     Raises:
         FzeroTypeError: naming what is neither a tensor nor a constant; a batch that has no names.
@@ -287,15 +288,13 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
         parts = [tree.describe(x) if isinstance(x, torch.Tensor) else type(x).__name__ for x in _items(inputs)]
         what, fix = f"a batch is a {type(inputs).__name__}, not a dict", "have the collator return a dict by names"
         raise FzeroTypeError("hf.Trainer", what, parts, f"{fix}: forward's arguments")
-    tensors = {n: x for n, x in inputs.items() if isinstance(x, torch.Tensor)}
-    rest = {n: x for n, x in inputs.items() if n not in tensors}
-    problems = [
-        f"{n}: {type(x).__name__}" for n, x in rest.items() if not isinstance(x, (bool, int, float, str, type(None)))
-    ]
+    entries = {n: x for n, x in inputs.items() if x is None or isinstance(x, torch.Tensor)}
+    rest = {n: x for n, x in inputs.items() if n not in entries}
+    problems = [f"{n}: {type(x).__name__}" for n, x in rest.items() if not isinstance(x, (bool, int, float, str))]
     if problems:
         fix = "have the collator return tensors, or leave them out"
         raise FzeroTypeError("hf.Trainer", "a batch has more than tensors and constants", problems, fix)
-    return tensors, rest
+    return entries, rest
 
 
 def check_constants(known: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:

@@ -31,14 +31,23 @@ def _computed(held: LossInputs, constants: Constants, forward: Any, batch: Any, 
 
 
 def loss(held: LossInputs, visible: Any, constants: Constants, forward: Any, batch: Any) -> Any:
-    """The loss of a micro-batch, for a step's mean over micro-batches and ranks."""
-    trainer, on = held.trainer, batch["on"][0]
-    found, counting = _computed(held, constants, forward, batch)
-    scaled = "num_items" in batch if trainer.loss_is_scaled_for_ga is None else trainer.loss_is_scaled_for_ga
-    if scaled:  # by all items of the step: parts add up
-        return found * on * trainer.args.gradient_accumulation_steps
-    weight = _weight(counting, found) * on
-    return weighted(found * weight, weight)
+    """The loss of a micro-batch, for a step's mean over micro-batches and ranks.
+
+    A micro-batch has one part for each kind of batches in the step (`batch_kinds.py`), of which one counts.
+    """
+    trainer = held.trainer
+    parts = [(part, *_computed(held, constants, forward, part)) for part in batch["kinds"]]
+    scaled = "num_items" in batch["kinds"][0]
+    if scaled if trainer.loss_is_scaled_for_ga is None else trainer.loss_is_scaled_for_ga:
+        # Divided by all items of the step already: micro-batches add up.
+        return sum(found * part["on"][0] for part, found, _ in parts) * trainer.args.gradient_accumulation_steps
+    counted = all(_is_mean_of_targets(counting) for _, _, counting in parts)
+    sums, weights = [], []
+    for part, found, counting in parts:
+        one = counting.counts[0] if counted else torch.ones((), device=found.device)
+        weights.append(one * part["on"][0])
+        sums.append(found * weights[-1])
+    return weighted(sum(sums[1:], sums[0]), sum(weights[1:], weights[0]))
 
 
 class Kind(NamedTuple):
@@ -87,7 +96,7 @@ class Losses(NamedTuple):
 
 
 def probe(
-    held: LossInputs, model: Functional, tensors: dict[str, torch.Tensor], constants: Constants, counted: bool
+    held: LossInputs, model: Functional, entries: Mapping[str, Any], constants: Constants, counted: bool
 ) -> Losses:
     """The facts of the loss of such a batch.
 
@@ -105,10 +114,10 @@ def probe(
         return value
 
     try:
-        model.shapes(model.calling(fn, train=False), dict(tensors))
+        model.shapes(model.calling(fn, train=False), dict(entries))
     except compat.DATA_DEPENDENT:  # which the trace refuses, by the user's own line
         return Losses()
-    labels = [tensors[n] for n in trainer.label_names if n in tensors]
+    labels = [x for n in trainer.label_names if (x := entries.get(n)) is not None]
     whole = bool(labels) and not any(x.is_floating_point() for x in labels)
     config = getattr(trainer.model, "config", None)
     by_rows = model.mutable is None and not getattr(config, "output_router_logits", False)
@@ -117,7 +126,6 @@ def probe(
     return Losses(found.reads, ignores, found.ignored[0] if one else -100)
 
 
-def _weight(counting: Any, found: torch.Tensor) -> torch.Tensor:
-    """The targets that a loss is a mean over; 1 where it is none."""
-    one = len(counting.counts) == 1 and not counting.in_blocks
-    return counting.counts[0] if one else torch.ones((), device=found.device)
+def _is_mean_of_targets(counting: Any) -> bool:
+    """Whether a loss is one mean over targets, whose number is known. Others count once per micro-batch."""
+    return len(counting.counts) == 1 and not counting.in_blocks

@@ -24,6 +24,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[
 from fzero import checkpoint, random, tree
 from fzero.errors import CheckpointError, FzeroValueError, TraceError
 from fzero.hf import data_parts, optimizers, options, padding, recipe, traced
+from fzero.hf.batch_kinds import Kind, Kinds, differences, kind_of, tensors_of
+from fzero.hf.data_parts import Exchange
 from fzero.hf.evaluating import Evaluation
 from fzero.hf.loss_inputs import LossInputs
 from fzero.hf.models import Pretrained
@@ -131,7 +133,7 @@ class Trainer(Base):
         self._optimizer_was: Any = None
         self._evaluated: tuple[bool, Any] | None = None  # in an evaluation, what it is of
         self._evaluations: dict[Any, Evaluation] = {}
-        self._padding = None
+        self._programs: set[Any] = set()
         super().__init__(model.module if self._pretrained is not None else model, args, *more, **settings)
         self._sync = Sync(self, Trainer, sync)
         self._more = data_parts.missing(self._tensor, self.model)
@@ -141,7 +143,7 @@ class Trainer(Base):
     @property
     def num_programs(self) -> int:
         """The programs of training: one for each shape that batches are padded to."""
-        return len(self._padding.shapes) if self._padding is not None else 0
+        return len(self._programs)
 
     def train(self, *args: Any, **settings: Any) -> Any:
         try:
@@ -193,9 +195,11 @@ class Trainer(Base):
         self.train_state = self._first_state(resume_from_checkpoint, carried)
         self._rates, self._optimizer_was = (optimizers.rates(self.train_state.opt_state), found.groups), self.optimizer
         self._values = found.values
-        self._parts, self._reads = [], False
+        self._parts = []
         self._last_left: int | None = None  # the step at which an epoch left micro-batches over
-        self._padding: padding.Padding | None = None
+        self._kinds = Kinds(Exchange(self))
+        self._paddings: dict[Kind, tuple[traced.Losses, padding.Padding]] = {}
+        self._programs = set()
         self._skips = SimpleNamespace(step_was_skipped=False)
         self.accelerator._optimizers.append(self._skips)
         if resume_from_checkpoint is not None:
@@ -305,26 +309,62 @@ class Trainer(Base):
         return self._metrics["grad_norm"]
 
     def _batch(self, parts: list[Any], items: Any) -> dict[str, Any]:
-        """The batch of a step: all micro-batches in one shape. Those that are missing are copies that count nothing."""
-        tensors, constants = zip(*map(padding.split, parts), strict=True)
-        if self._padding is None:
+        """The batch of a step: for each kind of its micro-batches (`batch_kinds.py`) one micro-batch per slot, all in
+        one shape. Slots whose micro-batch is of another kind, or is missing, hold copies that count nothing."""
+        entries, constants = zip(*map(padding.split, parts), strict=True)
+        if not self._paddings:
             self._constants.update(constants[0])
         padding.check_constants(self._constants, constants)
-        if self._padding is None:
-            assert self.functional is not None and self.compiled is not None
-            losses = traced.probe(self._held, self.functional, tensors[0], self._constants, items is not None)
-            self._reads, self._padding = losses.reads, padding.of(self, "training", losses, self._train_batch_size)
-            padding.check_rows(self, self._padding)
-        padded, shape = self._padding(tensors)
+        kinds, device = self._kinds.of_step(entries), self.args.device
         missing = self.args.gradient_accumulation_steps - len(parts)
-        on = [1.0] * len(padded) + [0.0] * missing
-        padded += padded[:1] * missing
-        rows, device = shape[""], self.args.device
-        batch: dict[str, Any] = {"inputs": {n: torch.cat([part[n] for part in padded]) for n in padded[0]}}
-        batch["on"] = torch.tensor(on, device=device).repeat_interleave(rows)
-        if self._reads:
-            batch["num_items"] = torch.as_tensor(items, device=device).expand(rows * len(padded)).clone()
-        return batch
+        made, shapes, reads = [], [], set()
+        for kind in kinds:
+            stand_in = self._kinds.stand_in(kind, entries, device)
+            if kind not in self._paddings:
+                self._paddings[kind] = self._padding_of(stand_in, items)
+            losses, pad = self._paddings[kind]
+            on = [kind_of(x) == kind for x in entries]
+            slots = [x if is_own else stand_in for x, is_own in zip(entries, on, strict=True)]
+            padded, shape = pad([tensors_of(x) for x in slots])
+            padded += [padded[i % len(padded)] for i in range(missing)]
+            inputs = {n: None if x is None else torch.cat([part[n] for part in padded]) for n, x in stand_in.items()}
+            counts = torch.tensor([*map(float, on), *[0.0] * missing], device=device)
+            made.append({"inputs": inputs, "on": counts.repeat_interleave(shape[""])})
+            if losses.reads:
+                made[-1]["num_items"] = torch.as_tensor(items, device=device).expand(shape[""] * len(padded)).clone()
+            shapes.append(shape)
+            reads.add(losses.reads)
+        if len(kinds) > 1:
+            self._check_kinds(kinds, entries, shapes, reads)
+        self._programs.add(tuple((kind, *shape.items()) for kind, shape in zip(kinds, shapes, strict=True)))
+        return {"kinds": made}
+
+    def _padding_of(self, entries: Any, items: Any) -> tuple[traced.Losses, padding.Padding]:
+        """The facts of the loss of batches with these entries, and their padding."""
+        assert self.functional is not None
+        losses = traced.probe(self._held, self.functional, entries, self._constants, items is not None)
+        found = padding.of(self, "training", losses, self._train_batch_size)
+        if not self._paddings:
+            padding.check_rows(self, found)
+        return losses, found
+
+    def _check_kinds(self, kinds: list[Kind], entries: Any, shapes: list[Any], reads: set[bool]) -> None:
+        """Raises if micro-batches with different entries cannot be computed in one step, and warns of the cost."""
+        assert self.functional is not None
+        what, problems = "micro-batches of one step have different entries", differences(kinds, entries)
+        fix = "have the collator give every batch the same entries, such as a mask of ones"
+        if self.functional.mutable is not None:
+            why = "the model's forward overwrites buffers, and would for each kind of entries"
+            raise FzeroValueError("hf.Trainer", f"{what}: {why}", problems, fix)
+        if len(reads) > 1:
+            why = "only some of their losses are divided by num_items_in_batch"
+            raise FzeroValueError("hf.Trainer", f"{what}, and {why}", problems, fix)
+        if len({shape[""] for shape in shapes}) > 1:
+            sizes = ", ".join(str(shape[""]) for shape in shapes)
+            raise FzeroValueError("hf.Trainer", f"{what}, and different numbers of rows ({sizes})", problems, fix)
+        if not any(len(known) > 1 for known in self._programs) and self.is_world_process_zero():
+            text = "fzero.hf.Trainer: %s (%s): such a step computes each micro-batch once per kind of entries, %d times"
+            logger.warning(text, what, "; ".join(problems), len(kinds))
 
     def log(self, *args: Any, **settings: Any) -> None:
         if self._tracing:
@@ -359,9 +399,9 @@ class Trainer(Base):
         items = self._get_num_items_in_batch([inputs], self.args.device) if losing else None
         kind = traced.Kind(losing, prediction_loss_only, tuple(ignore_keys))
         ours, params = self._evaluated or self._weights()
-        tensors, constants = padding.split(inputs)
+        entries, constants = padding.split(inputs)
         with self._sync.paused():
-            loss, outputs = self._evaluation(kind, constants, ours)(params, tensors, items)
+            loss, outputs = self._evaluation(kind, constants, ours)(params, entries, items)
         if prediction_loss_only:
             return loss, None, None
         return loss, outputs[0] if len(outputs) == 1 else outputs, labels

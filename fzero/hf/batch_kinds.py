@@ -1,0 +1,99 @@
+"""Tells apart batches with different entries, so that each micro-batch of a step is computed with its own.
+
+A program is traced for a fixed set of entries, but a collator may return some only now and then: images in every second
+batch, a mask when there is something to mask. Batches with the same entries are of one kind. A step whose micro-batches
+are of several kinds is one program that calls the loss once per kind and micro-batch; where a micro-batch is of another
+kind, a copy of a batch of that kind stands in with weight 0. All ranks run the same program, so they agree first on the
+kinds of the step, also if a rank has no batch of some kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.hf.data_parts import Exchange
+
+Entries = Mapping[str, Any]
+"""A batch by the names of its entries: tensors, or None."""
+Kind = tuple[tuple[str, str], ...]
+"""The names of a batch's entries, sorted, each with the dtype of its tensor, or with "None"."""
+
+
+def kind_of(batch: Entries) -> Kind:
+    """The kind of a batch."""
+    named = {n: tree.dtype_name(x.dtype) if isinstance(x, torch.Tensor) else "None" for n, x in batch.items()}
+    return tuple(sorted(named.items()))
+
+
+def tensors_of(batch: Entries) -> dict[str, torch.Tensor]:
+    """The entries of a batch that are tensors."""
+    return {n: x for n, x in batch.items() if isinstance(x, torch.Tensor)}
+
+
+class Kinds:
+    """The kinds of batches seen so far, the same on all ranks.
+
+    Args:
+        ranks: what the ranks tell each other.
+    """
+
+    def __init__(self, ranks: Exchange):
+        self._ranks = ranks
+        self._known: dict[Kind, Entries] = {}  # with a batch of each in host memory, if there are several ranks
+
+    def of_step(self, batches: Sequence[Entries]) -> list[Kind]:
+        """The kinds that any rank's batches have. Every rank calls it."""
+        here = {kind_of(batch): batch for batch in batches}
+        if self._ranks.alone:
+            return sorted(here)
+        # Numbers by position in `_known`, which all ranks fill in the same order.
+        numbers = {str(i): [int(kind in here)] for i, kind in enumerate(self._known)}
+        found, _ = self._ranks.bounds({**numbers, "new": [int(any(kind not in self._known for kind in here))]})
+        kinds = [kind for i, kind in enumerate(self._known) if found[str(i)]]
+        return sorted(kinds + self._learned(here) if found["new"] else kinds)
+
+    def stand_in(self, kind: Kind, batches: Sequence[Entries], device: Any) -> Entries:
+        """A batch of this kind: the first of these, or one from another step or rank."""
+        own = [batch for batch in batches if kind_of(batch) == kind]
+        if own:
+            return own[0]
+        return {n: x if x is None else x.to(device) for n, x in self._known[kind].items()}
+
+    def _learned(self, here: Mapping[Kind, Entries]) -> list[Kind]:
+        """The kinds that were not known before. A rank without a batch of one is given another rank's."""
+        held = self._ranks.objects([kind for kind in here if kind not in self._known])
+        new = sorted({kind for some in held for kind in some})
+        for kind in new:
+            having = [rank for rank, some in enumerate(held) if kind in some]
+            batch = here.get(kind)
+            batch = batch and {n: x if x is None else x.detach().cpu() for n, x in batch.items()}
+            if len(having) < len(held):
+                batch = self._ranks.from_rank(batch, having[0])
+            assert batch is not None
+            self._known[kind] = batch
+        return new
+
+
+def differences(kinds: Sequence[Kind], batches: Sequence[Entries]) -> list[str]:
+    """What distinguishes the kinds of a step: for each entry that not all have alike, where it is what.
+
+    Args:
+        batches: this rank's micro-batches of the step.
+    """
+    own = [dict(kind_of(batch)) for batch in batches]
+    lines = []
+    for name in sorted({name for kind in kinds for name, _ in kind}):
+        forms = sorted({dict(kind).get(name, "") for kind in kinds})
+        if len(forms) == 1:
+            continue
+        said = []
+        for form in forms:
+            where = [str(i) for i, entries in enumerate(own) if entries.get(name, "") == form]
+            at = f"micro-batch {', '.join(where)}" if where else "batches of other ranks"
+            said.append(f"{form} in {at}" if form else f"missing in {at}")
+        lines.append(f"{name}: {'; '.join(said)}")
+    return lines
