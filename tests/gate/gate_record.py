@@ -1,0 +1,337 @@
+"""Records what a frozen program promises: its canonical form, its numbers to the bit, and its plan.
+
+`record(case)` returns a dictionary that JSON can hold:
+
+    canonical   a line for each op, with the mesh axes, the bytes it moves or holds, and a hash of its subgraph;
+                no names and no buffer offsets, so that renaming or another memory plan changes nothing here
+    metrics     of each of three steps: the hash of the bits, and the values
+    leaves      of the state after them: the hash of the bits, and the values of parameters
+    plan        peak bytes and seconds per step, on a named device
+
+Numbers come from simulated ranks, which are threads of this process. So that the bits do not depend on the processor,
+`ENVIRONMENT` must be in force when the process starts: it turns off the code of MKL, ATen and glibc that is chosen by
+processor. `probe` tells whether this machine then computes the same bits as the one that froze a program.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import difflib
+import hashlib
+import json
+import multiprocessing
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from gate_programs import PROGRAMS, Case
+
+import fzero as fz
+from fzero import tree
+from fzero.layout import shard
+from fzero.lowering.layouts import COMPUTE
+from fzero.lowering.slots import declared
+from fzero.mesh import Mesh
+from fzero.program.ir import Line, Program, local_bytes
+from fzero.step import Step
+from fzero.testing.simulate import _Board, _Rank, _whole, parts_of
+from fzero.transforms.slots import Local
+
+STEPS = 3
+DEVICE = "h100"
+ENVIRONMENT = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "MKL_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX,-AVX2,-FMA,-FMA4,-AVX512F",
+}
+"""Environment variables under which x86-64 processors give the same bits. They are read when a process starts."""
+
+
+def record(case: Case) -> dict[str, Any]:
+    """Everything the gate compares, of one case."""
+    lowered = fz.lower(case.step, case.mesh, case.params, local_batch(case), device=DEVICE, **case.options)
+    out: dict[str, Any] = {"torch": release(), "probe": probe(), "mesh": dict(case.mesh.axes)}
+    out["canonical"] = [text for program in lowered.programs for text in canonical(program)]
+    plan = lowered.plan
+    out["plan"] = {"device": DEVICE, "peak_bytes": plan.peak_bytes, "step_seconds": plan.step_seconds}
+    return out | numbers(case, lowered)
+
+
+def release() -> str:
+    """PyTorch's minor release: another one may record other operations and use other kernels."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def local_batch(case: Case) -> Any:
+    """One rank's rows of the batch."""
+    if isinstance(case.step, Step):
+        return parts_of(case.step, case.mesh, case.batch)[0]
+    return evaluated_parts(case)[0]
+
+
+# The canonical form
+
+
+def canonical(program: Program) -> Iterator[str]:
+    """A line for each op in order: its kind, mesh axes, the bytes of its results on a rank, and its subgraph's hash."""
+    hashes = {name: graph_hash(function.graph) for name, function in program.functions.items()}
+
+    def of_lines(lines: tuple[Line, ...], depth: int) -> Iterator[str]:
+        for line in lines:
+            size = sum(local_bytes(value, program.mesh) for value in line.out)
+            parts = [line.op, ",".join(line.axes), str(size), hashes.get(line.fn, "")]
+            yield "  " * depth + " ".join(part or "-" for part in parts)
+            yield from of_lines(line.body, depth + 1)
+
+    yield from of_lines(program.lines, 0)
+
+
+def graph_hash(recorded: Any) -> str:
+    """A hash of the operations of a graph, their arguments, shapes and dtypes; nodes count by position, not by name."""
+    number = {node: i for i, node in enumerate(recorded.graph.nodes)}
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return f"%{number[x]}"
+        if isinstance(x, (list, tuple)):
+            return [plain(y) for y in x]
+        if isinstance(x, dict):
+            return sorted((k, plain(v)) for k, v in x.items())
+        return x.type if isinstance(x, torch.device) else str(x)
+
+    lines = []
+    for node in recorded.graph.nodes:
+        if node.op == "get_attr":
+            lines.append(["constant", hashed(recorded.constants[str(node.target)])])
+            continue
+        value = node.meta.get("val")
+        form = [list(value.shape), str(value.dtype)] if isinstance(value, torch.Tensor) else None
+        target = "" if node.op in ("placeholder", "output") else str(node.target)
+        lines.append([node.op, target, plain(node.args), plain(node.kwargs), form])
+    return hashlib.sha256(repr(lines).encode()).hexdigest()[:12]
+
+
+# The numbers
+
+
+def numbers(case: Case, lowered: Any) -> dict[str, Any]:
+    """The metrics of each step and the leaves after the last, computed on simulated ranks."""
+    ranks = [Mesh(dict(case.mesh.axes), rank, torch.device("cpu")) for rank in range(case.mesh.size)]
+    is_training = isinstance(case.step, Step)
+    parts = parts_of(case.step, case.mesh, case.batch) if is_training else evaluated_parts(case)
+    programs = [lowered.programs[stage_of(lowered, mesh)] for mesh in ranks]
+    first = first_values(case, lowered, is_training)
+    held = [
+        {name: shard(first(leaf), leaf, mesh) for name, leaf in program.leaves.items()}
+        for program, mesh in zip(programs, ranks, strict=True)
+    ]
+    metrics = []
+    for _ in range(STEPS if is_training else 1):
+        ran = one_step(programs, ranks, held, parts)
+        held = [{name: rank.values[name] for name in rank.program.leaves} for rank in ran]
+        outputs = [[rank.values[name] for name in rank.program.outputs] for rank in ran]
+        names = tree.paths(tree.unflatten(lowered.structure, outputs[0]), "metrics")
+        for other in outputs[1:]:
+            assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(outputs[0], other, strict=True))
+        metrics.append({name: stored(x) for name, x in zip(names, outputs[0], strict=True)})
+    if not is_training:
+        return {"metrics": metrics, "leaves": {}}
+    leaves = {}
+    for program in lowered.programs:
+        for name, leaf in program.leaves.items():
+            if name not in leaves:
+                value, differing = _whole(leaf, ran, torch.zeros(leaf.shape, dtype=leaf.dtype))
+                assert not differing, differing  # ranks that should hold the same elements hold others
+                leaves[name] = stored(value, keep=leaf.role == "params")
+    return {"metrics": metrics, "leaves": leaves}
+
+
+def stage_of(lowered: Any, mesh: Mesh) -> int:
+    return mesh.index("pipe") if len(lowered.programs) > 1 else 0
+
+
+def first_values(case: Case, lowered: Any, is_training: bool) -> Any:
+    """A function that gives the whole value of a leaf before the first step."""
+    if not is_training:
+        known = dict(tree.with_paths(case.params, "params"))
+        return lambda leaf: known[leaf.path].to(leaf.dtype)
+    state = case.step.init(case.params)
+    roots = {"step": state.step, "params": state.params, "opt_state": state.opt_state, "key": state.key}
+    known = {path: x for name, value in roots.items() for path, x in tree.with_paths(value, name)}
+    for transform in case.step.transforms:
+        for slot, value in declared(case.step, transform, case.params).items():
+            known |= dict(tree.with_paths(value, f"extras['{slot}']"))
+
+    def first(leaf: Any) -> torch.Tensor:
+        if leaf.path.startswith(COMPUTE):  # what the model computes with: a cast copy of the parameter
+            return known[leaf.master].to(leaf.dtype)
+        value = known.get(leaf.path)
+        if value is None or isinstance(value, Local):
+            return torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return value.to(leaf.dtype)
+
+    return first
+
+
+def one_step(programs: Any, ranks: Any, held: Any, parts: Any) -> list[_Rank]:
+    board = _Board(ranks)
+
+    def run(i: int) -> _Rank:
+        rank = _Rank(programs[i], ranks[i], {**held[i], **dict(tree.with_paths(parts[i], "batch"))}, board)
+        try:
+            rank.lines(programs[i].lines)
+        except BaseException:
+            board.abort()
+            raise
+        return rank
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        done = [pool.submit(run, i) for i in range(len(ranks))]
+    errors = [e for e in (f.exception() for f in done) if e is not None]
+    if errors:
+        raise next((e for e in errors if type(e).__name__ != "BrokenBarrierError"), errors[0])
+    return [f.result() for f in done]
+
+
+def evaluated_parts(case: Case) -> list[Any]:
+    """Each rank's rows of an evaluation's batch: they are divided among the ranks along `data` only."""
+    data = case.mesh.axes.get("data", 1)
+    ranks = [Mesh(dict(case.mesh.axes), rank, torch.device("cpu")) for rank in range(case.mesh.size)]
+    index = [mesh.index("data") if data > 1 else 0 for mesh in ranks]
+    return [(fz.tree.map(lambda x, i=i: x.chunk(data)[i], case.batch),) for i in index]
+
+
+# Values and bits
+
+
+def hashed(x: torch.Tensor) -> str:
+    flat = x.detach().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return hashlib.sha256(f"{x.dtype} {list(x.shape)}".encode() + data).hexdigest()[:16]
+
+
+def stored(x: torch.Tensor, keep: bool = True) -> dict[str, Any]:
+    """A tensor as JSON: its dtype, shape and hash, and its values, as a number or as compressed bytes."""
+    out: dict[str, Any] = {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "bits": hashed(x)}
+    if x.numel() == 1:
+        out["value"] = repr(x.item())
+    elif keep:
+        wide = x.detach().float().contiguous().numpy().tobytes()
+        out["float32"] = base64.b64encode(zlib.compress(wide, 9)).decode()
+    return out
+
+
+def values(entry: Mapping[str, Any]) -> torch.Tensor | None:
+    """The values of a stored tensor in float64, or None if only its bits are stored."""
+    if "value" in entry:
+        return torch.tensor([float(eval(entry["value"], {"nan": float("nan"), "inf": float("inf")}))]).double()
+    if "float32" in entry:
+        raw = bytearray(zlib.decompress(base64.b64decode(entry["float32"])))
+        return torch.frombuffer(raw, dtype=torch.float32).double().reshape(entry["shape"])
+    return None
+
+
+def probe() -> str:
+    """A hash of some products, transcendental functions and sums, by which two machines compute alike or not."""
+    x = torch.linspace(-3, 3, 64 * 48).reshape(64, 48)
+    ys = [
+        x @ x.T,
+        x.softmax(-1),
+        F.gelu(x),
+        x.exp().sum(0),
+        torch.tanh(x),
+        (x.double() @ x.double().T).sin(),
+        x.bfloat16() @ x.bfloat16().T,
+    ]
+    return hashlib.sha256("".join(map(hashed, ys)).encode()).hexdigest()[:16]
+
+
+def prepare() -> None:
+    """Settings of PyTorch inside the process that records; see the module's docstring."""
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False
+    os.environ["FZERO_PROGRESS"] = "off"
+
+
+def record_named(name: str) -> dict[str, Any]:
+    return record(PROGRAMS[name]())
+
+
+@contextlib.contextmanager
+def recording_processes(num: int = 2) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes under `ENVIRONMENT`, for `pool.submit(record_named, name)`."""
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    try:
+        with ProcessPoolExecutor(num, multiprocessing.get_context("spawn"), initializer=prepare) as pool:
+            for _ in range(num):  # they start while the environment is in force
+                pool.submit(os.getpid)
+            yield pool
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# Comparing
+
+
+FROZEN = Path(__file__).parent / "frozen"
+
+
+def frozen(name: str) -> dict[str, Any] | None:
+    path = FROZEN / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What differs between two records of a program, under "canonical", "numbers" and "plan"."""
+    found: dict[str, list[str]] = {"canonical": [], "numbers": [], "plan": []}
+    same_release, same_bits = (
+        old["torch"] == new["torch"],
+        old["torch"] == new["torch"] and old["probe"] == new["probe"],
+    )
+    if same_release:
+        found["canonical"] = list(
+            difflib.unified_diff(old["canonical"], new["canonical"], "frozen", "now", "", "", 1, "")
+        )
+    was, now = (flat(x) for x in (old, new))
+    found["numbers"] += [f"{name}: not frozen" for name in now.keys() - was.keys()]
+    found["numbers"] += [f"{name}: missing" for name in was.keys() - now.keys()]
+    for name in was.keys() & now.keys():
+        if same_bits and was[name]["bits"] != now[name]["bits"]:
+            found["numbers"].append(f"{name}: other bits, {text_of(relative_difference(was[name], now[name]))}")
+        elif not same_bits and (apart := relative_difference(was[name], now[name])) and apart > 1e-3:
+            found["numbers"].append(f"{name}: {text_of(apart)} (another processor or release: 1e-3 is allowed)")
+    for key in ("peak_bytes", "step_seconds"):
+        ratio = new["plan"][key] / old["plan"][key]
+        if same_release and not 0.98 <= ratio <= 1.05:
+            found["plan"].append(f"{key}: {old['plan'][key]} was frozen, {new['plan'][key]} now ({ratio:.3f} times)")
+    return found
+
+
+def flat(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Every stored tensor of a record by name."""
+    steps = {f"step {i + 1}: {k}": v for i, found in enumerate(recorded["metrics"]) for k, v in found.items()}
+    return steps | recorded["leaves"]
+
+
+def relative_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
+    """The largest difference of two stored tensors, relative to the largest value; None if values are not stored."""
+    x, y = values(old), values(new)
+    if x is None or y is None or x.shape != y.shape or not x.numel():
+        return None
+    return float((x - y).abs().max() / x.abs().max().clamp_min(1e-30))
+
+
+def text_of(apart: float | None) -> str:
+    return "values not kept" if apart is None else f"largest relative difference {apart:.2e}"
