@@ -236,9 +236,13 @@ def test_checkpoints(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine", "max_steps": 6}
     first = trained(Trainer, tmp_path, **settings)
     held = {p.name for p in (tmp_path / "checkpoint-4").iterdir()}
-    assert held == {"fzero", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
+    state = {"fzero", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
+    assert held == state | {"config.json", "generation_config.json", "model.safetensors", "training_args.bin"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
+    assert all(torch.equal(one, two) for one, two in zip(weights(first), loaded.parameters(), strict=True))
     args = arguments(output_dir=str(tmp_path), **settings)
     again = Trainer(llama(), args, train_dataset=texts(), data_collator=collate, backend="eager", lengths=[40])
+    again._save_weights = False
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert losses(again) == losses(first)
     assert all(torch.equal(one, two) for one, two in zip(weights(first), weights(again), strict=True))
@@ -247,6 +251,34 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(weights(first), loaded.parameters(), strict=True))
     with pytest.raises(fz.errors.CheckpointError, match="no state of fzero's"):
         again.train(resume_from_checkpoint=str(tmp_path / "out"))
+
+
+def test_a_save_that_was_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training resumes from the newest checkpoint that was saved to its end, or begins anew."""
+    settings = {"model": Net, "rows": [{"x": [i / 9, 1.0], "labels": i / 5} for i in range(32)], "max_steps": 4}
+    settings |= {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1, "DATA_COLLATOR": None}
+    settings |= {"LENGTHS": None, "SAVE_WEIGHTS": False}
+    torch.manual_seed(0)
+    first = trained(Trainer, tmp_path, **dict(settings))
+    for number, content in ((4, '{"best_gl'), (3, None)):  # written in part, and not at all
+        file = tmp_path / f"checkpoint-{number}" / "trainer_state.json"
+        file.write_text(content) if content else file.unlink()
+    args = arguments(
+        output_dir=str(tmp_path), **{n: x for n, x in settings.items() if n in {"max_steps", "save_steps"}}
+    )
+    args.gradient_accumulation_steps = 1
+    for given, expected in ((True, 2), (str(tmp_path / "checkpoint-3"), 2), (str(tmp_path / "checkpoint-1"), 1)):
+        again = Trainer(Net(), args, train_dataset=settings["rows"], backend="eager")
+        again.train(resume_from_checkpoint=given)
+        assert losses(again) == losses(first)
+        assert len(caplog.records) == 1 or expected == 1
+        assert expected == 1 or f"did not finish: resuming from {tmp_path / 'checkpoint-2'}" in caplog.text
+        caplog.clear()
+    (tmp_path / "checkpoint-1" / "trainer_state.json").unlink()
+    torch.manual_seed(0)
+    again = Trainer(Net(), args, train_dataset=settings["rows"], backend="eager")
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert losses(again) == losses(first) and "no older checkpoint, training begins anew" in caplog.text
 
 
 def test_the_best_model(tmp_path: Path) -> None:
@@ -327,8 +359,11 @@ def test_refused_at_once(tmp_path: Path) -> None:
 def test_uploads_and_best_weights(tmp_path: Path) -> None:
     """Noted, and refused, where directories of a training have states and no weights."""
     pushed = {"output_dir": str(tmp_path), "push_to_hub": True}
-    assert options.notes(arguments(**pushed))[0].startswith("hub_strategy='every_save': uploads in training")
-    assert not options.notes(arguments(**pushed, hub_strategy="end"))
+    assert not options.notes(arguments(**pushed))
+    assert options.notes(arguments(**pushed), save_weights=False)[0].startswith(
+        "hub_strategy='every_save': uploads in training"
+    )
+    assert not options.notes(arguments(**pushed, hub_strategy="end"), save_weights=False)
     best = {"load_best_model_at_end": True, "save_only_model": True, "save_on_each_node": True}
     args = arguments(output_dir=str(tmp_path), eval_strategy="steps", save_steps=1, **best | {"save_strategy": "steps"})
     llama().save_pretrained(tmp_path / "hub")

@@ -112,12 +112,14 @@ class TrainingArguments(Base):
         self.deepspeed = read_text(given, "deepspeed=") if is_text else given
 
 
-def notes(args: Any) -> list[str]:
+def notes(args: Any, save_weights: bool = True) -> list[str]:
     """Options that are set and do nothing, or less than there."""
     found = [f"{name}={shown(getattr(args, name))}: {NOTES[name]}" for name in _set(args) if name in NOTES]
-    if args.push_to_hub and not args.save_only_model and args.hub_strategy != HubStrategy.END:
+    if args.push_to_hub and not save_weights and not args.save_only_model and args.hub_strategy != HubStrategy.END:
         said = str(getattr(args.hub_strategy, "value", args.hub_strategy))
-        found.append(f"hub_strategy={said!r}: uploads in training have states, no weights: save_only_model=True has")
+        found.append(
+            f"hub_strategy={said!r}: uploads in training have states, no weights: leave out save_weights=False"
+        )
     return found
 
 

@@ -132,6 +132,31 @@ def save_pretrained(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def problem(model: Any) -> str:
+    """Why the weights of a Trainer's model cannot be written to files; "": they can. Nothing is written.
+
+    Args:
+        model: a module, whose library writes it, or a model of `fz.hf.from_pretrained`.
+    """
+    if isinstance(model, Pretrained):
+        try:
+            if adapters.is_adapted(model.module):
+                adapters.saved_leaves(
+                    model.module, {name: slot.name for name, slot in model.slots(model.module).items()}
+                )
+            else:
+                conversions.stored(model.module)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+    if hasattr(model, "save_pretrained"):
+        return ""
+    at = [x.untyped_storage().data_ptr() for x in model.state_dict().values() if x.numel()]
+    if len(set(at)) < len(at):  # the library writes the state dict as it is
+        return f"tensors of {type(model).__name__} share memory, which a file of safetensors cannot hold"
+    return ""
+
+
 def replace_pretrained(path: str, model: Pretrained, state: Any, tokenizer: Any) -> None:
     """As `save_pretrained`, but in the place of a model that is there: written beside it, and then renamed."""
     out, ranks = local(path, "hf.save_pretrained", _LOCAL), world()

@@ -23,17 +23,18 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[
 
 from fzero import checkpoint, random, tree
 from fzero.errors import CheckpointError, FzeroValueError, TraceError
-from fzero.hf import data_parts, optimizers, options, padding, recipe, traced
+from fzero.hf import data_parts, optimizers, options, padding, recipe, saving, traced
 from fzero.hf.batch_kinds import Kind, Kinds, differences, kind_of, tensors_of
 from fzero.hf.data_parts import Exchange
 from fzero.hf.evaluating import Evaluation
 from fzero.hf.loss_inputs import LossInputs
 from fzero.hf.models import Pretrained
+from fzero.hf.resuming import newest_finished, unmark
 from fzero.hf.running import whole
-from fzero.hf.saving import replace_pretrained
 from fzero.hf.sync import Sync
 from fzero.mesh import Mesh, make_mesh
 from fzero.modules.functionalize import Functional, functionalize
+from fzero.ranks.together import together, world
 from fzero.runtime.compile import compile
 from fzero.runtime.training import CompiledStep
 from fzero.state.overwrite import overwrite
@@ -74,6 +75,9 @@ class Trainer(Base):
             are counted once for each part of the data.
         lengths: to which ragged batches of any model are padded, as a collator would; by default, where that changes
             nothing, powers of two.
+        save_weights: whether each checkpoint also has the configuration and the weights (`model.safetensors`, or of
+            adapters `adapter_model.safetensors`), so that `from_pretrained("run/checkpoint-500")` reads it.
+            With False it has the sharded state only: smaller, and saved sooner.
         backend, memory_budget, host_budget, disk_budget: of `fz.compile`.
 
     Attributes:
@@ -110,6 +114,7 @@ class Trainer(Base):
         mesh: Mesh | None = None,
         tensor_parallel: int | None = None,
         lengths: Sequence[int] | None = None,
+        save_weights: bool = True,
         backend: str = "inductor",
         memory_budget: int | str | None = None,
         host_budget: int | str | None = None,
@@ -123,6 +128,7 @@ class Trainer(Base):
         self._tensor = data_parts.tensor_axis(None if wrong else tensor_parallel, mesh, transforms)
         options.check(self, model, args, optimizer, pair, transforms, Trainer, sync, wrong)
         self._transforms, self._given_mesh, self.lengths = transforms, mesh, lengths
+        self._save_weights = save_weights
         budgets = {"memory_budget": memory_budget, "host_budget": host_budget, "disk_budget": disk_budget}
         self._compiling = {"backend": backend, **budgets}
         self._pretrained = model if isinstance(model, Pretrained) else None
@@ -137,7 +143,7 @@ class Trainer(Base):
         super().__init__(model.module if self._pretrained is not None else model, args, *more, **settings)
         self._sync = Sync(self, Trainer, sync)
         self._more = data_parts.missing(self._tensor, self.model)
-        for text in options.notes(args) if self.is_world_process_zero() else ():
+        for text in options.notes(args, save_weights) if self.is_world_process_zero() else ():
             logger.warning("fzero.hf.Trainer: %s", text)
 
     @property
@@ -145,9 +151,11 @@ class Trainer(Base):
         """The programs of training: one for each shape that batches are padded to."""
         return len(self._programs)
 
-    def train(self, *args: Any, **settings: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
+        if resume_from_checkpoint:
+            resume_from_checkpoint = newest_finished(resume_from_checkpoint, str(self.args.output_dir))
         try:
-            return super().train(*args, **settings)
+            return super().train(resume_from_checkpoint, *args, **settings)
         except BaseException:
             self._sync.broken_off()
             raise
@@ -446,19 +454,22 @@ class Trainer(Base):
         return self.train_state is not None and (self.is_in_train or self._sync.same())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes what `from_pretrained` reads; within training, the state in one of the library's checkpoints."""
+        """Writes files that `from_pretrained` reads; in one of the library's checkpoints the sharded state, too."""
         output_dir = str(self.args.output_dir if output_dir is None else output_dir)
         self._sync.take()
         inside = os.path.basename(output_dir).startswith(f"{PREFIX_CHECKPOINT_DIR}-")
         if _internal_call and inside and not self.args.save_only_model:
+            if self.args.should_save:
+                unmark(output_dir)
             checkpoint.save(os.path.join(output_dir, STATE), self.train_state, keep=1)
-            if self.args.should_save and self.processing_class is not None:
-                self.processing_class.save_pretrained(output_dir)
-            return
+            if not self._saves_weights():
+                if self.args.should_save and self.processing_class is not None:
+                    self.processing_class.save_pretrained(output_dir)
+                return
         if self._pretrained is not None and self.train_state is not None:
             tokenizer = self.processing_class
             tokenizer = getattr(self.data_collator, "tokenizer", None) if tokenizer is None else tokenizer
-            replace_pretrained(output_dir, self._pretrained, self.train_state, tokenizer)
+            saving.replace_pretrained(output_dir, self._pretrained, self.train_state, tokenizer)
             if self.args.should_save:
                 torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
             if self.args.push_to_hub and not _internal_call:
@@ -482,13 +493,30 @@ class Trainer(Base):
             for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
+    def _saves_weights(self) -> bool:
+        """Whether checkpoints have files of weights, too; decided, and said if not, at the first one."""
+        with self._sync.paused():
+            why = saving.problem(self._pretrained or self.model) if self._save_weights else ""
+        if why:
+            self._save_weights = False
+            if self.is_world_process_zero():
+                text = "fzero.hf.Trainer: checkpoints have the state only, no files for from_pretrained: %s"
+                logger.warning(text, why)
+        return self._save_weights
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # What the library writes next says that the checkpoint is finished: on all ranks.
+        together(world(), "hf.Trainer", f"cannot save to {output_dir}", lambda: None)
+
     def _save_scaler(self, output_dir: str) -> None:
         """The loss scale is part of the state."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = os.path.join(resume_from_checkpoint, STATE)
         if checkpoint.find(path) is None:
-            what = f"{resume_from_checkpoint} has no state of fzero's: {STATE}/ is not there"
+            why = "is not complete" if os.path.isdir(path) else "is not there"
+            what = f"{resume_from_checkpoint} has no state of fzero's: {STATE}/ {why}"
             fix = "begin with its weights instead: from_pretrained(dir)"
             raise CheckpointError("hf.Trainer", what, fix=fix)
 
