@@ -489,6 +489,35 @@ def test_buffers_are_never_cast():
         fz.lower(fz.mixed_precision(step), fz.AbstractMesh(data=1), model.params, batch_of())
 
 
+class Marked(Layer):
+    """A layer with a sparse buffer, as Whisper marks attention heads."""
+
+    def __init__(self, *args, reads: bool = False):
+        super().__init__(*args)
+        self.register_buffer("heads", torch.eye(8).to_sparse(), persistent=False)
+        self.reads = reads
+
+    def forward(self, x, **kwargs):
+        x, gate, mode = super().forward(x, **kwargs)
+        return torch.sparse.mm(self.heads, x.T).T if self.reads else x, gate, mode
+
+
+def test_sparse_buffers_may_be_there_if_they_are_not_read():
+    plain, marked = fz.functionalize(net()), fz.functionalize(net(layer=Marked))
+    assert fz.tree.names(marked.params) == fz.tree.names(plain.params)
+    found = []
+    for model in (plain, marked):
+        train = compiled(model.train_step(optim.sgd(0.1), cross_entropy), fz.shard_params())
+        found.append(train(train.init(model.params), batch_of())[1]["loss"])
+    assert torch.equal(*found)
+    reading = fz.functionalize(net(layer=lambda *args: Marked(*args, reads=True)))
+    where = (
+        r"(?s)reads layers.0.heads, a buffer of layout torch.sparse_coo.*test_functionalize.py:\d+: return torch.sparse"
+    )
+    with pytest.raises(fz.errors.TraceError, match=where):
+        fz.lower(reading.train_step(optim.sgd(0.1), cross_entropy), fz.AbstractMesh(data=1), reading.params, batch_of())
+
+
 class Exact(nn.Module):
     """Buffers in fp32 beside parameters in bf16, as layers of transformers have them: frequencies, a router's bias, a
     parameter that is kept in fp32."""

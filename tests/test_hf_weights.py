@@ -279,6 +279,10 @@ def test_adapters_beside_what_is_frozen(tmp_path: Path) -> None:
         head, train.gather(state).params["base_model"]["model"]["lm_head"]["modules_to_save"]["default"]["weight"]
     )
     assert isinstance(again, peft.PeftModelForCausalLM)
+    for x in again.parameters():
+        x.data = x.data.bfloat16()
+    for stream in (False, True):  # trained and frozen parameters have one dtype, or the head could not be multiplied
+        assert torch.equal(logits(again), logits(fz.hf.module(model, state, stream=stream)))
 
 
 def test_adapters_on_a_model_with_weights(tmp_path: Path) -> None:
@@ -334,4 +338,6 @@ def test_the_trainer_trains_adapters(tmp_path: Path) -> None:
     trainer.train()
     trainer.save_model(str(tmp_path / "out"))
     again = read_again(tmp_path / "hub", tmp_path / "out")
+    assert torch.equal(logits(again), logits(fz.hf.module(model, trainer.train_state)))
+    again = read_again(tmp_path / "hub", tmp_path / "run" / "checkpoint-2")
     assert torch.equal(logits(again), logits(fz.hf.module(model, trainer.train_state)))

@@ -24,6 +24,7 @@ Gathered = Callable[[Sequence[str]], dict[str, torch.Tensor]]
 def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
     """A model of the library with the weights of a state, in evaluation mode: for `generate()` and what else takes one.
 
+    If some parameters of the state have 16 bits (frozen ones under `mixed_precision`), all of the model's have.
     Every rank calls it.
 
     Args:
@@ -58,8 +59,11 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
     flat = dict(tree.with_names(params))
     mesh = next((at[1] for x in flat.values() if (at := leaf_of(x)) is not None), None)
 
+    rounded = _rounded(model, flat)
+
     def gathered(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: whole(flat[name], mesh) for name in names}
+        found = {name: whole(flat[name], mesh) for name in names}
+        return {name: x.to(rounded.get(name, x.dtype)) for name, x in found.items()}
 
     made = copy.deepcopy(model.module).to("meta").eval()
     slots = model.slots(made)
@@ -71,6 +75,20 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
         layer.register_forward_pre_hook(lambda *_, mine=mine: _fill(slots, gathered, mine))
         layer.register_forward_hook(lambda *_, mine=mine: _empty(slots, mine))
     return made
+
+
+def _rounded(model: Pretrained, flat: dict[str, torch.Tensor]) -> dict[str, torch.dtype]:
+    """The parameters that a module has in another dtype than the state, with that dtype.
+
+    Under `mixed_precision` frozen parameters are kept in 16 bits, trained ones in fp32. A forward of such a mixture
+    fails in the first product of both, so trained parameters are rounded, as a step does before its forward.
+    """
+    slots = model.slots(model.module).values()
+    floats = {s.name: x.dtype for s in slots if s.of == "_parameters" and (x := flat[s.name]).is_floating_point()}
+    low = set(floats.values()) - {torch.float32}
+    if len(low) != 1 or torch.float32 not in floats.values():
+        return {}
+    return dict.fromkeys((n for n, dtype in floats.items() if dtype == torch.float32), low.pop())
 
 
 def whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:

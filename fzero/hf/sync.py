@@ -389,7 +389,7 @@ class _WeightGuard(OwnTensors):
 def digests(module: torch.nn.Module) -> dict[str, str]:
     """A digest of each of a module's tensors, so that changes are seen that PyTorch does not count (`.data`)."""
     named = (*module.named_parameters(), *module.named_buffers())
-    return {name: str(x._version) if x.is_meta else digest(x) for name, x in named}
+    return {n: digest(x) if x.layout is torch.strided and not x.is_meta else str(x._version) for n, x in named}
 
 
 def _differing(old: dict[str, str], new: dict[str, str]) -> list[str]:

@@ -469,7 +469,8 @@ class Trainer(Base):
         if self._pretrained is not None and self.train_state is not None:
             tokenizer = self.processing_class
             tokenizer = getattr(self.data_collator, "tokenizer", None) if tokenizer is None else tokenizer
-            saving.replace_pretrained(output_dir, self._pretrained, self.train_state, tokenizer)
+            with self._sync.paused():
+                saving.replace_pretrained(output_dir, self._pretrained, self.train_state, tokenizer)
             if self.args.should_save:
                 torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
             if self.args.push_to_hub and not _internal_call:

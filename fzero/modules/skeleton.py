@@ -18,6 +18,7 @@ from fzero import tree
 from fzero.errors import FzeroTypeError, TraceError
 from fzero.modules import capture
 from fzero.trace.reads.settings import Settings, settings
+from fzero.trace.reads.user_lines import own_line
 
 Tensors = dict[str, torch.Tensor]
 
@@ -67,7 +68,32 @@ def skeleton_of(module: nn.Module) -> nn.Module:
         for name in plain_tensors(m):
             x = vars(m).pop(name)
             m.register_buffer(name, x.detach(), persistent=False)
+    for prefix, m in found.named_modules():
+        for name, x in list(m._buffers.items()):
+            if x is not None and x.layout is not torch.strided:
+                del m._buffers[name]
+                vars(m)[name] = SparseBuffer(f"{prefix}.{name}" if prefix else name, str(x.layout))
     return found
+
+
+class SparseBuffer:
+    """Stands in a skeleton for a buffer that is not dense, which a state cannot hold. The forward may not read it."""
+
+    def __init__(self, name: str, layout: str):
+        self._name, self._layout = name, layout
+
+    def _refused(self) -> TraceError:
+        what = f"the forward reads {self._name}, a buffer of layout {self._layout}"
+        fix = "keep it dense: register_buffer(name, x.to_dense()); only buffers that are not read may be sparse"
+        return TraceError("functionalize", what, list(own_line()), fix)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):  # asked when a module is copied or compared
+            raise AttributeError(name)
+        raise self._refused()
+
+    def __torch_function__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._refused()
 
 
 def _elements(x: torch.Tensor) -> Any:
@@ -152,11 +178,11 @@ def plain_tensors(module: nn.Module) -> list[str]:
 
 def named(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
     """Every place of a tensor, by the name that `state_dict()` has for it, in its order; a module that is in several
-    places has several names. `TensorSlot.name` is this name."""
+    places has several names. `TensorSlot.name` is this name. Sparse buffers have none."""
     for prefix, m in module.named_modules(remove_duplicate=False):
         for of in ("_parameters", "_buffers"):
             for attribute, x in getattr(m, of).items():
-                if x is not None:
+                if x is not None and (of == "_parameters" or x.layout is torch.strided):
                     name = f"{prefix}.{attribute}" if prefix else attribute
                     yield name, TensorSlot(m, of, attribute, name)
 
