@@ -3,6 +3,7 @@ micro-batches add up, and the tree that comes of them."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -142,6 +143,23 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
     return found
 
 
+def is_empty(loss: torch.Tensor, count: torch.Tensor | None, norm: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Whether the loss of a step is a mean over nothing, so that there is nothing to update with: bool[]; None if that
+    is never the case.
+
+    A weighted loss is, if its whole count is 0. Of any other the count is not known: it is NaN then, while its
+    gradients are often zeros.
+
+    Args:
+        loss: the mean of the whole batch.
+        count: the whole count of a weighted loss.
+        norm: of the gradients; None: a loss that is NaN is no reason to leave an update out.
+    """
+    found = [] if count is None else [count == 0]
+    found += [] if norm is None else [torch.isnan(loss) & torch.isfinite(norm)]
+    return functools.reduce(torch.logical_or, found) if found else None
+
+
 def summable(x: torch.Tensor) -> torch.Tensor:
     """A value in the dtype it is summed in over ranks and micro-batches: float32, or float64."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
@@ -203,7 +221,9 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
     """A loss that is a mean of `count` things whose sum is `total`, averaged exactly over ranks and micro-batches of
     any size.
 
-    A mean of means is wrong when ranks hold different counts (tokens that are not padding, say); this is not.
+    A mean of means is wrong when ranks hold different counts (tokens that are not padding, say); this is not. If the
+    count of a whole batch is 0, the update of the step is skipped: parameters and optimizer state stay as they are, the
+    loss is NaN, and the metric `finite` is False.
 
     Args:
         total: 0-dim floating-point tensor, the sum.

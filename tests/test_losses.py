@@ -3,6 +3,7 @@ fz.weighted is exact."""
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import fzero as fz
-from fzero import optim
+from fzero import optim, tree
 
 EXAMPLES = str(Path(__file__).resolve().parent.parent / "examples")
 
@@ -142,3 +143,76 @@ def test_a_term_added_to_the_total_of_a_weighted_loss_is_exact():
     step = fz.train_step(added, optim.sgd(1.0), has_aux=True)
     with pytest.raises(fz.errors.FzeroTypeError, match="has no arithmetic"):
         step(step.init({"w": torch.ones(5)}), batch)
+
+
+IGNORED = -100
+
+
+def _of_targets(reduction: str, weighted: bool) -> Any:
+    """The mean cross entropy of the targets that are not ignored."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, targets = batch
+        logits = (torch.tanh(x @ params["up"]) @ params["head"]).float()
+        found = F.cross_entropy(logits, targets, reduction=reduction)  # type: ignore[arg-type]
+        if reduction == "none":  # by a mask, whose gradients are 0 / 0 without any target
+            found = (found * (targets != IGNORED)).sum()
+        return fz.weighted(found, (targets != IGNORED).sum()) if weighted else found
+
+    return loss
+
+
+def _decayed(*, clip: bool = False, skip: bool = False) -> Any:
+    optimizer = optim.adamw(1e-2, weight_decay=0.1)
+    optimizer = optim.chain(optim.clip_by_global_norm(0.1), optimizer) if clip else optimizer
+    return optim.skip_nonfinite(optimizer) if skip else optimizer
+
+
+EMPTY: dict[str, tuple[Any, fz.AbstractMesh, tuple[Any, ...], dict[str, bool]]] = {
+    "one process": (("sum", True), fz.AbstractMesh(data=1), (), {}),
+    "0 / 0 in the backward": (("none", True), fz.AbstractMesh(data=1), (fz.accumulate(2),), {}),
+    "clipped": (("sum", True), fz.AbstractMesh(data=1), (fz.accumulate(2, vertical=True),), {"clip": True}),
+    "bf16": (("sum", True), fz.AbstractMesh(data=1), (fz.mixed_precision("bf16"),), {}),
+    "fp16": (("none", True), fz.AbstractMesh(data=1), (fz.mixed_precision("fp16"),), {}),
+    "ZeRO-1": (("sum", True), fz.AbstractMesh(data=2), (fz.shard_opt_state(),), {}),
+    "ZeRO-3": (("none", True), fz.AbstractMesh(data=2), (fz.shard_params(), fz.accumulate(2)), {"clip": True}),
+    "a mean that is NaN": (("mean", False), fz.AbstractMesh(data=1), (), {"skip": True}),
+    "a mean that is NaN in fp16": (("mean", False), fz.AbstractMesh(data=1), (fz.mixed_precision("fp16"),), {}),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_step_whose_labels_are_all_ignored_changes_neither_parameters_nor_optimizer(name: str) -> None:
+    of_loss, mesh, transforms, of_optimizer = EMPTY[name]
+    loss, optimizer = _of_targets(*of_loss), _decayed(**of_optimizer)
+    normal = lambda i, *shape: fz.random.normal(fz.random.key(i), shape)  # noqa: E731
+    params, x = {"up": normal(0, 8, 16), "head": normal(1, 16, 5)}, normal(2, 8, 8)
+    some, none = torch.arange(8) % 5, torch.full((8,), IGNORED)
+    some[:4] = IGNORED  # a part of the batch may have none
+    step = fz.compose(*transforms)(fz.train_step(loss, optimizer))
+
+    def unlike(before: Any, after: Any) -> bool:
+        return not all(map(torch.equal, tree.leaves(before), tree.leaves(after)))
+
+    if mesh.size == 1:
+        train = fz.compile(step, fz.make_mesh(), backend="eager")
+        state, _ = train(train.init(params), (x, some))
+        before = tree.map(torch.clone, (state.params, state.opt_state))
+        scale = [y.clone() for y in tree.leaves(state.extras)]
+        state, metrics = train(state, (x, none))
+        assert not unlike((scale, before), (tree.leaves(state.extras), (state.params, state.opt_state)))
+        assert int(state.step) == 2 and not metrics.get("skipped", False)
+        state, after = train(state, (x, some))
+        assert unlike(before, (state.params, state.opt_state)) and bool(after["finite"])
+    else:
+        state, metrics = fz.testing.simulate(step, mesh, params, (x, none))
+        first = step.init(params)
+        assert not unlike((first.params, first.opt_state), (state.params, state.opt_state))
+        plain, _ = fz.train_step(loss, optimizer)(first, (x, some))
+        torch.testing.assert_close(fz.testing.simulate(step, mesh, params, (x, some))[0].params, plain.params)
+    assert math.isnan(metrics["loss"]) and not metrics["finite"]
+    if "fp16" not in name:  # the plain step computes in fp32, without a loss scale
+        plain = fz.train_step(loss, optimizer)
+        first = plain.init(params)
+        state, _ = plain(first, (x, none))
+        assert not unlike((first.params, first.opt_state), (state.params, state.opt_state)) and int(state.step) == 1

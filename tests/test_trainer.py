@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import random
 import subprocess
@@ -204,6 +205,18 @@ def test_means_of_a_step(tmp_path: Path) -> None:
     whole = trained(Trainer, tmp_path, **dict(settings), per_device_train_batch_size=8, gradient_accumulation_steps=1)
     parts = trained(Trainer, tmp_path, **dict(settings), per_device_train_batch_size=2, gradient_accumulation_steps=4)
     assert losses(parts) == pytest.approx(losses(whole), abs=1e-5)
+
+
+def test_a_step_whose_labels_are_all_ignored_is_skipped(tmp_path: Path) -> None:
+    rows = texts(3)
+    rows[1]["labels"] = [-100] * len(rows[1]["labels"])
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 0}
+    settings |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "logging_nan_inf_filter": False}
+    in_order = type("InOrder", (Trainer,), {"_get_train_sampler": lambda self, *_: range(3)})
+    one = trained(in_order, tmp_path / "one", rows=rows, max_steps=1, **settings)
+    two = trained(in_order, tmp_path / "two", rows=rows, max_steps=2, **settings)
+    assert math.isnan(losses(two)[2]) and two.state.global_step == 2
+    assert all(map(torch.equal, weights(one), weights(two)))
 
 
 def test_a_value_that_changes_is_refused(tmp_path: Path) -> None:

@@ -40,7 +40,12 @@ def loss(held: LossInputs, visible: Any, constants: Constants, forward: Any, bat
     scaled = "num_items" in batch["kinds"][0]
     if scaled if trainer.loss_is_scaled_for_ga is None else trainer.loss_is_scaled_for_ga:
         # Divided by all items of the step already: micro-batches add up.
-        return sum(found * part["on"][0] for part, found, _ in parts) * trainer.args.gradient_accumulation_steps
+        total = sum(found * part["on"][0] for part, found, _ in parts) * trainer.args.gradient_accumulation_steps
+        if not scaled:
+            return total
+        # The count of a step without items is 0, so that its update is skipped.
+        some = (batch["kinds"][0]["num_items"][0] > 0).to(torch.float32)
+        return weighted(total * some, some)
     counted = all(_is_mean_of_targets(counting) for _, _, counting in parts)
     sums, weights = [], []
     for part, found, counting in parts:

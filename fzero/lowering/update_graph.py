@@ -4,17 +4,18 @@ metrics."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.loss import agreeing
+from fzero.loss import agreeing, is_empty
 from fzero.lowering.training_source import ROUNDING_STREAM, Found, Training
 from fzero.optim import global_norm
 from fzero.optim.apply import apply_optimizer
+from fzero.optim.nonfinite import SkipsNonfinite
 from fzero.precision.statistics import Watched, gradient_statistics, output_maxima
 from fzero.program.attrs import UpdateAttrs
 from fzero.program.ir import Line, Value
@@ -50,6 +51,16 @@ def _means(
         x = grads[i].to(dtype) if i in grads else torch.zeros_like(p, dtype=dtype)
         mean[i] = x if scale is None or i not in grads else x * scale
     return mean
+
+
+def _unless(
+    skips: torch.Tensor, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], whatever: Collection[int] = ()
+) -> list[torch.Tensor]:
+    """The values after a step, of one that is skipped those before it, but for these positions."""
+    return [
+        now if now is was or i in whatever else torch.where(skips, was, now)
+        for i, (was, now) in enumerate(zip(before, after, strict=True))
+    ]
 
 
 def record_update(
@@ -131,13 +142,17 @@ def record_update(
             metrics["aux"] = tree.unflatten(means.structure, [t.precision.output(x) for x in aux])
         few = tree.leaves(held)
         written = [step + 1, *few, *changed, *new_p, *(new_o[i] for i in opt_state.distinct)]
+        old = [step, *tree.leaves(before), *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
+        waits = scaling is not None or isinstance(t.optimizer, SkipsNonfinite)  # for the norm, before any update
+        empty = is_empty(loss, count, norm if waits else None)
         overflow = None if scaling is None else torch.logical_not(torch.isfinite(norm))
+        if overflow is not None and empty is not None:  # whose gradients may be NaN at any scale
+            overflow = overflow & torch.logical_not(empty)
+        if empty is not None:  # the batch is consumed, and new values of mutable leaves are those of its forward
+            stays = {0, *range(1 + len(few), 1 + len(few) + len(kept))}
+            written = _unless(empty, old, written, stays)
         if overflow is not None:
-            old = [step, *tree.leaves(before), *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
-            written = [
-                after if after is before else torch.where(overflow, before, after)
-                for before, after in zip(old, written, strict=True)
-            ]
+            written = _unless(overflow, old, written)
 
         @functools.cache
         def statistics() -> Mapping[str, torch.Tensor]:
@@ -150,7 +165,7 @@ def record_update(
 
         held = tree.unflatten(tree.structure(before), written[1 : 1 + len(few)])
         paths = [leaf.path for leaf in params.leaves]
-        metrics |= t.slots.advanced(held, StepResults(paths, loss, norm, finite, overflow, watched, statistics))
+        metrics |= t.slots.advanced(held, StepResults(paths, loss, norm, finite, overflow, empty, watched, statistics))
         if watched is not None:
             metrics["precision"] = statistics()
         written[1 : 1 + len(few)] = tree.leaves(held)

@@ -12,12 +12,20 @@ from fzero.optim.base import GradientTransformation, global_norm, is_transformat
 from fzero.tree import Tree
 
 
+class SkipsNonfinite(GradientTransformation):
+    """An optimizer of `skip_nonfinite`. A step knows it by its type, and leaves the update out as well if the loss is
+    NaN, which the optimizer does not see."""
+
+
 def skip_nonfinite(optimizer: GradientTransformation) -> GradientTransformation:
     """The same optimizer, but an update with a gradient that is infinite or NaN anywhere changes nothing.
 
     Updates are zeros then, and the state, with the count that schedules go by, is what it was. That is what a loss
     scale does in float16 (`mixed_precision("fp16")` needs no such wrapper), for bf16 and fp32; the step count of the
     state goes on, and the metric `finite` says which steps they were.
+
+    A step whose optimizer this is also leaves the update out if the loss is NaN and the gradients are not, as those of
+    `F.cross_entropy` are if all targets are ignored.
 
     Args:
         optimizer: the whole chain: what stands outside of it still sees the gradients.
@@ -45,4 +53,4 @@ def skip_nonfinite(optimizer: GradientTransformation) -> GradientTransformation:
         kept = tree.map(lambda u: torch.where(finite, u, torch.zeros_like(u)), updates)
         return kept, tree.map(lambda now, old: torch.where(finite, now, old), new, state)
 
-    return GradientTransformation(optimizer.init, update)
+    return SkipsNonfinite(optimizer.init, update)

@@ -24,7 +24,8 @@ Sends = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 
 def own_gradients(program: Program, fn: Sends, slot: str, by: str) -> Program:
     """The program with `fn(gradient, slot) -> (gradient, slot)` before each gradient's first reduction, on the summand
-    that each rank has: for a rewrite behind "shard". In a step that is skipped the slot stays as it was. Evaluations,
+    that each rank has: for a rewrite behind "shard". In a step whose loss or gradients are not finite, which
+    may be skipped, the slot stays as it was. Evaluations,
     and programs without reductions, stay as they are.
 
     Args:
@@ -48,7 +49,7 @@ class _OwnGradients:
         self.made = {v.name: line for line, _ in program.walk() for v in line.out}
         update = program.update
         assert update is not None, "behind 'shard' the update is whole"
-        self.skipped = next((v.name for v in update.out if v.name == "metric_skipped"), None)
+        self.finite = next(v.name for v in update.out if v.name == "metric_finite")
 
     def run(self) -> Program:
         found = {path: self._source(grad) for path, grad in self.program.grads.items()}
@@ -100,14 +101,11 @@ class _OwnGradients:
         both = (source, slot)
         lines = [Line("call", both, (sent,), self._function("sent", both, lambda g, x: self._of(g, x, 0)), by=self.by)]
         keep = lambda g, x: self._of(g, x, 1)  # noqa: E731
-        if self.skipped is None:
-            fn = self._function("kept", both, keep, writes=(1,))
-            return sent.name, [*lines, Line("call", both, (), fn, writes=(slot,), by=self.by)], []
         new = replace(self.values[slot], name=self.names(f"{source}_kept"))
         self.values[new.name] = new
         lines.append(Line("call", both, (new,), self._function("kept", both, keep), by=self.by))
-        three = (self.skipped, new.name, slot)
-        fn = self._function("keep", three, lambda skipped, now, before: torch.where(skipped, before, now), writes=(2,))
+        three = (self.finite, new.name, slot)
+        fn = self._function("keep", three, lambda finite, now, before: torch.where(finite, now, before), writes=(2,))
         return sent.name, lines, [Line("call", three, (), fn, writes=(slot,), by=self.by)]
 
     def _of(self, grad: torch.Tensor, slot: torch.Tensor, which: int) -> torch.Tensor:

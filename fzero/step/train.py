@@ -19,10 +19,11 @@ from fzero import random as fzrandom
 from fzero.arguments import Predicate, accepts, accepts_none, flag, function, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import ties, torn_ties
-from fzero.loss import flatten_means, means, new_values, split_loss
+from fzero.loss import flatten_means, is_empty, means, new_values, split_loss
 from fzero.optim import GradientTransformation, global_norm
 from fzero.optim.apply import apply_optimizer
 from fzero.optim.base import is_transformation
+from fzero.optim.nonfinite import SkipsNonfinite
 from fzero.step.checks import (
     check_bare,
     check_batch,
@@ -220,6 +221,11 @@ class Step:
             Untouched("optimizer", **{"the gradient of params": grads}, opt_state=state.opt_state, params=optimized),
         ):
             new_params, opt_state = apply_optimizer(self.optimizer, grads, state.opt_state, optimized)
+        watched = norm if isinstance(self.optimizer, SkipsNonfinite) else None
+        if (empty := is_empty(value, parts.count, watched)) is not None:
+            keep = functools.partial(torch.where, empty)
+            new_params = tree.map(keep, optimized, new_params)
+            opt_state = tree.map(keep, state.opt_state, opt_state)
         trains = zip(trained, found, tree.leaves(new_params), strict=True)
         new = {i: x for i, g, x in trains if g is not None} | changed  # as torch.optim leaves those without a gradient
         params = tree.unflatten(structure, [new.get(t, leaves[t]) for t in first])

@@ -97,6 +97,8 @@ class MixedPrecision(Transform):
             assert results.watched is not None
             safer = [path in self.safer for path in results.paths] if self.safer else ()
             after["precision"] = counted(slots["precision"], results.watched, results.statistics(), safer)
+        if (empty := results.empty) is not None:  # whose gradients say nothing of the scale
+            after = tree.map(lambda old, new: torch.where(empty, old, new), {n: slots[n] for n in after}, after)
         return after, metrics
 
     def compute_dtype(self, leaf: Leaf) -> torch.dtype:

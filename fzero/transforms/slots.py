@@ -32,7 +32,9 @@ class StepResults:
     Attributes:
         paths: of all parameters.
         loss, norm, finite: as in the metrics.
-        overflow: whether the step is skipped; None: no step ever is.
+        overflow: whether the step is skipped because a gradient overflows; None: no step ever is.
+        empty: whether the loss is a mean over nothing, so that parameters, optimizer state and slots stay as they are;
+            None: no loss ever is.
         watched: the blocks whose numbers are watched; None: they are not.
         statistics: makes the statistics of those, once.
     """
@@ -42,5 +44,6 @@ class StepResults:
     norm: torch.Tensor
     finite: torch.Tensor
     overflow: torch.Tensor | None
+    empty: torch.Tensor | None
     watched: Watched | None
     statistics: Callable[[], Mapping[str, torch.Tensor]]
