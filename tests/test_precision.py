@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import models
@@ -17,7 +18,7 @@ from offloads import same
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroTypeError, FzeroValueError, LossScaleError, TransformError
+from fzero.errors import FzeroTypeError, FzeroValueError, LossScaleError, TraceError, TransformError
 from fzero.program.ops import transfer_bytes
 from fzero.runtime import watch
 from fzero.transforms import precision
@@ -671,3 +672,78 @@ def test_checkpoints_of_other_precisions(tmp_path):
     back = brain.restore(tmp_path / "half")
     assert back.extras == {} and same(back.opt_state, begun.opt_state) and back.step == 2
     raises(FzeroValueError, lambda: half(back, batch), "extras['loss_scale'].scale", "not in the state")
+
+
+BITS = torch.randint(-(2**15), 2**15, (64, 128), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+"""Codes of 16 bits, among which are the patterns of NaNs."""
+NO_CODES: dict[str, Any] = {"where": lambda path, leaf: path != "params['codes']"}
+CODES = {"codes": BITS.view(torch.bfloat16), "w": torch.randn(128, 64, generator=torch.Generator().manual_seed(1))}
+AS_NUMBERS: dict[str, Callable[..., Any]] = {
+    "bf16": fz.mixed_precision,
+    "fp16": lambda **more: fz.mixed_precision("fp16", **more),
+    "fp32": lambda **more: fz.mixed_precision("fp32", **more),
+    "auto": lambda **more: fz.mixed_precision("auto", **more),
+    "in 8 bits": lambda **more: fz.compose(fz.mixed_precision(**more), fz.fp8()),
+    "compressed": fz.compress,
+}
+
+
+def _by_codes(params: Any, x: torch.Tensor) -> torch.Tensor:
+    codes = params["codes"].view(torch.int16) / 2**15
+    return (x @ params["w"] @ codes.to(x.dtype)).float().square().mean()
+
+
+def _by_parts_in_a_block(params: Any, x: torch.Tensor) -> torch.Tensor:
+    """Both as numbers and as codes, behind views and copies."""
+
+    @fz.block
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        codes = torch.cat([p["codes"][32:], p["codes"][:32].clone()]).view(torch.int16) / 2**15
+        return x @ p["w"] @ codes.to(x.dtype) + 0 * p["codes"].nan_to_num().mean()
+
+    return layer(params, x).float().square().mean()
+
+
+@pytest.mark.parametrize("loss", [_by_codes, _by_parts_in_a_block])
+@pytest.mark.parametrize("name", AS_NUMBERS)
+def test_codes_in_a_floating_dtype_are_not_converted_as_numbers(name: str, loss: Any) -> None:
+    step = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: "'w'" in path)
+    mesh, x = fz.AbstractMesh(data=2), torch.randn(16, 128)
+    with pytest.raises(
+        TraceError, match=r"params\['codes'\]: changed by .* read in (?s:.)*view\(torch.int16\)"
+    ) as error:
+        fz.lower(fz.compose(AS_NUMBERS[name](), fz.shard_params())(step), mesh, CODES, x)
+    assert "where=lambda path, leaf: path not in [\"params['codes']\"]" in str(error.value)
+    lowered = fz.lower(fz.compose(AS_NUMBERS[name](**NO_CODES), fz.shard_params())(step), mesh, CODES, x)
+    leaf = next(leaf for leaf in lowered.params.leaves if "codes" in leaf.path)
+    assert leaf.dtype == torch.bfloat16
+
+
+def test_codes_that_are_left_out_keep_their_bits() -> None:
+    step = fz.train_step(_by_codes, optim.sgd(0.1), trainable=lambda path, leaf: "'w'" in path)
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(2))
+    want = (x @ CODES["w"] @ (BITS / 2**15)).square().mean()
+    for transform in (fz.compress(grads=None, **NO_CODES), fz.mixed_precision(**NO_CODES)):
+        sharded = fz.compose(transform, fz.shard_params())(step)
+        state, metrics = fz.testing.simulate(sharded, fz.AbstractMesh(data=2), CODES, x)
+        assert torch.equal(state.params["codes"].view(torch.int16), BITS)
+        torch.testing.assert_close(metrics["loss"], want, rtol=1e-2, atol=0.0)
+
+
+def test_the_bits_of_a_batch_are_not_converted_either() -> None:
+    def loss(params: Any, codes: torch.Tensor) -> torch.Tensor:
+        return (codes.view(torch.int16).to(params["w"].dtype) @ params["w"]).mean()
+
+    step = fz.mixed_precision("fp16")(fz.train_step(loss, optim.sgd(0.1)))
+    with pytest.raises(TraceError, match=r"batch: changed by mixed_precision(?s:.)*in the integer dtype"):
+        fz.lower(step, fz.AbstractMesh(data=1), {"w": CODES["w"]}, CODES["codes"])
+
+
+def test_complex_numbers_in_pairs_of_floats_are_numbers() -> None:
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (params["w"].view(torch.complex64).abs().mean() * params["scale"] * x).mean()
+
+    step = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: "scale" in path)
+    params = {"w": CODES["w"], "scale": torch.ones(())}
+    step = fz.compose(fz.compress(), fz.shard_params())(step)
+    assert fz.lower(step, fz.AbstractMesh(data=2), params, torch.ones(4)).program.lines

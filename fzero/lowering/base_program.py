@@ -28,6 +28,7 @@ from fzero.program.attrs import CallAttrs, CastAttrs
 from fzero.program.ir import Line, Program, Value
 from fzero.program.lines import Functions, Inputs, Lines, run_traced
 from fzero.program.names import Names, identifier
+from fzero.trace.bit_reads import check_bits
 from fzero.trace.reads import conditions
 from fzero.trace.reads.untouched import without_gradients
 from fzero.trace.record import record
@@ -178,6 +179,8 @@ def _record_loss(
 
     device, precision = compat.trace_device(t.mesh.device_type), t.precision
     graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)
+    leaves = [*(t.params.leaves[i] for i in t.params.distinct), *(t.batch.leaves[i] for i in t.batch.distinct)]
+    check_bits("train_step", graph, leaves, precision.changed)
     (found,), ahead = made, CountAhead()
     if found.weighted and t.num_parts > 1:
         ahead = made_ahead(t, graph, functions, names)
@@ -237,6 +240,8 @@ def lower_eval(
         return [summable(x) if made["means"].summed[j] else precision.output(x.detach()) for j, x in enumerate(leaves)]
 
     graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)
+    inputs = [*(params.leaves[i] for i in params.distinct), *(batch.leaves[i] for i in batch.distinct)]
+    check_bits("eval_step", graph, inputs, precision.changed)
     if precision.fp8 is not None:
         graph, lines = in_8_bits(graph, lines, precision.fp8, params, computed, {}, [], functions, names)
     outputs = graph.outputs
@@ -263,7 +268,6 @@ def lower_eval(
         results.append(names("mean"))
         value = Value(results[-1], (), graph.outputs[0].meta["val"].dtype)
         lines.append(Line("call", (total, count), (value,), functions.add("mean", graph), CallAttrs(of_sums=True)))
-    inputs = [*(params.leaves[i] for i in params.distinct), *(batch.leaves[i] for i in batch.distinct)]
     program = Program(
         name=name,
         mesh=mesh,

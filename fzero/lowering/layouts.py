@@ -50,8 +50,14 @@ def precision_of(step: Step | EvalStep) -> Precision:
     # leaves that rest elsewhere travel in the dtype of their copy there
     streams = any(isinstance(t, Offload) for t in step.transforms)
     products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams)
+    compress = find(step.transforms, Compress)
+
+    def changed(leaf: Leaf) -> list[str]:
+        names = [record.name] if record is not None and record.selects(leaf) else []
+        return [*names, compress.name] if compress is not None and compress.encodes(leaf) else names
+
     if record is None:
-        return Precision(fp8=products)
+        return Precision(fp8=products, changed=changed)
     return Precision(
         compute=record.compute_dtype,
         reduce=record.reduce_dtype,
@@ -62,6 +68,7 @@ def precision_of(step: Step | EvalStep) -> Precision:
         watch=record.watch,
         safer=record.safer,
         fp8=products,
+        changed=changed,
     )
 
 

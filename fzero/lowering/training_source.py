@@ -39,6 +39,7 @@ class Precision:
         watch: whether the numbers of each block are watched (precision/statistics.py).
         safer: the paths of the parameters that counted overflows have moved to float32 (precision/counters.py).
         fp8: which products are done in 8 bits; None: none.
+        changed: the transforms that convert a leaf, or send it in fewer bits, before it is computed with.
     """
 
     compute: DType = lambda leaf: leaf.dtype
@@ -50,6 +51,7 @@ class Precision:
     watch: bool = False
     safer: tuple[str, ...] = ()
     fp8: InFp8 | None = None
+    changed: Callable[[Leaf], Sequence[str]] = lambda leaf: ()
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.outputs is None or not x.is_floating_point() else x.to(self.outputs)

@@ -4,7 +4,7 @@ metrics."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +53,14 @@ def _means(
     return mean
 
 
-def _unless(
-    skips: torch.Tensor, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], whatever: Collection[int] = ()
-) -> list[torch.Tensor]:
-    """The values after a step, of one that is skipped those before it, but for these positions."""
-    return [
-        now if now is was or i in whatever else torch.where(skips, was, now)
-        for i, (was, now) in enumerate(zip(before, after, strict=True))
-    ]
+def _unless(skips: torch.Tensor | None, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """A value after a step; after one that is skipped the value before it. None: no step is."""
+    return after if skips is None or after is before else torch.where(skips, before, after)
+
+
+def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Whether one of two conditions holds, of which None never does."""
+    return torch.logical_or(one, other) if one is not None and other is not None else other if one is None else one
 
 
 def record_update(
@@ -148,11 +148,13 @@ def record_update(
         overflow = None if scaling is None else torch.logical_not(torch.isfinite(norm))
         if overflow is not None and empty is not None:  # whose gradients may be NaN at any scale
             overflow = overflow & torch.logical_not(empty)
-        if empty is not None:  # the batch is consumed, and new values of mutable leaves are those of its forward
-            stays = {0, *range(1 + len(few), 1 + len(few) + len(kept))}
-            written = _unless(empty, old, written, stays)
-        if overflow is not None:
-            written = _unless(overflow, old, written)
+        skips = _either(overflow, empty)
+        # an empty batch is consumed, and new values of mutable leaves are those of its forward
+        taken = {0, *range(1 + len(few), 1 + len(few) + len(kept))}
+        written = [
+            _unless(overflow if i in taken else skips, was, now)
+            for i, (was, now) in enumerate(zip(old, written, strict=True))
+        ]
 
         @functools.cache
         def statistics() -> Mapping[str, torch.Tensor]:

@@ -105,6 +105,10 @@ class Compress(Transform):
             return "fewer than 4,096 elements" if leaf.shape[-1:] != (1,) else "its last dim is 1"
         return None if accepts(self.name, "where", self.where, leaf.path, leaf.meta) else "left out by `where`"
 
+    def encodes(self, leaf: Leaf) -> bool:
+        """Whether a parameter may travel in codes."""
+        return leaf.role == "params" and self.params is not None and self.refuses(leaf) is None
+
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, Pipeline):
             return "stages divide transfers value by value, and codes are made of several at once"
@@ -187,6 +191,8 @@ def compress(
             is missing, or has several ranks and nothing that travels in codes; "auto" without `every` on ranks whose
             links were not measured (`fzero calibrate`).
         TransformError: another `compress`; a `pipeline`; an evaluation without codes of parameters.
+        TraceError: when the program is built, a parameter that travels in codes and whose bits the function reads
+            (`view(dtype)`), as it reads integer codes stored in a floating-point dtype: leave it out by `where`.
 
     Papers: Wang et al., ZeRO++: extremely efficient collective communication for giant model training, 2023. Dettmers
         et al., 8-bit optimizers via block-wise quantization, ICLR 2022.

@@ -181,9 +181,10 @@ def mixed_precision(
     itself (`logits.float()` before a cross entropy). Integer leaves are never cast.
 
     With `where`, a leaf that it refuses is as without this transform: it rests, is computed with and is reduced in its
-    own dtype. A block computes in the dtype of its parameters: if they have one, floating-point arguments in another
-    are cast to it at the block's entrance. So a norm or a head whose leaves are refused runs in full precision, and the
-    block after it does not.
+    own dtype. Leave out quantised weights whose integer codes are stored in a floating-point dtype: to read the bits of
+    a converted leaf, by `leaf.view(torch.int16)`, is an error that names it. A block computes in the dtype of its
+    parameters: if they have one, floating-point arguments in another are cast to it at the block's entrance. So a norm
+    or a head whose leaves are refused runs in full precision, and the block after it does not.
 
     With "fp16" gradients are those of the scaled loss, and are unscaled in float32 before the optimizer sees them. If
     one is not finite after all reductions, the step is skipped on every rank, whichever rank or micro-batch it came
@@ -242,6 +243,7 @@ def mixed_precision(
             `compile`: a dtype without support on the device, with the supported ones.
         TransformError: another mixed_precision of the step; when the program is built, a tied leaf of which `where`
             accepts one path and not another.
+        TraceError: when the program is built, a converted leaf whose bits the function reads (`view(dtype)`).
         LossScaleError: from a step, with `loss_scale_at_minimum="raise"`.
 
     Paper: Micikevicius et al., Mixed precision training, ICLR 2018.
