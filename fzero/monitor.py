@@ -42,6 +42,9 @@ LINES = 20
 _SHOWN = 24
 """Losses in the sparkline."""
 
+_BAR, _REMAINING = 20, 8
+"""Columns of a terminal that the bar and the remaining time take."""
+
 
 class Log:
     """The log of one loop. Made by `fz.log`; also a context manager that closes itself.
@@ -346,25 +349,38 @@ def _print(line: str) -> None:
 def _live(console: Any, first: int, steps: int | None, losses: deque[float], log: Log) -> Any:
     from rich.console import Group
     from rich.live import Live
+    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     of = "/{task.total}" if steps else ""
-    bar = Progress(
-        TextColumn(f"step {{task.completed}}{of}"),
-        BarColumn(20),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    task = bar.add_task("", total=steps, completed=first - 1)
-    with Live(bar, console=console) as live:
+    number, bar, rest = TextColumn(f"step {{task.completed}}{of}"), BarColumn(_BAR), TextColumn("{task.description}")
+    progress = Progress(number, bar, rest, TimeRemainingColumn(), console=console)
+    task = progress.add_task("", total=steps, completed=first - 1)
+    with Live(progress, console=console) as live:
 
         def show(record: Record) -> None:
-            below = log.below(record)
-            bar.update(task, completed=record["step"], description=f"{sparkline(losses)}  {log.text(record)}")
-            live.update(bar if below is None else Group(bar, below))
+            below, place = log.below(record), f"step {record['step']}{f'/{steps}' if steps else ''}"
+            with_bar, text = _fitted(place, sparkline(losses), log.text(record), console.width)
+            progress.columns = (number, *([bar] if with_bar else []), rest, TimeRemainingColumn())
+            progress.update(task, completed=record["step"], description=escape(text))
+            live.update(progress if below is None else Group(progress, below))
 
         yield show
+
+
+def _fitted(place: str, curve: str, text: str, width: int) -> tuple[bool, str]:
+    """Whether a line of so many columns has room for the bar, and the text between the bar and the remaining time.
+
+    The number of the step and the remaining time always stay. In a narrow terminal the curve is left out first, then
+    the bar, then the last entries of the text.
+    """
+    from rich.cells import cell_len, set_cell_size
+
+    room = width - cell_len(place) - 1 - _REMAINING - 1
+    for with_bar, description in ((True, f"{curve}  {text}" if curve else text), (True, text), (False, text)):
+        if cell_len(description) <= room - (_BAR + 1) * with_bar:
+            return with_bar, description
+    return False, set_cell_size(text, max(0, room - 1)).rstrip() + "…"
 
 
 def _tensorboard(path: Path | None) -> Tracker:

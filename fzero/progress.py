@@ -7,6 +7,7 @@ With `FZERO_PROGRESS=off` in the environment there is none.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -21,7 +22,8 @@ FIRST, OFTEN, SELDOM = (1.0, 2.0), 0.2, 15.0
 
 
 class Progress:
-    """Lines on a stream.
+    """Lines on a stream. On a terminal each line is drawn over the one before and cut to the width of the terminal,
+    because a line that wraps cannot be drawn over.
 
     Args:
         what: that is done, at the beginning of each line.
@@ -32,7 +34,10 @@ class Progress:
     def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._what, self._stream, self._clock = what, stream or sys.stderr, clock
         self._begin, self._shown, self._width = clock(), 0.0, 0
-        self._terminal, self._off = self._stream.isatty(), os.environ.get("FZERO_PROGRESS") == "off"
+        # While a live display of rich redirects stderr, each write becomes a line of its own above that display.
+        redirected = hasattr(self._stream, "rich_proxied_file")
+        self._terminal = self._stream.isatty() and not redirected
+        self._off = os.environ.get("FZERO_PROGRESS") == "off"
 
     def __call__(self, text: str, about: float = 0.0) -> None:
         """Shows how far it is, if that is due; of about so many seconds."""
@@ -42,15 +47,30 @@ class Progress:
             self._shown = elapsed
             total = f" of about {about:.0f} s" if about > elapsed else ""
             line = f"{self._what}: {elapsed:.0f} s{total}, {text}"
-            self._stream.write(f"\r{line:{self._width}}" if self._terminal else f"{line}\n")
-            self._stream.flush()
-            self._width = len(line)
+            if self._terminal:
+                self._draw(line)
+            else:
+                self._stream.write(f"{line}\n")
+                self._stream.flush()
 
     def close(self) -> None:
         """Takes the line off a terminal."""
         if self._terminal and self._width:
-            self._stream.write(f"\r{'':{self._width}}\r")
+            self._draw("")
+            self._stream.write("\r")
             self._stream.flush()
+
+    def _draw(self, line: str) -> None:
+        """Draws a line over the one before."""
+        from rich.cells import cell_len, set_cell_size
+
+        room = max(1, _columns(self._stream) - 1)  # some terminals wrap once the last column is written
+        if cell_len(line) > room:
+            line = set_cell_size(line, room - 1) + "…"
+        width = cell_len(line)
+        self._stream.write("\r" + line + " " * (min(self._width, room) - width))
+        self._stream.flush()
+        self._width = width
 
 
 @contextmanager
@@ -123,6 +143,15 @@ def within(what: str, text: str) -> Iterator[None]:
         return
     with shown(what, lambda: text):
         yield
+
+
+def _columns(stream: TextIO) -> int:
+    """The width of the terminal of a stream, which may be resized at any time."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):  # a stream without a file, as in an editor's terminal
+        columns = 0
+    return columns or shutil.get_terminal_size().columns  # 0: a pseudo terminal that was never given a size
 
 
 _MOVED = [0]

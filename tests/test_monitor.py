@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import types
 
@@ -68,6 +69,22 @@ def test_a_terminal_has_one_live_line(monkeypatch):
     with fz.log(train, None, steps=3, below=lambda r: f"below step {r['step']}") as report:
         take(train, state, report, 3)
     assert "step 3/3" in out.getvalue() and "▁" in out.getvalue() and "below step" in out.getvalue()
+
+
+@pytest.mark.parametrize(("width", "bar", "curve"), [(40, False, False), (80, False, False), (150, True, True)])
+def test_a_narrow_terminal_keeps_the_step_and_the_time(monkeypatch, width, bar, curve):
+    """The curve of the loss goes first, then the bar."""
+    out = io.StringIO()
+    terminal = rich.console.Console(file=out, force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr(rich.console, "Console", lambda: terminal)
+    with fz.log(path=None, steps=250, tokens=8192, lr=1e-3) as report:
+        for step in range(1, 31):
+            report(step, {"loss": 12.0 - step / 10, "grad_norm": 11.5})
+    lines = [line for line in out.getvalue().splitlines() if "step 30/250" in line]
+    whole = re.compile(r"step 30/250 .*loss 9\.0000.* (\d+:\d\d:\d\d|-:--:--)")
+    assert lines and all(map(whole.search, lines)), lines
+    assert all(("━" in line, "▁" in line) == (bar, curve) for line in lines)
+    assert all(len(re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", line).strip("\r")) <= width for line in lines)
 
 
 def test_trackers(monkeypatch):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import select
+import struct
 import sys
+import termios
 import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.live import Live
 
 import fzero as fz
 from fzero import progress
+from fzero.build.inductor import _Progress
 
 
 class _Terminal(io.StringIO):
@@ -50,6 +58,50 @@ def test_what_takes_long_is_shown_until_it_is_done(monkeypatch: pytest.MonkeyPat
         )
         assert not inner.getvalue(), "of two, one inside the other, there is one line, which says how far the inner is"
         assert not [t for t in threading.enumerate() if t.name in ("build", "plan")]
+
+
+@pytest.mark.parametrize("columns", [1, 40, 80, 140])
+def test_a_line_fits_into_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is longer than the terminal is wide would wrap, and then each drawing of it is another line."""
+    monkeypatch.delenv("FZERO_PROGRESS", raising=False)
+    there, here = os.openpty()
+    try:
+        fcntl.ioctl(here, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        now = 0.0
+        with open(here, "w", closefd=False) as stream:
+            line = progress.Progress("fzero.compile", stream, clock=lambda: now)
+            for text in ("compiled 1 of 3 functions; " + "x" * 120, "損失" * 60, "short"):
+                now += 10.0
+                line(text)
+            line.close()
+        read = b""
+        while select.select([there], [], [], 0.2)[0]:
+            read += os.read(there, 1 << 16)
+        drawn = read.decode().split("\r")
+    finally:
+        os.close(there)
+        os.close(here)
+    wide = [sum(1 + (c in "損失") for c in text) for text in drawn]
+    assert max(wide) == max(1, columns - 1)
+    assert "\n" not in "".join(drawn) and drawn[1].endswith("…")
+    assert set(drawn[-2]) <= {" "} and not drawn[-1], "at the end the line is empty"
+    if columns > 1:
+        assert drawn[1].startswith("fzero.compile: 10 s, compiled 1 of")
+        assert drawn[3].startswith("fzero.compile: 30 s, short")
+
+
+def test_above_a_live_display_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while `fz.log` shows a run and the first evaluation is compiled."""
+    monkeypatch.delenv("FZERO_PROGRESS", raising=False)
+    monkeypatch.setattr(sys, "stderr", _Terminal())
+    out, now = io.StringIO(), 0.0
+    with Live("step 3", console=Console(file=out, force_terminal=True, width=80), auto_refresh=False):
+        line = progress.Progress("fzero.compile", clock=lambda: now)
+        for _ in range(100):
+            now += 0.2
+            line("compiled 1 of 3 functions")
+        line.close()
+    assert out.getvalue().count("fzero.compile") == 2, "one after two seconds, one 15 seconds later"
 
 
 def test_what_raises_is_not_shown_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +155,25 @@ def test_a_compiled_step_says_what_takes_long(monkeypatch):
     train(state, torch.ones(2, 3))
     assert [what for what, _ in seen] == ["fzero.init", "fzero.compile"]
     assert seen[0][1] == "starting" and "tracing" in seen[1][1]
+
+
+def test_the_phases_of_compiling_are_told_apart() -> None:
+    told, one = _Progress(others=True, num=3), _Progress(others=False, num=1)
+    assert str(one) == "starting Inductor to compile 1 function"
+    one("f", ready=False)
+    assert str(one) == "compiling the code of 1 function"
+    one("f")
+    assert str(one) == "loading compiled functions"
+    said = []
+    for ready in (False, True):
+        for name in "abc":
+            told(name, ready=ready)
+            said.append(str(told))
+    assert said == [
+        "generated code of 1 of 3 functions",
+        "generated code of 2 of 3 functions",
+        "compiling the code of 3 functions",
+        "compiled 1 of 3 functions",
+        "compiled 2 of 3 functions",
+        "waiting for functions that other ranks compile",
+    ]

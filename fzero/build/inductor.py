@@ -109,11 +109,14 @@ class _Progress:
     def __str__(self) -> str:
         if self.ready == self.num:
             return "waiting for functions that other ranks compile" if self.others else "loading compiled functions"
+        functions = f"{self.num} function{'s' * (self.num > 1)}"
         if not self.generated:
-            return f"starting to compile {self.num} functions"
+            return f"starting Inductor to compile {functions}"
         if not self.ready and len(self.generated) < self.num:
-            return f"generated code of {len(self.generated)} of {self.num} functions"
-        return f"compiled {self.ready} of {self.num} functions"
+            return f"generated code of {len(self.generated)} of {functions}"
+        if not self.ready:  # a C++ compiler takes most of the time, and compiles all functions together
+            return f"compiling the code of {functions}"
+        return f"compiled {self.ready} of {functions}"
 
 
 class _Loader:
