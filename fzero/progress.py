@@ -45,7 +45,7 @@ class Progress:
         due = self._shown + (OFTEN if self._terminal else SELDOM) if self._shown else FIRST[not self._terminal]
         if elapsed >= due and not self._off:
             self._shown = elapsed
-            total = f" of about {about:.0f} s" if about > elapsed else ""
+            total = f" of about {about:.0f} s" if round(about) > round(elapsed) else ""  # never one that has passed
             line = f"{self._what}: {elapsed:.0f} s{total}, {text}"
             if self._terminal:
                 self._draw(line)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 import fzero as fz
 from fzero import checkpoint
 from fzero.checkpoint import behind, directory, saving
-from fzero.checkpoint.index import _read_index as index_of
+from fzero.checkpoint.index import read_index as index_of
 from fzero.errors import CheckpointError
 from fzero.layout import Layout, Leaf
 from fzero.ranks.together import Ranks
@@ -254,12 +254,16 @@ def test_latest_is_looked_for_again_where_a_save_was_at_its_renames(
 ) -> None:
     state = State(1, {"w": torch.ones(3)})
     checkpoint.save(tmp_path, state)
-    look, saves = directory._pointer, iter(range(2, 4))
+    look, saves, saving = directory._pointer, iter(range(2, 4)), False
 
     def and_then(root: Path) -> str | None:
+        nonlocal saving
         name = look(root)
-        for step in itertools.islice(saves, 1):
-            checkpoint.save(tmp_path, state._replace(step=step), keep=1)
+        if not saving:  # a save looks, too
+            saving = True
+            for step in itertools.islice(saves, 1):
+                checkpoint.save(tmp_path, state._replace(step=step), keep=1)
+            saving = False
         return name
 
     monkeypatch.setattr(directory, "_pointer", and_then)

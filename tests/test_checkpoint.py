@@ -641,6 +641,87 @@ def test_another_models_leaves_are_listed_in_one_error(tmp_path: Path) -> None:
     assert "params.c" not in raises(lambda: checkpoint.check(found, expected, cast=True))
 
 
+def test_a_checkpoint_beside_it_that_fits_is_named(tmp_path: Path) -> None:
+    """As after a run of another model has taken over the directory."""
+    large = {"params.a": ((4,), torch.float32), "step": ((), torch.int64)}
+    for step, size in ((100, 4), (250, 4), (12, 3)):
+        checkpoint.save(tmp_path, State(torch.tensor(step), {"a": torch.ones(size)}))
+    found = checkpoint.describe(tmp_path)
+    assert found.step == 12
+    fix = (
+        f"Fix: restore {tmp_path / 'step-00000250'}, which fits (step-00000100 too); step-00000012 is of another model"
+    )
+    raises(lambda: checkpoint.check(found, large), "params.a: another shape", fix)
+    leaf = Leaf("a", "params", (4,), Layout(torch.float32, ()))
+    raises(lambda: checkpoint.read(tmp_path, {"params.a": leaf}, meshes(data=1)[0]), fix)
+    (tmp_path / "step-00000250" / "index.json").write_text("{")  # a damaged one is passed over
+    raises(
+        lambda: checkpoint.check(found, large), f"Fix: restore {tmp_path / 'step-00000100'}, which fits; step-00000012"
+    )
+    checkpoint.check(checkpoint.describe(tmp_path / "step-00000100"), large)
+
+
+def saved_run(root: Path, step: int, size: int = 3) -> str | None:
+    """Saves as a process does that has saved nothing yet. Returns the run of the checkpoint."""
+    saving._saved.clear()
+    return checkpoint.describe(checkpoint.save(root, State(step, {"a": torch.ones(size)}))).run
+
+
+def test_a_run_that_takes_over_a_directory_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = saved_run(tmp_path, 250)
+    # started again, from the checkpoint or from a state that was kept elsewhere
+    assert saved_run(tmp_path, 250) == saved_run(tmp_path, 300) == saved_run(tmp_path, 500) == first is not None
+    assert not caplog.messages
+    second = saved_run(tmp_path, 30)
+    said = (
+        f"step-00000030 is now the latest checkpoint in {tmp_path}, where step-00000500 was, which is of a later step"
+    )
+    (text,) = caplog.messages
+    assert second != first and said in text and text.endswith("Fix: save another run to another directory")
+    third = saved_run(tmp_path, 40, size=4)
+    assert third not in (first, second) and "step-00000030 was, which has other leaves (1 differ)" in caplog.messages[1]
+    path = checkpoint.save(tmp_path, State(50, {"a": torch.ones(4)}))  # the next save of the same process
+    assert checkpoint.describe(path).run == third and len(caplog.messages) == 2
+    shutil.rmtree(tmp_path)
+    assert saved_run(tmp_path, 1) not in (first, second, third) and len(caplog.messages) == 2
+
+
+def test_without_latest_a_run_is_not_guessed(tmp_path: Path) -> None:
+    """The highest step is the newest one only of one run."""
+    for step in (400, 500):
+        saved_run(tmp_path, step)
+    (tmp_path / "latest").unlink()
+    assert checkpoint.find(tmp_path) == tmp_path / "step-00000500"
+    (tmp_path / "latest").write_text("step-00000500")
+    second = saved_run(tmp_path, 30)
+    assert checkpoint.find(tmp_path) == tmp_path / "step-00000030"
+    (tmp_path / "latest").unlink()
+    raises(
+        lambda: checkpoint.find(tmp_path),
+        "has checkpoints of several runs, and no file latest",
+        f"step-00000030: the run {second}",
+        "step-00000500: the run ",
+        f"Fix: write the name of one of them to {tmp_path / 'latest'}, or give that directory",
+    )
+    assert checkpoint.find(tmp_path / "step-00000030") == tmp_path / "step-00000030"
+    (tmp_path / "latest").write_text("step-00000030")
+    assert checkpoint.latest(tmp_path).name == "step-00000030"
+
+
+def test_checkpoints_without_a_run_are_read_and_continued(tmp_path: Path) -> None:
+    """As an older fzero wrote them; and it reads those with one, since it passes unknown entries over."""
+    for step in (1, 2):
+        path = checkpoint.save(tmp_path, State(step, {"a": torch.ones(3)}))
+        content = parsed((path / "index.json").read_bytes())
+        (path / "index.json").write_bytes(index.dump({k: v for k, v in content.items() if k not in ("run", "sha256")}))
+    (tmp_path / "latest").unlink()
+    assert checkpoint.find(tmp_path) == tmp_path / "step-00000002" and checkpoint.describe(tmp_path).run is None
+    (tmp_path / "latest").write_text("step-00000002")
+    assert saved_run(tmp_path, 3) is not None
+    (tmp_path / "latest").unlink()
+    assert checkpoint.find(tmp_path) == tmp_path / "step-00000003"
+
+
 def test_dtypes_are_exact_unless_cast(tmp_path: Path) -> None:
     w = torch.randn(9)
     save_on(tmp_path, State(1, {"w": w}), data=2)

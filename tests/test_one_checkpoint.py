@@ -31,16 +31,16 @@ def _restored(root: str, others: dict[int, str], stale: bool) -> tuple[int, int,
     """The step that was restored, how often an index was read, and the weights. `stale`: all but the first rank see the
     `latest` of before."""
     mesh = fz.make_mesh()
-    read, latest = index._read_index, directory.latest
+    read, latest = index.read_index, directory.latest
     counted: list[Path] = []
-    index._read_index = lambda path: counted.append(path) or read(path)
+    index.read_index = lambda path: counted.append(path) or read(path)
     directory.latest = lambda path: Path(path) / "step-00000001" if stale and mesh.rank else latest(path)
     try:
         train = fz.compile(_step(), mesh, backend="eager")
         state = train.restore(others.get(mesh.rank, root))
         return int(state.step), len(counted), train.gather(state).params["w"]
     finally:
-        index._read_index, directory.latest = read, latest
+        index.read_index, directory.latest = read, latest
 
 
 def test_a_rank_that_sees_an_older_latest_restores_what_the_first_does(run_ranks: Any, tmp_path: Path) -> None:

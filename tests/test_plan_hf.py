@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,17 @@ SMALL: dict[str, Any] = {
         num_labels=3,
         architectures=["BertForSequenceClassification"],
     ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        architectures=["MixtralForCausalLM"],
+    ),
     "vit": lambda: transformers.ViTConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -99,6 +111,7 @@ def code_of(out: str) -> str:
         ("gpt2", ("--accumulate", "2", "--vertical", "--precision", "fp32", "--remat", "0.5")),
         ("t5", ("--seq", "8", "--batch", "2", "--remat", "full")),
         ("bert", ("--seq", "8", "--precision", "fp32")),
+        ("mixtral", ("--seq", "64", "--precision", "fp32")),
         ("vit", ("--batch", "2", "--precision", "fp32")),
     ],
 )
@@ -119,6 +132,79 @@ def test_the_printed_code_is_what_was_planned_and_runs(
         code, out, err = run(*flags)
         assert code == 0 and code_of(out) == data["code"]
         assert "predicted, not measured" in out and "the process in all" in out and "fits " in out
+        assert "2 layers, hidden size 32, 4 heads, vocabulary 96" in out and not err
+
+
+def test_a_mixture_computes_rows_of_fixed_size(run: Any, saved: Any) -> None:
+    """With the library's own way every token would bring copies of its experts' weights."""
+    flags = ("--devices", "1xh100", "--seq", "64", "--remat", "none")
+    code, out, err = run("--hf", saved("mixtral"), *flags)
+    assert code == 0, err
+    assert "rows = fz.hf.expert_rows(capacity=1.25)\n" in code_of(out) and "experts_implementation=rows" in code_of(out)
+    assert "assumed: experts: fz.hf.expert_rows" in out
+    code, out, _ = run("--hf", saved("mixtral"), *flags, "--json")
+    model = fz.hf.from_config(transformers.AutoModelForCausalLM, SMALL["mixtral"]())
+    ids = torch.empty(1, 64, dtype=torch.int64, device="meta")
+    step = fz.mixed_precision("bf16")(model.train_step(fz.optim.adamw(1e-5)))
+    params = fz.tree.map(lambda x: x.to("meta"), model.params)
+    other = fz.lower(step, fz.AbstractMesh(data=1), params, {"input_ids": ids, "labels": ids}, device="h100").plan
+    copies = 64 * 2 * 3 * 32 * 64 * 2  # tokens x experts of each x matrices, in bf16
+    saved_bytes = json.loads(out)["breakdown"]["saved"]
+    assert other.breakdown["saved"] > 2 * copies > copies > saved_bytes > 0
+
+
+def test_a_key_that_the_configuration_does_not_have_is_named(run: Any, saved: Any) -> None:
+    """With the key that is meant, if the file leaves that one out. Keys that the library has read, and old ones that
+    are no numbers, are not named."""
+    file = Path(saved("llama"), "config.json")
+    config = json.loads(file.read_text())
+    del config["num_hidden_layers"], config["rope_parameters"]
+    config |= {"num_layers": 1, "rope_theta": 1e4, "rope_scaling": None, "do_sample": True}
+    config |= {"auto_map": {"AutoConfig": "a.B"}, "_name_or_path": "llama", "pretraining_tp": 1, "n_ctx": 32}
+    file.write_text(json.dumps(config))
+    code, out, err = run("--hf", str(file), "--devices", "8xh100", "--seq", "8", "--json")
+    lines = [
+        "num_layers=1: LlamaConfig has no num_layers; did you mean num_hidden_layers, which is 32?",
+        "LlamaConfig has no n_ctx=32: the plan does not depend on it",
+    ]
+    assert code == 0 and json.loads(out)["unknown"] == lines and json.loads(out)["model"].startswith("32 layers, ")
+    assert [line for line in err.splitlines() if "config.json" in line] == [f"config.json: {line}" for line in lines]
+    code, _, err = run("--hf", str(file), "--devices", "8xh100", "--budget", "100KiB")
+    assert code == 1 and err.startswith(f"config.json: {lines[0]}\n") and "the state alone does not fit" in err
+
+
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "auto")])
+@pytest.mark.parametrize("version", [None, "4.57.0"])
+def test_without_the_library_it_says_what_to_install(
+    run: Any, saved: Any, monkeypatch: pytest.MonkeyPatch, mesh: tuple[str, ...], version: str | None
+) -> None:
+    where = saved("llama")
+    if version is None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    else:
+        # the library puts another module in its own place while it is imported
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    code, _, err = run("--hf", where, "--devices", "8xh100", *mesh)
+    says = "transformers 5, and 4.57.0 is installed" if version else "needs the library transformers"
+    assert code == 2 and says in err and err.endswith("Fix: pip install 'transformers>=5,<6' accelerate\n")
+    for use in (
+        lambda: fz.hf.expert_rows(),
+        lambda: fz.hf.from_pretrained(None, where),
+        lambda: fz.hf.from_config(None, None),
+        lambda: fz.hf.Trainer,
+    ):
+        with pytest.raises(fz.errors.FzeroError, match=r"needs .*transformers") as error:
+            use()
+        assert "Fix: pip install" in str(error.value)
+
+
+def test_the_trainer_says_that_it_needs_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named 'accelerate', which {name} imports")
+
+    monkeypatch.setattr("fzero.hf.importlib", SimpleNamespace(import_module=absent))
+    with pytest.raises(fz.errors.FzeroError, match=r"hf.Trainer: .*\n.*accelerate.*\nFix: pip install .* accelerate"):
+        _ = fz.hf.Trainer
 
 
 @pytest.mark.parametrize("stage", range(4))

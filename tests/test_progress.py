@@ -104,6 +104,19 @@ def test_above_a_live_display_there_are_plain_lines(monkeypatch: pytest.MonkeyPa
     assert out.getvalue().count("fzero.compile") == 2, "one after two seconds, one 15 seconds later"
 
 
+def test_an_estimate_that_has_passed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FZERO_PROGRESS", raising=False)
+    now, out = 0.0, io.StringIO()
+    line = progress.Progress("fzero.plan", out, clock=lambda: now)
+    for now, about in ((138.0, 147.2), (168.0, 168.3), (199.0, 0.0)):  # noqa: B007 - read by the clock
+        line("planning", about)
+    assert out.getvalue().splitlines() == [
+        "fzero.plan: 138 s of about 147 s, planning",
+        "fzero.plan: 168 s, planning",
+        "fzero.plan: 199 s, planning",
+    ]
+
+
 def test_what_raises_is_not_shown_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyError), progress.shown("build", lambda: "", _Terminal()):
         raise KeyError

@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
 
 from fzero.checkpoint.behind import settle
-from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, Place, as_path
+from fzero.checkpoint.places import GIVE, INDEX, LATEST, LONGEST_INDEX, SET_ASIDE, STEP, Place, as_path
 from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError
 from fzero.ranks.together import together, world
-from fzero.read_json import Malformed
+from fzero.read_json import Malformed, parsed
 
 logger = logging.getLogger("fzero")
 
@@ -42,8 +43,9 @@ def latest(path: str | os.PathLike[str]) -> Place:
     """The directory of the newest complete checkpoint under a root. A save under way in this process is waited for.
 
     Raises:
-        CheckpointError: there is none, or `latest` is damaged. Where it names one that was deleted while others are
-            there, the newest of these is taken, with a warning.
+        CheckpointError: there is none, or `latest` is damaged. Without `latest` the highest step is taken if all
+            checkpoints are of one run; of several runs that is an error. Where it names one that was deleted while
+            others are there, the newest of these is taken, with a warning.
 
     Example:
         >>> import tempfile, torch, fzero as fz
@@ -64,7 +66,7 @@ def latest(path: str | os.PathLike[str]) -> Place:
             return found
         name, complete = now = name, complete_steps(root)
         if name is None and complete:  # the first save was killed right after, or someone copied a step here
-            return complete[max(complete)]
+            return _highest(root, complete)
         if match and int(match[1]) in complete:
             return complete[int(match[1])]
         if now == seen:  # not between two renames of a save of another process
@@ -133,6 +135,37 @@ def complete_steps(root: Place) -> dict[int, Place]:
     names = {n.removesuffix(SET_ASIDE) for n in storage_of(root).names(root)}
     numbers = {name: number for name in names if (number := step_number(name)) is not None}
     return {step: found for name, step in numbers.items() if (found := _complete(root, name))}
+
+
+def pointed(root: Place) -> Place | None:
+    """The complete checkpoint that `latest` names. A save under way in this process is not waited for."""
+    name = _pointer(root)
+    return _complete(root, name) if name and _STEP.fullmatch(name) else None
+
+
+def _highest(root: Place, complete: Mapping[int, Place]) -> Place:
+    """The checkpoint of the highest step, of one run."""
+    seen = {place: _identity(place) for _, place in sorted(complete.items())}
+    runs = {run for run, _ in seen.values()} - {None}
+    models = {leaves for _, leaves in seen.values()} - {None}
+    if len(runs) > 1 or len(models) > 1:
+        what = f"{root} has checkpoints of several runs, and no file {LATEST} that says which one is meant"
+        problems = [
+            f"{place.name}: {f'the run {run}' if run else 'an unnamed run'}" for place, (run, _) in seen.items()
+        ]
+        fix = f"write the name of one of them to {root / LATEST}, or give that directory"
+        raise CheckpointError("checkpoint", what, problems, fix)
+    return complete[max(complete)]
+
+
+def _identity(place: Place) -> tuple[str | None, str | None]:
+    """The run of a checkpoint, and its leaves with their shapes and dtypes as text; None if that is not known."""
+    try:
+        content = parsed(storage_of(place).whole(place / INDEX, LONGEST_INDEX))
+        leaves = sorted((name, leaf["shape"], leaf["dtype"]) for name, leaf in content["leaves"].items())
+        return content.get("run"), repr(leaves)
+    except (OSError, Malformed, KeyError, TypeError, AttributeError):
+        return None, None  # whoever reads this checkpoint says what is wrong with it
 
 
 def _is_gone(directory: Place) -> bool:

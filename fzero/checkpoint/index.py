@@ -6,12 +6,13 @@ before any of it is used.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 from fzero.boxes import Along, Boxes, part_shape, uneven
 from fzero.checkpoint import skeleton as skeletons
-from fzero.checkpoint.directory import locate, step_number
+from fzero.checkpoint.directory import complete_steps, locate, step_number
 from fzero.checkpoint.format import CHUNK, CODES
 from fzero.checkpoint.places import GIVE, INDEX, LONGEST_INDEX, Place
 from fzero.checkpoint.spread import Spread
@@ -90,6 +91,7 @@ class Index:
     parts: Mapping[str, tuple[StoredPart, ...]] = field(repr=False)
     sha256: str = field(default="", repr=False)  # of the index itself
     spread: Spread | None = field(default=None, repr=False, compare=False)  # where files are that are not among `files`
+    run: str | None = None  # a name that all checkpoints of one run have; older ones have none
 
     @property
     def owner(self) -> str:
@@ -135,7 +137,7 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
     found: list[Index] = []
 
     def look(name: str | None = None) -> tuple[str, str]:
-        found.append(path if isinstance(path, Index) else _read_index(locate(path, name)))
+        found.append(path if isinstance(path, Index) else read_index(locate(path, name)))
         return f"{found[0].directory}, step {found[0].step}, index {found[0].sha256[:12]}", found[0].sha256
 
     if ranks.size == 1:
@@ -161,7 +163,8 @@ def agreed(ranks: Ranks, path: str | os.PathLike[str] | Index) -> Index:
     return found[0]
 
 
-def _read_index(directory: Place) -> Index:
+def read_index(directory: Place) -> Index:
+    """The index in a checkpoint's own directory."""
     storage = storage_of(directory)
     if (real := storage.link(directory, INDEX)) is not None:
         raise _error(directory, [f"{INDEX}: a link out of its directory, to {real}"])
@@ -208,7 +211,7 @@ def is_gone(index: Index) -> bool:
     if not index.sha256:
         return False
     try:
-        return _read_index(index.directory).sha256 != index.sha256
+        return read_index(index.directory).sha256 != index.sha256
     except CheckpointError:
         return not storage_of(index.directory).has(index.directory / INDEX)
 
@@ -294,7 +297,20 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
         Fix: build the model and optimizer that the checkpoint was saved from, or restore another checkpoint
     """
     if problems := differences(index, expected, cast=cast):
-        raise mismatch(index, problems, len(index.leaves.keys() | expected.keys()))
+        fits = fitting(index, lambda other: not differences(other, expected, cast=cast))
+        raise mismatch(index, problems, len(index.leaves.keys() | expected.keys()), fits)
+
+
+def fitting(index: Index, fits: Callable[[Index], bool]) -> list[Place]:
+    """The checkpoints beside one that does not fit that do, the highest step first."""
+    if index.spread is not None or step_number(index.directory.name) is None:
+        return []
+    found = list[Place]()
+    for _, place in sorted(complete_steps(index.directory.parent).items(), reverse=True):
+        with contextlib.suppress(CheckpointError):
+            if place != index.directory and fits(read_index(place)):
+                found.append(place)
+    return found
 
 
 def _grouped(problems: list[str], index: Index) -> list[str]:
@@ -319,15 +335,19 @@ def _grouped(problems: list[str], index: Index) -> list[str]:
     return out
 
 
-def mismatch(index: Index, problems: list[str], total: int) -> CheckpointError:
+def mismatch(index: Index, problems: list[str], total: int, fits: Sequence[Place] = ()) -> CheckpointError:
+    """The error of leaves that differ. `fits`: checkpoints beside it whose leaves do not."""
     fix = "build the model and optimizer that the checkpoint was saved from, or restore another checkpoint"
+    if fits:
+        others = f" ({', '.join(place.name for place in fits[1:3])} too)" if fits[1:] else ""
+        fix = f"restore {fits[0]}, which fits{others}; {index.directory.name} is of another model or optimizer"
     if index.spread is not None:
         fix = "compile a step of the same model and optimizer"
     num, problems = len(problems), _grouped(problems, index)
     if len(problems) > _SHOWN:
         more = len(problems) - _SHOWN
         problems = [*problems[: _SHOWN // 2], f"... and {more} more, among them", *problems[-_SHOWN // 2 :]]
-    if all(": another dtype," in p for p in problems):
+    if all(": another dtype," in p for p in problems) and not fits:
         fix = "give the state the stored dtypes, or pass cast=True to convert"
     return CheckpointError(index.owner, f"{index} does not fit: {num} of {total} leaves differ", problems, fix)
 
@@ -359,6 +379,7 @@ def to_json(
     skeleton: Any,
     meta: Any,
     files: Mapping[str, File],
+    run: str | None = None,
 ) -> dict[str, Any]:
     """The contents of an index, for `dump`."""
     stored = {
@@ -371,6 +392,7 @@ def to_json(
     }
     return {
         "step": step,
+        **({} if run is None else {"run": run}),
         "leaves": stored,
         "aliases": dict(aliases),
         "skeleton": skeleton,
@@ -422,6 +444,7 @@ def parse(directory: Place, content: Mapping[str, Any]) -> Index:
         files,
         parts,
         _text(content["sha256"]),
+        run=_text(content["run"]) if "run" in content else None,
     )
 
 

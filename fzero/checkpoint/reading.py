@@ -14,7 +14,7 @@ import torch
 from fzero import boxes
 from fzero.boxes import Boxes, claimed
 from fzero.checkpoint import format
-from fzero.checkpoint.index import Index, agreed, describe, differences, is_gone, mismatch
+from fzero.checkpoint.index import Index, agreed, describe, differences, fitting, is_gone, mismatch
 from fzero.checkpoint.spread import Piece
 from fzero.checkpoint.storage import storage_of
 from fzero.comm import disk
@@ -171,10 +171,10 @@ def _read_as(
 def _read(
     index: Index, wanted: Mapping[str, Leaf], mesh: Mesh, cast: bool, into: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    if problems := differences(
-        index, {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}, cast=cast, subset=True
-    ):
-        raise mismatch(index, problems, len(wanted))
+    expected = {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
+    if problems := differences(index, expected, cast=cast, subset=True):
+        fits = fitting(index, lambda other: not differences(other, expected, cast=cast, subset=True))
+        raise mismatch(index, problems, len(wanted), fits)
     first: dict[Leaf, str] = {}
     tied = {name: first.setdefault(leaf, name) for name, leaf in wanted.items()}
     stored = {name: index.aliases.get(name, name) for name in wanted}

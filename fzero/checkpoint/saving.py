@@ -16,6 +16,8 @@ import json
 import logging
 import math
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, overload
@@ -27,8 +29,8 @@ from fzero.arguments import flag, plain_numbers
 from fzero.boxes import Boxes, part_shape
 from fzero.checkpoint import behind, format, skeleton
 from fzero.checkpoint.behind import Saving
-from fzero.checkpoint.directory import complete_steps, step_name
-from fzero.checkpoint.index import File, StoredPart, dump, to_json
+from fzero.checkpoint.directory import complete_steps, pointed, step_name
+from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
 from fzero.checkpoint.places import INDEX, Place, Url, as_path
 from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
@@ -45,6 +47,18 @@ T = TypeVar("T")
 logger = logging.getLogger("fzero")
 
 _warned: set[str] = set()  # roots under which older checkpoints could not be deleted
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What is known of a checkpoint that this process saved."""
+
+    run: str
+    step: int
+    leaves: Expected
+
+
+_saved: dict[str, _Saved] = {}  # by root, the last checkpoint
 
 
 @dataclass(frozen=True)
@@ -400,9 +414,13 @@ def commit(
         name: [StoredPart(names[r], name, boxes, notes[r]["offsets"][name]) for r, boxes in ps]
         for name, ps in plan.parts.items()
     }
-    index = dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.skeleton, dict(meta or {}), files))
+    run, warning = _run(root, plan)
+    index = dump(to_json(plan.step, plan.leaves, parts, plan.aliases, plan.skeleton, dict(meta or {}), files, run))
     spare = [draft.name(_note(rank)) for rank in range(plan.size)]
     retired = storage.publish(root, draft, target.name, index, spare, names)
+    _saved[_absolute(root)] = _Saved(run, plan.step, plan.leaves)
+    if warning is not None:
+        logger.warning(warning)
     try:
         if keep is not None:
             earlier = sorted((s, p) for s, p in complete_steps(root).items() if s < plan.step)
@@ -412,6 +430,45 @@ def commit(
     except (OSError, CheckpointError) as error:
         _not_deleted(str(root), str(error))
     return target
+
+
+def _run(root: Place, plan: SavePlan) -> tuple[str, str | None]:
+    """The run that a checkpoint is of, and a warning if `latest` was of another one.
+
+    A save goes on with the run of the checkpoint that was the latest before it, if it has the same leaves and a step
+    that is not earlier: so does a run that was started again, from wherever it got its state. Anything else is a run of
+    its own, which takes over the directory.
+    """
+    own = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}"
+    before = _before(root)
+    if before is None:
+        return own, None
+    differ = sum(before.leaves.get(name) != plan.leaves.get(name) for name in {*before.leaves, *plan.leaves})
+    if not differ and plan.step >= before.step:
+        return before.run or own, None
+    why = f"has other leaves ({differ} differ)" if differ else "is of a later step"
+    return own, (
+        f"fzero.checkpoint.save: {step_name(plan.step)} is now the latest checkpoint in {root}, where "
+        f"{step_name(before.step)} was, which {why}: a run that continues from {root} finds the new one. "
+        "Fix: save another run to another directory"
+    )
+
+
+def _before(root: Place) -> _Saved | Index | None:
+    """The checkpoint that is the latest before a save. An index can be large, so one that this process wrote itself is
+    not read."""
+    known = _saved.get(_absolute(root))
+    try:
+        place = pointed(root)
+        if place is not None and known is not None and place.name == step_name(known.step):
+            return known
+        return None if place is None else read_index(place)
+    except (CheckpointError, OSError):  # damaged: this save replaces it
+        return None
+
+
+def _absolute(root: Place) -> str:
+    return str(root if isinstance(root, Url) else root.absolute())
 
 
 def _with_draft(root: Place, draft: Draft, act: Callable[[], T]) -> T:

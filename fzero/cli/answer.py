@@ -97,7 +97,8 @@ class Answer:
         """The tables before the code."""
         plan, unit = self.plan, self.script.unit
         speed = f"{self.per_second:,.0f} {unit}/s, {self.per_second / self.num_ranks:,.0f} a device"
-        totals = [("a step", duration(plan.step_seconds), speed)]
+        totals = [("the model", f"{self._parameters() / 1e9:.3g} B parameters", self.script.size)]
+        totals.append(("a step", duration(plan.step_seconds), speed))
         if self.slower is not None:
             speed = f"{self.per_second * plan.step_seconds / self.slower:,.0f} {unit}/s, as published runs reach"
             totals.append((f"at {TYPICAL_MFU:.0%} MFU", duration(self.slower), speed))
@@ -114,7 +115,7 @@ class Answer:
         rows = [(word, size(n), f"{n / plan.peak_bytes:.0%}") for word, n in self.filled.items()]
         rows.append(("the plan's peak", size(plan.peak_bytes), f"{size(plan.resting_bytes)} of it between steps"))
         rows += self._process_rows(where, plan.peak_bytes)
-        what = f"{self.script.name}, {self._parameters() / 1e9:.3g} B parameters, on {self._devices()}"
+        what = f"{self.script.name} on {self._devices()}"
         out = [
             TextTable(f"{what}: predicted, not measured", ("", "", ""), totals),
             TextTable(f"memory of each {'device' if where == 'device' else 'process'}", ("", "bytes", ""), rows),
@@ -150,6 +151,11 @@ class Answer:
                     f"efficiency: products in {dtype} reach {share:.0%} of the stated peak, all transfers overlap that "
                     "can. No GPU was measured"
                 )
+        if self.script.mixture:
+            out.append(
+                "experts: fz.hf.expert_rows, with which each expert computes a fixed number of rows, whatever the "
+                "router chooses; the library's own ways need far more memory or cannot be compiled"
+            )
         hosts = math.ceil(self.num_ranks / device.devices_per_host)
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.lowered.program.mesh.axes.items())
         if self.num_ranks > 1:
@@ -160,7 +166,7 @@ class Answer:
             out.append(text)
         if device.asynchronous and device.host is not None and not device.machine:
             gb = f"{device.memory_bytes / 1e9:.4g}"
-            out.append(f"memory: {gb} x 10^9 bytes of a card of {gb} GB; what it has beyond is left to the process")
+            out.append(f"memory: {gb} x 10^9 bytes of a card of {gb} GB, with what the process takes besides the plan")
         return out
 
     def better(self) -> list[str]:
@@ -194,11 +200,15 @@ class Answer:
         limit = self.lowered.budget.nbytes if self.lowered.budget else None
         if limit is None:
             return f"{size(self.plan.peak_bytes)} at the peak"
-        on_device = self.plan.device.asynchronous
-        besides = self.process_bytes("device" if on_device else "host")
-        left = limit - self.plan.peak_bytes - besides
-        text = f"fits {size(limit)}: {size(self.plan.peak_bytes)} at the peak and {size(besides)} of the process, "
-        text += f"{size(left)} to spare" if left >= 0 else f"{size(-left)} of it in what the device has beyond"
+        on_device, device, peak = self.plan.device.asynchronous, self.plan.device, self.plan.peak_bytes
+        both = peak + self.process_bytes("device" if on_device else "host")
+        text = f"fits {size(limit)}: {size(peak)} at the peak, {size(limit - peak)} to spare; {size(both)} with the "
+        if both <= device.memory_bytes:
+            text += f"process, of the {size(device.memory_bytes)} of {device.name}"
+        else:
+            text += (
+                f"process, more than the {size(device.memory_bytes)} of {device.name}: --whole counts the process in"
+            )
         budget = self.lowered.budget
         if on_device and budget is not None and (peak := self.plan.host_peak_bytes):
             process = self.process_bytes("host")
@@ -227,5 +237,7 @@ class Answer:
             "process_bytes": self.process_bytes("device" if self.plan.device.asynchronous else "host"),
             "assumed": [self.plan.device.source, *self.assumptions()],
             "better": self.better(),
+            "model": self.script.size,
+            "unknown": list(self.script.unknown),
             "code": str(self.script),
         }

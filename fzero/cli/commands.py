@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import importlib
 import json as json_
 import math
 import re
@@ -25,11 +24,11 @@ from tyro.conf import Positional, arg
 from fzero import tree
 from fzero.cli import report
 from fzero.cli.answer import Answer
-from fzero.cli.hf import OfModel, Script, as_flags, script
-from fzero.cli.hf import load as load_model
+from fzero.cli.hf import OfModel, Script, as_flags, planned
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
 from fzero.errors import BudgetError, FzeroError, FzeroValueError
+from fzero.hf.library import library
 from fzero.lowering.at_rest import check_at_rest, shortage
 from fzero.lowering.budget import Budget
 from fzero.lowering.choose_mesh import choose_mesh
@@ -128,24 +127,27 @@ class _OfTarget:
         begun = time.monotonic()
 
         def about() -> float:
-            """Seconds in all, as long as a second of this process takes."""
+            """The estimated total in wall-clock seconds, 0 if there is none or if it turned out too low."""
             wall, cpu = time.monotonic() - begun, time.process_time()
-            return wall + max(0.0, likely - cpu) * max(1.0, wall / max(cpu, 1.0)) if likely else 0.0
+            left = likely - cpu
+            return wall + left * max(1.0, wall / max(cpu, 1.0)) if left > 0 else 0.0
 
         short, stage = "", "making the model" if self.model.hf else "tracing and planning"
-        with shown("fzero.plan", lambda: stage, about=about):
+        unknown = list[str]()
+        with _told_at_the_end(unknown), shown("fzero.plan", lambda: stage, about=about):
             if self.target is not None:
                 step, params, batch = load(self.target)
             else:
                 budgets: dict[str, str | None] = dict(
                     zip(_BUDGETS, (_as_text(self), self.host_budget, self.disk_budget), strict=True)
                 )
+                with _usage():
+                    library("plan --hf")  # now, so that what is resident has it
                 if self.budget is None:
-                    importlib.import_module("transformers")
                     budgets["memory_budget"] = _rounded(room(device, mesh.size > 1, resident()))
-                made = script(self.model, axes, device.devices_per_host, budgets)
+                made, (step, params, batch, blocks) = planned(self.model, axes, device.devices_per_host, budgets)
+                unknown += made.unknown
                 limits = parse_budgets(*(n and f"{n}B" for n in map(_bytes, budgets.values())))
-                step, params, batch, blocks = load_model(self.model, made)
                 stage, interpreter = "tracing and planning", resident()
                 likely = _likely(blocks, self.model.offload == "auto")
             _check_passes(step, asked, skip)
@@ -215,6 +217,16 @@ def _check_passes(step: Any, asked: Mapping[str, str | None], skip: Sequence[str
     if problems:
         fix = f"name one of them, in order: {', '.join(names)}"
         raise UsageError("show", "unknown passes", problems, fix)
+
+
+@contextlib.contextmanager
+def _told_at_the_end(unknown: Sequence[str]) -> Iterator[None]:
+    """Names unknown keys of a configuration on stderr, also before an error: they may be why a model does not fit."""
+    try:
+        yield
+    finally:
+        for line in unknown:
+            print(f"config.json: {line}", file=sys.stderr)
 
 
 _BUDGETS = ("memory_budget", "host_budget", "disk_budget")
@@ -288,8 +300,7 @@ class PlanCommand(_OfTarget):
                 report.print_answer(found)
             return 0
         known = self.device is not None or self.devices is not None or plan.device.machine  # else any of the kind
-        # a device of a datasheet has more than that, which is left to the process
-        left = plan.device.memory_bytes - plan.process_bytes * bool(plan.device.machine)
+        left = plan.device.memory_bytes - plan.process_bytes
         memory = left if known and self.budget_bytes is None else None
         if self.json:
             print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan, memory), indent=1))
@@ -309,14 +320,17 @@ class PlanCommand(_OfTarget):
         with _usage():
             number, device = get_devices(self.devices, "cuda" if torch.cuda.is_available() else "cpu")
             budget = self.budget_bytes
-        with shown("fzero.plan", lambda: "planning every mesh"):
+        unknown = list[str]()
+        with _told_at_the_end(unknown), shown("fzero.plan", lambda: "planning every mesh"):
             made = None
             if self.target is not None:
                 step, params, batch = load(self.target)
             else:
                 of = self.model.of_all(number)
-                made = script(of, {"data": 1}, device.devices_per_host, {})
-                step, params, batch, _ = load_model(of, made)
+                with _usage():
+                    library("plan --hf")
+                made, (step, params, batch, _) = planned(of, {"data": 1}, device.devices_per_host, {})
+                unknown += made.unknown
             if not isinstance(step, Step):
                 raise UsageError(
                     "mesh", f"{self.target} returns an evaluation", fix="--mesh auto is for training steps"

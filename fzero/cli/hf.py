@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,12 @@ from tyro.conf import arg
 
 from fzero import read_json
 from fzero.cli.target import UsageError, users_code
+from fzero.hf.library import library
+from fzero.hf.mixtures import is_mixture
 from fzero.step import Step
 
 _SEQ = 4096  # tokens, if the configuration allows as many
+_CAPACITY = 1.25  # rows of an expert, as a factor of its even share
 _FLAG = arg(help_behavior_hint="")
 _TARGET_INSTEAD = "write a function that returns (step, params, batch), and plan that: fzero plan FILE.py:FUNCTION"
 _STAGES = {0: "fz.data_parallel", 1: "fz.shard_opt_state", 2: "fz.shard_grads", 3: "fz.shard_params"}
@@ -102,6 +105,9 @@ class Script(NamedTuple):
         train: compiles, begins and takes steps.
         samples: tokens of one rank in a step, or rows if there are no tokens.
         unit: what these are.
+        size: layers, width, heads and vocabulary, as text.
+        unknown: a line for the keys of the configuration that its class does not have.
+        mixture: whether the experts of a mixture compute by `fz.hf.expert_rows`.
     """
 
     name: str
@@ -111,6 +117,9 @@ class Script(NamedTuple):
     train: str
     samples: int
     unit: str
+    size: str
+    unknown: tuple[str, ...]
+    mixture: bool
 
     def __str__(self) -> str:
         return "\n".join((self.model, self.mesh, "", self.batch, self.train))
@@ -125,8 +134,13 @@ class Target(NamedTuple):
     blocks: int
 
 
-def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[Any, str | None]) -> Script:
-    """The script of a model on a mesh.
+def planned(
+    of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[Any, str | None]
+) -> tuple[Script, Target]:
+    """The script of a model on a mesh, and its target.
+
+    The library's own ways to compute the experts of a mixture either depend on the values of the batch or copy an
+    expert's weights for each token, so a mixture computes by `fz.hf.expert_rows`.
 
     Args:
         of: the flags.
@@ -137,18 +151,35 @@ def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[An
     Raises:
         UsageError: there is no such configuration, or no loss or batch is known for it.
     """
+    made = _script(of, axes, per_host, budgets)
+    target, mixture = _load(of, made)
+    if mixture:
+        made = _script(of, axes, per_host, budgets, mixture)
+        target, _ = _load(of, made)
+    return made, target
+
+
+def _script(
+    of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[Any, str | None], mixture: bool = False
+) -> Script:
+    """See `planned`. `mixture`: whether the model has experts."""
     path, config = _configuration(of.hf or "")
     name, imported = _class(config, path)
     _check(of, config, axes)
     rows = of.batch * of.accumulate
     batch, samples, unit = _batch(config, name, rows, of)
-    where = _quoted(str(path))
+    where, given = _quoted(str(path)), ", experts_implementation=rows" if mixture else ""
     if path.is_dir():
-        made = f"model = fz.hf.from_pretrained({imported}, {where})"
+        made = f"model = fz.hf.from_pretrained({imported}, {where}{given})"
     else:
         made = (
             f'with torch.device("meta"):  # shapes alone\n'
-            f"    model = fz.hf.from_config({imported}, AutoConfig.from_pretrained({where}))"
+            f"    model = fz.hf.from_config({imported}, AutoConfig.from_pretrained({where}){given})"
+        )
+    if mixture:
+        made = (
+            "# each expert computes a fixed number of rows; choices above it are dropped (capacity=None drops none)\n"
+            f"rows = fz.hf.expert_rows(capacity={_CAPACITY})\n{made}"
         )
     names = [imported] if path.is_dir() else sorted({"AutoConfig", imported})
     size = 1
@@ -182,15 +213,20 @@ def script(of: OfModel, axes: dict[str, int], per_host: int, budgets: Mapping[An
         ),
         samples=samples,
         unit=unit,
+        size=_size(config),
+        unknown=tuple(_unknown(path, config)),
+        mixture=mixture,
     )
 
 
-def load(of: OfModel, made: Script) -> Target:
-    """The target of a script: executes its first part. The batch is made: entries that are one tensor stay one."""
+def _load(of: OfModel, made: Script) -> tuple[Target, bool]:
+    """The target of a script, and whether the model is a mixture. Executes the script's first part. The batch is made:
+    entries that are one tensor stay one."""
     found: dict[str, Any] = {"mesh": SimpleNamespace(device="cpu")}
     with users_code(of.hf or ""):
         exec(compile(f"{made.model}\n{made.batch}", "<the script of --hf>", "exec"), found)
-    return Target(found["step"], found["model"].params, found["batch"], len(found["model"].blocks))
+    model = found["model"]
+    return Target(found["step"], model.params, found["batch"], len(model.blocks)), is_mixture(model.module)
 
 
 def as_flags(refusal: str) -> str:
@@ -217,10 +253,7 @@ _FLAGS = {
 
 def _configuration(given: str) -> tuple[Path, Any]:
     """The path of a configuration, a directory or a file, and itself."""
-    try:
-        from transformers import AutoConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
-    except ImportError:
-        raise UsageError("hf", "transformers is not installed", fix="pip install 'transformers>=5'") from None
+    AutoConfig = library("plan --hf").AutoConfig
     path = Path(given).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
@@ -302,6 +335,65 @@ def _positions(config: Any) -> int | None:
     """The longest sequence for which a configuration has positions, if it says so."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
+
+
+def _size(config: Any) -> str:
+    """The size of a model, by the names that every configuration of the library has."""
+    text = config.get_text_config()
+    words = {
+        "num_hidden_layers": "{} layers",
+        "hidden_size": "hidden size {}",
+        "num_attention_heads": "{} heads",
+        "vocab_size": "vocabulary {}",
+    }
+    found = {name: getattr(text, name, None) for name in words}
+    return ", ".join(words[name].format(value) for name, value in found.items() if isinstance(value, int))
+
+
+def _unknown(path: Path, config: Any) -> Iterator[str]:
+    """A line for each unknown key of a configuration's file that is near a key which the file leaves out, and one for
+    all other unknown numbers.
+
+    The library stores whatever a file has as attributes of the configuration. Unknown are those that the file alone has
+    brought: its class without arguments does not have them, and has not made something else of them. Files that the
+    library wrote long ago have such keys too, so they are named, not rejected.
+    """
+    generation = library("plan --hf").GenerationConfig()
+    data = read_json.read(path / "config.json" if path.is_dir() else path)
+    for name, given, part in _parts(data, config):
+        kind, where = type(part), f"{name}: " if name else ""
+        try:
+            default = kind()
+        except Exception:  # a class that needs arguments: what it has without them is not known
+            continue
+        known = lambda key, default=default: any(hasattr(x, key) for x in (default, generation))  # noqa: E731
+        odd = [key for key in given if not key.startswith("_") and key in vars(part) and not known(key)]
+        there = {kind.attribute_map.get(key, key) for key in given}
+        names = [*(key for key in vars(default) if not key.startswith("_")), *kind.attribute_map]
+        left = [key for key in names if kind.attribute_map.get(key, key) not in there]
+        near = {key: found for key in odd if (found := _nearest(key, left))}
+        for key, found in near.items():
+            value = getattr(part, found)
+            yield f"{where}{key}={given[key]}: {kind.__name__} has no {key}; did you mean {found}, which is {value}?"
+        if rest := [f"{key}={given[key]}" for key in odd if key not in near and type(given[key]) is int]:
+            yield f"{where}{kind.__name__} has no {', '.join(rest)}: the plan does not depend on it"
+
+
+def _nearest(key: str, names: Sequence[str]) -> str | None:
+    """The name that a key probably means: one in which each of its words begins a word, or a similar one."""
+    words = key.split("_")
+    begins = lambda name: all(any(w.startswith(word) for w in name.split("_")) for word in words)  # noqa: E731
+    whole = [name for name in names if len(words) > 1 and begins(name)]
+    return next(iter(whole or difflib.get_close_matches(key, names, n=1, cutoff=0.75)), None)
+
+
+def _parts(data: Mapping[str, Any], config: Any, name: str = "") -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+    """A configuration and those within it: dotted name, the keys of its file, itself."""
+    yield name, data, config
+    for key, value in data.items():
+        part = getattr(config, key, None)
+        if isinstance(value, dict) and hasattr(part, "attribute_map"):
+            yield from _parts(value, part, f"{name}.{key}" if name else key)
 
 
 def _batch(config: Any, name: str, rows: int, of: OfModel) -> tuple[str, int, str]:

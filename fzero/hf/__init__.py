@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import no_attribute
+from fzero.hf.library import library, needed
 from fzero.hf.mixtures import expert_rows
 from fzero.hf.models import Pretrained, from_config, from_pretrained
 from fzero.hf.running import module
@@ -41,4 +42,6 @@ _HOME = {"Trainer": "trainer", "TrainingArguments": "options"}
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise no_attribute(__name__, name, __all__)
-    return getattr(importlib.import_module(f"fzero.hf.{_HOME[name]}"), name)
+    library(f"hf.{name}")
+    with needed(f"hf.{name}"):  # also accelerate, which the library's Trainer needs
+        return getattr(importlib.import_module(f"fzero.hf.{_HOME[name]}"), name)

@@ -9,6 +9,7 @@ import torch
 from fzero.arguments import plain_numbers
 from fzero.errors import FzeroValueError
 from fzero.experts import Back, Capacity, capacity_problems, combine, dispatch, matmul
+from fzero.hf.library import library
 
 NAME = "fzero_rows"
 """The beginning of the names under which the library knows these implementations."""
@@ -39,6 +40,7 @@ def expert_rows(capacity: Capacity | None = None, ranks: int | None = None) -> s
         >>> model = fz.hf.from_config(transformers.AutoModelForCausalLM, config, experts_implementation=name)
         >>> experts = fz.expert_parallel(where=lambda path, leaf: "['experts']" in path)
     """
+    library("hf.expert_rows")
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # pyright: ignore[reportMissingImports] - of `hf`
 
     if problems := capacity_problems(1.0 if capacity is None else capacity, ranks):
@@ -54,6 +56,12 @@ def expert_rows(capacity: Capacity | None = None, ranks: int | None = None) -> s
 
     ALL_EXPERTS_FUNCTIONS.register(name, forward)
     return name
+
+
+def is_mixture(module: torch.nn.Module) -> bool:
+    """Whether a model of the library has experts whose implementation can be chosen (`experts_implementation=`)."""
+    # what the library's decorator of such modules sets, and `_computed` reads
+    return any(hasattr(part, "has_gate") and hasattr(part, "is_transposed") for part in module.modules())
 
 
 def _computed(

@@ -17,6 +17,7 @@ from fzero.checkpoint.places import Place, local
 from fzero.checkpoint.storage import storage_of
 from fzero.errors import CheckpointError
 from fzero.hf import adapters, conversions
+from fzero.hf.library import library
 from fzero.modules.functionalize import Functional
 from fzero.read_json import parsed
 
@@ -139,6 +140,7 @@ def from_pretrained(
         >>> fz.hf.save_pretrained(path + "/out", model, state)[0].name
         'model.safetensors'
     """
+    library("hf.from_pretrained")
     from transformers import AutoConfig  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
     path = local(path, "hf.from_pretrained", "models are made of a local directory")
@@ -192,6 +194,7 @@ def from_config(
         >>> len(model.blocks)
         2
     """
+    library("hf.from_config")
     own = {name: settings.pop(name) for name in ("blocks", "mutable") if name in settings}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -33,6 +33,7 @@ from fzero.lowering.mesh_plans import MeshPlan, MeshPlans
 from fzero.lowering.search import GAIN
 from fzero.plan.cost import check_backend_name
 from fzero.plan.devices import Device, get_device
+from fzero.plan.process import INTERPRETER, room
 from fzero.progress import within
 from fzero.step import Step
 from fzero.transforms.accumulate import Accumulate
@@ -79,7 +80,8 @@ def choose_mesh(
         batch: the whole batch of a step: a pytree of tensors (meta tensors will do) with as many rows in dim 0.
         devices: their number.
         device: that the plans are for, as for `lower`; by default this machine's.
-        memory_budget: bytes of each rank, or text ("80GB"); by default the device's memory.
+        memory_budget: bytes of each rank, or text ("80GB"); by default the device's memory without what the process
+            takes.
         rules: of `tensor_parallel`; by default they are chosen for each size.
         experts: `where` of `expert_parallel`: which parameters are of experts; without it there is no axis of experts.
         backend: as for `lower`.
@@ -127,7 +129,8 @@ def choose_mesh(
     params = abstract(params) if callable(params) else params
     rows = _rows(batch)
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
-    budget = rates.memory_bytes if memory_budget is None else parse_bytes(memory_budget)
+    interpreter = rates.process_bytes or INTERPRETER
+    budget = room(rates, devices > 1, interpreter) if memory_budget is None else parse_bytes(memory_budget)
     asked = MeshRequest(
         with_first_dtype(step, None), params, batch, rows, rates, budget, rules, experts, backend, devices
     )

@@ -91,11 +91,5 @@ def left(device: Device, whole: int, several: bool, interpreter: int) -> int:
 
 
 def room(device: Device, several: bool, interpreter: int) -> int:
-    """Bytes of a device that are left to a program by default.
-
-    A known device's memory is its datasheet's GB read as 10^9: the rest of the 2^30 is left to the process. Of a
-    measured one, and of a CPU, the process's share is taken off.
-    """
-    if device.asynchronous and not device.machine:
-        return device.memory_bytes
+    """Bytes of a device that are left to a program by default: the device's memory without what the process takes."""
     return left(device, device.memory_bytes, several, interpreter)
