@@ -22,6 +22,8 @@ import torch
 from fzero import tree
 from fzero.arguments import count, function, number, path_like, plain_numbers, shown
 from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.optim.leaves import scheduled
+from fzero.optim.schedules import Schedule
 from fzero.read_json import parsed
 from fzero.runtime.compiled import Compiled
 from fzero.runtime.watch import fetched
@@ -64,7 +66,7 @@ class Log:
         path: Path | None,
         steps: int | None,
         tokens: int | None,
-        lr: Callable[[int], Any] | float | None,
+        lr: Schedule | float | None,
         to: tuple[Tracker, ...],
         describe: Callable[[Record], str] | None,
         below: Callable[[Record], RenderableType] | None,
@@ -107,21 +109,22 @@ class Log:
         self._named |= dict.fromkeys(more)
         given, rest = _entries({"step": at, **metrics, **more})
         later = _Later(given)
-        if self._pending is not None:
-            self._tell(*self._pending)
+        self._tell_pending()
         self._pending = later, rest, seconds
         if not later.on_device:
-            self._tell(*self._pending)
-            self._pending = None
+            self._tell_pending()
 
     def close(self) -> None:
         """Logs what was held back, and ends the live line, the file and the trackers."""
         try:
-            if self._pending is not None:
-                self._tell(*self._pending)
-                self._pending = None
+            self._tell_pending()
         finally:
             self._stack.close()
+
+    def _tell_pending(self) -> None:
+        pending, self._pending = self._pending, None  # first, so that `close` does not repeat a record that failed
+        if pending is not None:
+            self._tell(*pending)
 
     def _tell(self, later: _Later, rest: Record, seconds: float) -> None:
         values = later.read()
@@ -148,7 +151,9 @@ class Log:
     def _rates(self, step: int, seconds: float) -> Record:
         found: Record = {}
         if self._lr is not None:
-            found["lr"] = float(self._lr(step - 1) if callable(self._lr) else self._lr)
+            # An optimizer calls its schedule with a tensor, so the schedule may use torch functions of it.
+            count = torch.tensor(step - 1)
+            found["lr"] = float(scheduled("log", self._lr, count) if callable(self._lr) else self._lr)
         if self._tokens is not None:
             found["tokens_per_s"] = self._tokens / seconds
         found |= {"step_s": seconds, "peak_bytes": _peak(self._train)}
@@ -188,7 +193,7 @@ def log(
     *,
     steps: int | None = None,
     tokens: int | None = None,
-    lr: Callable[[int], Any] | float | None = None,
+    lr: Schedule | float | None = None,
     to: str | Tracker | Iterable[str | Tracker] = (),
     describe: Callable[[Record], str] | None = None,
     below: Callable[[Record], RenderableType] | None = None,
@@ -210,7 +215,8 @@ def log(
         path: of the JSON lines; None: none. A run that goes on takes the lines of the steps before its first one over.
         steps: of the whole run, for the progress.
         tokens: that a step takes, over all ranks.
-        lr: a schedule, called with the number of the step from 0, or a number.
+        lr: a number, or the optimizer's schedule, which is called as the optimizer calls it: with a 0-dim integer tensor,
+            0 in the first step.
         to: trackers: "tensorboard", "wandb" or "mlflow", if they are installed, or functions of a record.
         describe: the text of a record on the line.
         below: what a terminal shows below the line, for `rich`.

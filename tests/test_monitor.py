@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import sys
 import types
@@ -59,6 +60,36 @@ def test_json_lines_and_what_goes_on_from_them(tmp_path):
     again = records(path)
     assert [r["step"] for r in again] == list(range(1, 13)) and again[:10] == first[:10] and again[-1]["rows"] == 2
     assert said[-1].startswith("step 11  loss ") and said[-1].endswith("  rows 2"), "then seldom, by the clock"
+
+
+def test_a_schedule_is_called_as_the_optimizer_calls_it():
+    """The schedule of docs/porting.md, which uses torch functions of the step."""
+
+    def schedule(step):
+        return 0.1 * torch.clamp((step + 1) / 4, max=1.0) * 0.5 * (1 + torch.cos(math.pi * step / 40))
+
+    found = []
+    train, state = trained()
+    with fz.log(train, None, lr=schedule, to=found.append, say=lambda line: None) as report:
+        take(train, state, report, 6)
+    expected = [0.1 * min(1.0, (k + 1) / 4) * 0.5 * (1 + math.cos(math.pi * k / 40)) for k in range(6)]
+    assert [r["lr"] for r in found] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_record_that_fails_is_not_logged_again_when_the_log_closes():
+    asked = []
+
+    def schedule(step):
+        asked.append(int(step))
+        return torch.ones(2)
+
+    train, state = trained()
+    with (
+        pytest.raises(fz.errors.FzeroTypeError, match="a schedule returns one number"),
+        fz.log(train, None, lr=schedule, say=lambda line: None) as report,
+    ):
+        take(train, state, report, 2)
+    assert asked == [0]
 
 
 def test_a_terminal_has_one_live_line(monkeypatch):
