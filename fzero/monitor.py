@@ -215,8 +215,8 @@ def log(
         path: of the JSON lines; None: none. A run that goes on takes the lines of the steps before its first one over.
         steps: of the whole run, for the progress.
         tokens: that a step takes, over all ranks.
-        lr: a number, or the optimizer's schedule, which is called as the optimizer calls it: with a 0-dim integer tensor,
-            0 in the first step.
+        lr: a number, or the optimizer's schedule. It is called as the optimizer calls it, with a 0-dim integer tensor
+            that is 0 in the first step.
         to: trackers: "tensorboard", "wandb" or "mlflow", if they are installed, or functions of a record.
         describe: the text of a record on the line.
         below: what a terminal shows below the line, for `rich`.

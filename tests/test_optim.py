@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero as fz
 from fzero import optim, tree
 from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.optim import of_torch
 
 NUM_STEPS = 20
 
@@ -112,6 +113,53 @@ def test_equal_to_torch(name, dtype):
     assert (expected["embed"] - params["embed"]).abs().max() > 0.05  # it went somewhere
     # In float64 the two differ by the order of operations alone, so the tolerance can be that of float64.
     assert_close(run(ours, params)[0], expected, tol=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+def database():
+    """The arguments with which PyTorch tests each of its optimizers, its private database."""
+    pytest.importorskip("expecttest", reason="PyTorch's databases of samples need expecttest")
+    common = pytest.importorskip("torch.testing._internal.common_optimizers")
+    return [
+        (info.optim_cls, sample.kwargs)
+        for info in common.optim_db
+        for sample in info.optim_inputs_func("cpu")
+        if info.optim_cls not in (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)  # Muon: test_whole.py
+    ]
+
+
+@pytest.fixture
+def float64_scalars():
+    """PyTorch keeps the numbers of NAdam and ASGD that depend on the step in the default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def test_equal_to_torch_over_its_database(float64_scalars):
+    """In float64 with every argument of PyTorch's own tests, by a constant rate and by one that a scheduler changes."""
+    params, wrong, cases = make_params(torch.float64), [], database()
+    assert len({cls for cls, _ in cases}) == 12 and len(cases) > 70
+    for cls, kwargs in cases:
+        options = {name: x for name, x in kwargs.items() if name != "lr"}
+        lr = float(kwargs.get("lr", of_torch.defaults(cls)["lr"]))
+        rates = {
+            "constant": (lr, None),
+            "scheduled": (
+                lambda step, lr=lr: lr * (1 - 0.03 * step.double()),
+                lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1 - 0.03 * k),
+            ),
+        }
+        for name, (rate, make_scheduler) in rates.items():
+            make = lambda leaves, cls=cls, lr=lr, options=options: cls(leaves, lr=lr, **options)  # noqa: E731
+            expected = run_torch(make, params, make_scheduler=make_scheduler)
+            ours, _ = run(of_torch.of_torch(cls, rate, options), params)
+            assert any(not torch.equal(a, b) for a, b in zip(tree.leaves(params), tree.leaves(expected), strict=True))
+            try:
+                assert_close(ours, expected, tol=1e-12)
+            except AssertionError as error:
+                wrong.append(f"{cls.__name__}({kwargs}), {name}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -6,14 +6,15 @@ before each step they are written to the state, a scalar a group. It never updat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import optim, tree
 from fzero.errors import FzeroValueError
-from fzero.optim import GradientTransformation
+from fzero.optim import GradientTransformation, Schedule
+from fzero.optim.of_torch import CLASSES, of_torch, unsupported
 
 
 class RateState(NamedTuple):
@@ -22,50 +23,19 @@ class RateState(NamedTuple):
     rate: torch.Tensor  # float32[]
 
 
-def _adamw(g: Mapping[str, Any]) -> GradientTransformation:
-    b1, b2 = g["betas"]
-    return optim.adamw(1.0, b1, b2, g["eps"], g["weight_decay"])
-
-
-def _adam(g: Mapping[str, Any]) -> GradientTransformation:
-    if g.get("decoupled_weight_decay"):
-        return _adamw(g)
-    b1, b2 = g["betas"]
-    made = optim.adam(1.0, b1, b2, g["eps"])
-    return optim.chain(optim.add_decayed_weights(g["weight_decay"]), made) if g["weight_decay"] else made
-
-
-def _sgd(g: Mapping[str, Any]) -> GradientTransformation:
-    return optim.sgd(1.0, g["momentum"], g["nesterov"], g["weight_decay"])
-
-
-def _muon(g: Mapping[str, Any]) -> GradientTransformation:
-    scale = "match_rms" if g["adjust_lr_fn"] == "match_rms_adamw" else "spectral"
-    numbers = g["momentum"], g["nesterov"], g["ns_steps"], g["weight_decay"]
-    return optim.muon(1.0, *numbers, scale, lambda path, leaf: True, eps=g["eps"])
-
-
-CLASSES = {
-    torch.optim.AdamW: _adamw,
-    torch.optim.Adam: _adam,
-    torch.optim.SGD: _sgd,
-    torch.optim.Muon: _muon,
-}
-"""The classes that are translated."""
-
-_NEUTRAL = {"amsgrad": False, "maximize": False, "dampening": 0, "differentiable": False}
-_NEUTRAL["ns_coefficients"] = (3.4445, -4.7750, 2.0315)
-"""Settings that are not there, and the value with which they do nothing."""
-
-
 def problems(optimizer: Any, where: str) -> list[str]:
     """Says what keeps an optimizer from being translated."""
     if type(optimizer) not in CLASSES:
-        known = ", ".join(c.__name__ for c in CLASSES)
-        return [f"{where}: {type(optimizer).__name__} is not translated: torch.optim's {known} are"]
+        return [f"{where}: {not_translated(type(optimizer))}"]
     groups = enumerate(optimizer.param_groups)
-    odd = [(i, n, g[n]) for i, g in groups for n, off in _NEUTRAL.items() if g.get(n, off) != off]
+    odd = [(i, n, x) for i, g in groups for n, x in unsupported(g).items()]
     return [f"{where}: {type(optimizer).__name__}({n}={x!r}) in group {i} is not there" for i, n, x in odd]
+
+
+def not_translated(cls: Any) -> str:
+    """Says that a class is not translated, and which classes are."""
+    known = ", ".join(c.__name__ for c in CLASSES)
+    return f"{getattr(cls, '__name__', cls)} is not translated: torch.optim's {known} are"
 
 
 class Translated(NamedTuple):
@@ -85,9 +55,8 @@ def translated(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.nn.Pa
     Raises:
         FzeroValueError: another class, a setting that is not there, a parameter that is trained and in no group.
     """
-    make = CLASSES.get(type(optimizer))
     wrong = problems(optimizer, "optimizer")
-    if not isinstance(optimizer.state, Elsewhere) and optimizer.state:
+    if not isinstance(optimizer.state, Elsewhere) and any(map(_has_stepped, optimizer.state.values())):
         wrong.append("it has a state already, of steps that it has made")
     own = {id(p) for p in names.values()}
     for i, g in enumerate(optimizer.param_groups):
@@ -101,17 +70,32 @@ def translated(optimizer: torch.optim.Optimizer, names: Mapping[str, torch.nn.Pa
             if id(p) not in group_of:
                 wrong.append(f"{name}: is trained, and in no group of the optimizer")
             labels[path] = group_of.get(id(p), 0)
-    if wrong or make is None:
+    if wrong:
         fix = (
             "a new one, TrainingArguments(optim='adamw_torch'); freeze with requires_grad_(False) what is not "
             "trained; make what a loss learns part of the model"
         )
         raise FzeroValueError("hf.Trainer", "this optimizer is not translated", wrong, fix)
     trained = sorted({*labels.values()})  # of the others nothing is
-    kinds = {k: optim.chain(make(optimizer.param_groups[i]), by_rate()) for k, i in enumerate(trained)}
+    kinds = {k: _of_group(type(optimizer), optimizer.param_groups[i]) for k, i in enumerate(trained)}
     number = {i: k for k, i in enumerate(trained)}
     whole = kinds[0] if len(kinds) == 1 else optim.partition(kinds, lambda path, leaf: number[labels[path]])
     return Translated(whole, tuple(trained))
+
+
+_NOT_PROPORTIONAL = (torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor)
+"""Classes whose updates are not proportional to the learning rate."""
+
+
+def _of_group(cls: type, group: Mapping[str, Any]) -> GradientTransformation:
+    if cls in _NOT_PROPORTIONAL:
+        return at_rate(lambda lr: of_torch(cls, lr, group))
+    return optim.chain(of_torch(cls, 1.0, group), by_rate())
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter was updated before. Adagrad makes its state when it is constructed."""
+    return "step" not in state or float(state["step"]) > 0
 
 
 def rates(opt_state: Any) -> list[torch.Tensor]:
@@ -190,5 +174,27 @@ def by_rate() -> GradientTransformation:
 
     def update(grads: Any, state: RateState, params: Any = None) -> tuple[Any, RateState]:
         return tree.map(lambda g: g * state.rate.to(g.dtype), grads), state
+
+    return GradientTransformation(init, update)
+
+
+def at_rate(make: Callable[[Schedule], GradientTransformation]) -> GradientTransformation:
+    """`make(lr)`, with a schedule whose values are the rate in the state. The state is that of `chain(..., by_rate())`.
+
+    `make` may be called only once, so the schedule reads the rate of the update that is being computed.
+    """
+    rate: list[torch.Tensor] = []
+    inner, last = make(lambda count: rate[-1]), by_rate()
+
+    def init(params: Any) -> Any:
+        return inner.init(params), last.init(params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        rate.append(state[1].rate)
+        try:
+            updates, new = inner.update(grads, state[0], params)
+        finally:
+            rate.pop()
+        return updates, (new, state[1])
 
     return GradientTransformation(init, update)

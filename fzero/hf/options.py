@@ -75,7 +75,7 @@ REFUSED = {
 OF_OTHERS = {"predict_with_generate": "of Seq2SeqTrainer, which is not there: generate with fz.hf.module(model, state)"}
 """Options of the library's other classes of arguments, and what to do."""
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 OVERRIDDEN = {
     "training_step": "a step is one compiled program: override compute_loss, or give compute_loss_func",
     "optimizer_step": "the update is part of the program: give optimizers=, or a callback",
@@ -174,9 +174,7 @@ def check(
     if optimizer is not None:
         found += optimizers.problems(optimizer, "optimizers")
     elif pair is not None and pair[0] not in optimizers.CLASSES:
-        known_classes = ", ".join(c.__name__ for c in optimizers.CLASSES)
-        name = getattr(pair[0], "__name__", pair[0])
-        found.append(f"optimizer_cls_and_kwargs: {name} is not translated: torch.optim's {known_classes} are")
+        found.append(f"optimizer_cls_and_kwargs: {optimizers.not_translated(pair[0])}")
     elif pair is None and not own and type(trainer).create_optimizer is base.create_optimizer:  # pyright: ignore[reportAttributeAccessIssue]
         name = str(getattr(args.optim, "value", args.optim))
         found += [] if name in OPTIMIZERS else [f"optim={name!r}: is not there; one of {', '.join(OPTIMIZERS)}"]

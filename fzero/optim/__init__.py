@@ -19,15 +19,23 @@ Arithmetic and state are float32, or float64 for float64 leaves, whatever the dt
 from typing import NoReturn
 
 from fzero.errors import no_attribute
+from fzero.optim.adadelta import AdadeltaState, adadelta
 from fzero.optim.adafactor import AdafactorState, adafactor
-from fzero.optim.adam import ScaleByAdamState, adam, adamw, scale_by_adam
+from fzero.optim.adagrad import AdagradState, adagrad
+from fzero.optim.adam import ScaleByAdamState, ScaleByAmsgradState, adam, adamw, scale_by_adam
+from fzero.optim.adamax import AdamaxState, adamax
+from fzero.optim.asgd import ASGDState, asgd
 from fzero.optim.base import EmptyState, GradientTransformation, apply_updates, chain, global_norm, identity
 from fzero.optim.lamb import lamb, scale_by_trust_ratio
 from fzero.optim.lion import LionState, lion
 from fzero.optim.masking import MaskedState, PartitionState, masked, partition
 from fzero.optim.muon import MuonState, muon
+from fzero.optim.nadam import NAdamState, nadam
 from fzero.optim.nonfinite import skip_nonfinite
+from fzero.optim.radam import RAdamState, radam
+from fzero.optim.rmsprop import RMSpropState, rmsprop
 from fzero.optim.rounding import stochastic_round
+from fzero.optim.rprop import RpropState, rprop
 from fzero.optim.schedules import (
     Schedule,
     constant,
@@ -38,7 +46,7 @@ from fzero.optim.schedules import (
     warmup_lr,
     warmup_stable_decay,
 )
-from fzero.optim.sgd import TraceState, sgd, trace
+from fzero.optim.sgd import DampedTraceState, TraceState, sgd, trace
 from fzero.optim.shampoo import ShampooState, shampoo
 from fzero.optim.transforms import (
     ScaleByScheduleState,
@@ -52,23 +60,37 @@ from fzero.optim.transforms import (
 from fzero.optim.whole import whole
 
 __all__ = [
+    "ASGDState",
+    "AdadeltaState",
     "AdafactorState",
+    "AdagradState",
+    "AdamaxState",
+    "DampedTraceState",
     "EmptyState",
     "GradientTransformation",
     "LionState",
     "MaskedState",
     "MuonState",
+    "NAdamState",
     "PartitionState",
+    "RAdamState",
+    "RMSpropState",
+    "RpropState",
     "ScaleByAdamState",
+    "ScaleByAmsgradState",
     "ScaleByScheduleState",
     "Schedule",
     "ShampooState",
     "TraceState",
+    "adadelta",
     "adafactor",
+    "adagrad",
     "adam",
+    "adamax",
     "adamw",
     "add_decayed_weights",
     "apply_updates",
+    "asgd",
     "chain",
     "clip_by_global_norm",
     "constant",
@@ -80,7 +102,11 @@ __all__ = [
     "lion",
     "masked",
     "muon",
+    "nadam",
     "partition",
+    "radam",
+    "rmsprop",
+    "rprop",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",

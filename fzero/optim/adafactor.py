@@ -55,6 +55,7 @@ def adafactor(
     eps2: float = 1e-3,
     clip: float = 1.0,
     weight_decay: float = 0.0,
+    maximize: bool = False,
 ) -> GradientTransformation:
     """Adafactor, equal to `torch.optim.Adafactor`.
 
@@ -70,6 +71,7 @@ def adafactor(
         eps2: the least scale of a leaf, at least 0.
         clip: the largest root mean square of `u`, at least 1; torch's `d`.
         weight_decay: at least 0, multiplied by the learning rate.
+        maximize: ascend instead of descend.
 
     Communication: on shards the gradients of matrices are gathered, as of `optim.whole`; two all_reduces of 4
         bytes a leaf, before coalescing.
@@ -85,7 +87,8 @@ def adafactor(
         {'w': tensor([[-0.1000, -0.1000],
                 [-0.1000, -0.1000]])}
     """
-    check(_WHERE, lr, not_negative={"eps2": eps2, "weight_decay": weight_decay})
+    not_negative = {"eps2": eps2, "weight_decay": weight_decay}
+    check(_WHERE, lr, not_negative=not_negative, flags={"maximize": maximize})
     wrong = number("clip", clip, at_least=1) + ([] if eps1 is None else number("eps1", eps1, at_least=0))
     wrong += number("beta2_decay", beta2_decay) or ([] if beta2_decay <= 0 else [f"{beta2_decay=}: must be at most 0"])
     reject(_WHERE, wrong)
@@ -113,7 +116,7 @@ def adafactor(
         def leaf(g: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor]:
             share, rho, decay = at(compute_dtype(g))
             least, numel = torch.finfo(p.dtype).eps if eps1 is None else eps1, max(1, g.numel())
-            g, alpha = upcast(g), (sum_of_squares(p) / numel).sqrt().clamp(min=eps2) * rho
+            g, alpha = upcast(-g if maximize else g), (sum_of_squares(p) / numel).sqrt().clamp(min=eps2) * rho
             if g.dim() > 1:
                 u, rows, columns = _factored(g, next(before[0]), next(before[1]), share, least)
                 after[0].append(rows)

@@ -29,6 +29,20 @@ class ScaleByAdamState(NamedTuple):
     nu: Tree  # like mu: running mean of squared gradients
 
 
+class ScaleByAmsgradState(NamedTuple):
+    """The state of `adam` with `amsgrad=True`.
+
+    Example:
+        >>> adam(0.1, amsgrad=True).init({"w": torch.ones(2)}).nu_max
+        {'w': tensor([0., 0.])}
+    """
+
+    count: torch.Tensor  # int64[], updates done
+    mu: Tree  # like params, float32 (float64 for float64 params): running mean of gradients
+    nu: Tree  # like mu: running mean of squared gradients
+    nu_max: Tree  # like mu: the largest nu of each element
+
+
 class QuantizedAdamState(NamedTuple):
     count: torch.Tensor  # int64[], updates done
     mu: Tree  # like params, int8 codes; float32 numbers of leaves with fewer than 4096 elements
@@ -46,6 +60,8 @@ def adamw(
     weight_decay: float = 0.01,
     mask: Mask | None = None,
     state_dtype: str = "fp32",
+    amsgrad: bool = False,
+    maximize: bool = False,
 ) -> GradientTransformation:
     """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
@@ -61,8 +77,10 @@ def adamw(
         mask: which leaves decay, as in `masked`; None: all. Often `lambda path, p: p.ndim >= 2`.
         state_dtype: "fp32", or "int8": both means in 8 bits an element and 4 bytes a block of 256, but for leaves with
             fewer than 4096 elements (fzero/optim/quantized.py).
+        amsgrad: divide by the root of the largest `nu` so far (Reddi et al. 2018, arXiv:1904.09237).
+        maximize: ascend instead of descend.
 
-    Memory: 8 bytes a parameter (16 for float64); 2.03 with `state_dtype="int8"`.
+    Memory: 8 bytes a parameter (16 for float64); 2.03 with `state_dtype="int8"`; 12 with `amsgrad`.
 
     Raises:
         FzeroValueError: a number out of range, a mask of another structure, or an update without params while there is
@@ -75,15 +93,33 @@ def adamw(
         >>> updates
         {'w': tensor([-0.1500, -0.0500])}
     """
-    return _adam("optim.adamw", lr, b1, b2, eps, weight_decay, mask, state_dtype=state_dtype)
+    return _adam(
+        "optim.adamw",
+        lr,
+        b1,
+        b2,
+        eps,
+        weight_decay,
+        mask,
+        state_dtype=state_dtype,
+        amsgrad=amsgrad,
+        maximize=maximize,
+    )
 
 
 @keywords
 def adam(
-    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    state_dtype: str = "fp32",
+    amsgrad: bool = False,
+    maximize: bool = False,
 ) -> GradientTransformation:
     """`adamw` without weight decay, equal to `torch.optim.Adam`. For its L2 regularisation:
-    `chain(add_decayed_weights(l2), adam(lr))`.
+    `chain(add_decayed_weights(l2), adam(lr))`, and with `maximize`: `chain(scale(-1), add_decayed_weights(l2),
+    adam(lr))`.
 
     Example:
         >>> from fzero import optim
@@ -92,7 +128,7 @@ def adam(
         >>> optim.apply_updates(params, updates)
         {'w': tensor([0.9000, 1.1000])}
     """
-    return _adam("optim.adam", lr, b1, b2, eps, state_dtype=state_dtype)
+    return _adam("optim.adam", lr, b1, b2, eps, state_dtype=state_dtype, amsgrad=amsgrad, maximize=maximize)
 
 
 @plain_numbers
@@ -120,14 +156,20 @@ def _adam(
     mask: Mask | None = None,
     sign: int = -1,
     state_dtype: str = "fp32",
+    amsgrad: bool = False,
+    maximize: bool = False,
 ) -> GradientTransformation:
-    check(where, lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas={"b1": b1, "b2": b2})
+    betas, flags = {"b1": b1, "b2": b2}, {"amsgrad": amsgrad, "maximize": maximize}
+    check(where, lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas=betas, flags=flags)
     check_mask(where, mask)
-    reject(where, [] if state_dtype in ("fp32", "int8") else [f"state_dtype={state_dtype!r}: one of 'fp32', 'int8'"])
+    wrong = [] if state_dtype in ("fp32", "int8") else [f"state_dtype={state_dtype!r}: one of 'fp32', 'int8'"]
+    wrong += ["amsgrad=True: needs state_dtype='fp32'"] if amsgrad and state_dtype == "int8" else []
+    reject(where, wrong)
+    fp32_state = ScaleByAmsgradState if amsgrad else ScaleByAdamState
 
-    def init(params: Tree) -> ScaleByAdamState | QuantizedAdamState:
+    def init(params: Tree) -> Any:
         if state_dtype == "fp32":
-            return ScaleByAdamState(new_count(params), new_moment(where, params), new_moment(where, params))
+            return fp32_state(new_count(params), *(new_moment(where, params) for _ in fp32_state._fields[1:]))
         return QuantizedAdamState(new_count(params), *new_codes(where, params, (SIGNED, POSITIVE)))
 
     def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
@@ -135,21 +177,25 @@ def _adam(
         t, size = count.to(torch.float64), sign * rate(where, lr, state.count)
         at = scalars(size / (1 - b1**t), (1 - b2**t).sqrt(), size * weight_decay)
 
-        def leaf(g: Any, m: Any, v: Any, p: Any = None, decayed: bool = False) -> tuple[Any, Any, Any]:
+        def leaf(g: Any, m: Any, v: Any, *others: Any) -> tuple[Any, ...]:
+            largest, (p, decayed) = others[0] if amsgrad else None, others[-2:] if weight_decay else (None, False)
             step, root, decay = at(m.dtype)
-            g = g.to(m.dtype)
+            g = -g.to(m.dtype) if maximize else g.to(m.dtype)
             m = torch.lerp(m, g, 1 - b1)
             v = torch.addcmul(v * b2, g, g, value=1 - b2)
-            u = m * step / (v.sqrt() / root + eps)
-            return (u + p.to(m.dtype) * decay if decayed else u), m, v
+            largest = v if largest is None else torch.maximum(largest, v)
+            u = m * step / (largest.sqrt() / root + eps)
+            u = u + p.to(m.dtype) * decay if decayed else u
+            return (u, m, v, largest) if amsgrad else (u, m, v)
 
         decaying = {}
         if weight_decay:
             need_params(where, grads, params)
             decaying = {"params": params, "mask": resolve_mask(where, mask, params)}
         if state_dtype == "fp32":
-            updates, mu, nu = leafwise(where, 3, leaf, grads=grads, mu=state.mu, nu=state.nu, **decaying)
-            return updates, ScaleByAdamState(count, mu, nu)
+            moments = {name: getattr(state, name) for name in fp32_state._fields[1:]}
+            updates, *new = leafwise(where, 1 + len(moments), leaf, grads=grads, **moments, **decaying)
+            return updates, fp32_state(count, *new)
         coded = Coded((SIGNED, POSITIVE), (state.mu_scale, state.nu_scale))
         updates, mu, nu = leafwise(where, 3, coded.around(leaf), grads=grads, mu=state.mu, nu=state.nu, **decaying)
         return updates, QuantizedAdamState(count, mu, nu, *coded.scales())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.arguments import keywords, plain_numbers
 from fzero.errors import FzeroValueError
-from fzero.optim.base import GradientTransformation, chain
-from fzero.optim.leaves import check, leafwise, new_moment
+from fzero.optim.base import GradientTransformation
+from fzero.optim.leaves import check, leafwise, new_count, new_moment, reject, scalars
 from fzero.optim.schedules import Schedule
-from fzero.optim.transforms import add_decayed_weights, scale_by_learning_rate
+from fzero.optim.transforms import descent
 from fzero.tree import Tree
 
 
@@ -26,19 +26,32 @@ class TraceState(NamedTuple):
     trace: Tree  # like params, float32 (float64 for float64 params)
 
 
+class DampedTraceState(NamedTuple):
+    """The state of `trace` with dampening, which the first gradient does not have.
+
+    Example:
+        >>> trace(0.9, dampening=0.5).init({"w": torch.ones(2)})
+        DampedTraceState(count=tensor(0), trace={'w': tensor([0., 0.])})
+    """
+
+    count: torch.Tensor  # int64[], updates done
+    trace: Tree  # like params, float32 (float64 for float64 params)
+
+
 @plain_numbers
-def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
+def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> GradientTransformation:
     """Updates are `trace = grads + decay * trace`, or `grads + decay * trace` with that new trace for Nesterov
     momentum.
 
     Args:
         decay: the momentum, at least 0 and less than 1.
         nesterov: look one step ahead.
+        dampening: gradients are multiplied by `1 - dampening` in the sum, but for the first; at least 0.
 
     Memory: 4 bytes a parameter (8 for float64).
 
     Raises:
-        FzeroValueError: `decay` out of range.
+        FzeroValueError: a number out of range, or Nesterov momentum with dampening.
 
     Example:
         >>> optimizer = trace(0.5)
@@ -46,39 +59,51 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         >>> optimizer.update({"w": torch.ones(2)}, state, None)[0]
         {'w': tensor([1.5000, 1.5000])}
     """
-    check("optim.trace", betas={"decay": decay}, flags={"nesterov": nesterov})
+    where = "optim.trace"
+    check(where, not_negative={"dampening": dampening}, betas={"decay": decay}, flags={"nesterov": nesterov})
+    reject(where, ["nesterov=True: needs dampening=0"] if nesterov and dampening else [])
 
-    def init(params: Tree) -> TraceState:
-        return TraceState(new_moment("optim.trace", params))
+    def init(params: Tree) -> Any:
+        sums = new_moment(where, params)
+        return DampedTraceState(new_count(params), sums) if dampening else TraceState(sums)
 
-    def update(grads: Tree, state: TraceState, params: Tree = None) -> tuple[Tree, TraceState]:
+    def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        at = scalars(torch.where(state.count == 0, 1.0, 1 - dampening).to(torch.float64) if dampening else 1.0)
+
         def leaf(g: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             g = g.to(t.dtype)
-            t = t * decay + g
+            t = t * decay + (g * at(t.dtype)[0] if dampening else g)
             return (g + t * decay if nesterov else t), t
 
-        updates, new = leafwise("optim.trace", 2, leaf, grads=grads, trace=state.trace)
-        return updates, TraceState(new)
+        updates, new = leafwise(where, 2, leaf, grads=grads, trace=state.trace)
+        return updates, DampedTraceState(state.count + 1, new) if dampening else TraceState(new)
 
     return GradientTransformation(init, update)
 
 
 @keywords
 def sgd(
-    lr: float | Schedule, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    lr: float | Schedule,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    dampening: float = 0.0,
+    maximize: bool = False,
 ) -> GradientTransformation:
-    """Gradient descent, equal to `torch.optim.SGD` with dampening 0 (Sutskever et al. 2013).
+    """Gradient descent, equal to `torch.optim.SGD` (Sutskever et al. 2013).
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
         momentum: at least 0 and less than 1; 0 keeps no state.
-        nesterov: look one step ahead; needs momentum.
+        nesterov: look one step ahead; needs momentum, and no dampening.
         weight_decay: L2 regularisation, `weight_decay * params` added to the gradients.
+        dampening: gradients are added to the momentum times `1 - dampening`, but for the first; at least 0.
+        maximize: ascend instead of descend.
 
     Memory: 4 bytes a parameter with momentum, none without.
 
     Raises:
-        FzeroValueError: a number out of range, or nesterov without momentum.
+        FzeroValueError: a number out of range, or nesterov without momentum or with dampening.
 
     Example:
         >>> opt = sgd(0.1, momentum=0.9)
@@ -90,14 +115,13 @@ def sgd(
     check(
         "optim.sgd",
         lr,
-        not_negative={"weight_decay": weight_decay},
+        not_negative={"weight_decay": weight_decay, "dampening": dampening},
         betas={"momentum": momentum},
-        flags={"nesterov": nesterov},
+        flags={"nesterov": nesterov, "maximize": maximize},
     )
     if nesterov and not momentum:
         raise FzeroValueError(
             "optim.sgd", "nesterov=True without momentum is plain gradient descent", fix="give a momentum, e.g. 0.9"
         )
-    links = [add_decayed_weights(weight_decay)] if weight_decay else []
-    links += [trace(momentum, nesterov)] if momentum else []
-    return chain(*links, scale_by_learning_rate(lr))
+    links = [trace(momentum, nesterov, dampening)] if momentum else []
+    return descent(links, lr, weight_decay, maximize)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero.arguments import function, number, plain_numbers
-from fzero.optim.base import GradientTransformation, global_norm, stateless
+from fzero.optim.base import GradientTransformation, chain, global_norm, stateless
 from fzero.optim.leaves import check, leafwise, need_params, new_count, reject, scalars, scheduled, upcast
 from fzero.optim.masking import Mask, check_mask, resolve_mask
 from fzero.optim.schedules import Schedule
@@ -155,6 +155,31 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
         return leafwise(where, 1, leaf, grads=grads, params=params, mask=resolve_mask(where, mask, params))[0]
 
     return stateless(decay)
+
+
+def of_gradients(weight_decay: float = 0.0, maximize: bool = False) -> list[GradientTransformation]:
+    """The links before an optimizer's own: gradients of the negative loss, and L2 regularization, in torch's order."""
+    return [
+        *([scale(-1.0)] if maximize else []),
+        *([add_decayed_weights(weight_decay)] if weight_decay else []),
+    ]
+
+
+def descent(
+    links: Sequence[GradientTransformation],
+    lr: float | Schedule,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    decoupled: bool = False,
+) -> GradientTransformation:
+    """The chain of an optimizer of torch's whose `links` do not depend on the learning rate.
+
+    Args:
+        decoupled: whether weight decay is added to the updates instead of the gradients.
+    """
+    before = of_gradients(0.0 if decoupled else weight_decay, maximize)
+    after = of_gradients(weight_decay if decoupled else 0.0)
+    return chain(*before, *links, *after, scale_by_learning_rate(lr))
 
 
 def _scaled(where: str, grads: Tree, factor: float | torch.Tensor) -> Tree:
