@@ -68,6 +68,7 @@ def main() -> None:
     from deepspeed.inference.config import WeightQuantConfig
     from deepspeed.module_inject.auto_ep_config import AutoEPConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.ops.lamb import FusedLamb
     from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -106,7 +107,10 @@ def main() -> None:
         return sorted({name for names in every for name in names})
 
     adam = [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW, torch.optim.Adam]
-    optimizers = {"Adam": adam, "AdamW": adam, "Lion": [FusedLion, DeepSpeedCPULion], "SGD": [torch.optim.SGD]}
+    optimizers = {"Adam": adam, "AdamW": adam, "Lion": [FusedLion, DeepSpeedCPULion]}
+    of_torch = ("RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "SGD")
+    optimizers |= {name: [getattr(torch.optim, name)] for name in of_torch}
+    optimizers["Adagrad"] = [torch.optim.Adagrad, DeepSpeedCPUAdagrad]
     defaults = {kind.__name__: {n: p.default for n, p in inspect.signature(kind).parameters.items()} for kind in
                 (FusedAdam, FusedLion, FusedLamb, torch.optim.AdamW)}  # fmt: skip
     schedules = [getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES]

@@ -37,6 +37,15 @@ CASES: list[Any] = [
     ("WarmupCosineLR", {"total_num_steps": 14, "warmup_num_steps": 4}, 0.1),
     ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 4, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1}, 1),
     ("WarmupCosineLR", {"total_num_steps": 14, "warmup_num_steps": 4, "warmup_type": "linear"}, 0.3),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 5}, 0.1),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 7, "cycle_second_step_size": 4,
+                  "decay_lr_rate": 0.5, "decay_step_size": 3}, 0.1),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 9, "cycle_second_step_size": 6,
+                  "cycle_first_stair_count": 3, "cycle_second_stair_count": 2}, 0.1),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 10, "cycle_second_step_size": 0,
+                  "cycle_first_stair_count": 4, "decay_lr_rate": 1.0, "decay_step_size": 1}, 0.1),
+    ("LRRangeTest", {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 3.0}, 0.1),
+    ("LRRangeTest", {"lr_range_test_step_size": 3, "lr_range_test_staircase": True}, 0.1),
 ]  # fmt: skip
 NUM_RATES = 20
 
@@ -246,7 +255,12 @@ MUTILATED: list[tuple[str, Any, str]] = [
     ("optimizer.type", "AdmaW", "did you mean 'AdamW'"),
     ("optimizer.type", "OneBitAdam", "has removed it"),
     ("scheduler.type", "WarmupDecay", "did you mean 'WarmupDecayLR'"),
-    ("scheduler.type", "OneCycle", "not there"),
+    ("scheduler.type", "OneCycles", "did you mean 'OneCycle'"),
+    ("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "cycle_max_lr: OneCycle needs it"),
+    ("scheduler", {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}, "steps=0: must be at least 1"),
+    ("optimizer", {"type": "rmsprop"}, "optimizer.type='rmsprop': unknown: did you mean 'RMSprop'"),
+    ("optimizer", {"type": "LBFGS"}, "optimizer.type='LBFGS': not there"),
+    ("optimizer", {"type": "Adam", "params": {"amsgrad": True}}, "amsgrad=True: DeepSpeed's own Adam refuses it too"),
     ("scheduler", {"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: WarmupDecayLR needs it"),
     ("scheduler", {"params": {"warmup_num_steps": 3}}, "scheduler.type: missing"),
     ("train_batch_size", 9, "train_batch_size=9: 4 rows x 1 micro-batches x 2 ranks are 8"),
@@ -310,6 +324,68 @@ def test_adam_is_adamw() -> None:
     assert "chain(add_decayed_weights(0.1), adam(0.1, b1=0.9, b2=0.999, eps=1e-08))" in plain
     named = with_("optimizer", {"type": "AdamW", "params": {"adam_w_mode": False}})
     assert "without effect" in noted(named, "optimizer.params.adam_w_mode")
+
+
+OF_TORCH: dict[str, dict[str, Any]] = {
+    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.2},
+    "adagrad": {},
+    "RMSprop": {"alpha": 0.9, "momentum": 0.5, "centered": True},
+    "NAdam": {"betas": [0.8, 0.9], "decoupled_weight_decay": True, "weight_decay": 0.1},
+    "RAdam": {"weight_decay": 0.1, "eps": 1e-6},
+    "Adamax": {"maximize": True},
+    "Adadelta": {"rho": 0.8},
+    "ASGD": {"lambd": 0.1, "t0": 1},
+    "Rprop": {"etas": [0.4, 1.5]},
+    "SGD": {"momentum": 0.9, "dampening": 0.5, "maximize": True},
+    "Adam": {"torch_adam": True, "amsgrad": True, "adam_w_mode": False, "maximize": True, "weight_decay": 0.1},
+    "AdamW": {"torch_adam": True, "amsgrad": True},
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_optimizers_of_torch(name: str) -> None:
+    """DeepSpeed takes them from torch.optim with these arguments, and torch's defaults."""
+    options = {n: x for n, x in OF_TORCH[name].items() if n not in ("torch_adam", "adam_w_mode")}
+    cls = getattr(torch.optim, {"adagrad": "Adagrad"}.get(name, name))
+    optimizer = load(
+        with_("optimizer", {"type": name, "params": OF_TORCH[name]}, with_("gradient_clipping", 0))
+    ).optimizer
+    params = torch.linspace(-1, 2, 7, dtype=torch.float64)
+    theirs = torch.nn.Parameter(params.clone())
+    torchs, state = cls([theirs], **options), optimizer.init(params)
+    for k in range(5):
+        theirs.grad = torch.cos(3 * k + torch.arange(7.0, dtype=torch.float64))
+        torchs.step()
+        updates, state = optimizer.update(theirs.grad, state, params)
+        params = params + updates
+    torch.testing.assert_close(params, theirs.detach(), rtol=1e-7, atol=1e-7)  # torch's eta and momenta are float32
+    assert (params - torch.linspace(-1, 2, 7)).abs().max() > 1e-3
+
+
+def test_one_cycle_cycles_adams_betas() -> None:
+    """Against torch.optim.AdamW with the learning rates and betas that DeepSpeed writes into its groups."""
+    cycle = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.05, "cycle_first_step_size": 2, "cycle_second_step_size": 2}
+    cycle |= {"decay_mom_rate": 0.1, "decay_lr_rate": 1.0, "decay_step_size": 2}
+    # of updates 0, 1, ...: the first one is made with the lowest momentum
+    rates = [0.01, 0.03, 0.05, 0.03, 0.01, 0.01 / 1.5, 0.01 / 2]
+    momenta = [0.8, 0.85, 0.8, 0.85, 0.9, 0.9 * 1.05, 0.9 * 1.1]
+    given = {"type": "OneCycle", "params": cycle}
+    config = with_("scheduler", given, with_("gradient_clipping", 0, with_("optimizer", {"type": "AdamW"})))
+    optimizer = load(config).optimizer
+    params = torch.linspace(-1, 2, 7, dtype=torch.float64)
+    theirs = torch.nn.Parameter(params.clone())
+    torchs, state = torch.optim.AdamW([theirs], weight_decay=0.0), optimizer.init(params)
+    for k, (lr, momentum) in enumerate(zip(rates, momenta, strict=True)):
+        torchs.param_groups[0].update({"lr": lr, "betas": (momentum, 0.99)})
+        theirs.grad = torch.cos(3 * k + torch.arange(7.0, dtype=torch.float64))
+        torchs.step()
+        updates, state = optimizer.update(theirs.grad, state, params)
+        params = params + updates
+    torch.testing.assert_close(params, theirs.detach(), rtol=1e-6, atol=1e-7)  # a schedule's values are float32
+    for name in ("Lion", "NAdam"):
+        assert "cycle_momentum: cycles the betas" in refused(with_("optimizer", {"type": name}, config))
+        load(with_("scheduler.params.cycle_momentum", False, with_("optimizer", {"type": name}, config)))
+    load(with_("optimizer", {"type": "SGD"}, config))  # has no betas
 
 
 def test_muon_is_of_matrices_that_are_no_embeddings() -> None:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero as fz
 from fzero import optim, tree
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.optim import of_torch
+from fzero.optim import torch_classes
 
 NUM_STEPS = 20
 
@@ -142,7 +142,7 @@ def test_equal_to_torch_over_its_database(float64_scalars):
     assert len({cls for cls, _ in cases}) == 12 and len(cases) > 70
     for cls, kwargs in cases:
         options = {name: x for name, x in kwargs.items() if name != "lr"}
-        lr = float(kwargs.get("lr", of_torch.defaults(cls)["lr"]))
+        lr = float(kwargs.get("lr", torch_classes.defaults(cls)["lr"]))
         rates = {
             "constant": (lr, None),
             "scheduled": (
@@ -153,7 +153,7 @@ def test_equal_to_torch_over_its_database(float64_scalars):
         for name, (rate, make_scheduler) in rates.items():
             make = lambda leaves, cls=cls, lr=lr, options=options: cls(leaves, lr=lr, **options)  # noqa: E731
             expected = run_torch(make, params, make_scheduler=make_scheduler)
-            ours, _ = run(of_torch.of_torch(cls, rate, options), params)
+            ours, _ = run(torch_classes.of_torch(cls, rate, options), params)
             assert any(not torch.equal(a, b) for a, b in zip(tree.leaves(params), tree.leaves(expected), strict=True))
             try:
                 assert_close(ours, expected, tol=1e-12)
@@ -334,6 +334,16 @@ EVERY = {
     "sgd": optim.sgd(0.1, 0.9, True, 0.1),
     "adamw": optim.adamw(0.1, mask=lambda path, p: p.ndim >= 2),
     "adamw_schedule": optim.adamw(optim.warmup_cosine(0.1, 2, 10)),
+    "amsgrad": optim.adamw(0.1, optim.linear(0.8, 0.9, 5), amsgrad=True, maximize=True),
+    "damped": optim.sgd(0.1, 0.9, weight_decay=0.1, dampening=0.5, maximize=True),
+    "rmsprop": optim.rmsprop(0.1, momentum=0.9, centered=True, weight_decay=0.1),
+    "adagrad": optim.adagrad(optim.constant(0.1), lr_decay=0.1, initial_accumulator_value=0.1),
+    "nadam": optim.nadam(optim.linear(0.1, 0.0, 10), weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": optim.radam(0.1, b2=0.9, weight_decay=0.1),
+    "adamax": optim.adamax(0.1, maximize=True),
+    "adadelta": optim.adadelta(0.1, weight_decay=0.1),
+    "asgd": optim.asgd(optim.linear(0.1, 0.0, 10), 0.1, t0=0, weight_decay=0.1),
+    "rprop": optim.rprop(0.1),
     "lion": optim.lion(optim.constant(0.1), weight_decay=0.1),
     "lamb": optim.lamb(optim.warmup_decay_lr(10, 0.0, 0.1, 4), weight_decay=0.1),
     "skip": optim.skip_nonfinite(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1))),
@@ -511,6 +521,29 @@ def test_deepspeeds_values_by_hand():
     )
 
 
+def test_one_cycle_and_range_test():
+    """DeepSpeed's values by hand; those of its package: tests/test_deepspeed.py."""
+    s = torch.optim.lr_scheduler
+    make = lambda o: s.CyclicLR(o, 0.1, 0.5, 4, 8, cycle_momentum=False)  # noqa: E731
+    assert values(optim.one_cycle(0.1, 0.5, 4, 8), range(13)) == pytest.approx(torch_schedule(make, 13, 0.1), rel=1e-6)
+    assert values(optim.one_cycle(0.1, 0.5, 4, 8), [13, 100]) == pytest.approx([0.1, 0.1])
+    decayed = optim.one_cycle(0.1, 0.5, 2, decay_rate=0.5, decay_steps=2)
+    assert values(decayed, range(9)) == pytest.approx(
+        [0.1, 0.3, 0.5, 0.3, 0.1, 0.1 / 1.25, 0.1 / 1.5, 0.1 / 1.75, 0.05], rel=1e-6
+    )
+    # two stairs up (0 and 1/2, the top at its end), three down
+    stairs = [0.0, 0.0, 0.5, 0.5, 1.0, 2 / 3, 1 / 3, 0.0, 0.0]
+    found = values(optim.one_cycle(1.0, 2.0, 4, 3, 2, 3), range(9))
+    assert found == pytest.approx([1 + x for x in stairs], rel=1e-6)
+    assert values(optim.one_cycle(1.0, 2.0, 4, 0), range(6)) == pytest.approx([1.0, 1.25, 1.5, 1.75, 1.0, 1.0])
+
+    make = lambda o: s.LambdaLR(o, lambda k: 1 + 3 * k / 5)  # noqa: E731
+    rises = optim.lr_range_test(1e-3, 5, 3.0)
+    assert values(rises, range(20)) == pytest.approx(torch_schedule(make, 20, 1e-3), rel=1e-6)
+    rises = optim.lr_range_test(0.5, 3, 2.0, staircase=True)
+    assert values(rises, range(8)) == pytest.approx([0.5] * 3 + [1.5] * 3 + [2.5] * 2)
+
+
 # what makes it traceable and shardable
 
 
@@ -596,7 +629,9 @@ def test_operations_per_leaf():
 def test_padding_stays_zero():
     """Zeros at the end of a flat shard, as parameters and gradients: they stay zero and change no norm."""
     clipped = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, 0.9))
-    for opt in (optim.adamw(0.1), optim.lion(0.1, weight_decay=0.1), optim.lamb(0.1, weight_decay=0.1), clipped):
+    new = ("amsgrad", "damped", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop")
+    others = optim.adamw(0.1), optim.lion(0.1, weight_decay=0.1), optim.lamb(0.1, weight_decay=0.1), clipped
+    for opt in (*others, *(EVERY[name] for name in new)):
         whole = torch.arange(1.0, 6.0)
         padded = torch.cat([whole, torch.zeros(3)])
         state, padded_state = opt.init(whole), opt.init(padded)
@@ -625,6 +660,23 @@ def test_padding_stays_zero():
         (lambda: optim.sgd(-0.1, momentum=1.0), ["lr=-0.1", "momentum=1.0"]),
         (lambda: optim.sgd(0.1, nesterov=True), ["nesterov"]),
         (lambda: optim.trace(-0.5), ["decay=-0.5"]),
+        (lambda: optim.sgd(0.1, 0.9, True, dampening=0.5), ["nesterov=True: needs dampening=0"]),
+        (lambda: optim.adamw(0.1, state_dtype="int8", amsgrad=True), ["amsgrad=True: needs state_dtype='fp32'"]),
+        (lambda: optim.adamw(0.1, lambda: 0.9), ["b1="]),
+        (
+            lambda: optim.rmsprop(-1.0, alpha=1.0, eps=0.0, momentum=2.0, centered=3),  # type: ignore[arg-type]
+            ["lr=-1.0", "alpha=1.0", "eps=0.0", "momentum=2.0", "centered=3"],
+        ),
+        (lambda: optim.adagrad(0.1, -1.0, -2.0, -3.0), ["lr_decay=-1.0", "weight_decay=-2.0", "_value=-3.0"]),
+        (lambda: optim.nadam(0.1, momentum_decay=-1.0, b2=1.0), ["momentum_decay=-1.0", "b2=1.0"]),
+        (lambda: optim.radam(0.1, weight_decay=-1.0, maximize=1), ["weight_decay=-1.0", "maximize=1"]),  # type: ignore[arg-type]
+        (lambda: optim.adamax(0.1, eps=-1.0), ["eps=-1.0"]),
+        (lambda: optim.adadelta(rho=1.0), ["rho=1.0"]),
+        (lambda: optim.asgd(0.1, lambd=-1.0, weight_decay=-1.0), ["lambd=-1.0", "weight_decay=-1.0"]),
+        (lambda: optim.rprop(0.1, (0.5, 0.9), (2.0, 1.0)), ["etas=(0.5, 0.9)", "step_sizes=(2.0, 1.0)"]),
+        (lambda: optim.rprop(0.1, 0.5), ["etas=0.5: must be two numbers"]),  # type: ignore[arg-type]
+        (lambda: optim.one_cycle(0.1, 0.2, 0, -1), ["first_steps=0", "second_steps=-1"]),
+        (lambda: optim.lr_range_test(0.1, 0), ["steps=0"]),
         (lambda: optim.scale_by_adam(b1=7.0), ["b1=7.0"]),
         (lambda: optim.scale_by_learning_rate(-1.0), ["lr=-1.0"]),
         (lambda: optim.clip_by_global_norm(0.0), ["max_norm=0.0"]),

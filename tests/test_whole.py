@@ -17,7 +17,7 @@ import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
 from fzero.hf import optimizers
-from fzero.optim.of_torch import of_torch
+from fzero.optim import torch_classes
 from fzero.program.ops import transfer_bytes
 
 OTHER = optim.adamw(1e-2)
@@ -113,7 +113,7 @@ def test_the_trainer_translates_torchs() -> None:
     weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     theirs = torch.nn.Parameter(weight.clone())
     torchs = torch.optim.Muon([theirs], lr=0.02, adjust_lr_fn="match_rms_adamw", nesterov=False)
-    made = of_torch(torch.optim.Muon, 1.0, torchs.param_groups[0])
+    made = torch_classes.of_torch(torch.optim.Muon, 1.0, torchs.param_groups[0])
     updates, _ = made.update([weight], made.init([weight]), [weight])
     theirs.grad = weight.clone()
     torchs.step()

@@ -12,23 +12,26 @@ import torch
 from fzero import optim
 from fzero.deepspeed.reading import ConfigSettings
 from fzero.errors import FzeroError
-from fzero.optim import GradientTransformation, Schedule
+from fzero.optim import GradientTransformation, Schedule, schedules, torch_classes
 from fzero.optim.base import is_transformation
 
 _ADAM = "betas eps bias_correction amsgrad adam_w_mode torch_adam set_grad_none fp32_optimizer_states capturable"
 _TORCH = "lr weight_decay maximize foreach fused differentiable"
+TORCH = ("Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "SGD")
+"""The optimizers that DeepSpeed takes from torch.optim, but for Adagrad under exactly these names."""
+
 PARAMS = {
     "Adam": f"{_ADAM} {_TORCH}".split(),
     "AdamW": f"{_ADAM} {_TORCH}".split(),
     "Lion": ["lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states"],
-    "SGD": f"momentum dampening nesterov {_TORCH}".split(),
     "Muon": ["lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method"],
+    **{name: list(torch_classes.defaults(getattr(torch.optim, name))) for name in TORCH},
 }
+PARAMS["Adagrad"] += ["amsgrad", "fp32_optimizer_states"]  # of DeepSpeed's own, which runs with offload
 """The optimizers that there are, and their arguments."""
 
 REFUSED = {
     "Lamb": "DeepSpeed's clips its ratios to 0.01 .. 10 and scales by its bias corrections: fz.optim.lamb does neither",
-    "Adagrad": "not there",
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "µP's learning rates are not there"),
     **dict.fromkeys(("OneBitAdam", "OneBitLamb", "ZeroOneAdam"), "DeepSpeed has removed it, and refuses it too"),
 }
@@ -38,6 +41,12 @@ SCHEDULES = {
     "WarmupLR": ["warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"],
     "WarmupDecayLR": ["total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"],
     "WarmupCosineLR": ["total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"],
+    "OneCycle": [
+        *("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size"),
+        *("cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size"),
+        *("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
+    ],
+    "LRRangeTest": [f"lr_range_test_{x}" for x in ("min_lr", "step_size", "step_rate", "staircase")],
 }
 """The schedules that there are, and their arguments."""
 
@@ -61,7 +70,7 @@ def make(settings: ConfigSettings, given: Given, own: Schedule | None, clip: flo
         clip: the largest global norm; 0: none.
         skip: whether an update whose gradients are not finite changes nothing.
     """
-    lr = float(settings.get("optimizer.params.lr", 1e-3))
+    lr = float(settings.get("optimizer.params.lr", default_rate(settings.get("optimizer.type", ""))))
     schedule, says = _schedule(settings, lr)
     if own is not None and schedule is not None:
         settings.refuse("scheduler.type", "the caller gives a schedule, too: load_config(schedule=)")
@@ -87,6 +96,12 @@ def make(settings: ConfigSettings, given: Given, own: Schedule | None, clip: flo
     return Made(optimizer, schedule, text)
 
 
+def default_rate(kind: str) -> float:
+    """The learning rate of an optimizer for which a configuration has none."""
+    name = {name.lower(): name for name in TORCH}.get(kind.lower())
+    return torch_classes.defaults(getattr(torch.optim, name))["lr"] if name else 1e-3
+
+
 def _given(
     settings: ConfigSettings, given: Any, schedule: Schedule | None
 ) -> tuple[GradientTransformation, str] | None:
@@ -110,8 +125,8 @@ def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[Gr
         return None
     names = {name.lower(): name for name in (*PARAMS, *REFUSED)}
     name = names.get(kind.lower(), kind)
-    if name not in PARAMS or (name == "SGD" and kind != "SGD"):
-        near = difflib.get_close_matches(kind, PARAMS, n=1)
+    if name not in PARAMS or (name in TORCH and name not in (kind, "Adagrad")):
+        near = [name] if name in PARAMS else difflib.get_close_matches(kind, PARAMS, n=1)
         torch_has = isinstance(getattr(torch.optim, kind, None), type)
         why = REFUSED.get(name) or ("not there" if torch_has else "unknown")
         settings.refuse(
@@ -122,19 +137,70 @@ def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[Gr
     odd = sorted(given - {*PARAMS[name]} - {"max_grad_norm"})
     settings.problems += [f"optimizer.params.{x}: {name} has no such argument" for x in odd]
     get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
-    if name == "SGD":
-        text = ", ".join(f"{key}={get(key, 0)!r}" for key in ("momentum", "nesterov", "weight_decay") if get(key, 0))
-        made = optim.sgd(lr, get("momentum", 0.0), get("nesterov", False), get("weight_decay", 0.0))
-        return made, f"sgd({', '.join(x for x in (shown, text) if x)})"
+    cycled = _cycled_momentum(settings, name)
+    if name in TORCH:
+        if cycled is not None:
+            settings.problems.append(f"scheduler.params.cycle_momentum: cycles the betas of {name}: say false")
+        return _of_torch(settings, name, lr, shown)
     if name == "Muon":
         return _muon(settings, lr, shown)
     b1, b2 = get("betas", (0.9, 0.999))
     if name == "Lion":
+        if cycled is not None:
+            settings.problems.append(f"scheduler.params.cycle_momentum: cycles the betas of {name}: say false")
         if "betas" not in given:
             settings.omitted("optimizer.params.betas", "DeepSpeed's own, 0.9 and 0.999 (fz.optim.lion: 0.9 and 0.99)")
         decay = get("weight_decay", 0.0)
         return optim.lion(lr, b1, b2, decay), f"lion({shown}, b1={b1:g}, b2={b2:g}, weight_decay={decay:g})"
-    return _adam(settings, name, lr, shown, b1, b2)
+    return _adam(settings, name, lr, shown, *(cycled or (b1, b2)))
+
+
+def _of_torch(
+    settings: ConfigSettings, name: str, lr: float | Schedule, shown: str
+) -> tuple[GradientTransformation, str]:
+    cls = getattr(torch.optim, name)
+    default = torch_classes.defaults(cls)
+    given = {n: settings.get(f"optimizer.params.{n}", x) for n, x in default.items() if n != "lr"}
+    options = {n: tuple(x) if isinstance(x, list) else x for n, x in given.items()}
+    changed = [f"{n}={x!r}" for n, x in options.items() if x != default[n]]
+    return torch_classes.of_torch(cls, lr, options), f"{name.lower()}({', '.join([shown, *changed])})"
+
+
+def _cycled_momentum(settings: ConfigSettings, name: str) -> tuple[Schedule, float] | None:
+    """The betas of Adam by `OneCycle`, which cycles the first one against the learning rate and sets the second to
+    0.99; None if it does not.
+
+    As in DeepSpeed, where `cycle_momentum` is true by default and has no effect on optimizers without betas.
+    """
+    get = lambda key, default: settings.get(f"scheduler.params.{key}", default)  # noqa: E731
+    if settings.get("scheduler.type") != "OneCycle" or not get("cycle_momentum", True):
+        return None
+    has_betas = name != "Muon" and "betas" in PARAMS[name]
+    says = "the first beta is cycled, the second is 0.99" if has_betas else f"without effect: {name} has no betas"
+    if "scheduler.params.cycle_momentum" in settings.values:
+        settings.note("scheduler.params.cycle_momentum", says)
+    elif has_betas:
+        settings.omitted("scheduler.params.cycle_momentum", f"{says}, as DeepSpeed has it; or say false")
+    if not has_betas:
+        return None
+    low, high, decay = get("cycle_min_mom", 0.8), get("cycle_max_mom", 0.9), get("decay_mom_rate", 0.0)
+    sizes, every = _cycle(settings), get("decay_step_size", 0)
+
+    def momentum(step: torch.Tensor | int) -> torch.Tensor:
+        x = torch.as_tensor(step).to(torch.float64)
+        found = high - (high - low) * schedules.cycle_share(x, *sizes)
+        if decay and every:
+            found = found * (1 + decay * (x - sizes[0] - sizes[1]).clamp(min=0.0) / every)
+        return torch.where(x < 1, low, found)  # DeepSpeed's first update is made with the lowest
+
+    return momentum, 0.99
+
+
+def _cycle(settings: ConfigSettings) -> tuple[int, int, int, int]:
+    """The steps of both halves of a `OneCycle`, and their stairs."""
+    get = lambda key, default: settings.get(f"scheduler.params.cycle_{key}", default)  # noqa: E731
+    first, stairs = get("first_step_size", 2000), get("first_stair_count", 0)
+    return first, get("second_step_size", first), stairs, get("second_stair_count", stairs)
 
 
 def _muon(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[GradientTransformation, str]:
@@ -175,7 +241,7 @@ def _muon(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[G
 
 
 def _adam(
-    settings: ConfigSettings, name: str, lr: Any, shown: str, b1: float, b2: float
+    settings: ConfigSettings, name: str, lr: Any, shown: str, b1: float | Schedule, b2: float
 ) -> tuple[GradientTransformation, str]:
     get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
     decoupled = name == "AdamW" or get("adam_w_mode", True)
@@ -187,19 +253,22 @@ def _adam(
         settings.note("optimizer.type", "AdamW: decay is decoupled; for L2, adam_w_mode false")
     if name == "AdamW" and not get("adam_w_mode", True):
         settings.note("optimizer.params.adam_w_mode", "without effect, as in DeepSpeed: AdamW is decoupled")
-    numbers = f"{shown}, b1={b1:g}, b2={b2:g}, eps={eps:g}"
+    flags = {flag: get(flag, False) for flag in ("amsgrad", "maximize")}
+    if not get("torch_adam", False):
+        own = "DeepSpeed's own Adam refuses it too: say torch_adam"
+        settings.problems += [f"optimizer.params.{flag}=True: {own}" for flag, x in flags.items() if x]
+    numbers = f"{shown}, b1={'OneCycle' if callable(b1) else f'{b1:g}'}, b2={b2:g}, eps={eps:g}"
+    options = {"betas": (b1, b2), "eps": eps, "weight_decay": decay, "decoupled_weight_decay": decoupled, **flags}
+    made = torch_classes.of_torch(torch.optim.AdamW if decoupled else torch.optim.Adam, lr, options)
+    numbers += "".join(f", {flag}=True" for flag, x in flags.items() if x)
     if decoupled:
-        return optim.adamw(lr, b1, b2, eps, decay), f"adamw({numbers}, weight_decay={decay:g})"
-    made = optim.adam(lr, b1, b2, eps)
-    if not decay:
-        return made, f"adam({numbers})"
-    return optim.chain(
-        optim.add_decayed_weights(decay), made
-    ), f"chain(add_decayed_weights({decay:g}), adam({numbers}))"
+        return made, f"adamw({numbers}, weight_decay={decay:g})"
+    return made, f"chain(add_decayed_weights({decay:g}), adam({numbers}))" if decay else f"adam({numbers})"
 
 
 def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str]:
-    """The schedule, None if there is none, and its text. DeepSpeed steps it after the update, from -1."""
+    """The schedule, None if there is none, and its text. DeepSpeed steps it after the update, from -1, and warm-ups go
+    by the step before this one."""
     kind = settings.get("scheduler.type")
     params = {p.rpartition(".")[2]: x for p, x in settings.values.items() if p.startswith("scheduler.params.")}
     if kind is None:
@@ -207,17 +276,18 @@ def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str
         return None, ""
     if kind not in SCHEDULES:
         near = difflib.get_close_matches(kind, SCHEDULES, n=1)
-        there = kind in ("OneCycle", "LRRangeTest")
-        why = "not there" if there else f"unknown{f': did you mean {near[0]!r}?' if near else ''}"
+        why = f"unknown{f': did you mean {near[0]!r}?' if near else ''}"
         settings.refuse("scheduler.type", f"{why}; or a function of the step, {_CLIENT}")
         return None, ""
     known = (*SCHEDULES[kind], "last_batch_iteration")
     odd = [f"scheduler.params.{x}: {kind} has no such argument" for x in params if x not in known]
-    if "total_num_steps" in known and params.get("total_num_steps") is None:
-        odd.append(f"scheduler.params.total_num_steps: {kind} needs it")
+    needed = [x for x in ("total_num_steps", "cycle_min_lr", "cycle_max_lr") if x in known and params.get(x) is None]
+    odd += [f"scheduler.params.{x}: {kind} needs it" for x in needed]
     settings.problems += odd
     if odd:
         return None, ""
+    if kind in ("OneCycle", "LRRangeTest"):
+        return _one_cycle_or_range_test(settings, kind)
     if "warmup_type" not in params:
         settings.omitted("scheduler.params.warmup_type", "log; where a straight line is meant, say linear")
     get = lambda key, default: default if params.get(key) is None else params[key]  # noqa: E731
@@ -241,6 +311,20 @@ def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str
         settings.problems.append(f"scheduler.params: {error}")
         return None, ""
     return (lambda step: schedule(step - 1)), kind
+
+
+def _one_cycle_or_range_test(settings: ConfigSettings, kind: str) -> tuple[Schedule | None, str]:
+    """These two schedules are not an update late."""
+    get = lambda key, default=None: settings.get(f"scheduler.params.{key}", default)  # noqa: E731
+    try:
+        if kind == "OneCycle":
+            decay = get("decay_lr_rate", 0.0), get("decay_step_size", 0)
+            return optim.one_cycle(get("cycle_min_lr"), get("cycle_max_lr"), *_cycle(settings), *decay), kind
+        names = {"min_lr": 1e-3, "step_size": 2000, "step_rate": 1.0, "staircase": False}
+        return optim.lr_range_test(*(get(f"lr_range_test_{name}", x) for name, x in names.items())), kind
+    except FzeroError as error:
+        settings.problems.append(f"scheduler.params: {error}")
+        return None, ""
 
 
 def _cosine(lr: float, total: int, steps: int, shape: str, low: float, end: float) -> Schedule:

@@ -46,9 +46,9 @@ meaning optimizer | an optimizer of fz.optim
 note optimizer | updates are fused by the compiler
   flag legacy_fusion
 meaning optimizer.params | an argument of the optimizer
-  number lr eps weight_decay momentum
-  pair betas
-  flag nesterov
+  number lr eps weight_decay momentum dampening alpha rho lr_decay initial_accumulator_value momentum_decay lambd t0
+  pair betas etas step_sizes
+  flag nesterov maximize amsgrad centered decoupled_weight_decay
 meaning optimizer.params | whether decay is decoupled; by default it is, of Adam too
   flag adam_w_mode
 meaning optimizer.params | PyTorch's optimizer, and so its default weight_decay
@@ -56,9 +56,7 @@ meaning optimizer.params | PyTorch's optimizer, and so its default weight_decay
 refused optimizer.params [true] | the bias correction is always made
   flag bias_correction
 refused optimizer.params [false] | not there
-  flag amsgrad maximize eps_inside_sqrt
-refused optimizer.params [0] | not there
-  number dampening
+  flag eps_inside_sqrt
 refused optimizer.params | it clips the ratios of LAMB, which fz.optim.lamb does not
   number max_coeff min_coeff
 refused optimizer.params [0] | DeepSpeed refuses it too: say gradient_clipping
@@ -74,7 +72,7 @@ meaning optimizer.params | the iteration of Muon
   ["gram","standard"] ns_method
 note - | any optimizer shards, on any tier
   flag zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-meaning scheduler | a schedule, one update late as DeepSpeed's: its first two updates have the same rate
+meaning scheduler | a schedule; a warm-up is one update late as DeepSpeed's: its first two updates have the same rate
   text type
 meaning scheduler.params | an argument of the schedule
   number warmup_min_lr warmup_min_ratio cos_min_ratio
@@ -83,12 +81,14 @@ meaning scheduler.params | an argument of the schedule
   ["log","linear"] warmup_type
 refused scheduler.params [-1] | a schedule goes by the updates that a state counts
   [-1] last_batch_iteration
-refused scheduler.params | of a schedule that is not there
-  number lr_range_test_min_lr lr_range_test_step_rate cycle_min_lr cycle_max_lr decay_lr_rate cycle_min_mom
-    cycle_max_mom decay_mom_rate
-  flag lr_range_test_staircase cycle_momentum
+meaning scheduler.params | an argument of the schedule
+  number lr_range_test_min_lr lr_range_test_step_rate cycle_min_lr cycle_max_lr decay_lr_rate
+  flag lr_range_test_staircase
   count lr_range_test_step_size cycle_first_step_size decay_step_size
   count? cycle_first_stair_count cycle_second_step_size cycle_second_stair_count
+meaning scheduler.params | the first beta of Adam against the learning rate, the second is 0.99; others have no betas
+  number cycle_min_mom cycle_max_mom decay_mom_rate
+  flag cycle_momentum
 meaning - | optim.clip_by_global_norm; omitted it is 1.0, and 0 is none
   number gradient_clipping
 meaning fp16 | fz.mixed_precision('fp16')

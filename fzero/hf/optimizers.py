@@ -14,7 +14,7 @@ import torch
 from fzero import optim, tree
 from fzero.errors import FzeroValueError
 from fzero.optim import GradientTransformation, Schedule
-from fzero.optim.of_torch import CLASSES, of_torch, unsupported
+from fzero.optim.torch_classes import CLASSES, of_torch, unsupported
 
 
 class RateState(NamedTuple):
@@ -89,7 +89,8 @@ _NOT_PROPORTIONAL = (torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor)
 
 def _of_group(cls: type, group: Mapping[str, Any]) -> GradientTransformation:
     if cls in _NOT_PROPORTIONAL:
-        return at_rate(lambda lr: of_torch(cls, lr, group))
+        schedule, at_rate = rate_in_state()
+        return at_rate(of_torch(cls, schedule, group))
     return optim.chain(of_torch(cls, 1.0, group), by_rate())
 
 
@@ -178,23 +179,27 @@ def by_rate() -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
-def at_rate(make: Callable[[Schedule], GradientTransformation]) -> GradientTransformation:
-    """`make(lr)`, with a schedule whose values are the rate in the state. The state is that of `chain(..., by_rate())`.
+def rate_in_state() -> tuple[Schedule, Callable[[GradientTransformation], GradientTransformation]]:
+    """A schedule whose value is the rate in the state, and what an optimizer that goes by it has to be wrapped in.
 
-    `make` may be called only once, so the schedule reads the rate of the update that is being computed.
+    For optimizers whose updates are not proportional to the rate. The state is that of `chain(optimizer, by_rate())`.
     """
-    rate: list[torch.Tensor] = []
-    inner, last = make(lambda count: rate[-1]), by_rate()
+    current: list[torch.Tensor] = []  # the rate of the update that is being computed
 
-    def init(params: Any) -> Any:
-        return inner.init(params), last.init(params)
+    def wrapped(optimizer: GradientTransformation) -> GradientTransformation:
+        last = by_rate()
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        rate.append(state[1].rate)
-        try:
-            updates, new = inner.update(grads, state[0], params)
-        finally:
-            rate.pop()
-        return updates, (new, state[1])
+        def init(params: Any) -> Any:
+            return optimizer.init(params), last.init(params)
 
-    return GradientTransformation(init, update)
+        def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            current.append(state[1].rate)
+            try:
+                updates, new = optimizer.update(grads, state[0], params)
+            finally:
+                current.pop()
+            return updates, (new, state[1])
+
+        return GradientTransformation(init, update)
+
+    return (lambda count: current[-1]), wrapped

@@ -13,10 +13,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from fzero import optim
 from fzero.deepspeed.arguments import from_arguments
 from fzero.deepspeed.config import load_config
+from fzero.deepspeed.optimizer import default_rate
 from fzero.deepspeed.reading import read_file
 from fzero.hf import optimizers
 from fzero.hf.data_parts import OtherArguments
-from fzero.hf.optimizers import Translated, by_rate, translated
+from fzero.hf.optimizers import Translated, rate_in_state, translated
 from fzero.optim import GradientTransformation, Schedule
 from fzero.step import compose
 from fzero.transforms.accumulate import accumulate
@@ -66,15 +67,16 @@ def of_deepspeed(args: Any, num_steps: int, made: Translated | None, more: Seque
     optimizer, and its schedule."""
     own, scheduled = _sections(args.deepspeed)
     given: dict[str, Any] = {}
+    schedule, at_rate = rate_in_state()
     if not own:
         given["optimizer"] = lambda schedule: made and made.optimizer
     elif not scheduled:
-        given["schedule"] = lambda step: 1.0  # the rate comes behind
+        given["schedule"] = schedule
     auto = from_arguments(args, num_steps)
     found = load_config(args.deepspeed, auto=auto, world=args.world_size, **given)
     optimizer, groups = found.optimizer, () if made is None else made.groups
     if own and not scheduled:
-        optimizer, groups = optim.chain(optimizer, by_rate()), (0,)
+        optimizer, groups = at_rate(optimizer), (0,)
     more = [*more]
     more += [remat(policy="full")] if args.activation_checkpointing and find(found.transforms, Remat) is None else []
     return Recipe(optimizer, groups, compose(found, *more), found.schedule if scheduled else None, found.report())
@@ -120,5 +122,6 @@ def _sections(config: Any) -> tuple[bool, bool]:
 
 def _base_rate(args: Any) -> float:
     """The learning rate of a configuration's optimizer."""
-    lr = read_file(args.deepspeed)[0]["optimizer"].get("params", {}).get("lr", 1e-3)
+    section = read_file(args.deepspeed)[0]["optimizer"]
+    lr = section.get("params", {}).get("lr", default_rate(str(section.get("type", ""))))
     return args.learning_rate if lr == "auto" else lr

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.arguments import keywords, plain_numbers
+from fzero.arguments import function, keywords, plain_numbers
 from fzero.optim.base import GradientTransformation
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
 from fzero.optim.masking import Mask, check_mask, resolve_mask
@@ -54,7 +54,7 @@ class QuantizedAdamState(NamedTuple):
 @keywords
 def adamw(
     lr: float | Schedule,
-    b1: float = 0.9,
+    b1: float | Schedule = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.01,
@@ -70,7 +70,7 @@ def adamw(
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
-        b1: decay of the mean of gradients, at least 0 and less than 1.
+        b1: decay of the mean of gradients, at least 0 and less than 1; or a schedule of it, as in a one-cycle policy.
         b2: decay of the mean of squared gradients, at least 0 and less than 1.
         eps: greater than 0, for a gradient may be 0 (in the padding of a shard it always is).
         weight_decay: at least 0. Multiplied by the learning rate, as in torch.
@@ -110,7 +110,7 @@ def adamw(
 @keywords
 def adam(
     lr: float | Schedule,
-    b1: float = 0.9,
+    b1: float | Schedule = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     state_dtype: str = "fp32",
@@ -133,7 +133,7 @@ def adam(
 
 @plain_numbers
 def scale_by_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
+    b1: float | Schedule = 0.9, b2: float = 0.999, eps: float = 1e-8, state_dtype: str = "fp32"
 ) -> GradientTransformation:
     """Updates are `mu_hat / (sqrt(nu_hat) + eps)`: `adam` before the learning rate. Arguments and memory as in
     `adamw`.
@@ -149,7 +149,7 @@ def scale_by_adam(
 def _adam(
     where: str,
     lr: float | Schedule,
-    b1: float,
+    b1: float | Schedule,
     b2: float,
     eps: float,
     weight_decay: float = 0.0,
@@ -159,10 +159,11 @@ def _adam(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> GradientTransformation:
-    betas, flags = {"b1": b1, "b2": b2}, {"amsgrad": amsgrad, "maximize": maximize}
+    betas, flags = {"b2": b2} if callable(b1) else {"b1": b1, "b2": b2}, {"amsgrad": amsgrad, "maximize": maximize}
     check(where, lr, positive={"eps": eps}, not_negative={"weight_decay": weight_decay}, betas=betas, flags=flags)
     check_mask(where, mask)
-    wrong = [] if state_dtype in ("fp32", "int8") else [f"state_dtype={state_dtype!r}: one of 'fp32', 'int8'"]
+    wrong = function("b1", b1, "step") if callable(b1) else []
+    wrong += [] if state_dtype in ("fp32", "int8") else [f"state_dtype={state_dtype!r}: one of 'fp32', 'int8'"]
     wrong += ["amsgrad=True: needs state_dtype='fp32'"] if amsgrad and state_dtype == "int8" else []
     reject(where, wrong)
     fp32_state = ScaleByAmsgradState if amsgrad else ScaleByAdamState
@@ -175,13 +176,14 @@ def _adam(
     def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         count = state.count + 1
         t, size = count.to(torch.float64), sign * rate(where, lr, state.count)
-        at = scalars(size / (1 - b1**t), (1 - b2**t).sqrt(), size * weight_decay)
+        beta = rate(where, b1, state.count)
+        at = scalars(size / (1 - beta**t), (1 - b2**t).sqrt(), size * weight_decay, 1 - beta)
 
         def leaf(g: Any, m: Any, v: Any, *others: Any) -> tuple[Any, ...]:
             largest, (p, decayed) = others[0] if amsgrad else None, others[-2:] if weight_decay else (None, False)
-            step, root, decay = at(m.dtype)
+            step, root, decay, share = at(m.dtype)
             g = -g.to(m.dtype) if maximize else g.to(m.dtype)
-            m = torch.lerp(m, g, 1 - b1)
+            m = torch.lerp(m, g, share)
             v = torch.addcmul(v * b2, g, g, value=1 - b2)
             largest = v if largest is None else torch.maximum(largest, v)
             u = m * step / (largest.sqrt() / root + eps)

@@ -77,7 +77,7 @@ def rprop(
             turn = g.sign() * before.sign()
             size = torch.where(first, initial, size)
             size = torch.where(turn > 0, size * plus, torch.where(turn < 0, size * minus, size)).clamp(least, most)
-            g = torch.where(turn < 0, 0.0, g)
+            g = torch.where(turn < 0, torch.zeros_like(g), g)
             return -size * g.sign(), size, g
 
         updates, sizes, before = leafwise(_WHERE, 3, leaf, grads=grads, sizes=state.sizes, before=state.before)
@@ -93,5 +93,7 @@ def _pair(name: str, value: Any, between: float | None = None) -> list[str]:
     low, high = value
     wrong = number(f"{name}[0]", low, above=0) + number(f"{name}[1]", high, above=0)
     if not wrong and not (low <= high if between is None else low < between < high):
-        wrong.append(f"{name}={value!r}: must be in order{'' if between is None else f', less and greater than {between:g}'}")
+        wrong.append(
+            f"{name}={value!r}: must be in order{'' if between is None else f', less and greater than {between:g}'}"
+        )
     return wrong

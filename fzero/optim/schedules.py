@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from fzero.arguments import number, plain_numbers
+from fzero.arguments import flag, number, plain_numbers
 from fzero.optim.leaves import reject
 
 Schedule = Callable[[torch.Tensor | int], torch.Tensor]
@@ -215,6 +215,95 @@ def warmup_decay_lr(
     return schedule
 
 
+@plain_numbers
+def one_cycle(
+    min_lr: float,
+    max_lr: float,
+    first_steps: int = 2000,
+    second_steps: int | None = None,
+    first_stairs: int = 0,
+    second_stairs: int | None = None,
+    decay_rate: float = 0.0,
+    decay_steps: int = 0,
+) -> Schedule:
+    """DeepSpeed's `OneCycle` (Smith 2018, arXiv:1803.09820): a straight line from `min_lr` to `max_lr` and back, then
+    `min_lr / (1 + decay_rate * n / decay_steps)` at n steps after the cycle.
+
+    Without stairs and decay the cycle is the first one of `torch.optim.lr_scheduler.CyclicLR`.
+
+    Args:
+        min_lr: value at step 0 and at the end of the cycle.
+        max_lr: value at step `first_steps`.
+        first_steps: DeepSpeed's `cycle_first_step_size`, at least 1.
+        second_steps: `cycle_second_step_size`, at least 0; None: as many as `first_steps`.
+        first_stairs: `cycle_first_stair_count`: the line up is divided into so many stairs; 0: it is continuous.
+        second_stairs: `cycle_second_stair_count`: the same of the line down; None: as `first_stairs`.
+        decay_rate: `decay_lr_rate`, at least 0; 0: no decay.
+        decay_steps: `decay_step_size`, at least 0; 0: no decay.
+
+    Raises:
+        FzeroValueError: a number out of range.
+
+    Example:
+        >>> rates = one_cycle(0.1, 0.5, 4, 2, decay_rate=1.0, decay_steps=2)
+        >>> [round(rates(step).item(), 3) for step in (0, 2, 4, 5, 6, 8)]
+        [0.1, 0.3, 0.5, 0.3, 0.1, 0.05]
+    """
+    numbers = {"min_lr": min_lr, "max_lr": max_lr}
+    second_steps = first_steps if second_steps is None else second_steps
+    second_stairs = first_stairs if second_stairs is None else second_stairs
+    counts = {"second_steps": second_steps, "first_stairs": first_stairs, "second_stairs": second_stairs}
+    counts |= {"decay_rate": decay_rate, "decay_steps": decay_steps}
+    _check("one_cycle", numbers, at_least_0=counts, first_steps=first_steps)
+
+    def schedule(step: torch.Tensor | int) -> torch.Tensor:
+        x = _float(step)
+        share = cycle_share(x, first_steps, second_steps, first_stairs, second_stairs)
+        after = (x - (first_steps + second_steps)).clamp(min=0.0)
+        decay = 1 + decay_rate * after / decay_steps if decay_rate and decay_steps else 1.0
+        return ((min_lr + (max_lr - min_lr) * share) / decay).to(torch.float32)
+
+    return schedule
+
+
+@plain_numbers
+def lr_range_test(min_lr: float = 1e-3, steps: int = 2000, rate: float = 1.0, staircase: bool = False) -> Schedule:
+    """DeepSpeed's `LRRangeTest` (Smith 2018, arXiv:1803.09820): `min_lr * (1 + rate * step / steps)`, to find the
+    largest learning rate with which a model trains.
+
+    Args:
+        min_lr: value at step 0, DeepSpeed's `lr_range_test_min_lr`.
+        steps: `lr_range_test_step_size`, at least 1.
+        rate: `lr_range_test_step_rate`, the increase in each `steps` steps, as a share of `min_lr`.
+        staircase: whether the rate rises only every `steps` steps.
+
+    Raises:
+        FzeroValueError: a number out of range.
+
+    Example:
+        >>> [round(lr_range_test(0.1, 10, 2.0)(step).item(), 3) for step in (0, 5, 10, 20)]
+        [0.1, 0.2, 0.3, 0.5]
+    """
+    reject("optim.lr_range_test", flag("staircase", staircase))
+    _check("lr_range_test", {"min_lr": min_lr, "rate": rate}, steps=steps)
+
+    def schedule(step: torch.Tensor | int) -> torch.Tensor:
+        intervals = _float(step) / steps
+        return (min_lr * (1 + rate * (torch.floor(intervals) if staircase else intervals))).to(torch.float32)
+
+    return schedule
+
+
+def cycle_share(x: torch.Tensor, first: float, second: float, first_stairs: int, second_stairs: int) -> torch.Tensor:
+    """How far a cycle of DeepSpeed's `OneCycle` is from its first value (0) to its extreme (1); 0 after the cycle."""
+
+    def share(part: torch.Tensor, whole: float, stairs: int) -> torch.Tensor:
+        return torch.floor(part * stairs / whole) / stairs if stairs else part / whole
+
+    up, down = share(x, first, first_stairs), share(first + second - x, max(1, second), second_stairs)
+    return torch.where(x <= first, up, down) * (x < first + second)
+
+
 def _float(step: torch.Tensor | int) -> torch.Tensor:
     return torch.as_tensor(step).to(torch.float64)
 
@@ -241,11 +330,13 @@ def _check(
     numbers: dict[str, float],
     warmup_steps: float = 0,
     fits: tuple[str, Callable[[], float]] | None = None,
+    at_least_0: dict[str, float] | None = None,
     **steps: float,
 ) -> None:
     """Values that are finite numbers; `warmup_steps`, at least 0 and less than what `fits` names, and other counts of
     steps, at least 1."""
     problems = [p for name, x in numbers.items() for p in number(name, x, below=math.inf)]
+    problems += [p for name, x in (at_least_0 or {}).items() for p in number(name, x, at_least=0, below=math.inf)]
     problems += [p for name, n in steps.items() for p in number(name, n, at_least=1, below=math.inf)]
     problems += number("warmup_steps", warmup_steps, at_least=0, below=math.inf)
     if (
