@@ -258,12 +258,16 @@ def test_names_that_do_not_exist() -> None:
     for module, name, words in [
         (fz, "shard_param", "did you mean shard_params"),
         (fz, "fsdp", "shard_params"),
+        (fz.optim, "RMSprop", "did you mean rmsprop"),
         (fz.checkpoint, "nothing_such", "there are Index, Saving, Url, check, describe, export, "),
     ]:
         with pytest.raises(
             AttributeError, match=f"module '{module.__name__}' has no attribute '{name}'\nFix: .*{words}"
         ):
             getattr(module, name)
+    for name, words in {"LBFGS": "evaluates the loss several times", "SparseAdam": "gradients are dense"}.items():
+        with pytest.raises(AttributeError, match=rf"'fzero.optim' has no attribute '{name}': .*{words}.*\nFix: "):
+            getattr(fz.optim, name)
     assert not hasattr(fz, "fsdp") and fz.tree is not None
 
 

@@ -350,22 +350,22 @@ def test_refused_at_once(tmp_path: Path) -> None:
         output_dir=str(tmp_path), neftune_noise_alpha=5.0, use_liger_kernel=True, lr_scheduler_type="greedy",
         eval_strategy="steps",
     )  # fmt: skip
-    rms = torch.optim.RMSprop(model.parameters())
+    lbfgs = torch.optim.LBFGS(model.parameters())
     with pytest.raises(fz.errors.FzeroValueError) as error:
         Own(
             model,
             args,
             train_dataset=texts(),
             eval_dataset=texts(),
-            optimizers=(rms, None),
+            optimizers=(lbfgs, None),
             transforms=[fz.accumulate(2)],
         )
-    for text in ("neftune_noise_alpha=5.0", "use_liger_kernel=True", "Own.training_step", "RMSprop", "accumulate("):
+    for text in ("neftune_noise_alpha=5.0", "use_liger_kernel=True", "Own.training_step", "LBFGS", "accumulate("):
         assert text in str(error.value)
     with pytest.raises(fz.errors.FzeroValueError, match="optim='adafactor'"):
         Trainer(model, arguments(output_dir=str(tmp_path), optim="adafactor"))
-    strange = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-    with pytest.raises(fz.errors.FzeroValueError, match=r"SGD\(dampening=0.5\)"):
+    strange = torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True)
+    with pytest.raises(fz.errors.FzeroValueError, match=r"SGD\(differentiable=True\)"):
         Trainer(model, arguments(output_dir=str(tmp_path)), optimizers=(strange, None))
 
 
@@ -407,6 +407,26 @@ def test_own_optimizer(tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["rmsprop", "adagrad"])
+def test_optimizers_by_name(tmp_path: Path, name: str) -> None:
+    beside(tmp_path, optim=name, learning_rate=3e-3, max_steps=3)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor])
+def test_optimizers_of_torch(tmp_path: Path, cls: type[torch.optim.Optimizer]) -> None:
+    """By its class with a schedule, also if its updates are not proportional to the rate."""
+    found = []
+    for trainer in (transformers.Trainer, Trainer):
+        model = llama()
+        options = {"lambd": 10.0, "t0": 0} if cls is torch.optim.ASGD else {}
+        made = cls(model.parameters(), lr=0.02, **options)
+        decay = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
+        found.append(trained(trainer, tmp_path, model=lambda m=model: m, OPTIMIZERS=(made, decay), max_steps=4))
+    assert losses(found[1]) == pytest.approx(losses(found[0]), abs=1e-5)
+    for ours, theirs in zip(weights(found[1]), weights(found[0]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 DS = {
     "zero_optimization": {"stage": 2},
     "train_micro_batch_size_per_gpu": "auto",
@@ -440,6 +460,25 @@ def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = arguments(TrainingArguments, output_dir=str(tmp_path), deepspeed=DS | {"gradient_cliping": 1.0})
     with pytest.raises(fz.errors.FzeroValueError, match=r"deepspeed: gradient_cliping: unknown: did you mean"):
         Trainer(llama(), wrong)
+
+
+def test_an_optimizer_of_deepspeeds_with_the_librarys_schedule(tmp_path: Path) -> None:
+    """ASGD's updates are not proportional to the rate that the library's scheduler writes."""
+    config = {"gradient_clipping": 0.0, "optimizer": {"type": "ASGD", "params": {"lr": "auto", "lambd": 10.0}}}
+    config |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    args = arguments(TrainingArguments, output_dir=str(tmp_path), deepspeed=config, max_grad_norm=0.0, max_steps=4)
+    given: Any = {"train_dataset": texts(), "data_collator": collate}
+    ours = Trainer(llama(), args, backend="eager", lengths=[40], **given)
+    ours.train()
+    model = llama()
+    made = torch.optim.ASGD(model.parameters(), lr=1e-2, lambd=10.0)
+    warm = transformers.get_linear_schedule_with_warmup(made, 2, 4)
+    args = arguments(output_dir=str(tmp_path), max_grad_norm=0.0, max_steps=4)
+    theirs = transformers.Trainer(model, args, optimizers=(made, warm), **given)
+    theirs.train()
+    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-5)
+    for one, two in zip(weights(ours), weights(theirs), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 class Stream(torch.utils.data.IterableDataset):

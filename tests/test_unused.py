@@ -78,6 +78,24 @@ def test_they_are_as_torch_leaves_them(case: str) -> None:
     )
 
 
+def test_a_parameter_first_used_later_has_the_count_of_all() -> None:
+    """Adam has one count, so the bias correction of the fifth update; torch has a count for each parameter."""
+    mesh, optimizer = fz.make_mesh(data=1), optim.adam(0.01)
+
+    def either(params: Any, batch: Any) -> torch.Tensor:
+        x = batch["x"] * params["body"]
+        return (x * params["head"]).mean() if "uses_head" in batch else x.mean()
+
+    train = fz.compile(fz.train_step(either, optimizer), mesh, backend="eager")
+    state = train.init({"body": torch.ones(3), "head": torch.ones(3)})
+    for _ in range(4):
+        state, _ = train(state, {"x": torch.ones(3)})
+    assert torch.equal(state.params["head"], torch.ones(3))
+    state, _ = train(state, {"x": torch.ones(3), "uses_head": torch.ones(3)})
+    moved = 0.01 * (0.1 / (1 - 0.9**5)) / (0.001 / (1 - 0.999**5)) ** 0.5  # torch: 0.01
+    torch.testing.assert_close(state.params["head"], torch.full((3,), 1 - moved), rtol=1e-5, atol=1e-6)
+
+
 def on_shards() -> list[torch.Tensor]:
     mesh = fz.make_mesh()
     out = []

@@ -130,5 +130,17 @@ __all__ = [
 ]
 
 
+_ABSENT = {
+    "lbfgs": (
+        "L-BFGS evaluates the loss several times in one update, and a step evaluates it once",
+        "optim.adamw or optim.sgd; torch.optim.LBFGS in plain PyTorch, if the model fits on one device",
+    ),
+    "sparseadam": ("gradients are dense", "optim.adam, which updates the rows without a gradient too"),
+}
+"""Optimizers of torch.optim that are absent, in small letters: why, and what to use."""
+
+
 def __getattr__(name: str) -> NoReturn:
+    if absent := _ABSENT.get(name.lower()):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {absent[0]}\nFix: {absent[1]}")
     raise no_attribute(__name__, name, __all__)

@@ -66,7 +66,7 @@ def adamw(
     """Adam with decoupled weight decay, equal to `torch.optim.AdamW`.
 
     `updates = -lr * (mu / (1 - b1**t)) / (sqrt(nu) / sqrt(1 - b2**t) + eps) - lr * weight_decay * params` in update
-    number t = 1, 2, ...
+    number t = 1, 2, ... There is one t for all parameters; torch counts the updates of each (docs/optimizers.md).
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
@@ -117,7 +117,7 @@ def adam(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """`adamw` without weight decay, equal to `torch.optim.Adam`. For its L2 regularisation:
+    """`adamw` without weight decay, equal to `torch.optim.Adam` (with one count for all parameters). For its L2 regularisation:
     `chain(add_decayed_weights(l2), adam(lr))`, and with `maximize`: `chain(scale(-1), add_decayed_weights(l2),
     adam(lr))`.
 

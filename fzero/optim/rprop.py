@@ -69,7 +69,7 @@ def rprop(
 
     def update(grads: Tree, state: RpropState, params: Tree = None) -> tuple[Tree, RpropState]:
         first = state.count == 0
-        at = scalars(torch.as_tensor(rate(_WHERE, lr, state.count), dtype=torch.float64))
+        at = scalars(rate(_WHERE, lr, state.count))
 
         def leaf(g: Any, size: Any, before: Any) -> tuple[Any, Any, Any]:
             (initial,) = at(size.dtype)
