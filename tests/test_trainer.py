@@ -413,7 +413,7 @@ def test_optimizers_by_name(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor])
-def test_optimizers_of_torch(tmp_path: Path, cls: type[torch.optim.Optimizer]) -> None:
+def test_optimizers_of_torch(tmp_path: Path, cls: Any) -> None:
     """By its class with a schedule, also if its updates are not proportional to the rate."""
     found = []
     for trainer in (transformers.Trainer, Trainer):

@@ -117,9 +117,10 @@ def adam(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """`adamw` without weight decay, equal to `torch.optim.Adam` (with one count for all parameters). For its L2 regularisation:
-    `chain(add_decayed_weights(l2), adam(lr))`, and with `maximize`: `chain(scale(-1), add_decayed_weights(l2),
-    adam(lr))`.
+    """`adamw` without weight decay, equal to `torch.optim.Adam`, with one count for all parameters as in `adamw`.
+
+    For torch's L2 regularisation: `chain(add_decayed_weights(l2), adam(lr))`, and with `maximize`:
+    `chain(scale(-1), add_decayed_weights(l2), adam(lr))`.
 
     Example:
         >>> from fzero import optim
@@ -180,14 +181,15 @@ def _adam(
         at = scalars(size / (1 - beta**t), (1 - b2**t).sqrt(), size * weight_decay, 1 - beta)
 
         def leaf(g: Any, m: Any, v: Any, *others: Any) -> tuple[Any, ...]:
-            largest, (p, decayed) = others[0] if amsgrad else None, others[-2:] if weight_decay else (None, False)
             step, root, decay, share = at(m.dtype)
             g = -g.to(m.dtype) if maximize else g.to(m.dtype)
             m = torch.lerp(m, g, share)
             v = torch.addcmul(v * b2, g, g, value=1 - b2)
-            largest = v if largest is None else torch.maximum(largest, v)
+            largest = torch.maximum(others[0], v) if amsgrad else v
             u = m * step / (largest.sqrt() / root + eps)
-            u = u + p.to(m.dtype) * decay if decayed else u
+            if weight_decay:
+                p, decayed = others[-2:]
+                u = u + p.to(m.dtype) * decay if decayed else u
             return (u, m, v, largest) if amsgrad else (u, m, v)
 
         decaying = {}
