@@ -39,10 +39,10 @@ def adamax(
     weight_decay: float = 0.0,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Adamax, equal to `torch.optim.Adamax`: `updates = -lr * (mu / (1 - b1**t)) / largest` in update number t = 1, 2,
-    ...
+    """Adamax, equal to `torch.optim.Adamax`.
 
-    `largest = max(b2 * largest, abs(grads) + eps)`.
+    `updates = -lr * (mu / (1 - b1**t)) / largest` in update number t = 1, 2, ..., with `largest = max(b2 * largest,
+    abs(grads) + eps)`.
 
     Args:
         lr: a number of at least 0, or a schedule, called with 0 in the first update.
