@@ -216,3 +216,32 @@ def test_a_step_whose_labels_are_all_ignored_changes_neither_parameters_nor_opti
         first = plain.init(params)
         state, _ = plain(first, (x, none))
         assert not unlike((first.params, first.opt_state), (state.params, state.opt_state)) and int(state.step) == 1
+
+
+def _hooked(change: Any) -> Any:
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(x @ params["up"])
+        if hidden.requires_grad:
+            hidden.register_hook(change)
+        return (hidden @ params["down"]).square().mean()
+
+    return loss
+
+
+def test_a_backward_that_treats_each_row_by_itself_is_the_same_on_every_mesh_and_one_that_combines_rows_shows() -> None:
+    def by_rows(g: torch.Tensor) -> torch.Tensor:
+        return g * (0.01 / g.norm(dim=-1, keepdim=True)).clamp(max=1.0)
+
+    def by_the_whole(g: torch.Tensor) -> torch.Tensor:
+        return g * (0.01 / g.norm()).clamp(max=1.0)
+
+    normal = lambda i, *shape: fz.random.normal(fz.random.key(i), shape)  # noqa: E731
+    params, x = {"up": normal(0, 8, 8), "down": normal(1, 8, 8)}, normal(2, 8, 8)
+
+    def report(change: Any, mesh: fz.AbstractMesh, transform: Any) -> Any:
+        step = transform(fz.train_step(_hooked(change), optim.sgd(0.1)))
+        return fz.testing.check_equivalent(step, params, x, mesh, steps=1, raises=False)
+
+    for mesh, transform in ((fz.AbstractMesh(data=1), fz.accumulate(4)), (fz.AbstractMesh(data=2), fz.shard_params())):
+        assert report(by_rows, mesh, transform).equivalent
+        assert not report(by_the_whole, mesh, transform).equivalent

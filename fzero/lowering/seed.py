@@ -2,8 +2,10 @@
 
 A batch is cut in parts, ranks times micro-batches, and each part differentiates its own total. Seeded with one over the
 count of the whole batch, a part's backward computes its summands of the mean's gradient: the numbers that one process
-sees that differentiates the whole batch at once. So they fit in float16, and a backward that is not linear, such as a
-hook that clamps, does on every mesh what it does there.
+sees that differentiates the whole batch at once. So they fit in float16, and a backward that is not linear but treats
+each row by itself, such as a hook that clamps, does on every mesh what it does there. One that combines rows, such as
+clipping by norm, sees the rows of its part. It is not rejected: a scale for 8 bits, made of the largest element of a
+gradient, looks the same in a graph, and is meant to see a part.
 
 The count of the whole batch is known before the first backward: the part of the forward that makes a count runs by
 itself, ahead, for all micro-batches, and ranks add up what it gives. A mean over parts of one size needs no count, and

@@ -87,8 +87,10 @@ def accumulate(
     """Cuts each rank's batch into `num_micro_batches` along dim 0 and runs them one after the other.
 
     Equal to the untransformed step up to the order of summation. A mean is the mean over the whole batch, a `weighted`
-    loss is divided by the whole count, and draws with the step's key equal those of the whole batch. `vertical` changes
-    when a line runs and not what it computes: on one process the same bits.
+    loss is divided by the whole count, and draws with the step's key equal those of the whole batch. What combines rows
+    inside the loss sees those of one micro-batch: batch statistics, and a hook or `torch.autograd.Function` whose
+    backward combines rows, such as clipping by norm (docs/losses.md). `vertical` changes when a line runs and not what
+    it computes: on one process the same bits.
 
     Args:
         step: a step, or the number when called without one: `accumulate(4)`.

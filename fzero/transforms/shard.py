@@ -80,8 +80,9 @@ class ShardParams(Parallel):
 def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
     """Gives every rank along `axis` its own part of the batch; everything else is whole on each.
 
-    Equal to the untransformed step on the whole batch, up to the order of summation. A ZeRO stage over `axis` divides
-    the batch along it too; together with one, `data_parallel` changes nothing.
+    Equal to the untransformed step on the whole batch, up to the order of summation, unless the loss combines rows, in
+    its forward (batch statistics) or in its backward (a hook that clips by norm): it sees those of a rank. A ZeRO stage
+    over `axis` divides the batch along it too; together with one, `data_parallel` changes nothing.
 
     Communication: one all_reduce of each block's gradients: 2 (N-1)/N x 4P bytes sent per rank and step.
     Memory: parameters, gradients and optimizer state, whole, on every rank.
