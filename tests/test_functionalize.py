@@ -11,6 +11,7 @@ import re
 import runpy
 import sys
 import tempfile
+import textwrap
 from typing import Any
 
 import pytest
@@ -1275,3 +1276,43 @@ def test_what_a_module_s_code_reads_is_what_it_was(name, monkeypatch):
     expected = pytest.raises(fz.errors.FzeroValueError, match=says[name]) if name in says else contextlib.nullcontext()
     with expected:
         train(state, x)
+
+
+class _Filter(nn.Module):
+    """A layer with complex parameters, as Fourier neural operators have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.filter = nn.Parameter(torch.randn(9, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(self.up(x)) * self.filter, n=16)
+
+
+def test_complex_parameters_are_trained_by_the_lines_of_the_error() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(_Filter(), nn.Tanh(), _Filter())
+    theirs, x = copy.deepcopy(module), torch.randn(8, 16)
+    step = fz.functionalize(module).train_step(fz.optim.adamw(1e-2, weight_decay=0.1), _mean_square)
+    with pytest.raises(FzeroTypeError, match="complex leaves are not trained") as error:
+        step.init(fz.functionalize(module).params)
+    lines = str(error.value).partition("not leaf.is_complex()\n")[2]
+    exec(textwrap.dedent(lines), {"torch": torch, "module": module})
+
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        _mean_square(theirs(x), x).backward()
+        optimizer.step()
+    model = fz.functionalize(module)
+    step = fz.shard_params(model.train_step(fz.optim.adamw(1e-2, weight_decay=0.1), _mean_square))
+    state, _ = fz.testing.simulate(step, fz.AbstractMesh(data=2), model.params, x, steps=3)
+    model.write_back(state.params)
+    for name, want in theirs.named_parameters():
+        layer, _, leaf = name.rpartition(".")
+        torch.testing.assert_close(getattr(module.get_submodule(layer), leaf), want)
+
+
+def _mean_square(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out.square().mean()

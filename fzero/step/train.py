@@ -94,10 +94,13 @@ class Step:
             for p, x, trained in zip(paths, meta, accepted, strict=True)
             if trained and x.is_complex()
         ]:
-            fix = (
-                "give torch.view_as_real(leaf) and use torch.view_as_complex in the loss; or freeze it: "
-                "trainable=lambda path, leaf: not leaf.is_complex()"
-            )
+            freeze = "or freeze it: trainable=lambda path, leaf: not leaf.is_complex()"
+            fix = f"give torch.view_as_real(leaf) and use torch.view_as_complex in the loss; {freeze}"
+            if hasattr(self.loss_fn, "model"):
+                trained = zip(tree.names(params), meta, accepted, strict=True)
+                names = [name for name, x, trains in trained if trains and x.is_complex()]
+                fix = f"train real and imaginary parts, before fz.functionalize(module), by these lines; {freeze}"
+                fix += _as_complex(names)
             raise FzeroTypeError("train_step", "complex leaves are not trained", wrong, fix)
         _check_ties("trainable", "trained", params, paths, accepted)
         return accepted
@@ -323,6 +326,18 @@ def train_step(
         fix = "write init(params) -> opt_state and update(grads, opt_state, params) -> (updates, opt_state)"
         raise FzeroTypeError("train_step", "this optimizer cannot be called", problems, fix)
     return Step(loss_fn, optimizer, has_aux, trainable, mutable)
+
+
+def _as_complex(names: list[str]) -> str:
+    """Code that makes complex parameters of a module of two real ones each. Elementwise optimizers then do what those
+    of torch.optim do, which view complex parameters as real."""
+    return f"""
+  class AsComplex(torch.nn.Module):
+      forward = lambda self, real, imag: torch.complex(real, imag)
+      right_inverse = lambda self, z: (z.real.clone(), z.imag.clone())
+  for name in {names!r}:
+      path, _, leaf = name.rpartition(".")
+      torch.nn.utils.parametrize.register_parametrization(module.get_submodule(path), leaf, AsComplex())"""
 
 
 def _meta_leaves(params: Any) -> list[torch.Tensor]:
