@@ -122,6 +122,25 @@ def test_every_stage_trains_as_the_plain_step(way):
     fz.testing.check_equivalent(step(*transforms), params(), batch(), AbstractMesh(**axes), steps=2)
 
 
+@pytest.mark.parametrize("axes", [{"expert": 4}, {"data": 2, "expert": 2}, {"expert": 2, "seq": 2}])
+def test_an_evaluation_returns_means_over_the_mesh_and_values_of_its_rows(axes):
+    def scored(p, batch):
+        total = loss_of()(p, batch) * len(batch["x"])
+        return {
+            "loss": fz.weighted(total, len(batch["x"])),
+            "total": total,
+            "weights": fz.weighted(p["layers"][0]["up"].square().sum(), 2),
+        }
+
+    plain, p = fz.eval_step(scored), params(1)
+    more = [fz.shard_params(axis=BOTH)] if "data" in axes else [fz.sequence_parallel()] if "seq" in axes else []
+    evaluation = fz.expert_parallel(fz.compose(*more)(plain), where=of_experts)
+    parts = axes["expert"] * axes.get("data", 1)
+    for rank, found in enumerate(tensor.evaluated(evaluation, AbstractMesh(**axes), p, batch())):
+        mine = plain(p, batch(rank * parts // math.prod(axes.values()), parts))
+        torch.testing.assert_close(found, plain(p, batch()) | {"total": mine["total"]})
+
+
 STAGED = {
     "halves of what ranks send each other": ({"pipe": 2}, [fz.pipeline(schedule="zb")], {"chunks": 2, "ranks": 2}),
     "the head in rows": (

@@ -137,6 +137,59 @@ def test_beside_others_it_equals_the_plain_step(name: str) -> None:
     fz.testing.check_equivalent(pipelined(4, *more, **how), params(), batch(), AbstractMesh(**axes), steps=2)
 
 
+@fz.block
+def gated(p, x):
+    """A layer with parameters of one element."""
+    return x + F.prelu(x @ p["w"], p["slope"]) * p["gate"] * p["scale"]
+
+
+@fz.block
+def normed(p, x):
+    return x + torch.tanh(F.layer_norm(x, (WIDTH,), p["norm"]) @ p["w"]) @ p["v"]
+
+
+def made(block: Any, num_own: int, decay: float = 0.0, **shapes: tuple[int, ...]) -> tuple[Any, Any, torch.Tensor]:
+    """The loss of four layers with so many sets of parameters, those parameters, and a batch. `decay`: weight decay in
+    the loss."""
+
+    def loss(p, x):
+        for i in range(4):
+            x = block(p["layers"][i % num_own], x)
+        found = (x @ p["head"]).square().mean()
+        return found + decay * sum(w.square().sum() for q in p["layers"] for w in q.values()) if decay else found
+
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=g) * 0.4  # noqa: E731
+    layers = [{name: draw(*shape) for name, shape in shapes.items()} for _ in range(num_own)]
+    return loss, {"layers": layers, "head": draw(WIDTH, 2)}, draw(8, WIDTH)
+
+
+SMALL_LEAVES = {
+    "sgd": (optim.sgd(0.1), {}),
+    "clipped": (optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05)), {}),
+    "lamb": (optim.lamb(1e-2), {"schedule": "zb"}),
+    "lion": (optim.lion(1e-2), {"schedule": "interleaved", "chunks": 2}),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_LEAVES)
+def test_parameters_of_one_element(name: str) -> None:
+    optimizer, how = SMALL_LEAVES[name]
+    loss, given, x = made(gated, 4, w=(WIDTH, WIDTH), slope=(1,), gate=(), scale=(1, 1))
+    axes, more = ({"pipe": 2}, []) if name == "sgd" else ({"data": 2, "pipe": 2}, [fz.shard_params()])
+    step = fz.compose(*more, fz.accumulate(2), fz.pipeline(**how))(fz.train_step(loss, optimizer))
+    fz.testing.check_equivalent(step, given, x, AbstractMesh(**axes), steps=2)
+
+
+@pytest.mark.parametrize(("num_own", "decay"), [(1, 0.0), (4, 0.01), (2, 0.01)])
+def test_shared_layers_and_weight_decay_beside_tensor_parallel(num_own: int, decay: float) -> None:
+    loss, given, x = made(normed, num_own, decay, w=(WIDTH, 2 * WIDTH), v=(2 * WIDTH, WIDTH), norm=(WIDTH,))
+    rules = {"w": 1, "v": 0, "norm": 0} if num_own < 4 else {"w": 1, "v": 0}
+    step = fz.train_step(loss, optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.05)))
+    step = fz.compose(fz.tensor_parallel(rules=rules), fz.accumulate(2), fz.pipeline())(step)
+    fz.testing.check_equivalent(step, given, x, AbstractMesh(pipe=2, model=2), steps=2)
+
+
 @pytest.mark.parametrize("name", ["sgd", "lion", "lamb", "unclipped"])
 def test_other_optimizers(name: str) -> None:
     made = {"sgd": optim.sgd(0.3, momentum=0.9), "lion": optim.lion(1e-2), "lamb": optim.lamb(1e-2)}
@@ -229,6 +282,32 @@ def checked(axes: dict[str, int]) -> str:
 
 def test_equivalence_is_checked_on_ranks(run_ranks: Any) -> None:
     assert all("eager: equivalent in all" in text for text in run_ranks(2, checked, {"pipe": 2}, timeout=300))
+
+
+def at_the_first_batch(axes: dict[str, int], more: list[Any]) -> Any:
+    """The state after two steps of a pipeline compiled without a batch, and how many numbers this rank had of it."""
+    mesh = fz.make_mesh(**axes)
+    step = fz.compose(*more, fz.accumulate(4), fz.pipeline())(plain())
+    train = fz.compile(step, mesh, backend="eager")
+    state, given = train.init(params()), batch(axes.get("data", 1), mesh.index("data") if "data" in axes else 0)
+    sizes = [sum(x.numel() for x in fz.tree.leaves(state.opt_state))]
+    for _ in range(2):
+        state, _ = train(state, given)
+        sizes.append(sum(x.numel() for x in fz.tree.leaves(state.opt_state)))
+    return train.gather(state), sizes
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_stages_are_laid_out_at_the_first_batch(run_ranks: Any, data: int) -> None:
+    axes, more = (
+        ({"pipe": 2}, [fz.mixed_precision("fp16")]) if data == 1 else ({"pipe": 2, "data": 2}, [fz.shard_params()])
+    )
+    want = fz.accumulate(4)(plain())
+    want, _ = fz.testing.simulate(want, AbstractMesh(data=1), params(), batch(), steps=2)
+    found = run_ranks(2 * data, at_the_first_batch, axes, more)
+    for state, (whole, first, then) in found:
+        equal(state.params, want.params, 2e-2 if data == 1 else 2e-5)
+        assert first == then < whole
 
 
 def moved(path: str, axes: dict[str, int]) -> Any:
@@ -569,10 +648,11 @@ def test_what_cannot_be_divided() -> None:
     lower = lambda step, **axes: fz.lower(step, AbstractMesh(**axes), params(), batch())  # noqa: E731
     with pytest.raises(FzeroValueError, match=r"stages pass on micro-batches\nFix: add fz.accumulate"):
         lower(fz.pipeline()(plain()), pipe=2)
-    with pytest.raises(TransformError, match=r"fz.accumulate\(4, vertical=True\)"):
-        fz.compose(fz.accumulate(4), fz.pipeline())(plain())
     with pytest.raises(FzeroValueError, match=r"more stages than blocks\n  8 stages, 5 blocks"):
         lower(pipelined(2), pipe=8)
+    alone = fz.compose(fz.accumulate(2), fz.pipeline())(fz.train_step(lambda p, x: (p * x).mean(), optim.sgd(0.1)))
+    with pytest.raises(FzeroValueError, match=r"more stages than blocks\n  2 stages, 0 blocks\nFix: mark the function"):
+        fz.lower(alone, AbstractMesh(pipe=2), torch.ones(4), torch.ones(8, 4))
     with pytest.raises(FzeroValueError, match=r"do not add up\n.*the step 5 blocks\nFix: give 2 numbers .* \[3, 2\]"):
         lower(pipelined(2, stages=[2, 2]), pipe=2)
     with pytest.raises(FzeroValueError, match="unknown mesh axis"):
@@ -593,8 +673,6 @@ def test_what_cannot_be_divided() -> None:
         pipelined(2, fz.mixed_precision("bf16", watch=True))
     with pytest.raises(TransformError, match="does nothing to an evaluation"):
         fz.pipeline(fz.eval_step(chain))
-    with pytest.raises(FzeroValueError, match="stages are made of the blocks that a batch goes through"):
-        fz.compile(pipelined(2), fz.make_mesh(data=1, pipe=1), backend="eager")
 
 
 class Normed(torch.nn.Module):

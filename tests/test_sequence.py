@@ -221,6 +221,54 @@ def test_compiled_over_two_axes(run_ranks):
     run_ranks(4, on_ranks, {"seq": 2, "model": 2}, two, "inductor", "heads", timeout=300)
 
 
+def scored(p: Any, x: torch.Tensor) -> Any:
+    """What an evaluation may return: means over the mesh, sums, a maximum, values of each sample and each token."""
+    kept = []
+    loss_of(last=lambda logits, _: kept.append(logits) or logits.sum())(p, {"x": x})
+    (logits,), labels = kept, F.pad(x[:, 1:], (0, 1), value=-100)
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(x)
+    count, right = (labels != -100).sum(), (logits.argmax(-1) == labels).sum().float()
+    total = each.sum()
+    return {
+        "loss": fz.weighted(total, count),
+        "accuracy": fz.weighted(right, count),
+        "both": (fz.weighted(total, x.numel()), total),
+        "weights": fz.weighted(p["head"].square().sum(), 2),
+        "largest": each.max(),
+        "sample": each.mean(1),
+        "logits": logits,
+    }
+
+
+EVALUATIONS: dict[str, tuple[dict[str, int], list[Any]]] = {
+    "positions": ({"seq": 2}, [fz.sequence_parallel()]),
+    "keys and data": ({"data": 2, "seq": 2}, [fz.sequence_parallel(attention="keys"), fz.shard_params(axis=BOTH)]),
+    "parameters": ({"data": 2, "model": 2}, [fz.tensor_parallel(rules=RULES), fz.shard_params()]),
+    "positions between parameters": ({"model": 2}, [fz.tensor_parallel(rules=RULES, sequence=True)]),
+    "both": ({"seq": 2, "model": 2}, [fz.sequence_parallel(), fz.tensor_parallel(rules=RULES)]),
+}
+
+
+@pytest.mark.parametrize("way", EVALUATIONS)
+def test_an_evaluation_returns_means_over_the_mesh_and_values_of_its_rows(way):
+    axes, transforms = EVALUATIONS[way]
+    x, p = batch()["x"], params(1)
+    plain = fz.eval_step(scored)
+    over_mesh, parts = plain(p, x), x.chunk(axes.get("data", 1))
+    for rank, found in enumerate(tensor.evaluated(fz.compose(*transforms)(plain), AbstractMesh(**axes), p, x)):
+        wanted = plain(p, parts[rank * len(parts) // AbstractMesh(**axes).size])
+        wanted |= {name: over_mesh[name] for name in ("loss", "accuracy", "weights")}
+        wanted["both"] = over_mesh["both"][0], wanted["both"][1]
+        torch.testing.assert_close(found, wanted)
+
+
+def test_an_evaluation_of_nothing_with_positions():
+    found = tensor.evaluated(
+        fz.sequence_parallel(fz.eval_step(lambda p: p["head"].norm())), AbstractMesh(seq=2), params(1)
+    )
+    torch.testing.assert_close(found, [params(1)["head"].norm()] * 2)
+
+
 def given_other_rows() -> None:
     mesh = fz.make_mesh(seq=2)
     train = fz.compile(step(), mesh, backend="eager")

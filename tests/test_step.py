@@ -6,6 +6,7 @@ from typing import Any
 
 import models
 import pytest
+import tensor
 import torch
 import torch.nn.functional as F
 from models import STAGES, batches, part
@@ -189,6 +190,18 @@ def test_evaluation(run_ranks, stage, precision):
             assert outputs["first"] == whole["tokens"].chunk(2)[rank][0, 0]
             assert outputs["logits"].dtype == torch.float32  # `outputs` of mixed_precision
         assert not torch.equal(before["logits"], after["logits"])
+
+
+def test_an_evaluation_returns_a_total_and_means_of_it():
+    def found(p, x):
+        total = (x @ p["w"]).sum()
+        return {"total": total, "mean": fz.weighted(total, len(x)), "half": fz.weighted(total, 2 * len(x))}
+
+    p, x = weights(), ragged_batch()["x"]
+    whole, evaluation = (x @ p["w"]).sum(), fz.shard_params(fz.eval_step(found))
+    for rank, at in enumerate(tensor.evaluated(evaluation, fz.AbstractMesh(data=3), p, x)):
+        wanted = {"total": (x.chunk(3)[rank] @ p["w"]).sum(), "mean": whole / 12, "half": whole / 24}
+        torch.testing.assert_close(at, wanted)
 
 
 # init

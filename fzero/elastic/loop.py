@@ -188,6 +188,10 @@ class Run:
             what = f"{replicas}: replicas have states of their own, and hosts keep one of what ranks hold in common"
             fix = "run it without fz.run: make_mesh, and fz.checkpoint.save(path, train.sync(state))"
             raise FzeroValueError("run.state", what, fix=fix)
+        if train.awaits_batch:  # a rank that starts again would have another layout than the others
+            problems = ["batch: a run lays out its state before it sees the first batch"]
+            fix = "fz.compile(step, run.mesh, batch=batch), where meta tensors will do"
+            raise FzeroValueError("run.state", "stages are made of the blocks that a batch goes through", problems, fix)
         if self._newest is not None:
             fix = "one step of one tree of parameters that holds both; or an fz.run for each"
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)

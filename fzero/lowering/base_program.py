@@ -249,7 +249,10 @@ def lower_eval(
     body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
     lines += body.lines
     found = [body.name[n] for n in outputs]
-    lines, found = _distinct(lines, found, outputs, names, functions)
+    # Where one value is both a sum and a result, the sum is the copy: ranks add up the copy, and return their own.
+    order = sorted(range(len(found)), key=means.summed.__getitem__)
+    lines, ordered = _distinct(lines, [found[j] for j in order], [outputs[j] for j in order], names, functions)
+    found = [name for _, name in sorted(zip(order, ordered, strict=True))]
     sums = [n for n, s in zip(found, means.summed, strict=True) if s]
     dtypes = {n: o.meta["val"].dtype for n, o in zip(found, outputs, strict=True)}
     results: list[str] = []

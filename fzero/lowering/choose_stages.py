@@ -56,9 +56,13 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
     if n == 1:
         return Chosen(replace(step, transforms=others))
     _check(step, params)
+    # Stages take turns by micro-batch, so there is no loop over micro-batches.
+    others = tuple(replace(t, vertical=True) if isinstance(t, Accumulate) else t for t in others)
+    step = replace(step, transforms=(*others, spec))
     inputs = params_inputs(step, mesh, params)
     program = trace_step(step, mesh, inputs, batch).base
     numbers = block_numbers(program)
+    _check_enough(spec, n * spec.chunks, len(numbers))
     seconds = work_of_blocks(program, numbers)
     counts = _counts(spec, n * spec.chunks, seconds)
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
@@ -77,7 +81,7 @@ def _check(step: Step, params: Any) -> None:
     found = find(step.transforms, Accumulate)
     if found is None or found.num_micro_batches < 2:
         what = "stages pass on micro-batches, and this step has one" if found else "stages pass on micro-batches"
-        fix = "add fz.accumulate(8, vertical=True), best with several micro-batches for each stage"
+        fix = "add fz.accumulate(8), best with several micro-batches for each stage"
         raise FzeroValueError("pipeline", what, [str(found)] if found else [], fix)
     if step.mutable is not None:
         named = zip(tree.with_paths(params, "params"), step.mutates(params), strict=True)
@@ -99,11 +103,15 @@ def _shards_params(spec: Any) -> bool:
     return isinstance(spec, Parallel) and spec.stage == 3
 
 
-def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
-    if len(work) < n:
-        fewer = max(len(work) // spec.chunks, 1)
+def _check_enough(spec: Pipeline, num_stages: int, num_blocks: int) -> None:
+    """Raises if there are fewer blocks than stages."""
+    if num_blocks < num_stages:
+        fewer = max(num_blocks // spec.chunks, 1)
         fix = f"mark the function of a layer with fz.block; or a mesh with {spec.axis}={fewer} or fewer"
-        raise FzeroValueError("pipeline", "more stages than blocks", [f"{n} stages, {len(work)} blocks"], fix)
+        raise FzeroValueError("pipeline", "more stages than blocks", [f"{num_stages} stages, {num_blocks} blocks"], fix)
+
+
+def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
     if spec.stages is None:
         return even(work, n)
     if len(spec.stages) != n or sum(spec.stages) != len(work):

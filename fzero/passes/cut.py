@@ -218,9 +218,6 @@ class _ToParts:
             added = {a for x in program.lines if x.op == "add" for a in x.args}
             self.wanted |= dict.fromkeys(added | self.maxima, Wanted.SUMMAND)
         self.wanted |= {g: self._dim(leaf) or self._summand(leaf) for leaf, g in program.grads.items()}
-        # the sums that another line of the loss reads are wanted whole
-        read = {a for line in program.lines if line.of_sums for a in line.args}
-        self.wanted |= {a: Wanted.SUMMAND for a in read if a in summands}
         self.wanted |= {name: self.stream for name in self._passing() if name not in self.wanted}
         out: dict[str, tuple[Value, ...]] = {}
         for line in reversed(program.lines):
@@ -228,7 +225,7 @@ class _ToParts:
                 out[line.args[0]] = line.out
             made = out[line.out[0].name] if line.op == "all_reduce_start" else line.out if line.op == "cast" else ()
             for source, v in zip(line.args, made, strict=False):
-                if v.name in self.wanted:
+                if v.name in self.wanted and source not in whole:  # a result may be copied for a sum
                     self.wanted[source] = self.wanted[v.name]
 
     def _summand(self, leaf: str) -> Wanted:
@@ -254,7 +251,8 @@ class _ToParts:
         }
         shapes = [values[a].shape for a in values if a in passing and number[a] >= 0 and len(values[a].shape) > 2]
         shapes = [shape for shape in dict.fromkeys(shapes) if shape[1] > 1]
-        self.spec.check_passing(shapes, self.n)
+        if shapes or self.program.update is not None:  # an evaluation may have none, such as one of parameters alone
+            self.spec.check_passing(shapes, self.n)
         shapes = [shape for shape in shapes if shape[1] % self.n == 0]
         return [name for name in values if name in passing and values[name].shape in shapes]
 
@@ -294,7 +292,9 @@ class _ToParts:
     def _whole(self, line: Line, value: Value) -> Value:
         """A result of a line that computes with no parts: where ranks have rows of their own, it is of these."""
         if not self.spec.cuts_batch or isinstance(line.attrs, UpdateAttrs):
-            return self._put(value, None)
+            # A quotient of sums that are summands here is each rank's own until they are reduced (passes/shard.py).
+            summands = line.of_sums and any(self.places[a] == PARTIAL for a in line.args)
+            return self._put(value, OWN if summands else None)
         if self.wanted.get(value.name) is Wanted.SUMMAND:
             return self._put(value, PARTIAL)
         read = [self.places[a] for a in line.args]
@@ -317,8 +317,13 @@ class _ToParts:
         if isinstance(line.attrs, UpdateAttrs) or line.op != "cast":
             return [replace(line, out=tuple(self._whole(line, v) for v in line.out))]
         self.leaves |= {v.name for a, v in zip(line.args, line.out, strict=False) if a in self.leaves}
-        out = (self._put(v, self.places[a]) for a, v in zip(line.args, line.out, strict=False))
+        out = (self._put(v, self._cast_place(a, v)) for a, v in zip(line.args, line.out, strict=False))
         return [replace(line, out=tuple(out))]
+
+    def _cast_place(self, source: str, value: Value) -> Anywhere:
+        """The place of a cast: of its source; of a rank's own result that is copied for a sum, a summand."""
+        place = self.places[source]
+        return PARTIAL if place == OWN and self.wanted.get(value.name) is Wanted.SUMMAND else place
 
     def _call(self, line: Line) -> list[Line]:
         made = self._made(line)

@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from fzero.layout import TIERS, Cut, cut_over
 from fzero.passes import hops
-from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, reduces, slice_packed
+from fzero.passes.scalars import MARKERS, is_leaf_value, mark_few, mark_one_element, reduces, slice_packed
 from fzero.program.attrs import Attrs, CastAttrs, CutAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs
 from fzero.program.ir import WHOLE, Line, Placement, Program, Value, moving
 from fzero.program.lines import Functions
@@ -67,6 +67,9 @@ class _Cutter:
         self.graph = propagate(source, sharded, [*map(cut_as, update.writes), *(None for _ in update.out)], "optimizer")
         self.places = self.graph.inputs
         self.name = dict(zip(self.places, update.args, strict=True))
+        grads = {g: leaf for leaf, g in program.grads.items()}
+        only = {a: program.leaves[leaf].layout.only for a in update.args if (leaf := grads.get(a, a)) in program.leaves}
+        mark_one_element(self.graph.graph, {p: at for p, a in self.name.items() if (at := only.get(a)) is not None})
         mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs.maxima})
         self.place = {name: p for p, name in self.name.items()}
         self.known: dict[Any, str] = {}  # the functions cut so far, by their signatures

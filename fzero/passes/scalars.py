@@ -3,13 +3,14 @@ stacked scalars)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from fzero.random import DERIVE
-from fzero.trace.propagate import all_reduce, cut, draw_start, gather, is_reduction, num_elements, num_valid
+from fzero.trace.propagate import REDUCTIONS, all_reduce, cut, draw_start, gather, is_reduction, num_elements, num_valid
 
 aten = torch.ops.aten
 
@@ -22,6 +23,38 @@ def is_leaf_value(node: fx.Node) -> bool:
     return node.op in ("placeholder", "call_function") and (
         "shard" in node.meta or not (num_elements(node) == 1 or _is_key(node) or "few" in node.meta)
     )
+
+
+def mark_one_element(graph: fx.Graph, stage: Mapping[fx.Node, Any]) -> None:
+    """Marks the arithmetic of parameters with one element as leaf arithmetic, as if they had more.
+
+    In a pipeline a stage has parameters, gradients and state of its own, so what is computed of them is not one of the
+    numbers that all stages share. A full reduction of such a value is such a number, as is a value that an operation
+    of another stage reads.
+
+    Args:
+        graph: of an update, changed in place.
+        stage: the stage of each input that is a parameter, a gradient or state of a parameter.
+    """
+    found = {node: s for node, s in stage.items() if num_elements(node) == 1}
+    for node in list(graph.nodes) if found else ():
+        if node.op != "call_function" or num_elements(node) != 1 or "shard" in node.meta or node.target in MARKERS:
+            continue
+        stages = {found[a] for a in node.all_input_nodes if a in found}
+        if len(stages) == 1 and node.target in REDUCTIONS:
+            node.meta["reduction"] = True
+        elif len(stages) == 1 and node.target not in (aten.stack.default, aten.cat.default):
+            found[node] = stages.pop()
+    for node in found:
+        node.meta["shard"] = True
+    for node in found:
+        # operations on numbers, such as a stack of the gradients of several stages
+        others = [u for u in node.users if u.op == "call_function" and not is_leaf_value(u) and not reduces(u)]
+        if others:
+            with graph.inserting_after(node):
+                number = graph.call_function(aten.clone.default, (node,))
+            number.meta.update(val=node.meta["val"], reduction=True)
+            node.replace_all_uses_with(number, delete_user_cb=lambda user, others=others: user in others)
 
 
 def mark_few(graph: fx.Graph, known: set[fx.Node]) -> None:

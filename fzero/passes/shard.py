@@ -150,7 +150,9 @@ class _Rewrite:
             elif line.scales:
                 out += self._scales(scales) if line is scales[0] else []
             else:
-                line = line.rename(self.renamed) if line.of_sums else line
+                if line.of_sums:  # all that it reads is reduced, so what it makes is the same on every rank
+                    made = tuple(replace(v, placement=WHOLE) for v in line.out)
+                    line = replace(line.rename(self.renamed), out=made)
                 new, gathers = self._reads(line)
                 out += [*gathers, self._placed(new)]
                 for value in line.out:

@@ -223,6 +223,9 @@ class _Places:
         leaves = {a: s for a, s in found.items() if a in self.program.leaves} or found
         shared = any(self.of.get(w) is None for w in line.writes)  # such as the number of the step
         if len({*map(self.rank, leaves.values())}) > 1 or (leaves and shared):
+            if line.op == "call" and line.by != "optimizer" and not line.writes:
+                # The loss reads only parameters here, such as for weight decay: it runs once for all micro-batches.
+                return max(leaves.values())
             grads = {g: leaf for leaf, g in self.program.grads.items()}
             problems = [f"{grads.get(a, a)}: stage {s}" for a, s in leaves.items()]
             fix = "an optimizer that reads each leaf apart, and of others numbers such as norms; or no pipeline"
@@ -301,7 +304,7 @@ class _Whole:
     def _find_crossing(self) -> None:
         """Finds the values that other ranks read, with those ranks, and when each is handed."""
         self.crossing: dict[str, set[int]] = defaultdict(set)
-        of_units = set[str]()
+        of_units = self._read_by_units()
         for i, line in enumerate(self.lines):
             if i in self.places.divided:
                 continue
@@ -309,7 +312,6 @@ class _Whole:
                 rank = self.rank_of(a)
                 if rank is not None and rank != EVERY and (others := self.runs(i) - {rank}):
                     self.crossing[a] |= others
-                    of_units |= {a} if line.micro is not None else set()
         self._check_order()
         for a in self.program.outputs:
             if (rank := self.rank_of(a)) is not None and rank != EVERY:
@@ -327,6 +329,14 @@ class _Whole:
         for point in ("before", "behind"):
             numbers = sorted({level[a] for a in handed[point]})
             self.levels[point] = [self._together([a for a in handed[point] if level[a] == n]) for n in numbers]
+
+    def _read_by_units(self) -> set[str]:
+        """The values that units read, also by way of lines of the step, such as gathers of a norm's shards."""
+        found = set[str]()
+        for line in reversed(self.lines):
+            if line.micro is not None or not found.isdisjoint(v.name for v in line.out):
+                found.update(line.args)
+        return found
 
     def _together(self, values: list[str]) -> list[_Message]:
         """The messages of values that are handed at one point."""

@@ -20,7 +20,7 @@ from fzero.checkpoint.loading import WINDOW, open_weights
 from fzero.comm import replicas
 from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import CheckpointError, FzeroValueError
-from fzero.layout import Leaf, in_slot, leaf_of, shard
+from fzero.layout import Leaf, in_slot, leaf_of, leave, shard
 from fzero.lowering.auto import check_auto, resolve
 from fzero.lowering.budget import Budget, Decided
 from fzero.lowering.choose_formats import open_formats
@@ -118,10 +118,6 @@ class CompiledStep(Compiled):
             check_auto(auto, limits, batch is not None)
         if open_rules(step, mesh):
             check_batch_given(batch is not None)
-        if open_stages(step, mesh) and batch is None:
-            problems = ["batch: the first state is laid out before the first batch is seen"]
-            fix = "fz.compile(step, mesh, batch=batch), where meta tensors will do"
-            raise FzeroValueError("pipeline", "stages are made of the blocks that a batch goes through", problems, fix)
         self._resolved = step
         self._batch = None if batch is None else batch_inputs(batch)
         precision = find(step.transforms, MixedPrecision)
@@ -351,10 +347,44 @@ class CompiledStep(Compiled):
             assert budget is not None and self._batch is not None
             self._resolved, more, _ = resolve(self.resolved, self.mesh, params, self._batch, budget)
             self._chosen = (*self._chosen, *more)
-        if open_stages(self.resolved, self.mesh):
-            assert self._batch is not None
+        if self._batch is not None and open_stages(self.resolved, self.mesh):
             self._resolved, more = choose_stages(self.resolved, self.mesh, params, self._batch)
             self._chosen = (*self._chosen, *more)
+
+    @property
+    def awaits_batch(self) -> bool:
+        """Whether the stages of a `pipeline` are laid out at the first step, because `compile` was given no batch."""
+        return self._batch is None and open_stages(self.resolved, self.mesh) is not None
+
+    def _in_stages(self, state: State, batch: Any) -> State:
+        """The state laid out for the stages of a pipeline, which `compile` knew no batch for. Until the first batch
+        every rank along the axis has all leaves, so each keeps those of its stages, and nothing is sent."""
+        found = self._inputs(state)
+        whole, self._batch = abstract_params(found), batch_inputs(batch)
+        try:
+            self._resolve(whole)
+        except BaseException:
+            self._batch = None
+            raise
+        inputs = self._known(params_inputs(self.resolved, self.mesh, whole))
+        opt_inputs = opt_state_inputs(self.resolved, self.mesh, inputs)
+        slots = {leaf.path: leaf for leaf in slots_of(self.resolved, self.mesh, inputs).inputs.leaves}
+
+        def kept(x: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+            if leaf.is_on(self.mesh):
+                return x
+            if leaf_of(x) is not None:
+                leave(x)
+            return torch.empty(leaf.shard_numel(self.mesh), dtype=leaf.dtype, device=self.mesh.device)
+
+        flat, opt = tree.leaves(state.params), tree.leaves(state.opt_state)
+        params = {i: kept(flat[i], inputs.leaves[i]) for i in inputs.distinct}
+        made = {i: kept(opt[i], opt_inputs.leaves[i]) for i in opt_inputs.distinct}
+        rest = {p: kept(x, slots[p]) for p, x in tree.with_paths(state.extras, "extras") if p in slots}
+        rest |= {"step": state.step, "key": state.key}
+        state = assembled(self.resolved, self.mesh, inputs, opt_inputs, params, made, rest, {}, "step")
+        self._last.keep(inputs, state.params, state.opt_state, extras=state.extras)
+        return state
 
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """Places in a new state for the leaves off the device."""
@@ -482,6 +512,8 @@ class CompiledStep(Compiled):
         """
         check_one_batch(more)
         flat, structure = tree.flatten(batch)
+        if self.awaits_batch:
+            state = self._in_stages(state, batch)
         lowered, run = self._built(state, batch, flat, structure)
         batch = tree.unflatten(structure, self._on_device(batch, flat, self._last.storages))
         guesses = self._may_guess(state)

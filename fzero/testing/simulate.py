@@ -93,7 +93,7 @@ def simulated(
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """The first state, and then each that follows with its metrics. Arguments and errors: as of `simulate`."""
     step = with_first_dtype(step, torch.device("cpu"))
-    ranks = _ranks(mesh)
+    ranks = ranks_of(mesh)
     whole = step.init(params, key)
     parts = parts_of(step, mesh, batch)
     lowered = lower(step, mesh, whole.params, parts[0])
@@ -106,7 +106,7 @@ def simulated(
         yield whole, metrics
 
 
-def _ranks(mesh: AbstractMesh) -> list[Mesh]:
+def ranks_of(mesh: AbstractMesh) -> list[Mesh]:
     return [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
 
 
@@ -183,12 +183,18 @@ class _Rank(Interpreter):
                 self.lines(line.body, again)
 
 
-def _one_step(
-    lowered: Lowered, ranks: Sequence[Mesh], whole: State, parts: Sequence[Any]
-) -> tuple[State, dict[str, Any]]:
-    leaves, board = leaves_of(whole, {}), _Board(ranks)
-    axis = find(lowered.program.transforms, Pipeline)
-    table = {name: leaf for program in lowered.programs for name, leaf in program.leaves.items()}
+def interpreted(
+    lowered: Lowered, ranks: Sequence[Mesh], leaves: Mapping[str, torch.Tensor], parts: Sequence[Any]
+) -> list[_Rank]:
+    """Interprets a lowered step once, each rank in a thread. Returns the ranks with all their values.
+
+    Args:
+        lowered: a training step or an evaluation.
+        ranks: the mesh as each rank sees it.
+        leaves: the whole leaves of the state, by name.
+        parts: the batch of each rank.
+    """
+    board, axis = _Board(ranks), find(lowered.program.transforms, Pipeline)
 
     def run(mesh: Mesh) -> _Rank:
         program = lowered.programs[mesh.index(axis.axis) if axis else 0]
@@ -207,7 +213,15 @@ def _one_step(
     errors = [e for e in (f.exception() for f in done) if e is not None]
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    ran = [f.result() for f in done]
+    return [f.result() for f in done]
+
+
+def _one_step(
+    lowered: Lowered, ranks: Sequence[Mesh], whole: State, parts: Sequence[Any]
+) -> tuple[State, dict[str, Any]]:
+    leaves = leaves_of(whole, {})
+    table = {name: leaf for program in lowered.programs for name, leaf in program.leaves.items()}
+    ran = interpreted(lowered, ranks, leaves, parts)
     put_together = {name: _whole(leaf, ran, leaves[name]) for name, leaf in table.items()}
     problems = [problem for _, found in put_together.values() for problem in found]
     metrics = [tree.unflatten(lowered.structure, [rank.values[name] for name in rank.program.outputs]) for rank in ran]
@@ -252,7 +266,7 @@ def _whole(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torc
 
 def parts_of(step: Step, mesh: AbstractMesh, batch: Any) -> list[Any]:
     """Each rank's part of the global batch."""
-    axes, ranks = zero_of(step, mesh).batch_axes, _ranks(mesh)
+    axes, ranks = zero_of(step, mesh).batch_axes, ranks_of(mesh)
     num, flat, structure = mesh.axis_size(axes), *tree.flatten(batch)
     record = find(step.transforms, Accumulate)
     cut = rows(batch, record)

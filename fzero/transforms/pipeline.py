@@ -12,7 +12,6 @@ from fzero.arguments import keywords
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf, Only
 from fzero.step import EvalStep
-from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.offload import Offload
@@ -42,8 +41,6 @@ class Pipeline(Transform):
     name: ClassVar[str] = "pipeline"
 
     def conflict(self, other: Transform) -> str | None:
-        if isinstance(other, Accumulate) and not other.vertical:
-            return f"stages pass on micro-batches: fz.accumulate({other.num_micro_batches}, vertical=True)"
         if isinstance(other, Parallel) and self.axis in other.axes:
             return f"along {self.axis!r} every rank has the same rows: let {other.name} name another axis"
         if isinstance(other, Redundant) and other.axis == self.axis:
@@ -91,10 +88,11 @@ def pipeline(
     """Divides the blocks of a step among the ranks along `axis`: each computes with its own, and hands what comes out
     on to the next, micro-batch by micro-batch.
 
-    Equal to the step with `accumulate(m, vertical=True)` alone, of which it needs one: in fp32 the same bits. A rank
-    has the parameters and optimizer state of its stage alone. A leaf that several stages read, such as a tied
-    embedding, belongs to the first of them. Every rank along `axis` gets the same rows, and returns the same metrics.
-    `fz.compile` takes a `batch` for it, as the stages are laid out before the first one is seen.
+    It needs `accumulate(m)` for the micro-batches, which then run in the order of `schedule`. Equal to the step with
+    `accumulate(m, vertical=True)` alone: in fp32 the same bits. A rank has only the parameters and optimizer state of
+    its own stages. A leaf that several stages read, such as a tied embedding, belongs to the first of them. Every rank
+    along `axis` gets the same rows, and returns the same metrics. The stages are laid out for the `batch` given to
+    `fz.compile`, or else at the first step: until then every rank has the whole state.
 
     Args:
         step: a training step; without one a transform is returned.
@@ -126,7 +124,7 @@ def pipeline(
             mutable leaves; more stages than blocks, or counts that do not add up; `gather="micro"` without sharded
             parameters. Also a backward that reads what an earlier stage's makes, and an update of leaves of two stages
             at once.
-        TransformError: a loop over micro-batches; a parallel transform or `redundant` over `axis`; `offload`,
+        TransformError: a parallel transform or `redundant` over `axis`; `offload`,
             `once_a_step`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
         VerifyError: stages that wait for each other.
 
@@ -140,7 +138,7 @@ def pipeline(
         ...     for w in params:
         ...         x = layer(w, x)
         ...     return x.square().mean()
-        >>> step = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline())(fz.train_step(loss, fz.optim.sgd(0.1)))
+        >>> step = fz.compose(fz.accumulate(4), fz.pipeline())(fz.train_step(loss, fz.optim.sgd(0.1)))
         >>> params, x = [torch.empty(8, 8, device="meta")] * 4, torch.empty(16, 8, device="meta")
         >>> lowered = fz.lower(step, fz.AbstractMesh(pipe=2), [x.clone() for x in params], x)
         >>> [len(program.leaves) for program in lowered.programs]  # two of the weights, the step and the key

@@ -69,8 +69,10 @@ class Call(Op[CallAttrs]):
             if arg.placement.is_cut and line.block is not None:
                 rules.bad(line, f"{arg.name} is {arg.placement}, a block takes whole values")
             summed = {*arg.placement.partial}
-            # a function outside blocks may read this rank's own summands of totals over the batch, or encode any
-            if summed and not line.of_codes and (line.block is not None or not summed <= rules.batch_axes):
+            # a function outside blocks may read this rank's own summands of totals over the batch, or encode any; a
+            # quotient may read those of its sums before passes/shard.py reduces them
+            reads = summed <= rules.batch_axes or line.of_sums
+            if summed and not line.of_codes and (line.block is not None or not reads):
                 rules.bad(line, f"{arg.name} is {arg.placement}, and no function reads a summand")
         if line.writes != tuple(line.args[i] for i in function.writes):
             rules.bad(
