@@ -481,6 +481,62 @@ def test_an_optimizer_of_deepspeeds_with_the_librarys_schedule(tmp_path: Path) -
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
+@dataclasses.dataclass
+class OwnArguments(transformers.TrainingArguments):
+    alpha: float = 0.5
+    names: list[str] | None = None
+
+
+def test_fields_of_a_users_arguments(tmp_path: Path) -> None:
+    """They are the user's own; options of the library in the same object are judged as ever."""
+    args = arguments(OwnArguments, output_dir=str(tmp_path), alpha=0.7, names=["a"])
+    assert Trainer(llama(), args).args.alpha == 0.7 and not options.notes(args)
+    args = arguments(OwnArguments, output_dir=str(tmp_path), alpha=0.7, bf16_full_eval=True)
+    with pytest.raises(fz.errors.FzeroValueError, match="bf16_full_eval=True") as error:
+        Trainer(llama(), args)
+    assert "alpha" not in str(error.value)
+
+
+class Drawing(torch.nn.Module):
+    """A loss with noise, as of diffusion; the noise is an output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        noise = torch.rand(x.shape[0], 3)
+        error = (self.layer(x)[:, 0] - labels).square()
+        return {"loss": error.mean() + noise.mean() - noise.mean().detach(), "noise": noise}
+
+
+def test_a_forward_that_draws(tmp_path: Path) -> None:
+    """Training and evaluation draw from keys, each row and batch other numbers, each evaluation the same."""
+    settings = {"model": Drawing, "rows": [{"x": [i / 10, 1.0], "labels": i / 5} for i in range(12)]}
+    settings |= {"DATA_COLLATOR": None, "max_steps": 3, "LENGTHS": None}
+    _, ours = beside(tmp_path, **settings, per_device_train_batch_size=2)
+    first, again = (ours.predict(settings["rows"]).predictions for _ in range(2))
+    assert first.shape == (12, 3) and len(set(first.flatten().tolist())) == 36
+    assert 0 <= first.min() and first.max() < 1 and (first == again).all()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the library's loss", "an own loss"])
+def test_means_that_the_library_adds_up(tmp_path: Path, caplog: pytest.LogCaptureFixture, own: bool) -> None:
+    """The log says by how much its numbers are larger; `loss_is_scaled_for_ga` gives them."""
+    settings = {"model": bert, "rows": classes(24), "LENGTHS": [20], "max_steps": 2}
+    mixed = (Weighted,) if own else ()
+    theirs = trained(type("Theirs", (*mixed, transformers.Trainer), {}), tmp_path, **dict(settings))
+    assert "num_items_in_batch" not in caplog.text
+    ours = trained(type("Ours", (*mixed, Trainer), {}), tmp_path, **dict(settings))
+    assert "transformers.Trainer would log 2 times as much" in caplog.text
+    if not own:  # class weights are of all rows of the step
+        assert losses(ours) == pytest.approx({n: x / 2 for n, x in losses(theirs).items()}, rel=1e-5)
+    caplog.clear()
+    adding = trained(type("Adds", (*mixed, Trainer), {"loss_is_scaled_for_ga": True}), tmp_path, **dict(settings))
+    assert losses(adding) == pytest.approx(losses(theirs), rel=1e-5) and "num_items_in_batch" not in caplog.text
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         return iter(texts(18))

@@ -50,20 +50,23 @@ class Evaluation:
         self._step: Any = None
         self._shapes: dict[Any, list[tuple[int, ...]]] = {}
 
-    def __call__(self, params: Any, entries: Entries, items: Any) -> Any:
-        """The loss of a batch and its outputs, in the shapes that it has by itself."""
+    def __call__(self, params: Any, entries: Entries, items: Any, key: torch.Tensor) -> Any:
+        """The loss of a batch and its outputs, in the shapes that it has by itself. A forward that draws random numbers
+        draws them from `key`."""
         device, own = self.held.trainer.args.device, kind_of(entries)
         found: dict[Kind, Any] = {}
         for kind in self._kinds.of_step([entries]):  # all ranks run the program of each kind that one of them has
             batch = self._kinds.stand_in(kind, [entries], device)
-            found[kind] = self._evaluated(params, kind, batch, items)
+            found[kind] = self._evaluated(params, kind, batch, items, key)
         return found[own]
 
-    def _evaluated(self, params: Any, kind: Kind, entries: Entries, items: Any) -> Any:
+    def _evaluated(self, params: Any, kind: Kind, entries: Entries, items: Any, key: torch.Tensor) -> Any:
         trainer, tensors = self.held.trainer, tensors_of(entries)
         if self._step is None:
             fn = partial(traced.outputs, self.held, self.held.visible, self._constants, self._kind)
-            self._step = eval_step(self._model.calling(fn, train=False))
+            self._fn = self._model.calling(fn, train=False)
+            with_key = self._model.marked(lambda params, batch, key: self._fn(params, batch, key=key), "eval")
+            self._step = eval_step(with_key)
             self._usual, self._odd = (self._compile(self._step, **x) for x in (self._compiling, {"backend": "eager"}))
         if kind not in self._paddings:
             losses = traced.Losses(ignores=self._model.mutable is None)
@@ -76,7 +79,7 @@ class Evaluation:
         odd = any(map(pad.kept, shape)) and shape is not pad.shapes[0]
         nones = {n: None for n, x in entries.items() if x is None}
         batch = self._batch({**part, **nones}, items, losses.reads)
-        found, out = (self._odd if odd else self._usual)(params, batch)
+        found, out = (self._odd if odd else self._usual)(params, batch, key)
         own_shapes = partial(self._own_shapes, {**tensors, **nones}, losses.reads)
         return None if found is None else found[0], self._cut(out, part, tensors, own_shapes)
 
@@ -98,6 +101,6 @@ class Evaluation:
         """The shapes of outputs for a batch that is not padded."""
         kind = kind_of(entries), tuple(tuple(x.shape) for _, x in sorted(tensors_of(entries).items()))
         if kind not in self._shapes:
-            made = self._model.shapes(self._step.fn, self._batch(entries, 16, reads))[1]
+            made = self._model.shapes(self._fn, self._batch(entries, 16, reads))[1]
             self._shapes[kind] = [tuple(x.shape) for x in tree.leaves(made)]
         return self._shapes[kind]

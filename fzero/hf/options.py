@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,6 +121,8 @@ def notes(args: Any, save_weights: bool = True) -> list[str]:
         found.append(
             f"hub_strategy={said!r}: uploads in training have states, no weights: leave out save_weights=False"
         )
+    if more := _of_other_libraries(args):
+        found.append(f"{', '.join(more)}: fields of {type(args).__name__}, which fzero does not read")
     return found
 
 
@@ -197,6 +200,23 @@ def check(
 
 
 def _set(args: Any) -> list[str]:
-    """The names of options that are not as they are by default."""
-    blank = {f.name: f.default for f in dataclasses.fields(args) if f.default is not dataclasses.MISSING}
+    """The names of the library's options that are not as they are by default. Fields that a subclass of a user's adds
+    are for the user's own code."""
+    library = next(c for c in type(args).__mro__ if c.__module__.partition(".")[0] in ("transformers", "fzero"))
+    blank = {f.name: f.default for f in dataclasses.fields(library) if f.default is not dataclasses.MISSING}
     return [n for n, default in blank.items() if (x := getattr(args, n)) != default and x not in (None, False, [], {})]
+
+
+def _of_other_libraries(args: Any) -> list[str]:
+    """The names of set fields that another installed library (trl) adds: its own Trainer would read them."""
+    found = {}
+    for cls in type(args).__mro__:
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+        if cls is Base:
+            break
+        if "site-packages" in file and cls.__module__.partition(".")[0] not in ("transformers", "fzero"):
+            found |= {n: f for n, f in vars(cls).get("__dataclass_fields__", {}).items() if n not in _FIELDS}
+    return [n for n, f in found.items() if f.default is not dataclasses.MISSING and getattr(args, n) != f.default]
+
+
+_FIELDS = {f.name for f in dataclasses.fields(Base)}

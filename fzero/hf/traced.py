@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero import compat
 from fzero.hf.loss_inputs import LossInputs
@@ -134,3 +135,29 @@ def probe(
 def _is_mean_of_targets(counting: Any) -> bool:
     """Whether a loss is one mean over targets, whose number is known. Others count once per micro-batch."""
     return len(counting.counts) == 1 and not counting.in_blocks
+
+
+def other_scale(trainer: Any, losses: Losses, counted: bool) -> str:
+    """How the loss and gradient that transformers' Trainer logs differ from the mean over a step; "": they do not.
+
+    It adds up the micro-batches of a step, unless it takes their losses for means of their own. It does not for a model
+    whose forward takes further keyword arguments, nor for a `compute_loss_func`, whether or not they divide by
+    `num_items_in_batch`; and its own `compute_loss` multiplies by the number of processes, which DDP divides by.
+
+    Args:
+        counted: whether the library counts the items of a step.
+    """
+    takes_items = trainer.model_accepts_loss_kwargs and counted
+    adds_up = takes_items or trainer.compute_loss_func is not None
+    if losses.reads or trainer.loss_is_scaled_for_ga is not None or not adds_up:
+        return ""
+    own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
+    averaged = counted and trainer.args.average_tokens_across_devices and not own
+    times = trainer.args.gradient_accumulation_steps * (trainer.accelerator.num_processes if averaged else 1)
+    if times == 1:
+        return ""
+    return (
+        "the loss does not use num_items_in_batch. loss and grad_norm are those of the mean over the step's "
+        f"micro-batches and ranks; transformers.Trainer would log {times} times as much, because it adds them up "
+        "(loss_is_scaled_for_ga = True in your Trainer class does so here, too)"
+    )

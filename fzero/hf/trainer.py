@@ -46,6 +46,8 @@ from fzero.transforms.shard import data_parallel
 
 logger = logging.getLogger("fzero")
 Base: Any = transformers.Trainer
+_EVALUATION = 1 << 40
+"""Folded into the key of an evaluation, which no training step folds in."""
 STATE = "fzero"
 """The directory of the state within one of the library's checkpoints."""
 
@@ -139,6 +141,7 @@ class Trainer(Base):
         self._optimizer_was: Any = None
         self._evaluated: tuple[bool, Any] | None = None  # in an evaluation, what it is of
         self._evaluations: dict[Any, Evaluation] = {}
+        self._num_predictions = 0
         self._programs: set[Any] = set()
         super().__init__(model.module if self._pretrained is not None else model, args, *more, **settings)
         self._sync = Sync(self, Trainer, sync)
@@ -354,6 +357,8 @@ class Trainer(Base):
         found = padding.of(self, "training", losses, self._train_batch_size)
         if not self._paddings:
             padding.check_rows(self, found)
+            if self.is_world_process_zero() and (text := traced.other_scale(self, losses, items is not None)):
+                logger.warning("fzero.hf.Trainer: %s", text)
         return losses, found
 
     def _check_kinds(self, kinds: list[Kind], entries: Any, shapes: list[Any], reads: set[bool]) -> None:
@@ -384,7 +389,7 @@ class Trainer(Base):
     # --- evaluation ---
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        self._evaluated = self._weights()
+        self._evaluated, self._num_predictions = self._weights(), 0  # each evaluation draws the same
         try:
             return super().evaluation_loop(*args, **settings)
         finally:
@@ -409,7 +414,9 @@ class Trainer(Base):
         ours, params = self._evaluated or self._weights()
         entries, constants = padding.split(inputs)
         with self._sync.paused():
-            loss, outputs = self._evaluation(kind, constants, ours)(params, entries, items)
+            key = random.fold_in(random.fold_in(random.key(self.args.seed), _EVALUATION), self._num_predictions)
+            self._num_predictions += 1
+            loss, outputs = self._evaluation(kind, constants, ours)(params, entries, items, key)
         if prediction_loss_only:
             return loss, None, None
         return loss, outputs[0] if len(outputs) == 1 else outputs, labels

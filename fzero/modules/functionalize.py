@@ -301,10 +301,11 @@ class Functional(SelfChecked):
         return self.marked(run, "loss" if train else "eval")
 
     def shapes(self, fn: Callable[..., Any], batch: Any) -> Any:
-        """The results of a function of `calling` for such a batch, without values: it is run on fake tensors."""
+        """The results of a function of `calling` for such a batch, without values: it is run on fake tensors, and draws
+        from a fake key."""
         with compat.FakeTensorMode(), torch.no_grad():
             like = lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x  # noqa: E731
-            return fn(tree.map(like, self.params), tree.map(like, batch))
+            return fn(tree.map(like, self.params), tree.map(like, batch), key=torch.empty(3, dtype=torch.int64))
 
     def write_back(self, params: Any) -> None:
         """Copies whole tensors into the module that was given; one on the meta device gets them as its own.
