@@ -638,6 +638,10 @@ def on_ranks(out: str, resumed: str) -> None:
     mixed |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "max_steps": 3}
     mixed |= {"LENGTHS": None, "DATA_COLLATOR": by_first, "train_sampling_strategy": "sequential"}
     both = [trained(cls, path / "mixed", **dict(mixed)) for cls in (transformers.Trainer, Trainer)]
+    rows = [{"x": [i / 10, 1.0], "labels": i / 5} for i in range(12)]
+    given = {"model": Drawing, "DATA_COLLATOR": None, "LENGTHS": None, "per_device_train_batch_size": 1, "max_steps": 1}
+    noise = trained(Trainer, path / "drawing", rows=rows, **given).predict(rows).predictions
+    found["noise"] = len(set(noise.flatten().tolist()))
     found["mixed"] = [[*losses(one).values(), one.evaluate()["eval_loss"]] for one in both]
 
     args = arguments(output_dir=str(path / "pooled"), gradient_accumulation_steps=1)
@@ -661,6 +665,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         theirs = {int(step): x for step, x in found[name]["losses"].items()}
         assert theirs == pytest.approx(losses(one), abs=2e-6), name
         assert found[name]["shape"][0] == 7 and found[name]["programs"] <= 4
+    assert found["noise"] == 36, "each rank's rows draw other numbers"
     # A rank without a batch of some kind computes a copy of another rank's, which counts nothing.
     assert found["mixed"][1] == pytest.approx(found["mixed"][0], rel=1e-5)
     alone = test_trainer_callbacks.made(Trainer, tmp_path, *test_trainer_callbacks.CHANGES)

@@ -414,12 +414,16 @@ class Trainer(Base):
         ours, params = self._evaluated or self._weights()
         entries, constants = padding.split(inputs)
         with self._sync.paused():
-            key = random.fold_in(random.fold_in(random.key(self.args.seed), _EVALUATION), self._num_predictions)
-            self._num_predictions += 1
-            loss, outputs = self._evaluation(kind, constants, ours)(params, entries, items, key)
+            loss, outputs = self._evaluation(kind, constants, ours)(params, entries, items, self._next_key())
         if prediction_loss_only:
             return loss, None, None
         return loss, outputs[0] if len(outputs) == 1 else outputs, labels
+
+    def _next_key(self) -> torch.Tensor:
+        """The key of the next batch of an evaluation, with this rank's part of the global batch."""
+        key = random.fold_in(random.key(self.args.seed, self._mesh().device), _EVALUATION)
+        self._num_predictions += 1
+        return random.with_part(random.fold_in(key, self._num_predictions), self.accelerator.process_index)
 
     def _evaluation(self, kind: traced.Kind, constants: dict[str, Any], ours: bool) -> Evaluation:
         """The evaluation of a kind, of batches with these constants. `ours`: of the trained state."""
