@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import secrets
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -339,7 +340,23 @@ def make_mesh(
         launcher.die_with_parent()
     if launcher.under_torchrun() or Processes.of().world > 1:
         launcher.install_excepthook()
+    elif all(n == -1 for n in axes.values()) and "WORLD_SIZE" not in os.environ:
+        _say_alone(device)
     return _joined(unjoined(device, timeout, shared_memory, unified_memory, axes), symmetric_memory is True)
+
+
+def _say_alone(device: str | None) -> None:
+    """Says that one process trains, where all processes were asked for and the launcher was probably forgotten.
+
+    With several GPUs that is a warning. A CPU may well be meant for one process, so only a terminal is told.
+    """
+    number = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+    if number > 1:
+        text = "fzero.make_mesh: one process trains, on one of %d GPUs; torchrun --nproc-per-node %d SCRIPT uses all"
+        logger.warning(text, number, number)
+    elif number == 0 and sys.stderr is not None and sys.stderr.isatty():
+        text = "fzero.make_mesh: one process trains; torchrun --nproc-per-node NUMBER SCRIPT starts several"
+        print(text, file=sys.stderr)
 
 
 def unjoined(

@@ -10,6 +10,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero import tree
 from fzero.errors import FzeroValueError, attribute_of
+from fzero.layout import leaf_of
+from fzero.units import size
 
 INIT_STREAM = 0x1717
 """Folded into the key given to `init` to make the state's key, so that no step draws what the init function drew."""
@@ -37,8 +39,42 @@ class State(NamedTuple):
     key: torch.Tensor  # int64[3]: step t draws from fold_in(key, t)
     extras: dict[str, Any]  # what transforms carry
 
+    def __repr__(self) -> str:
+        plain = type(self.step) in (torch.Tensor, int) and all(
+            isinstance(x, torch.Tensor) for x in tree.leaves(self[1:])
+        )
+        # of anything but tensors, such as their shapes, or in a trace: as of any NamedTuple
+        fields = zip(self._fields, self, strict=True)
+        return _summary(self) if plain else f"State({', '.join(f'{name}={x!r}' for name, x in fields)})"
+
     if not TYPE_CHECKING:
         __getattr__ = attribute_of
+
+
+def _summary(state: State) -> str:
+    """The step, the number of parameters, and the bytes of this rank by field and by memory tier.
+
+    A tree of tensors printed in full would be thousands of lines.
+    """
+    seen = dict[int, torch.Tensor]()  # tied tensors count once
+    by_field, by_tier, mesh, numel = dict[str, int](), dict[str, int](), None, 0
+    for name, value in zip(state._fields, state, strict=True):
+        for x in tree.tensors(value):
+            if id(x) in seen:
+                continue
+            seen[id(x)] = x
+            leaf, mesh = tag if (tag := leaf_of(x)) is not None else (None, mesh)
+            nbytes = x.numel() * x.dtype.itemsize if leaf is None or mesh is None else leaf.shard_bytes(mesh)
+            tier = x.device.type if leaf is None or leaf.layout.tier == "device" else leaf.layout.tier
+            by_field[name] = by_field.get(name, 0) + nbytes
+            by_tier[tier] = by_tier.get(tier, 0) + nbytes
+            numel += (x.numel() if leaf is None else leaf.numel) if name == "params" else 0
+    parts = [] if getattr(state.step, "is_meta", False) else [f"step={int(state.step)}"]
+    parts.append(f"{numel:,} parameters")
+    fields = ", ".join(f"{name} {size(n)}" for name, n in by_field.items() if name in ("params", "opt_state", "extras"))
+    tiers = ", ".join(f"{size(n)} on {tier}" for tier, n in by_tier.items())
+    where = "" if mesh is None or mesh.size == 1 else f" of rank {mesh.rank} of {mesh.size}"
+    return f"State({', '.join(parts)}; {fields}; {tiers}{where})"
 
 
 def lasting(state: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import os
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero as fz
+from fzero import mesh as mesh_module
 from fzero.errors import FzeroValueError
 from fzero.mesh import AXES, AbstractMesh, Mesh, close_mesh, make_mesh
 from fzero.processes import Processes
@@ -249,6 +252,42 @@ def test_groups_hold_the_ranks_that_differ_in_one_axis(run_ranks):
             and seen["sums"] == {"data": 2**rank, "replica": 0b11}
             and seen["index"] == 0
         )
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_told_that_one_process_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all processes were asked for, and no launcher has started any. A log or a notebook is told nothing."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for stream, axes, told in (
+        (_Terminal(), {}, True),
+        (_Terminal(), {"data": -1}, True),
+        (_Terminal(), {"data": 1}, False),
+        (io.StringIO(), {}, False),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert make_mesh(device="cpu", **axes).size == 1
+        said = stream.getvalue()
+        assert said.startswith("fzero.make_mesh: one process trains; torchrun ") == told and said.count("\n") == told
+    monkeypatch.setattr(sys, "stderr", stream := _Terminal())
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun --nproc-per-node 1 sets it
+    make_mesh(device="cpu")
+    assert not stream.getvalue()
+
+
+@pytest.mark.parametrize(("number", "told"), [(1, False), (8, True)])
+def test_one_process_on_one_of_several_gpus_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, told: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := _Terminal())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    mesh_module._say_alone(None)
+    text = "fzero.make_mesh: one process trains, on one of 8 GPUs; torchrun --nproc-per-node 8 SCRIPT uses all"
+    assert caplog.messages == [text] * told and not stream.getvalue()
 
 
 def test_a_mesh_of_another_type_keeps_what_was_said_of_it() -> None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import models
 import pytest
@@ -22,13 +23,14 @@ from fzero.plan.memory import ROLES, memory_of, resting_bytes
 from fzero.plan.picture import _over_time
 from fzero.plan.plan import plan
 from fzero.plan.process import CONTEXT, INTERPRETER, NCCL
+from fzero.plan.render import tables
 from fzero.plan.timeline import COMPUTE, simulate
 from fzero.program.attrs import GatherAttrs, PartAttrs, ReduceAttrs, ScatterAttrs, TurnsAttrs
 from fzero.program.ir import Function, Line, Placement, Program, Value
 from fzero.program.ops import transfer_bytes
 from fzero.trace.record import record
 from fzero.trace.storages import output_storages
-from fzero.units import parse_bytes
+from fzero.units import duration, parse_bytes, size
 
 MESH = fz.AbstractMesh(data=2)
 F32 = torch.float32
@@ -661,3 +663,32 @@ def test_an_unknown_backend_is_refused():
     lowered = fz.lower(step, fz.AbstractMesh(data=1), params, x)
     with pytest.raises(errors.FzeroValueError, match=r"fzero.plan: unknown backend 'c'"):
         lowered.plan_on("h100", "c")
+
+
+def test_values_show_themselves_briefly_and_in_notebooks_as_tables():
+    layer = fz.block(lambda w, x: torch.tanh(x @ w))
+    step = fz.shard_params(fz.train_step(lambda p, x: layer(p["w"], x).square().mean(), optim.sgd(0.1)))
+    params, x = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+    lowered = fz.lower(step, MESH, params, x, device="h100")
+    found = lowered.plan
+    text = f"<Plan of <lambda> on mesh data=2 of h100: {duration(found.step_seconds)} a step, {size(found.peak_bytes)} "
+    assert repr(found) == text + "at the peak>"
+    html = ElementTree.fromstring(f"<div>{found._repr_html_()}</div>")
+    cells = [cell.text for cell in html.iter("td")]
+    rows = [cell for table in tables(found) for row in table.rows for cell in row]
+    assert cells == [cell or None for cell in rows] and size(found.peak_bytes) in cells
+    assert [x.text for x in html.iter("caption")] == [table.title for table in tables(found)]
+    for value in (lowered, lowered.program):
+        assert ElementTree.fromstring(value._repr_html_()).text == str(lowered.program)
+    meshes = fz.choose_mesh(replace(step, transforms=()), params, x, devices=2, device="h100")
+    html = ElementTree.fromstring(f"<div>{meshes._repr_html_()}</div>")
+    assert html[0].text == meshes.sentence and html[1].text == meshes.code and html[2].tag == "table"
+    report = fz.testing.check_equivalent(
+        fz.accumulate(2)(fz.train_step(lambda p, x: (p["w"] * x).sum(), optim.sgd(0.1))),
+        {"w": torch.ones(3)},
+        torch.ones(4, 3),
+        fz.make_mesh(data=1),
+        raises=False,
+    )
+    html = ElementTree.fromstring(f"<div>{report._repr_html_()}</div>")
+    assert [x.text for x in html.iter("p")] == report.remarks()

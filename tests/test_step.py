@@ -389,3 +389,35 @@ def test_another_models_leaves_are_all_listed(tmp_path):
     assert all(
         name in str(raised.value) for name in ("params.token", "params.more", "params.gate")
     ) and "params.bias" not in str(raised.value)
+
+
+# what a state shows of itself
+
+
+def test_a_state_shows_its_step_and_its_size_instead_of_all_values() -> None:
+    """Of a compiled step, of a plain one, and of shards; a tied parameter counts once."""
+    w = torch.ones(1000, 1024)
+    step = fz.train_step(lambda p, x: (x @ p["w"] @ p["tied"].T).square().mean(), optim.adamw(1e-3))
+    state = fz.shard_params(step).init({"w": w, "tied": w})
+    said = "1,024,000 parameters; params 3.9 MiB, opt_state 7.8 MiB; 11.7 MiB on cpu"
+    assert repr(state) == f"State(step=0, {said})" == str(state)
+    train = fz.compile(fz.shard_params(step), fz.make_mesh(data=1), backend="eager")
+    state, _ = train(train.init({"w": w, "tied": w}), torch.ones(2, 1000))
+    assert repr(state) == f"State(step=1, {said})"
+    # anything else is shown as a NamedTuple is
+    shapes = fz.tree.map(lambda x: tuple(x.shape), state)
+    assert repr(shapes).startswith("State(step=(), params={'w': (1000, 1024), 'tied': (1000, 1024)}, opt_state=")
+    meta = fz.tree.map(lambda x: x.to("meta"), state)
+    assert repr(meta).startswith("State(1,024,000 parameters; ") or "on meta" in repr(meta)
+
+
+def _sharded_state() -> str:
+    step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), optim.adamw(1e-3)))
+    train = fz.compile(fz.offload("cpu", "opt_state")(step), fz.make_mesh(unified_memory=False), backend="eager")
+    return repr(train.init({"w": torch.ones(1024, 1024)}))
+
+
+def test_a_sharded_state_shows_what_a_rank_holds_and_where(run_ranks: Any) -> None:
+    for rank, said in enumerate(run_ranks(2, _sharded_state)):
+        sizes = "params 2.0 MiB, opt_state 4.0 MiB; 2.0 MiB on cpu, 4.0 MiB on host"
+        assert said == f"State(step=0, 1,048,576 parameters; {sizes} of rank {rank} of 2)"

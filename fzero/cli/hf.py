@@ -24,6 +24,7 @@ from fzero.hf.mixtures import is_mixture
 from fzero.step import Step
 
 _SEQ = 4096  # tokens, if the configuration allows as many
+_MOST_DEVICES = 16_384
 _CAPACITY = 1.25  # rows of an expert, as a factor of its even share
 _FLAG = arg(help_behavior_hint="")
 _TARGET_INSTEAD = "write a function that returns (step, params, batch), and plan that: fzero plan FILE.py:FUNCTION"
@@ -233,7 +234,8 @@ def as_flags(refusal: str) -> str:
     """A refusal with the flags that stand for the calls it names."""
     flags = [flag for pattern, flag in _FLAGS.items() if re.search(pattern, refusal)]
     ranks = re.search(r"at least (\d+) ranks", refusal)
-    flags += [f"--devices {ranks[1]}xNAME"] if ranks else []
+    # beyond any cluster more devices are no way out: the budget is too small
+    flags += [f"--devices {ranks[1]}xNAME"] if ranks and int(ranks[1]) <= _MOST_DEVICES else []
     return "\n".join([refusal, *([f"As flags: {'; '.join(flags)}"] if flags else [])])
 
 

@@ -75,6 +75,9 @@ class Lowered:
     def __str__(self) -> str:
         return str(self.program)
 
+    def _repr_html_(self) -> str:
+        return self.program._repr_html_()
+
     @property
     def program(self) -> Program:
         """The program that this rank runs."""

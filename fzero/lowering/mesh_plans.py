@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from fzero.errors import BudgetError, FzeroValueError
 from fzero.lowering.mesh_candidates import ROWS
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan
-from fzero.plan.render import TextTable, plain
+from fzero.plan.render import TextTable, html, plain
 from fzero.step import Step
 from fzero.units import as_argument, duration, size
 
@@ -176,6 +177,11 @@ class MeshPlans:
     def __str__(self) -> str:
         text = plain(self.tables())
         return f"{self.sentence}\n\n{self.code}\n{text}" if self.found and self.found[0].plan is not None else text
+
+    def _repr_html_(self) -> str:
+        if not self.found or self.found[0].plan is None:
+            return html(self.tables())
+        return f"<p>{escape(self.sentence)}</p><pre>{escape(self.code)}</pre>{html(self.tables())}"
 
     def data(self) -> dict[str, Any]:
         """All of it, as JSON can hold it."""

@@ -36,7 +36,7 @@ from fzero.program.ir import Program
 from fzero.program.ops import transfer_bytes
 from fzero.program.show import statements
 from fzero.tree import dtype_name
-from fzero.units import parse_bytes
+from fzero.units import duration, parse_bytes, size
 
 
 class At(NamedTuple):
@@ -182,6 +182,15 @@ class Plan:
         from fzero.plan.render import table
 
         return table(self)
+
+    def __repr__(self) -> str:
+        time, peak = duration(self.step_seconds), size(self.peak_bytes)
+        return f"<Plan of {self.name} on mesh {self.mesh} of {self.device.name}: {time} a step, {peak} at the peak>"
+
+    def _repr_html_(self) -> str:
+        from fzero.plan.render import html, tables
+
+        return html(tables(self))
 
     @property
     def process_bytes(self) -> int:

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.plan.cost import DISK, HOST
@@ -179,6 +180,21 @@ def draw(tables: Iterable[TextTable], console: Console) -> None:
         for row in rows:
             out.add_row(*(Text(cell) for cell in row))  # no markup: lines have brackets
         console.print(out)
+
+
+def html(tables: Iterable[TextTable]) -> str:
+    """As HTML, for notebooks."""
+    out = list[str]()
+    for title, columns, rows, prose in tables:
+        last = len(columns) - 1
+        align = ["left" if prose or i in (0, last) else "right" for i in range(len(columns))]
+        cells = lambda kind, row, align=align: "".join(  # noqa: E731
+            f'<{kind} style="text-align: {how}">{escape(cell)}</{kind}>' for cell, how in zip(row, align, strict=True)
+        )
+        head = f"<thead><tr>{cells('th', columns)}</tr></thead>" if any(columns) else ""
+        body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+        out.append(f"<table><caption>{escape(title)}</caption>{head}<tbody>{body}</tbody></table>")
+    return "\n".join(out)
 
 
 def brief(text: str, width: int = 84) -> str:

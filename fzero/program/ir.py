@@ -54,6 +54,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import Any, Generic
 
 import torch
@@ -421,6 +422,9 @@ class Program:
         from fzero.program.show import show
 
         return show(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def repeats(line: Line) -> bool:

@@ -6,9 +6,10 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any
 
-from fzero.plan.render import TextTable, brief, plain
+from fzero.plan.render import TextTable, brief, html, plain
 
 NUM_ROWS = 12
 """The leaves of a table: different ones first, then the closest to being different."""
@@ -148,6 +149,9 @@ class Report:
 
     def __str__(self) -> str:
         return plain(self.tables()) + "".join(f"{line}\n" for line in self.remarks())
+
+    def _repr_html_(self) -> str:
+        return html(self.tables()) + "".join(f"<p>{escape(line)}</p>" for line in self.remarks())
 
     def tables(self) -> list[TextTable]:
         """The leaves nearest to their tolerances or beyond."""
