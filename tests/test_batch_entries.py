@@ -105,6 +105,47 @@ def test_a_batch_means_what_it_does_in_pytorch(net: Any, batch: Any, fn: Any, pl
     assert trained(net(), batch, fn) == pytest.approx(plain(net()).item(), rel=1e-6)
 
 
+class WithLoss(One):
+    """As nanoGPT's `forward(idx, targets=None)`."""
+
+    def forward(self, x: Any, mask: Any = None, targets: Any = None) -> Any:
+        out = super().forward(x if mask is None else x * mask)
+        return out, None if targets is None else F.mse_loss(out, targets)
+
+
+class Tokens(WithLoss):
+    def forward(self, x: Any, targets: Any = None) -> Any:
+        return super().forward(x, None, targets)
+
+
+@pytest.mark.parametrize(
+    ("net", "batch", "fn"),
+    [
+        (Tokens, (X, Y), None),
+        (Tokens, [X, Y], None),
+        (Tokens, (X, Y), lambda out, batch: out[1]),
+        (Tokens, (X, Y), lambda out, batch: out[1] * 1),  # an error on None
+        (WithLoss, (X, MASK, Y), lambda out, batch: out[1]),
+    ],
+)
+def test_a_forward_that_computes_its_loss_gets_the_targets_of_a_tuple(net: Any, batch: Any, fn: Any) -> None:
+    want = net()(*batch)[1].item()
+    assert trained(net(), batch, fn) == pytest.approx(want, rel=1e-6)
+    model = fz.functionalize(net())
+    if fn is not None:
+        evaluate = fz.compile(model.eval_step(fn), fz.make_mesh(), backend="eager")
+        assert evaluate(model.params, batch).item() == pytest.approx(want, rel=1e-6)
+
+
+def test_a_forward_gets_optional_arguments_only_if_the_loss_function_has_no_result_without_them() -> None:
+    want = F.mse_loss(One()(X), Y).item()
+    assert trained(Tokens(), (X, Y), lambda out, batch: F.mse_loss(out[0], batch[1])) == pytest.approx(want, rel=1e-6)
+    with pytest.raises(TraceError, match=re.escape("batch[1]: float32[4, 3]")):  # labels that an autoencoder ignores
+        trained(Tokens(), (X, Y), lambda out, batch: out[0].square().mean())
+    with pytest.raises(AttributeError, match="no attribute 'loss'"):  # of the user's own
+        trained(Tokens(), (X, Y), lambda out, batch: out.loss)
+
+
 def test_a_needed_argument_by_name_is_not_taken_by_place() -> None:
     with pytest.raises(FzeroTypeError, match="missing: mask"):
         trained(Needed(), (X, MASK), alone)

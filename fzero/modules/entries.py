@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -18,18 +19,27 @@ from fzero.errors import FzeroTypeError, TraceError
 
 
 class Arguments(NamedTuple):
-    """The arguments of a forward, and the entries of the batch that are none of them, by key."""
+    """The arguments of a forward, and the entries of the batch that are none of them, by key.
+
+    Attributes:
+        optional: the number of entries of a tuple that forward could take by position in addition to `args`, for its
+            parameters with defaults.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     others: dict[Any, Any]
+    optional: int = 0
 
 
-def arguments(forward: Callable[..., Any], name: str, batch: Any, settings: dict[str, Any], alone: bool) -> Arguments:
+def arguments(
+    forward: Callable[..., Any], name: str, batch: Any, settings: dict[str, Any], alone: bool, more: int = 0
+) -> Arguments:
     """Forward's arguments in a batch; all of it if nobody else reads it. And the settings.
 
     Args:
         name: of the module.
+        more: the number of entries of a tuple that forward gets in addition to those that it needs.
 
     Raises:
         FzeroTypeError: forward does not take these, or needs more.
@@ -37,7 +47,7 @@ def arguments(forward: Callable[..., Any], name: str, batch: Any, settings: dict
     signature = inspect.signature(forward)
     named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     needed = [p for p in named if p.default is p.empty and p.name not in settings]
-    args, kwargs, others = (), {}, {}
+    args, kwargs, others, optional = (), {}, {}, 0
     if isinstance(batch, Mapping):
         names = {p.name for p in named}
         kwargs = {k: x for k, x in batch.items() if alone or not named or k in names}
@@ -45,7 +55,9 @@ def arguments(forward: Callable[..., Any], name: str, batch: Any, settings: dict
     elif not isinstance(batch, (tuple, list)):
         args = (batch,)
     else:
-        count = len(batch) if alone else max(sum(p.kind is not p.KEYWORD_ONLY for p in needed), 1)
+        count = len(batch) if alone else max(sum(p.kind is not p.KEYWORD_ONLY for p in needed), 1) + more
+        by_place = takewhile(lambda p: p.kind is not p.KEYWORD_ONLY and p.name not in settings, named)
+        optional = max(min(len(list(by_place)), len(batch)) - count, 0)
         args, others = tuple(batch[:count]), dict(enumerate(batch[count:], count))
     kwargs = {**kwargs, **settings}
     try:
@@ -57,7 +69,7 @@ def arguments(forward: Callable[..., Any], name: str, batch: Any, settings: dict
         fix = "name the entries of a batch as forward's arguments, or give model.train_step(..., name=value)"
         what = f"a batch does not fit {name}.forward{signature}"
         raise FzeroTypeError("functionalize", what, problems, fix) from None
-    return Arguments(args, kwargs, others)
+    return Arguments(args, kwargs, others, optional)
 
 
 def _misfit(
@@ -90,6 +102,10 @@ class Reading(TorchFunctionMode):
     def note(self, values: Collection[Any]) -> None:
         self._seen.update(id(x) for x in values if isinstance(x, torch.Tensor))
 
+    def unread(self) -> dict[Any, Any]:
+        """The entries that neither forward nor the function has read."""
+        return {k: x for k, x in self._others.items() if not any(id(y) in self._seen for y in tree.leaves(x))}
+
     def check(self, forward: Callable[..., Any], name: str, result: Any, could_take: bool) -> None:
         """Raises if there are entries that neither forward nor the function has read.
 
@@ -99,7 +115,7 @@ class Reading(TorchFunctionMode):
         """
         self.note(tree.leaves(result))
         signature = inspect.signature(forward)
-        unread = {k: x for k, x in self._others.items() if not any(id(y) in self._seen for y in tree.leaves(x))}
+        unread = self.unread()
         if could_take and not _takes_more(signature, by_name=any(isinstance(k, str) for k in unread)):
             return
         if not unread:

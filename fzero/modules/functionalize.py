@@ -224,8 +224,10 @@ class Functional(SelfChecked):
             settings: further arguments of the forward, the same in each call.
 
         `batch` is a dict of forward's arguments (with `fn`, entries that forward has no parameter for are `fn`'s
-        alone), a tuple, which begins with forward's arguments without defaults, or forward's one argument. An entry
-        that neither forward gets nor `fn` reads is refused.
+        alone), a tuple, which begins with forward's arguments without defaults, or forward's one argument. If `fn` has
+        no result (None or an error) and leaves entries of a tuple unread, forward gets these too, for its arguments
+        with defaults: a batch `(x, y)` for `forward(idx, targets=None)` with `lambda out, batch: out[1]`. An entry that
+        neither forward gets nor `fn` reads is refused.
 
         Returns: with overwritten buffers the function returns `(loss, new values)`.
         """
@@ -233,8 +235,10 @@ class Functional(SelfChecked):
             fix = "model.loss(lambda out, batch: F.cross_entropy(out, batch['y']))"
             raise FzeroTypeError("functionalize", "takes a function of outputs and batch", problems, fix)
 
+        counts: dict[Any, int] = {}
+
         def loss_fn(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
-            found = self._arguments(batch, settings, alone=fn is None)
+            found = self._bound(fn, self._train, batch, settings, counts)
             counting = Counting() if fn is None else None
             given = Given(self._flat(params), key, _rows(batch), found.args, found.kwargs)
             out, new = self._call(self._train, given, counting)
@@ -268,10 +272,10 @@ class Functional(SelfChecked):
         """`fz.eval_step` of the module in evaluation mode, with the same params: `(params, batch) -> outputs`, or what
         `fn(outputs, batch)` makes of them. It changes no state: what the forward writes to buffers is dropped."""
 
-        mode = self._eval
+        mode, counts = self._eval, dict[Any, int]()
 
         def evaluate(params: Any, batch: Any) -> Any:
-            found = self._arguments(batch, settings, alone=fn is None)
+            found = self._bound(fn, mode, batch, settings, counts)
             out, _ = self._call(mode, Given(self._flat(params), None, None, found.args, found.kwargs))
             return out if fn is None else self._read(fn, out, batch, found, True)
 
@@ -288,7 +292,7 @@ class Functional(SelfChecked):
 
             def forward(args: Any, kwargs: Any, key: torch.Tensor | None, counting: Counting) -> tuple[Any, Any]:
                 if not args:
-                    args, kwargs, _ = self._arguments(kwargs, {}, alone=True)
+                    args, kwargs, *_ = self._arguments(kwargs, {}, alone=True)
                 return self._call(mode, Given(flat, key, _rows((args, kwargs)), args, kwargs), counting)
 
             called = Forward(self._module, forward, key)
@@ -407,8 +411,50 @@ class Functional(SelfChecked):
             raise FzeroTypeError("functionalize", f"buffers of {self._name} are cast", cast, fix)
         return flat
 
-    def _arguments(self, batch: Any, settings: dict[str, Any], alone: bool) -> Arguments:
-        return arguments(self._module.forward, self._name, batch, settings, alone)
+    def _arguments(self, batch: Any, settings: dict[str, Any], alone: bool, more: int = 0) -> Arguments:
+        return arguments(self._module.forward, self._name, batch, settings, alone, more)
+
+    def _bound(
+        self, fn: Loss | None, mode: Mode, batch: Any, settings: dict[str, Any], counts: dict[Any, int]
+    ) -> Arguments:
+        """The forward's arguments in a batch that `fn` reads too.
+
+        A forward such as `forward(idx, targets=None)` returns no loss without its optional arguments. If `fn` has no
+        result without them, and leaves entries of the batch unread, the forward gets these entries. Whether that is so
+        is found on fake tensors, once for each kind of batch.
+
+        Args:
+            counts: the number of optional arguments, by kind of batch.
+        """
+        found = self._arguments(batch, settings, alone=fn is None)
+        if fn is None or not found.optional:
+            return found
+        key = _kind(batch)
+        if key not in counts:
+            counts[key] = self._optional(fn, mode, batch, settings, found.optional)
+        return self._arguments(batch, settings, alone=False, more=counts[key])
+
+    def _optional(self, fn: Loss, mode: Mode, batch: Any, settings: dict[str, Any], most: int) -> int:
+        """The number of optional arguments that a forward needs so that `fn` has a result."""
+        params = self.params
+        with compat.no_modes(), compat.FakeTensorMode(), torch.no_grad():
+            like = lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x  # noqa: E731
+            tensors, fake = self._flat(tree.map(like, params)), tree.map(like, batch)
+            for more in range(most + 1):
+                given = self._arguments(fake, settings, alone=False, more=more)
+                reading, result = Reading(given), None
+                try:
+                    out = mode.outline(Given(tensors, None, _rows(fake), given.args, given.kwargs))
+                    with reading:
+                        result = fn(out, fake)
+                except Exception:  # the trace raises it again, and says where
+                    pass
+                reading.note(tree.leaves(result))
+                if not any(x is None for x in tree.flatten(result, is_leaf=lambda x: x is None)[0]):
+                    return more
+                if not reading.unread():
+                    break
+        return 0
 
     def _read(self, fn: Loss, out: Any, batch: Any, given: Arguments, could_take: bool) -> Any:
         """The result of a function of outputs and batch.
@@ -459,6 +505,12 @@ class Mode:
         self._draws = True
         return self._settled(given, self._dims(given), counting)
 
+    def outline(self, given: Given) -> Any:
+        """The forward's outputs for fake tensors; draws have no values."""
+        with conditions.collected():
+            run = lambda: self._run(given, LayerCall(Rehearsal(None), []))  # noqa: E731
+            return settled(self._skeleton, "", run)[0]
+
     def _settled(self, given: Given, dims: tuple[Dims, list[Dims]], counting: Counting | None) -> Any:
         def run() -> Any:
             if counting is not None:
@@ -490,8 +542,7 @@ class Mode:
                 which row.
         """
         flat, spec = tree.flatten((given.args, given.kwargs))
-        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in flat)
-        key = spec, shapes, given.rows
+        key = *_kind((given.args, given.kwargs)), given.rows
         if key not in self._rehearsed:
             with compat.no_modes(), compat.no_function_modes(), compat.FakeTensorMode(), torch.no_grad():
                 tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in given.tensors.items()}
@@ -537,6 +588,13 @@ def _rehearsing(x: Any, rows: int | None) -> Any:
         return x
     shape = (ROWS, *x.shape[1:]) if rows is not None and x.dim() and x.shape[0] == rows else x.shape
     return torch.empty(shape, dtype=x.dtype)
+
+
+def _kind(values: Any) -> tuple[Any, ...]:
+    """The structure of a tree with the shapes and dtypes of its tensors."""
+    flat, spec = tree.flatten(values)
+    shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in flat)
+    return spec, shapes
 
 
 def prepared(skeleton: nn.Module) -> nn.Module:

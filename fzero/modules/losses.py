@@ -58,13 +58,17 @@ _KEPT = ("input", "target", "weight", "ignore_index", "label_smoothing")
 
 
 def own_loss(out: Any, counting: Counting | None, owner: str) -> Any:
-    """The loss among a model's outputs, weighted by the targets that it is a mean over.
+    """The loss among a model's outputs, weighted by the targets that it is a mean over: the one output, the output
+    named `loss`, or the only scalar in a tuple.
 
     Raises:
         FzeroTypeError: there is none, or it is made of several means.
     """
     loss = out if isinstance(out, torch.Tensor) else out.get("loss") if isinstance(out, Mapping) else None
     loss = getattr(out, "loss", None) if loss is None else loss
+    if loss is None and isinstance(out, (tuple, list)):  # (logits, loss)
+        scalars = [x for x in out if isinstance(x, torch.Tensor) and not x.dim() and x.is_floating_point()]
+        loss = scalars[0] if len(scalars) == 1 else None
     if not isinstance(loss, torch.Tensor) or loss.dim():
         kind = tree.describe(out) if isinstance(out, torch.Tensor) else type(out).__name__
         what = f"{owner} returns {kind}, which has no loss"
