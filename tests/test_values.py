@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from raising import an_assertion, asserted, branches
+from raising import a_conjunction, an_alternative, an_assertion, asserted, branches, either, not_known_at_first, several
 from test_ordinary import trains_as_pytorch, wide
 from test_refusals import refused
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
-from fzero.trace.reads.conditions import _passing
+from fzero.trace.reads.conditions import _test
 
 W, X = {"w": wide(4, 4)}, wide(8, 4)
 
@@ -75,7 +75,7 @@ def in_evaluation(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "fn", [masks, numbers, statistics, likelihoods, asserted, in_evaluation], ids=lambda fn: fn.__name__
+    "fn", [masks, numbers, statistics, likelihoods, asserted, several, in_evaluation], ids=lambda fn: fn.__name__
 )
 def test_trains_as_pytorch(fn):
     trains_as_pytorch(fn, W, X)
@@ -100,7 +100,13 @@ def indefinite(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(torch.stack([y.T @ y + torch.eye(4), y.T @ y - 3 * torch.eye(4)]))
 
 
-RAISING = {negative_variance: "gaussian_nll_loss", no_scale: "Normal", an_assertion: "assert"}
+RAISING = {
+    negative_variance: "gaussian_nll_loss",
+    no_scale: "Normal",
+    an_assertion: "assert",
+    an_alternative: "assert",
+    a_conjunction: "if ",
+}
 """Functions that raise under a condition, and what the line has."""
 
 
@@ -226,4 +232,17 @@ def test_the_branch_that_does_not_raise():
     import dis
 
     tests = [i.offset for i in dis.get_instructions(branches.__code__) if i.opname.startswith("POP_JUMP")]
-    assert [_passing(branches.__code__, offset) for offset in tests[:5]] == [False, True, True, None, None]
+    found = [_test(branches.__code__, offset) for offset in tests[:5]]
+    assert [test and test.answer for test in found] == [False, True, True, None, None]
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (not_known_at_first, ("raises if several tests fail", "or y.dim() == 3", "assert flag or x.all()")),
+        (either, ("needs the value", "if (y > 1e6).all():")),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_tests_that_decide_more_than_whether_a_function_raises_are_rejected(fn: Any, words: tuple[str, ...]):
+    refused(fn, "raising.py:", *words)

@@ -150,7 +150,7 @@ def _record_loss(
             kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
         params = t.params.rebuild(leaves)
         own = [(t.params.leaves[i].path, x) for i, x in leaves.items()]
-        with conditions.collected() as noted, without_gradients("train_step", own):
+        with conditions.collected("train_step") as noted, without_gradients("train_step", own):
             result = t.loss_fn(params, t.batch.rebuild(batch), **kwargs)
         loss, aux, new = split_loss(result, t.has_aux, t.mutates is not None)
         loss = loss._replace(total=noted.poisoned([loss.total])[0])
@@ -233,7 +233,7 @@ def lower_eval(
             dict(zip(params.distinct, fakes, strict=False)),
             dict(zip(batch.distinct, fakes[len(params.distinct) :], strict=True)),
         )
-        with torch.no_grad(), conditions.collected() as noted:
+        with torch.no_grad(), conditions.collected("eval_step") as noted:
             result = fn(params.rebuild(p), *batch.rebuild(b))
             leaves, made["means"] = flatten_means(result)
             leaves = noted.poisoned(leaves)

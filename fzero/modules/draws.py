@@ -109,8 +109,8 @@ class Rehearsal(_Seeded):
             self.found = outer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default and (passes := conditions.passing(asking_frame())) is not None:
-            return passes  # of what does nothing but raise, as a trace takes it
+        if func is aten._local_scalar_dense.default and (test := conditions.test_of(asking_frame())) is not None:
+            return test.answer  # of what does nothing but raise, as a trace takes it
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.places.note(func, args, kwargs or {}, out)
         return out

@@ -507,7 +507,7 @@ class Mode:
 
     def outline(self, given: Given) -> Any:
         """The forward's outputs for fake tensors; draws have no values."""
-        with conditions.collected():
+        with conditions.collected("functionalize"):
             run = lambda: self._run(given, LayerCall(Rehearsal(None), []))  # noqa: E731
             return settled(self._skeleton, "", run)[0]
 
@@ -559,7 +559,7 @@ class Mode:
                     return tuple(found.found), layers
 
                 try:
-                    with conditions.collected():
+                    with conditions.collected("functionalize"):
                         self._rehearsed[key] = settled(self._skeleton, "", rehearsed)
                 except TraceError:
                     raise

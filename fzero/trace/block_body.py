@@ -60,7 +60,7 @@ class Body:
                 self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)]
             )
             trees = arguments(self.fn, params, args, kwargs)
-            with conditions.collected() as noted, without_gradients(self.owner, tensors_in(trees)):
+            with conditions.collected(self.owner) as noted, without_gradients(self.owner, tensors_in(trees)):
                 result = applied(self.fn, params, args, kwargs)
         finally:
             tracer.reset(token)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,13 +55,24 @@ class Answers:
                     columns = [] if at is None else [x.contiguous() for x in at.unbind(1)]
                 places += [self._constant_like(x, args) for x in columns] if mask else [index]
             return recorder.do(func, args[0], places)
-        if func is aten._local_scalar_dense.default and (passes := conditions.passing(asking_frame())) is not None:
+        frame = asking_frame() if func is aten._local_scalar_dense.default else None
+        if frame is not None and (test := conditions.test_of(frame)) is not None:
             if compat.backward_of() is None:  # else it was noted when the forward ran
-                holds = recorder.do(aten.eq.Scalar if passes else aten.ne.Scalar, args[0], 0)
-                flag = recorder.do(aten._to_copy.default, holds, dtype=torch.float32)
-                conditions.note(recorder.do(aten.view.default, flag, [1]), own_line() or ["a line that is not known"])
-            return passes
+                self._note(frame, test, args[0])
+            return test.answer
         return None
+
+    def _note(self, frame: FrameType, test: conditions.Test, value: torch.Tensor) -> None:
+        """Writes down whether a test fails, and all before it of the same condition."""
+        do = self._recorder.do
+        fails = do(aten.eq.Scalar if test.passes else aten.ne.Scalar, value, 0)
+        flag = do(aten.view.default, do(aten._to_copy.default, fails, dtype=torch.float32), [1])
+        if (before := conditions.waited(frame, test)) is not None:
+            flag = do(aten.mul.Tensor, flag, before)
+        if test.last:
+            conditions.note(flag, own_line() or ["a line that is not known"])
+        else:
+            conditions.wait(frame, test, flag)
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:

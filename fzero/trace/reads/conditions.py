@@ -3,6 +3,9 @@ and `torch.distributions`.
 
 A trace cannot know whether one holds: a program takes the branch that does not raise. Where the condition holds, the
 loss is NaN, and so are its gradients; a training step raises on every rank (fzero/runtime/watch.py).
+
+`assert a.all() or b.all()` asks twice, and raises only if both tests fail. The first question is answered so that the
+second is asked, and its flag waits until then: the condition holds if both flags are 1.
 """
 
 from __future__ import annotations
@@ -10,16 +13,19 @@ from __future__ import annotations
 import dis
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 
 from fzero import compat
+from fzero.errors import TraceError
 from fzero.trace.reads.code import instructions_from
+from fzero.trace.reads.user_lines import line
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class Conditions:
 
     flags: list[torch.Tensor] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    waiting: dict[int, Waiting] = field(default_factory=dict)  # by the id of the frame that asks
 
     @property
     def joined(self) -> list[torch.Tensor]:
@@ -42,15 +49,64 @@ class Conditions:
         return [x * factor.to(x.dtype) if x.is_floating_point() or x.is_complex() else x for x in values]
 
 
+class Test(NamedTuple):
+    """A test whose answer decides only whether a function raises.
+
+    Attributes:
+        passes: the truth of what is tested for which the function does not raise.
+        passing: where the code goes on if it does not raise (`_place`).
+        last: whether the function raises if this test fails. If not, another test follows that may pass.
+    """
+
+    passes: bool
+    passing: Hashable
+    last: bool
+
+    @property
+    def answer(self) -> bool:
+        """The answer in a trace: of the last test that it passes, of the others that the next one is asked."""
+        return self.passes if self.last else not self.passes
+
+
+class Waiting(NamedTuple):
+    """The flag of failed tests whose condition has another test to come, and where code goes on if one passes."""
+
+    frame: FrameType
+    passing: Hashable
+    offset: int
+    flag: torch.Tensor
+
+
 @contextmanager
-def collected() -> Iterator[Conditions]:
-    """The conditions noted inside."""
+def collected(owner: str) -> Iterator[Conditions]:
+    """The conditions noted inside. `owner` names the traced function in errors.
+
+    Raises:
+        TraceError: the body raises after a test that was answered only so that the next one is asked.
+    """
     noted = Conditions()
     token = _noted.set(noted)
     try:
         yield noted
+    except Exception as error:
+        if places := _failed(error, noted):
+            what = "raises if several tests fail, of which the first needs the value of a tensor"
+            fix = "test first what is no tensor (assert flag or x.all()), or test once: assert (a.all() | b.all())"
+            raise TraceError(owner, what, places, fix) from error
+        raise
     finally:
+        noted.waiting.clear()  # it holds frames
         _noted.reset(token)
+
+
+def _failed(error: BaseException, noted: Conditions) -> list[str]:
+    """The line that raised an error, if a test before it in the same function waits for the next one."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or id(trace.tb_frame) not in noted.waiting:
+        return []
+    return [line((trace.tb_frame.f_code.co_filename, trace.tb_lineno))]
 
 
 def note(flags: torch.Tensor, lines: Sequence[str]) -> None:
@@ -61,10 +117,24 @@ def note(flags: torch.Tensor, lines: Sequence[str]) -> None:
     noted.lines.extend(lines)
 
 
-def passing(frame: FrameType | None) -> bool | None:
-    """The truth of what a frame tests now for which it does not raise; None if it tests nothing, may go on either way,
-    or nobody collects."""
-    return None if frame is None or _noted.get() is None else _passing(frame.f_code, frame.f_lasti)
+def test_of(frame: FrameType | None) -> Test | None:
+    """The test that a frame makes now, if it decides only whether the frame raises, and somebody collects."""
+    return None if frame is None or _noted.get() is None else _test(frame.f_code, frame.f_lasti)
+
+
+def wait(frame: FrameType, test: Test, flag: torch.Tensor) -> None:
+    """Keeps the flag of a test until the next test of its condition."""
+    noted = _noted.get()
+    assert noted is not None
+    noted.waiting[id(frame)] = Waiting(frame, test.passing, frame.f_lasti, flag)
+
+
+def waited(frame: FrameType, test: Test) -> torch.Tensor | None:
+    """The flag of the tests of the same condition before this one."""
+    noted = _noted.get()
+    found = noted.waiting.pop(id(frame), None) if noted is not None else None
+    same = found is not None and found.passing == test.passing and found.offset < frame.f_lasti
+    return found.flag if same and found is not None else None
 
 
 def raises(frame: FrameType | None) -> bool:
@@ -76,22 +146,44 @@ def raises(frame: FrameType | None) -> bool:
 
 
 @functools.cache
-def _passing(code: CodeType, offset: int) -> bool | None:
+def _test(code: CodeType, offset: int) -> Test | None:
     if code in compat.raising():
-        return True
+        return Test(True, None, True)
     found, at = instructions_from(code, offset)
-    if at is None:
-        return None
+    return None if at is None else _test_at(found, at, code)
+
+
+def _test_at(found: Sequence[dis.Instruction], at: int, code: CodeType) -> Test | None:
     if found[at].opname == "TO_BOOL":  # Python 3.13: right before the jump
         at += 1
     test = found[at]
     if not test.opname.startswith("POP_JUMP") or not test.opname.endswith(("IF_TRUE", "IF_FALSE")):
         return None
-    target = next(i for i, x in enumerate(found) if x.offset == test.argval)
+    target, if_true = _target(found, test), test.opname.endswith("IF_TRUE")
     jumps, stays = _raises(found, target, code), _raises(found, at + 1, code)
-    if jumps == stays:
+    if jumps != stays:
+        passing = at + 1 if jumps else target
+        return Test(stays == if_true, _place(found, passing), last=True)
+    # `a or b`: the jump passes, and the code that stays tests again, with the same place to go on at
+    following = next((i for i in range(at + 1, target) if found[i].opcode in _JUMPS), None)
+    if jumps or following is None or not found[following].opname.startswith("POP_JUMP"):
         return None
-    return stays == test.opname.endswith("IF_TRUE")
+    then = _test_at(found, following, code)
+    passing = _place(found, target)
+    return Test(if_true, passing, last=False) if then is not None and then.passing == passing else None
+
+
+def _place(found: Sequence[dis.Instruction], at: int) -> Hashable:
+    """The offset of an instruction; if the function returns there, what it does until then, of which the compiler makes
+    a copy for each jump."""
+    end = next((i for i in range(at, min(at + 8, len(found))) if found[i].opname.startswith("RETURN")), None)
+    if end is None or any(x.opcode in _JUMPS for x in found[at:end]):
+        return found[at].offset
+    return tuple((x.opname, x.argrepr) for x in found[at : end + 1])
+
+
+def _target(found: Sequence[dis.Instruction], jump: dis.Instruction) -> int:
+    return next(i for i, x in enumerate(found) if x.offset == jump.argval)
 
 
 def _raises(found: Sequence[dis.Instruction], start: int, code: CodeType) -> bool:
@@ -99,7 +191,7 @@ def _raises(found: Sequence[dis.Instruction], start: int, code: CodeType) -> boo
     for x in found[start:]:
         if x.opname == "RAISE_VARARGS":
             return not _caught(found, x.offset, code)
-        if x.opcode in dis.hasjrel or x.opcode in dis.hasjabs or x.opname.startswith("RETURN"):
+        if x.opcode in _JUMPS or x.opname.startswith("RETURN"):
             return False
     return False
 
@@ -111,4 +203,5 @@ def _caught(found: Sequence[dis.Instruction], offset: int, code: CodeType) -> bo
     return any("WITH_EXCEPT_START" not in names[h] for h in handlers)
 
 
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _noted: ContextVar[Conditions | None] = ContextVar("fzero_checks", default=None)
