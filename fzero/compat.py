@@ -188,14 +188,15 @@ def quiet_fake_tensors() -> Iterator[None]:
 
 
 def fake_metadata(x: torch.Tensor) -> tuple[Any, ...] | None:
-    """Shape, dtype, device and strides of a fake tensor; None for one that is more than that: it has a known value, or
-    is read through a sign."""
+    """Shape, dtype, device and strides of a fake tensor; None for one that is more than that: it has a known value, is
+    read through a sign, or is one of PyTorch's tensors of zeros without memory."""
     if (
         type(x) is not FakeTensor
         or x.constant is not None
         or x.layout is not torch.strided
         or x.is_conj()
         or x.is_neg()
+        or x._is_zerotensor()
     ):
         return None
     return (x.shape, x.dtype, x.device, x.stride())
@@ -1142,6 +1143,11 @@ class Graph(fx.Graph):
 def is_view(op: Any) -> bool:
     """Whether an operator returns a view of its first argument."""
     return isinstance(op, torch._ops.OpOverload) and op.is_view
+
+
+def is_function_operator(func: Any) -> bool:
+    """Whether this is an operator of functions, such as `torch.cond`."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
 
 
 def is_operator(op: Any) -> bool:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fzero import compat
 from fzero.errors import FzeroError, TraceError
 from fzero.operators.ctc import CTC_LOSS, with_tensors
 from fzero.trace.reads import conditions
 from fzero.trace.reads.refusals import _KINDS, _OF_TRACES, TracedFunction, described, note
+from fzero.trace.reads.refused_operations import refuse_functions
 from fzero.trace.reads.user_lines import asking_frame, is_library
 
 
@@ -60,6 +62,9 @@ class Calls(TorchFunctionMode):
         except FzeroError:
             raise
         except _KINDS as error:
+            if compat.is_function_operator(func):  # of PyTorch's own trace, which it begins with
+                with self._traced.remembering():
+                    refuse_functions(self._traced, str(func))
             note(self._traced, error, func, (args, kwargs or {}))
             if any(text in str(error) for text in _OF_TRACES):
                 self._traced.refused = self._traced.refused or error

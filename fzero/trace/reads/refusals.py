@@ -73,7 +73,7 @@ def note(traced: TracedFunction, error: Exception, func: Any, args: Any) -> None
     if known is not None and known.in_backward and str(known.error) == str(error):
         return
     operands = [described(x, traced.named(x)) for x in tree.tensors(args)]
-    name = torch.overrides.resolve_name(func) or f"{func.__module__}.{func.__qualname__}"
+    name = torch.overrides.resolve_name(func) or f"{func.__module__}.{getattr(func, '__qualname__', func)}"
     traced.failure = Failure(error, name, traced.where(), operands, compat.backward_of() is not None)
 
 

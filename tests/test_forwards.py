@@ -1,0 +1,119 @@
+"""Forwards as users write them: each trains to PyTorch's numbers, or is rejected while it is traced, with its line."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._higher_order_ops.map import map as mapped
+from torch._higher_order_ops.while_loop import while_loop
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import TraceError
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24.0).reshape(6, 4).sin()
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class Stack(nn.Module):
+    """Two layers of a kind, which become blocks."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def module(layer: Any, in_block: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(layer) if in_block else layer()
+
+
+def squares(out: Any, batch: Any) -> torch.Tensor:
+    return F.mse_loss(out.float(), batch[1])
+
+
+def trained(net: nn.Module, *transforms: Any, steps: int = 2) -> tuple[list[float], Any]:
+    """The losses of some steps, and the module's model."""
+    model = fz.functionalize(net)
+    step = fz.compose(*transforms)(model.train_step(optim.sgd(0.1), squares))
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    state, losses = train.init(model.params), []
+    for _ in range(steps):
+        state, metrics = train(state, (X, Y))
+        losses.append(metrics["loss"].item())
+    model.write_back(train.gather(state).params)
+    return losses, model
+
+
+def plain(net: nn.Module, steps: int = 2) -> list[float]:
+    net, losses = copy.deepcopy(net), []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = squares(net(X), (X, Y))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# --- operators of functions ---
+
+
+class Cond(Base):
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        return torch.cond(y.sum() > 0, lambda z: z.sin(), lambda z: z.cos(), (y,))
+
+
+class While(Base):
+    def forward(self, x: Any) -> Any:
+        return while_loop(lambda y: y.sum() < 3, lambda y: (y + 1,), (self.linear(x),))[0]
+
+
+class Map(Base):
+    def forward(self, x: Any) -> Any:
+        return mapped(lambda row: self.linear(row), x)
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
+@pytest.mark.parametrize("layer", [Cond, While, Map])
+def test_operators_of_functions_are_rejected_by_name(layer: Any, in_block: bool) -> None:
+    with pytest.raises(TraceError, match=r"(?s)operator of functions.*test_forwards.py:\d+: .*Fix: write it with"):
+        trained(module(layer, in_block))
+
+
+class Hessian(Base):
+    """Derivatives of derivatives, of which some are PyTorch's tensors of zeros without memory."""
+
+    def forward(self, x: Any) -> Any:
+        rows = torch.func.jacfwd(lambda z: self.linear(z).sin().sum(0))(x).sum(0)
+        _, along = torch.func.jvp(lambda z: self.linear(z).sin(), (x,), (torch.ones_like(x),))
+        return rows + along + torch.func.hessian(lambda z: self.linear(z).sin().sum())(x[0]).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own derivatives
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
+def test_forward_mode_derivatives_train_as_in_pytorch_and_sharded(in_block: bool) -> None:
+    net = module(Hessian, in_block)
+    want = plain(net)
+    for _ in range(2):  # PyTorch's shapes are remembered from the first trace
+        got, model = trained(copy.deepcopy(net))
+        assert got == pytest.approx(want, rel=1e-5)
+    step = fz.tensor_parallel(axis="model", rules={"weight": 0, "bias": 0})(model.train_step(optim.sgd(0.1), squares))
+    fz.testing.check_equivalent(step, model.params, (X, Y), fz.AbstractMesh(model=2), steps=1)
