@@ -117,3 +117,86 @@ def test_forward_mode_derivatives_train_as_in_pytorch_and_sharded(in_block: bool
         assert got == pytest.approx(want, rel=1e-5)
     step = fz.tensor_parallel(axis="model", rules={"weight": 0, "bias": 0})(model.train_step(optim.sgd(0.1), squares))
     fz.testing.check_equivalent(step, model.params, (X, Y), fz.AbstractMesh(model=2), steps=1)
+
+
+# --- dtypes ---
+
+
+class FloatLayerNorm(nn.LayerNorm):
+    """Whisper's."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.float()).type(x.dtype)
+
+
+class FloatGroupNorm(nn.GroupNorm):
+    def __init__(self) -> None:
+        super().__init__(2, 4)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.float()).type(x.dtype)
+
+
+class FloatBatchNorm(nn.BatchNorm1d):
+    def __init__(self) -> None:
+        super().__init__(4, track_running_stats=False)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.float()).type(x.dtype)
+
+
+NORMS = {
+    FloatLayerNorm: lambda x, w, b: F.layer_norm(x, (4,), w, b),
+    FloatGroupNorm: lambda x, w, b: F.group_norm(x, 2, w, b),
+    FloatBatchNorm: lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+}
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_in_float32_under_bf16_has_its_parameters_cast(norm: Any, in_block: bool) -> None:
+    class Layer(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm()
+
+        def forward(self, x: Any) -> Any:
+            return self.norm(self.linear(x))
+
+    net = module(Layer, in_block)
+    layers = list(net.layers) if isinstance(net, Stack) else [net]
+    masters = [x.detach().clone().requires_grad_() for layer in layers for x in layer.parameters()]
+    want = []
+    for _ in range(2):
+        x = X.bfloat16()
+        for i in range(0, len(masters), 4):
+            w, b, scale, bias = (p.bfloat16() for p in masters[i : i + 4])
+            x = NORMS[norm](F.linear(x, w, b).float(), scale.float(), bias.float()).bfloat16()
+        loss = F.mse_loss(x.float(), Y.bfloat16())
+        grads = torch.autograd.grad(loss, masters)
+        masters = [(p - 0.1 * g).detach().requires_grad_() for p, g in zip(masters, grads, strict=True)]
+        want.append(loss.item())
+    assert trained(net, fz.mixed_precision("bf16"))[0] == pytest.approx(want, rel=1e-6)
+
+
+class Autocast(Base):
+    def forward(self, x: Any) -> Any:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.linear(x.float()).float()
+
+
+class FloatLinear(Base):
+    def forward(self, x: Any) -> Any:
+        return self.linear(x.float())
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
+def test_autocast_is_pytorchs_and_the_way_out_of_products_of_two_dtypes(in_block: bool) -> None:
+    net = module(Autocast, in_block)
+    assert trained(copy.deepcopy(net))[0] == pytest.approx(plain(net), rel=1e-6)
+    trained(net, fz.mixed_precision("bf16"))
+    with pytest.raises(TraceError, match=r"(?s)test_forwards.py:\d+: return self.linear.*Fix: .*torch.autocast"):
+        trained(module(FloatLinear, in_block), fz.mixed_precision("bf16"))

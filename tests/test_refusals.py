@@ -175,6 +175,35 @@ MISTAKES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
         lambda p, x: x.double() @ p["w"],
         ("one dtype", "batch: float64[8, 4]", "params['w']: float32[4, 4]"),
     ),
+    "an index put of another dtype": (
+        lambda p, x: (x @ p["w"]).index_put((torch.tensor([0]),), x[0].double()),
+        ("index_put", "one dtype", "torch.float32 and torch.float64", "index_put((torch"),
+    ),
+    "an index add of another dtype": (
+        lambda p, x: (x @ p["w"]).index_add(0, torch.tensor([0]), x[:1].double()),
+        ("index_add", "one dtype", "index_add(0"),
+    ),
+    "a grid of another dtype": (
+        lambda p, x: F.grid_sample((x @ p["w"])[None, None], x.view(1, 4, 4, 2).double(), align_corners=False),
+        ("grid_sample", "one dtype", "float64[1, 4, 4, 2]"),
+    ),
+    "distances of two dtypes": (lambda p, x: torch.cdist(x @ p["w"], x.double()), ("cdist", "one dtype")),
+    "targets of another dtype": (
+        lambda p, x: F.binary_cross_entropy((x @ p["w"]).sigmoid(), (x > 0).long()),
+        ("binary_cross_entropy", "one dtype", "torch.float32 and torch.int64"),
+    ),
+    "the target of a huber loss": (
+        lambda p, x: F.huber_loss(x @ p["w"], x.double()),
+        ("huber_loss_backward", "one dtype", "the backward of "),
+    ),
+    "classes in int32": (
+        lambda p, x: F.cross_entropy(x @ p["w"], x[:, 0].int()),
+        ("cross_entropy", "class indices", "int32[8]", "F.cross_entropy(x", "labels.long()"),
+    ),
+    "classes of a margin": (
+        lambda p, x: F.multi_margin_loss(x @ p["w"], x[:, 0].int()),
+        ("multi_margin_loss", "class indices", "labels.long()"),
+    ),
     "broadcasting": (lambda p, x: x @ p["w"] + p["rows"], ("float32[8, 4]", "params['rows']: float32[10, 4]")),
     "an index": (lambda p, x: (x @ p["w"])[:, 7], ("out of bounds", "float32[8, 4]", "[:, 7]")),
     "a dim": (lambda p, x: (x @ p["w"]).sum(5), ("Dimension out of range", "float32[8, 4]", ".sum(5)")),

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fzero import compat
 from fzero.errors import FzeroError, TraceError
 from fzero.operators.ctc import CTC_LOSS, with_tensors
+from fzero.operators.mixed_norms import NORMS, with_parameters_cast
 from fzero.trace.reads import conditions
 from fzero.trace.reads.refusals import _KINDS, _OF_TRACES, TracedFunction, described, note
 from fzero.trace.reads.refused_operations import refuse_functions
@@ -57,6 +58,8 @@ class Calls(TorchFunctionMode):
                 self._look(func, args, sys._getframe(1))
         elif func in CTC_LOSS:
             args, kwargs = with_tensors(args, kwargs or {})
+        elif func in NORMS:
+            args, kwargs = with_parameters_cast(func, args, kwargs or {})
         try:
             return func(*args, **(kwargs or {}))
         except FzeroError:

@@ -114,9 +114,10 @@ def plainly(owner: str, traced: TracedFunction | None = None) -> Iterator[None]:
             ) from error
         if failure is None:
             raise
-        fix = "change the operation, or the shapes and dtypes of its operands" + (
-            ", which are above" if failure.operands else ""
-        )
+        fix = next((fix for text, fix in _FIXES if text in said), None)
+        if fix is None:
+            fix = "change the operation, or the shapes and dtypes of its operands"
+            fix += ", which are above" if failure.operands else ""
         raise TraceError(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix) from error
 
 
@@ -185,6 +186,15 @@ _REFUSED = [
     ),
 ]
 """Errors of torch: a pattern of its text, the meaning, and the fix."""
+_FIXES = [
+    (
+        "expected operands of one dtype",
+        "give operands one dtype, which are above: x.to(weight.dtype); or let torch.autocast cast those of products: "
+        "with torch.autocast(x.device.type, torch.bfloat16):",
+    ),
+    ("expected class indices", "give labels as int64: labels.long()"),
+]
+"""Fixes of calls that raise: a pattern of what the error says."""
 
 
 def lines_through(error: BaseException, traced: TracedFunction | None = None) -> list[str]:

@@ -79,10 +79,43 @@ def _resized(func: Any, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
 
 
 def check_dtypes(func: Any, args: Any) -> None:
-    """Raises what the devices raise of products of matrices of two dtypes, and fake tensors do not."""
-    dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)} if func in _PRODUCTS else ()
+    """Raises if an operator is given dtypes that PyTorch's devices reject, and fake tensors accept."""
+    if func in _CLASSES and args[1].dtype not in (torch.int64, torch.uint8):
+        raise RuntimeError(f"expected class indices of {torch.int64}, but got {args[1].dtype}")
+    if func in _ONE_DTYPE:
+        args = [args[i] for i in _ONE_DTYPE[func] if i < len(args)]
+    elif func not in _PRODUCTS:
+        return
+    dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)}
     if len(dtypes) > 1:
         raise RuntimeError(f"expected operands of one dtype, but got {' and '.join(sorted(str(d) for d in dtypes))}")
+
+
+_ONE_DTYPE: dict[Any, tuple[int, ...]] = {
+    aten.grid_sampler_2d.default: (0, 1),
+    aten.grid_sampler_3d.default: (0, 1),
+    aten.index_put.default: (0, 2),
+    aten.index_put_.default: (0, 2),
+    aten.index_add.default: (0, 3),
+    aten.index_add_.default: (0, 3),
+    aten.index_copy.default: (0, 3),
+    aten.index_copy_.default: (0, 3),
+    aten._cdist_forward.default: (0, 1),
+    aten.linalg_cross.default: (0, 1),
+    aten.binary_cross_entropy.default: (0, 1),
+    aten.huber_loss_backward.default: (1, 2),
+    aten.nll_loss_forward.default: (0, 2),
+    aten.nll_loss2d_forward.default: (0, 2),
+    aten._embedding_bag.default: (0, 6),
+}
+"""Operators some of whose arguments must have one dtype, and the places of these arguments."""
+_CLASSES = {
+    aten.nll_loss_forward.default,
+    aten.nll_loss2d_forward.default,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+}
+"""Losses whose second argument has class indices."""
 
 
 def check_dense(traced: TracedFunction, func: Any, result: Any) -> None:
