@@ -220,6 +220,14 @@ def new_fake(
     return FakeTensor(mode, meta, torch.device(device))
 
 
+def with_memory(x: torch.Tensor) -> torch.Tensor:
+    """A fake tensor like this one as programs have it. Forward-mode derivatives that are 0 are PyTorch's tensors of
+    zeros without memory, which other operations do not take on fake tensors; a program has plain zeros."""
+    if not x._is_zerotensor():
+        return x
+    return new_fake(x.fake_mode, x.shape, x.dtype, x.device, x.stride())  # type: ignore[attr-defined]
+
+
 def new_view(
     mode: FakeTensorMode, base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
 ) -> FakeTensor:

@@ -133,7 +133,7 @@ class Recorder(compat.TorchDispatchMode):
 
     def track(self, tensor: torch.Tensor, node: fx.Node) -> None:
         """From here on `tensor` is the value of `node`."""
-        node.meta["val"] = _with_memory(tensor)
+        node.meta["val"] = compat.with_memory(tensor)
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
 
@@ -399,11 +399,3 @@ class Recorder(compat.TorchDispatchMode):
         with compat.no_modes():  # a real copy, not one of the mode that traces
             copy = value.clone()
         self.constant(name, copy, out)
-
-
-def _with_memory(x: torch.Tensor) -> torch.Tensor:
-    """A fake tensor like this one as programs have it. Forward-mode derivatives that are 0 are PyTorch's tensors of
-    zeros without memory, which other operations do not take on fake tensors; a program has plain zeros."""
-    if not x._is_zerotensor():
-        return x
-    return compat.new_fake(x.fake_mode, x.shape, x.dtype, x.device, x.stride())  # type: ignore[attr-defined]
