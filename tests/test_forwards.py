@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -200,3 +201,114 @@ def test_autocast_is_pytorchs_and_the_way_out_of_products_of_two_dtypes(in_block
     trained(net, fz.mixed_precision("bf16"))
     with pytest.raises(TraceError, match=r"(?s)test_forwards.py:\d+: return self.linear.*Fix: .*torch.autocast"):
         trained(module(FloatLinear, in_block), fz.mixed_precision("bf16"))
+
+
+# --- tensors that code keeps ---
+
+
+@functools.cache
+def angles(width: int) -> torch.Tensor:
+    return torch.arange(width, dtype=torch.float32).sin()
+
+
+@functools.lru_cache(maxsize=4)
+def rotation(width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.arange(width, device=device) / width
+    return angle.cos(), angle.sin()
+
+
+class Cached(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 as users write it
+    def grid(self, width: int) -> torch.Tensor:
+        return torch.arange(width).float().tan()
+
+    def forward(self, x: Any) -> Any:
+        cos, sin = rotation(x.shape[-1], x.device)
+        return self.drop(self.linear(x) * cos + sin + angles(x.shape[-1]) + self.grid(x.shape[-1]))
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["", "after a call"])
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
+def test_a_trace_leaves_nothing_in_caches_of_functions(in_block: bool, drop: float, before: bool) -> None:
+    for cache in (angles, rotation, Cached.grid):
+        cache.cache_clear()
+    net = module(Cached, in_block)
+    for m in net.modules():
+        if isinstance(m, nn.Dropout):
+            m.p = drop
+    if before:
+        net(X)
+    want = plain(net) if not drop else None
+    got, model = trained(net)
+    assert want is None or got == pytest.approx(want, rel=1e-5)
+    net.eval()
+    expected = squares(net(X), (X, Y)).item()  # the caches have tensors of this call
+    evaluate = fz.compile(model.eval_step(squares), fz.make_mesh(), backend="eager")
+    for rows in (6, 3):
+        batch = X[:rows], Y[:rows]
+        assert evaluate(model.params, batch).item() == pytest.approx(squares(net(X[:rows]), batch).item(), rel=1e-5)
+    assert squares(net(X), (X, Y)).item() == expected
+    assert model.apply(model.params, X, key=fz.random.key(0)).isfinite().all()
+
+
+GRIDS: dict[int, torch.Tensor] = {}
+
+
+class InGlobal(Base):
+    def forward(self, x: Any) -> Any:
+        if x.shape[-1] not in GRIDS:
+            GRIDS[x.shape[-1]] = torch.arange(x.shape[-1]).float().sin()
+        return self.linear(x) + GRIDS[x.shape[-1]]
+
+
+class InClass(Base):
+    grids: ClassVar[dict[int, Any]] = {}
+
+    def forward(self, x: Any) -> Any:
+        if x.shape[-1] not in self.grids:
+            self.grids[x.shape[-1]] = (torch.arange(x.shape[-1]).float().sin(), x.shape[-1])
+        return self.linear(x) + self.grids[x.shape[-1]][0]
+
+
+class InModule(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grids: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: Any) -> Any:
+        if x.shape[-1] not in self.grids:
+            self.grids[x.shape[-1]] = torch.arange(x.shape[-1]).float().sin()
+        return self.linear(x) + self.grids[x.shape[-1]]
+
+
+class InProperty(Base):
+    @functools.cached_property
+    def grid(self) -> torch.Tensor:
+        return torch.arange(4.0).sin()
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) + self.grid
+
+
+KEPT = {
+    InGlobal: rf"a cache.*test_forwards.py:\d+: return .*kept in GRIDS of {__name__}\nFix: .*functools.lru_cache",
+    InClass: rf"a cache.*test_forwards.py:\d+: .*kept in InClass.grids of {__name__}\nFix: .*functools.lru_cache",
+    InModule: r"changes attributes.*grids: a dict of 0 before, a dict of 1 now\nFix: .*persistent=False",
+    InProperty: r"changes attributes.*grid: absent before, a tensor now\nFix: .*persistent=False",
+}
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
+@pytest.mark.parametrize("layer", KEPT)
+def test_other_caches_are_rejected_by_the_first_trace_and_the_module_still_works(layer: Any, in_block: bool) -> None:
+    GRIDS.clear()
+    InClass.grids.clear()
+    net = module(layer, in_block)
+    with pytest.raises(TraceError, match=f"(?s){KEPT[layer]}"):
+        trained(net, steps=1)
+    assert plain(net)[1] > 0

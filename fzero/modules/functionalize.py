@@ -46,6 +46,7 @@ from fzero.modules.skeleton import (
 from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
 from fzero.trace.reads import conditions
+from fzero.trace.reads.function_caches import emptied
 from fzero.trace.reads.refusals import lines_through
 from fzero.trace.reads.settings_walk import SelfChecked
 from fzero.trace.reads.untouched import Untouched
@@ -307,7 +308,7 @@ class Functional(SelfChecked):
     def shapes(self, fn: Callable[..., Any], batch: Any) -> Any:
         """The results of a function of `calling` for such a batch, without values: it is run on fake tensors, and draws
         from a fake key."""
-        with compat.FakeTensorMode(), torch.no_grad():
+        with emptied(), compat.FakeTensorMode(), torch.no_grad():
             like = lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x  # noqa: E731
             return fn(tree.map(like, self.params), tree.map(like, batch), key=torch.empty(3, dtype=torch.int64))
 
@@ -437,7 +438,7 @@ class Functional(SelfChecked):
     def _optional(self, fn: Loss, mode: Mode, batch: Any, settings: dict[str, Any], most: int) -> int:
         """The number of optional arguments that a forward needs so that `fn` has a result."""
         params = self.params
-        with compat.no_modes(), compat.FakeTensorMode(), torch.no_grad():
+        with emptied(), compat.no_modes(), compat.FakeTensorMode(), torch.no_grad():
             like = lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x  # noqa: E731
             tensors, fake = self._flat(tree.map(like, params)), tree.map(like, batch)
             for more in range(most + 1):
@@ -544,7 +545,13 @@ class Mode:
         flat, spec = tree.flatten((given.args, given.kwargs))
         key = *_kind((given.args, given.kwargs)), given.rows
         if key not in self._rehearsed:
-            with compat.no_modes(), compat.no_function_modes(), compat.FakeTensorMode(), torch.no_grad():
+            with (
+                emptied(),
+                compat.no_modes(),
+                compat.no_function_modes(),
+                compat.FakeTensorMode(),
+                torch.no_grad(),
+            ):
                 tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in given.tensors.items()}
                 found, layers = Rehearsal(given.rows), list[Dims]()
 

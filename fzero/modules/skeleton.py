@@ -308,6 +308,11 @@ def _refuse(changes: Sequence[Change]) -> None:
             "return it from the forward, or register it as a buffer that the forward overwrites: "
             "self.register_buffer(name, torch.zeros(()))"
         )
+        if any(_holds_tensors(change.new) for change in changes):
+            fix += (
+                "; a constant that is computed once (a cache): compute it in each forward, by a function with "
+                "functools.lru_cache if you like, or in __init__: self.register_buffer(name, x, persistent=False)"
+            )
         found = list(map(str, changes))
         raise TraceError("functionalize", "the forward changes attributes of modules", found, fix)
 
@@ -340,6 +345,15 @@ def _same(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
     if isinstance(inside, dict):
         return inside.keys() == now.keys() and all(inside[k] is now[k] for k in inside)
     return inside is None or (len(inside) == len(now) and all(p is q for p, q in zip(inside, now, strict=True)))
+
+
+def _holds_tensors(pair: Any) -> bool:
+    """Whether an attribute is a tensor, or a container of some."""
+    if pair is None:
+        return False
+    x, inside = pair
+    held = inside.values() if isinstance(inside, dict) else inside if inside is not None else [x]
+    return any(isinstance(y, torch.Tensor) or _tensors(y) for y in held)
 
 
 def _tensors(x: Any) -> bool:

@@ -29,6 +29,7 @@ from fzero.trace.reads import overwrites
 from fzero.trace.reads.answers import Answers
 from fzero.trace.reads.argument_memory import ArgumentMemory
 from fzero.trace.reads.exact_types import check_types
+from fzero.trace.reads.function_caches import emptied, kept_in
 from fzero.trace.reads.questions import Calls
 from fzero.trace.reads.refusals import Failure, described, note, plainly, reached
 from fzero.trace.reads.refused_operations import (
@@ -166,19 +167,23 @@ class Recorder(compat.TorchDispatchMode):
                     "fz.remat says what a backward recomputes"
                 )
                 raise TraceError(self.owner, what, self.here(described(tensor)), fix)
-            kept = (
-                ", and if it is kept from an earlier call (a cache), compute it in each"
-                if isinstance(tensor, compat.FakeTensor)
-                else ""
-            )
+            kept = kept_in(tensor)
+            where = self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure"))
+            if isinstance(tensor, compat.FakeTensor):
+                raise TraceError(
+                    self.owner,
+                    "reads a tensor that the code has kept from an earlier call while it was traced (a cache)",
+                    [*where, *([kept] if kept else [])],
+                    "compute it in each call, or use functools.lru_cache, which a trace ignores; in a module, compute "
+                    "it in __init__ and register it: self.register_buffer(name, x, persistent=False)",
+                )
             raise TraceError(
                 self.owner,
                 "reads a tensor that is not one of its arguments",
-                self.here(described(tensor, reached(self.source, tensor) or "a tensor from its closure")),
+                [*where, *([kept] if kept else [])],
                 "pass it in: as a parameter (a buffer that is not trained: train_step(..., trainable=lambda path, "
-                "leaf: 'mask' not in path)), "
-                f"as part of the batch, or make it inside the function{kept}; of a module, one in a list or dict: "
-                "self.register_buffer(name, x)",
+                "leaf: 'mask' not in path)), as part of the batch, or make it inside the function; of a module, one in "
+                "a list or dict: self.register_buffer(name, x)",
             )
         return found
 
@@ -197,7 +202,7 @@ class Recorder(compat.TorchDispatchMode):
         check_types(self.owner, self.source)
         try:
             with torch.autograd.set_multithreading_enabled(False), plainly(self.owner, self):
-                with Calls(self), self:
+                with emptied(), Calls(self), self:
                     yield
                 if self.refused is not None:
                     raise self.refused

@@ -10,6 +10,7 @@ It imports nothing else of trace/.
 | which questions about a tensor (value, memory, history, layout, strides) are refused? | `questions.py` |
 | which values does a trace know all the same? | `answers.py` |
 | is a condition one that only raises? | `conditions.py` |
+| how are the tensors of a trace kept out of caches of functions? | `function_caches.py` |
 | does code compare exact types? | `exact_types.py` |
 | which arguments does an operator write to, whatever its schema says? | `overwrites.py` |
 | who writes to the arguments of a plain step, or leaves gradients in them? | `untouched.py` |

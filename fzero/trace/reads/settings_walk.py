@@ -57,6 +57,10 @@ _NOT_CALLED = frozenset(
 _OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"})
 
 
+met_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Caches of functools that the code of a user can read, wherever they are (function_caches.py)."""
+
+
 class SelfChecked:
     """An object that names the parts of it that are read. It is one of this package's, whose objects are not looked
     into."""
@@ -338,6 +342,7 @@ class Walk:
             self._fact(kind, path)
             self._scopes.append(_Scope(vars(x), path, fields=list(vars(x))))
         elif hasattr(x, "__wrapped__"):  # functools.lru_cache
+            met_caches.add(x)
             self._todo.append((x.__wrapped__, path))
         else:
             self._fact((kind, Same(x)) if self._strict else kind, path)
