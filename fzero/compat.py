@@ -19,7 +19,7 @@ import shlex
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +86,29 @@ def raising() -> frozenset[CodeType]:
 def raise_unless(holds: torch.Tensor, error: type[Exception], said: Callable[[], str]) -> None:
     """Raises unless all elements of a tensor hold; in a trace it is a condition under which the function raises."""
     torch._check_tensor_all_with(error, holds, said)
+
+
+@contextmanager
+def module_conversions(
+    modules: Collection[torch.nn.Module], convert: Callable[[torch.nn.Module, Callable[..., Any]], None]
+) -> Iterator[None]:
+    """`module.to(...)`, `float()` and their like inside call `convert(module, fn)` for these modules and those below
+    them, where PyTorch would put other tensors in place of the module's own."""
+    before = torch.nn.Module._apply
+
+    def applied(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
+        if self not in modules:
+            return before(self, fn, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        convert(self, fn)
+        return self
+
+    torch.nn.Module._apply = applied
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = before
 
 
 @contextmanager

@@ -203,6 +203,27 @@ def test_autocast_is_pytorchs_and_the_way_out_of_products_of_two_dtypes(in_block
         trained(module(FloatLinear, in_block), fz.mixed_precision("bf16"))
 
 
+class Moved(Base):
+    def forward(self, x: Any) -> Any:
+        return self.linear.to(x.device).to(device=x.device, dtype=x.dtype)(x)
+
+
+class Recast(Base):
+    def forward(self, x: Any) -> Any:
+        return self.linear.float()(x.float())
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
+def test_a_part_that_is_moved_to_where_it_is(in_block: bool) -> None:
+    net = module(Moved, in_block)
+    assert trained(copy.deepcopy(net))[0] == pytest.approx(plain(net), rel=1e-6)
+    assert trained(module(Recast, in_block))[0] == pytest.approx(plain(module(Recast, in_block)), rel=1e-6)
+    with pytest.raises(
+        TraceError, match=r"(?s)converts the tensors.*py:\d+: return self.linear.*weight: torch.bfloat16"
+    ):
+        trained(module(Recast, in_block), fz.mixed_precision("bf16"))
+
+
 # --- tensors that code keeps ---
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fzero import tree
+from fzero import compat, tree
 from fzero.errors import FzeroTypeError, TraceError
 from fzero.modules import capture
 from fzero.trace.reads.settings import Settings, settings
@@ -215,15 +215,38 @@ def nested(flat: Mapping[str, Any]) -> Any:
 @contextmanager
 def holding(slots: Sequence[TensorSlot], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """A skeleton with these tensors in its places. Afterwards these are as before, also those that the body has bound
-    anew."""
+    anew.
+
+    Raises:
+        TraceError: the body casts or moves the tensors of a module, as `self.part.to(dtype)` does for good.
+    """
     before = [slot.get() for slot in slots]
     try:
         for slot in slots:
             slot.put(tensors[slot.name])
-        yield
+        with compat.module_conversions({slot.owner for slot in slots}, _check_unchanged):
+            yield
     finally:
         for slot, x in zip(slots, before, strict=True):
             slot.put(x)
+
+
+def _check_unchanged(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raises if `fn`, by which `module.to(...)` or its like converts tensors, is more than what they are already."""
+    found = []
+    for name, x in (*module._parameters.items(), *module._buffers.items()):
+        y = x if x is None else fn(x)
+        if y is not x:
+            found.append(
+                f"{type(module).__name__}.{name}: {x.dtype} on {x.device} before, {y.dtype} on {y.device} then"
+            )
+    if found:
+        fix = (
+            "cast where they are used: F.linear(x, self.part.weight.to(x.dtype)); or cast the input: "
+            "x.to(self.part.weight.dtype); mixed_precision(where=...) leaves parameters in float32"
+        )
+        what = "the forward converts the tensors of a module (module.to, float, half)"
+        raise TraceError("functionalize", what, [*own_line(), *found], fix)
 
 
 def settled(module: nn.Module, prefix: str, run: Callable[[], Any]) -> Any:
