@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
+import time
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import TraceError
+from fzero.errors import FzeroError, FzeroTypeError, TraceError
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24.0).reshape(6, 4).sin()
 
@@ -333,3 +336,73 @@ def test_other_caches_are_rejected_by_the_first_trace_and_the_module_still_works
     with pytest.raises(TraceError, match=f"(?s){KEPT[layer]}"):
         trained(net, steps=1)
     assert plain(net)[1] > 0
+
+
+# --- draws of others ---
+
+
+class DrawsNumPy(Base):
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) + np.random.randn()
+
+
+class DrawsPython(Base):
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) * random.random()
+
+
+class ReadsTime(Base):
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) + time.perf_counter()
+
+
+class DrawsArray(Base):
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) + torch.tensor(np.random.randn(4).tolist())
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
+@pytest.mark.parametrize("layer", [DrawsNumPy, DrawsPython, ReadsTime])
+def test_draws_that_no_step_has_are_rejected_with_their_line(layer: Any, in_block: bool) -> None:
+    says = "something else each time it is called|counts, draws or uses something up"
+    with pytest.raises(FzeroError, match=rf"(?s){says}.*\n  [^\n]*test_forwards.py:\d+: return self.linear\(x\)"):
+        trained(module(layer, in_block))
+
+
+def test_the_block_of_a_layer_that_draws_is_named_by_its_own_file() -> None:
+    with pytest.raises(TraceError, match=r"each time it is called\n  [^\n]*test_forwards.py:\d+\nFix"):
+        trained(module(DrawsArray, in_block=True))
+
+
+class Linear(Base):
+    def forward(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+def test_a_hook_of_a_parameter_is_rejected_with_a_way_out_that_works() -> None:
+    net = module(Linear, in_block=False)
+    hooked = copy.deepcopy(net)
+    hooked.linear.weight.register_hook(torch.triu)  # type: ignore[union-attr]
+    with pytest.raises(FzeroTypeError, match=r"(?s)linear.weight: has hooks.*fz.optim.whole\(hook\)"):
+        fz.functionalize(hooked)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return {"linear": {**grads["linear"], "weight": optim.whole(torch.triu)(grads["linear"]["weight"])}}, state
+
+    model = fz.functionalize(net)
+    optimizer = optim.chain(optim.GradientTransformation(lambda params: (), update), optim.sgd(0.1))
+    step = fz.shard_params(model.train_step(optimizer, squares))
+    fz.testing.check_equivalent(step, model.params, (X, Y), fz.AbstractMesh(data=2), steps=1)
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    state, losses = train.init(model.params), []
+    for _ in range(2):
+        state, metrics = train(state, (X, Y))
+        losses.append(metrics["loss"].item())
+    sgd, want = torch.optim.SGD(hooked.parameters(), 0.1), []
+    for _ in range(2):
+        sgd.zero_grad()
+        loss = squares(hooked(X), (X, Y))
+        loss.backward()
+        sgd.step()
+        want.append(loss.item())
+    assert losses == pytest.approx(want, rel=1e-6)

@@ -26,7 +26,7 @@ from fzero.modules import capture
 from fzero.modules.draws import Dims, Draws, Rehearsal
 from fzero.modules.skeleton import TensorSlot, holding, named, settled
 from fzero.trace.block import attempt, block
-from fzero.trace.block_body import COMPUTES
+from fzero.trace.block_body import COMPUTES, RUNS
 from fzero.trace.reads.exact_types import asks_types
 
 Blocks = Sequence[str | type[nn.Module]]
@@ -145,6 +145,7 @@ class Layer:
         body = _body(module, self._slots, overwritten)
         parameters = (s.name for s in self._slots if s.of == "_parameters")
         vars(body)[COMPUTES] = tuple(n for n in parameters if kept is None or not kept.search(f"{name}.{n}"))
+        vars(body)[RUNS] = type(module).forward
         self._block = block(body)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

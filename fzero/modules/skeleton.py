@@ -152,7 +152,9 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
                     problems.append(f"{name}, {other}: lie in the same memory, and {changes[0]} changes")
     if problems:
         fix = (
-            "transform gradients in the optimizer (fz.optim.masked, clip_by_global_norm); tie parameters by binding "
+            "change gradients in the optimizer: fz.optim.chain(fz.optim.GradientTransformation(init, update), "
+            "fz.optim.adamw(...)), whose update calls fz.optim.whole(hook) for this leaf (a hook makes the tensors it "
+            "uses); tie parameters by binding "
             "one to both names (b.weight = a.weight), and take views of them in the forward"
         )
         raise FzeroTypeError("functionalize", "tensors of the module are more than values", problems, fix)
@@ -235,8 +237,8 @@ def _check_unchanged(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tenso
     """Raises if `fn`, by which `module.to(...)` or its like converts tensors, is more than what they are already."""
     found = []
     for name, x in (*module._parameters.items(), *module._buffers.items()):
-        y = x if x is None else fn(x)
-        if y is not x:
+        y = None if x is None else fn(x)
+        if x is not None and y is not None and y is not x:
             found.append(
                 f"{type(module).__name__}.{name}: {x.dtype} on {x.device} before, {y.dtype} on {y.device} then"
             )

@@ -48,6 +48,7 @@ from fzero.trace.reads.questions import strides_noted
 from fzero.trace.reads.settings import GLOBAL_GENERATORS, Settings, changes, counted, settings, timed
 from fzero.trace.reads.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches, told
 from fzero.trace.reads.value_keys import Position
+from fzero.trace.subgraph import differing_line
 from fzero.transforms.offload import Offload
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -386,9 +387,8 @@ class Compiled:
             what = (
                 f"{self.step.name} counts, draws or uses something up each time it is called: traced once, it would not"
             )
-            raise FzeroValueError(
-                self.owner, what, changed or changes(read, now) or [f"{name}: read by it" for name in clocks], fix
-            )
+            found = changed or changes(read, now) or [f"{name}: read by it" for name in clocks]
+            raise FzeroValueError(self.owner, what, [*_differing_line(lowered, again), *found], fix)
         return again
 
     def _build(
@@ -416,6 +416,15 @@ class Compiled:
             return functools.partial(executable, lowered.program, functions, self.mesh, **how)
 
         return lowered, built
+
+
+def _differing_line(one: Lowered, other: Lowered) -> list[str]:
+    """The user's line of the first operation in which two traces of a step differ, if it is known."""
+    for a, b in zip(one.programs, other.programs, strict=False):
+        for name, function in a.functions.items():
+            if name in b.functions and (found := differing_line(function.graph.graph, b.functions[name].graph.graph)):
+                return found
+    return []
 
 
 def _changed(place: str, before: Any, after: Any) -> str:

@@ -27,6 +27,10 @@ COMPUTES = "_fzero_computes"
 all (a module's buffers stay in their own)."""
 
 
+RUNS = "_fzero_runs"
+"""An attribute of a block's function: the function of the user that it runs, whose line errors name."""
+
+
 class BlockResults(NamedTuple):
     """The results of a block's function: the tensors that it made, and how the tree that it returns is made of them."""
 
@@ -165,6 +169,7 @@ def where(fn: Any) -> list[str]:
     """The user's own line."""
     while isinstance(fn, functools.partial):
         fn = fn.func
+    fn = getattr(fn, RUNS, fn)
     code = getattr(fn, "__code__", None) or getattr(getattr(type(fn), "forward", type(fn).__call__), "__code__", None)
     return [f"{code.co_filename}:{code.co_firstlineno}"] if code else []
 

@@ -29,6 +29,7 @@ from fzero.trace.reads.switches import (
     told,
 )
 from fzero.trace.recorder import Recorder
+from fzero.trace.subgraph import differing_line
 from fzero.trace.subgraph import signature as function_signature
 
 BLOCK = "_fzero_block"
@@ -124,8 +125,10 @@ class Blocks:
                 )
 
         def compare(joint: Joint) -> None:
-            if function_signature(trace(joint.name).graph) != function_signature(joint.graph):
-                raise TraceError(owner, "computes something else than at an earlier call", where(fn), OTHERWISE)
+            other = trace(joint.name).graph
+            if function_signature(other) != function_signature(joint.graph):
+                found = differing_line(joint.graph.graph, other.graph) or where(fn)
+                raise TraceError(owner, "computes something else than at an earlier call", found, OTHERWISE)
 
         now = key()
         joint = self.joints.get(now)

@@ -16,7 +16,7 @@ from fzero.trace.merge_equal import merge_equal
 from fzero.trace.reads.switches import without_autocast
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
-from fzero.trace.subgraph import Subgraph
+from fzero.trace.subgraph import Subgraph, differing_line
 
 
 def call_block(joint: Joint, call: int, *inputs: torch.Tensor) -> Any:
@@ -112,9 +112,8 @@ def trace_joint(
             same = both.signature == _of_results(forward_alone)
             if not same and both.signature != _of_results(functional(forward_alone, body.owner)):
                 # as the joint graph is where a backward writes in place
-                raise TraceError(
-                    body.owner, "computes something else each time it is called", where(body.fn), OTHERWISE
-                )
+                places = differing_line(forward_alone.graph, graph.graph) or where(body.fn)
+                raise TraceError(body.owner, "computes something else each time it is called", places, OTHERWISE)
     diff_outputs = diff_outputs if diff else ()
     made, structure, returned, memory, raises = results
     return Joint(
@@ -122,4 +121,7 @@ def trace_joint(
     )
 
 
-OTHERWISE = "pass what changes as an argument: a tensor, or a number or text where it decides what is computed"
+OTHERWISE = (
+    "pass what changes as an argument: a tensor, or a number or text where it decides what is computed; draw by "
+    "torch.rand in a module, or by fz.random, not by NumPy or Python's random"
+)

@@ -12,8 +12,9 @@ import torch
 import torch.fx as fx
 
 from fzero import compat
+from fzero.trace.reads.user_lines import line
 from fzero.trace.reads.value_keys import exact
-from fzero.trace.recorder import Recorded
+from fzero.trace.recorder import FROM, Recorded
 from fzero.trace.storages import storage_of
 
 
@@ -50,6 +51,17 @@ class Subgraph:
             env[node] = graph.node_copy(node, lambda n: env[n])
         graph.output(tuple(env[n] for n in self.outputs))
         return Recorded(graph, constants)
+
+
+def differing_line(one: fx.Graph, other: fx.Graph) -> list[str]:
+    """The user's line of the first operation in which two traces of a function differ, if it is known."""
+    nodes = [[n for n in graph.nodes if n.op == "call_function"] for graph in (one, other)]
+    for a, b in zip(*nodes, strict=False):
+        numbers = [repr(fx.map_arg((n.args, n.kwargs), lambda _: None)) for n in (a, b)]
+        if a.target is not b.target or numbers[0] != numbers[1]:
+            place = a.meta.get(FROM) or b.meta.get(FROM)
+            return [line(place)] if place else []
+    return []
 
 
 def extract(
