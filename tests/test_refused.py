@@ -399,8 +399,9 @@ def test_a_tensor_that_the_loss_keeps():
     raises(
         TraceError,
         lambda: train(train.init(PARAMS), X),
-        "reads a tensor that is not one of its arguments",
-        "(a cache), compute it in each",
+        "reads a tensor that is not one of its arguments, but was kept from an earlier trace (a cache)",
+        "closure variable kept['scale']: float32[]",
+        "Fix: compute it in each call",
     )
 
 

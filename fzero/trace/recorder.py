@@ -172,10 +172,10 @@ class Recorder(compat.TorchDispatchMode):
             if isinstance(tensor, compat.FakeTensor):
                 raise TraceError(
                     self.owner,
-                    "reads a tensor that the code has kept from an earlier call while it was traced (a cache)",
+                    "reads a tensor that is not one of its arguments, but was kept from an earlier trace (a cache)",
                     [*where, *([kept] if kept else [])],
-                    "compute it in each call, or use functools.lru_cache, which a trace ignores; in a module, compute "
-                    "it in __init__ and register it: self.register_buffer(name, x, persistent=False)",
+                    "compute it in each call; a constant by a function with functools.lru_cache, which a trace ignores, "
+                    "or, in a module, in __init__: self.register_buffer(name, x, persistent=False)",
                 )
             raise TraceError(
                 self.owner,
