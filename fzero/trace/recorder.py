@@ -174,8 +174,8 @@ class Recorder(compat.TorchDispatchMode):
                     self.owner,
                     "reads a tensor that is not one of its arguments, but was kept from an earlier trace (a cache)",
                     [*where, *([kept] if kept else [])],
-                    "compute it in each call; a constant by a function with functools.lru_cache, which a trace ignores, "
-                    "or, in a module, in __init__: self.register_buffer(name, x, persistent=False)",
+                    "compute it in each call; a constant by a function with functools.lru_cache, which a trace "
+                    "ignores, or, in a module, in __init__: self.register_buffer(name, x, persistent=False)",
                 )
             raise TraceError(
                 self.owner,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from fzero import compat
 from fzero.trace.reads.settings_walk import KNOWN, installed, met_caches, package
 
 _CACHE: Any = functools._lru_cache_wrapper
-_of_libraries: tuple[int, list[Any]] = (0, [])
+_of_libraries: tuple[int, weakref.WeakSet[Any]] = (0, weakref.WeakSet())
 """The number of modules that were imported, and the caches that existed then."""
 _DEPTH = 3
 """Containers within each other that are looked into."""
@@ -42,11 +43,12 @@ def _empty() -> None:
             cache.cache_clear()
 
 
-def _caches_of_libraries() -> list[Any]:
-    """The caches of this process but for those of PyTorch, the standard library and the like."""
+def _caches_of_libraries() -> weakref.WeakSet[Any]:
+    """The caches of this process, but for those of PyTorch, the standard library and the like."""
     global _of_libraries
     if _of_libraries[0] != len(sys.modules):
-        found = [x for x in gc.get_objects() if type(x) is _CACHE and package(x.__module__) not in KNOWN]
+        caches = [x for x in gc.get_objects() if type(x) is _CACHE]
+        found = weakref.WeakSet(x for x in caches if package(getattr(x, "__module__", None)) not in KNOWN)
         _of_libraries = len(sys.modules), found
     return _of_libraries[1]
 
