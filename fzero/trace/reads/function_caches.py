@@ -23,6 +23,8 @@ from fzero.trace.reads.settings_walk import KNOWN, installed, met_caches, packag
 _CACHE: Any = functools._lru_cache_wrapper
 _of_libraries: tuple[int, weakref.WeakSet[Any]] = (0, weakref.WeakSet())
 """The number of modules that were imported, and the caches that existed then."""
+_without: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The misses and sizes of caches when they were last found without tensors: some take long to look through."""
 _DEPTH = 3
 """Containers within each other that are looked into."""
 
@@ -39,8 +41,13 @@ def emptied() -> Iterator[None]:
 
 def _empty() -> None:
     for cache in {*met_caches, *_caches_of_libraries()}:
-        if cache.cache_info().currsize and _holds_tensors(gc.get_referents(cache), _DEPTH):
+        state = cache.cache_info()[1:]
+        if _without.get(cache) == state:
+            continue
+        if _holds_tensors(gc.get_referents(cache), _DEPTH):
             cache.cache_clear()
+        else:
+            _without[cache] = state
 
 
 def _caches_of_libraries() -> weakref.WeakSet[Any]:
