@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero import compat, random, tree
-from fzero.arguments import count, function, plain_numbers, python_numbers
+from fzero.arguments import count, function, python_numbers
 from fzero.data.steps import Steps, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.trace.reads.refused_operations import draws
@@ -50,7 +50,6 @@ class ArrayDataset(Steps):
         (torch.Size([4, 2]), True, 1.5)
     """
 
-    @plain_numbers
     def __init__(
         self,
         *arrays: Any,
@@ -61,7 +60,7 @@ class ArrayDataset(Steps):
         collate: Callable[[list[Any]], Any] | None = None,
         skip: Iterable[tuple[int, int]] = (),
     ):
-        super().__init__(_WHERE, batch, seed, skip)
+        super().__init__(_WHERE, *python_numbers((batch, seed, skip)))
         problems = [] if transform is None else function("transform", transform, "batch", "key")
         problems += [] if collate is None else function("collate", collate, "samples")
         if problems:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero.arguments import plain_numbers
+from fzero.arguments import plain_numbers, python_numbers
 from fzero.data.steps import Steps, counts, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.tree import describe, dtype_name
@@ -47,7 +47,6 @@ class TokenDataset(Steps):
         (torch.Size([2, 4]), True)
     """
 
-    @plain_numbers
     def __init__(
         self,
         tokens: Any,
@@ -58,6 +57,7 @@ class TokenDataset(Steps):
         dtype: torch.dtype | None = None,
         skip: Iterable[tuple[int, int]] = (),
     ):
+        seq, batch, seed, skip = python_numbers((seq, batch, seed, skip))  # tokens may be a long list
         super().__init__("data.TokenDataset", batch, seed, skip, seq=seq)
         self.tokens = (
             _map_file(Path(tokens), dtype) if isinstance(tokens, (str, os.PathLike)) else _as_tensor(tokens, dtype)

@@ -22,6 +22,7 @@ from transformers.trainer import TRAINING_ARGS_NAME  # pyright: ignore[reportMis
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[reportMissingImports]
 
 from fzero import checkpoint, random, tree
+from fzero.arguments import python_numbers
 from fzero.errors import CheckpointError, FzeroValueError, TraceError
 from fzero.hf import data_parts, optimizers, options, padding, recipe, saving, traced
 from fzero.hf.batch_kinds import Kind, Kinds, differences, kind_of, tensors_of
@@ -126,6 +127,7 @@ class Trainer(Base):
         args = options.TrainingArguments("tmp_trainer") if args is None else args
         optimizer = settings.get("optimizers", (None, None))[0]
         pair = settings.get("optimizer_cls_and_kwargs")
+        tensor_parallel, lengths = python_numbers((tensor_parallel, lengths))
         wrong = data_parts.problems(tensor_parallel, mesh, transforms, args)
         self._tensor = data_parts.tensor_axis(None if wrong else tensor_parallel, mesh, transforms)
         options.check(self, model, args, optimizer, pair, transforms, Trainer, sync, wrong)
