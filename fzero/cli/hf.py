@@ -378,7 +378,7 @@ def _unknown(path: Path, config: Any) -> Iterator[str]:
             value = getattr(part, found)
             yield f"{where}{key}={given[key]}: {kind.__name__} has no {key}; did you mean {found}, which is {value}?"
         if rest := [f"{key}={given[key]}" for key in odd if key not in near and type(given[key]) is int]:
-            yield f"{where}{kind.__name__} has no {', '.join(rest)}: the plan does not depend on it"
+            yield f"{where}{kind.__name__} has no {', '.join(rest)} of its own; the model may ignore it"
 
 
 def _nearest(key: str, names: Sequence[str]) -> str | None:
