@@ -1,0 +1,25 @@
+"""Tiny models with one number changed train as the plain step does, or are rejected by name (changed_numbers.py)."""
+
+from __future__ import annotations
+
+import changed_numbers
+import pytest
+
+
+def check(numbers: range) -> None:
+    found = {number: changed_numbers.outcome(number) for number in numbers}
+    faults = [f"python tests/changed_numbers.py {n}: {text}" for n, (kind, text) in found.items() if kind == "fault"]
+    assert not faults, "\n".join(faults)
+    kinds = [kind for kind, _ in found.values()]
+    assert kinds.count("equal") >= len(kinds) / 4, f"too few cases train at all to show anything: {kinds}"
+
+
+@pytest.mark.parametrize("first", range(0, 150, 15))
+def test_a_changed_number_trains_as_the_plain_step(first: int) -> None:
+    check(range(first, first + 15))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(4 * 3600)
+def test_five_thousand_changed_numbers() -> None:
+    check(range(150, 5150))
