@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import forks
@@ -27,62 +30,52 @@ hypothesis.settings.load_profile("fzero")
 _inductor_cache: tempfile.TemporaryDirectory | None = None
 
 
+DURATIONS = Path(__file__).parent / "durations.json"
+"""Seconds by file of tests, measured by `pytest --full --write-durations` on a machine that did nothing else."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take longer")
     parser.addoption(
-        "--exhaustive",
-        action="store_true",
-        help="run whole grids, of which other tests take a part (results: docs/results), and slow repeats",
+        "--exhaustive", action="store_true", help="also run whole grids, of which other tests take a part: hours"
     )
+    parser.addoption("--write-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS}")
 
 
-# Files that take longest, first: else one process waits for the other at the end.
-LONGEST = (
-    "test_run.py",
-    "test_example.py",
-    "test_hosts.py",
-    "test_chaos.py",
-    "test_docs.py",
-    "test_dims.py",
-    "test_axes.py",
-    "test_trainer.py",
-    "test_testing.py",
-    "test_vertical.py",
-    "test_plan_hf.py",
-    "test_resize.py",
-    "test_offload_plan.py",
-    "test_functionalize.py",
-    "test_plan.py",
-    "test_fp8.py",
-    "test_hf_weights.py",
-    "test_modules.py",
-    "test_build.py",
-    "test_load.py",
-    "test_deepspeed.py",
-    "test_example_finetune.py",
-    "test_notebook.py",
-    "test_headline.py",
-    "test_example_vit.py",
-    "test_functionalize_zoo.py",
-    "test_gpu_hour.py",
-    "test_redundant.py",
-    "test_launcher.py",
-    "test_late.py",
-    "test_trees.py",
-    "test_composed.py",
-    "test_waiting_gradients.py",
-    "test_train_big.py",
-)
+def is_default(item: pytest.Item) -> bool:
+    """Whether a test runs without --full: it is not marked `full`, or is one of the cases that the mark keeps."""
+    mark = item.get_closest_marker("full")
+    if mark is None:
+        return True
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and callspec.id in mark.kwargs.get("keep", ())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    place = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
-    if not config.getoption("--exhaustive"):
-        for item in items:
-            if "exhaustive" in item.keywords:
-                item.add_marker(
-                    pytest.mark.skip(reason="a whole grid, or slow and shown by another test too: --exhaustive")
-                )
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    here = Path(__file__).parent
+    known = {item.path: seconds.get(os.path.relpath(item.path, here), 0) for item in items}
+    items.sort(key=lambda item: -known[item.path])  # the longest first: else one process waits for the other at the end
+    exhaustive = config.getoption("--exhaustive")
+    full = exhaustive or config.getoption("--full")
+    selected = [x for x in items if ("exhaustive" not in x.keywords or exhaustive) and (is_default(x) or full)]
+    if len(selected) < len(items):
+        config.hook.pytest_deselected(items=[x for x in items if x not in {*selected}])
+        items[:] = selected
+
+
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In the process that collects the reports of all others."""
+    if session.config.getoption("--write-durations") and not hasattr(session.config, "workerinput"):
+        measured = {name: round(seconds, 1) for name, seconds in sorted(_seconds.items()) if seconds >= 0.1}
+        DURATIONS.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 def pytest_configure() -> None:
