@@ -288,7 +288,7 @@ def no_attribute(owner: Any, name: str, known: Iterable[str] | None = None) -> A
     small = {x.lower(): x for x in reversed(known)}
     meant = _ELSEWHERE.get(name.lower())
     meant = small.get(name.lower(), meant if meant in known or meant in _CALLS else None)
-    names = [meant] if meant else [small[x] for x in difflib.get_close_matches(name.lower(), small)] or known
+    names = [meant] if meant else [small[x] for x in difflib.get_close_matches(name.lower(), small, n=4)] or known
     fix = f"{'there are' if names == known else 'did you mean'} {', '.join(names)}"
     return AttributeError(f"{of} has no attribute {name!r}\nFix: {fix}")
 

@@ -355,7 +355,7 @@ def test_batch_norms_that_average_evaluate_as_in_pytorch() -> None:
         (fz, "Compile", "compile"),
         (optim, "AdamW", "adamw"),
         (optim, "clip_grad_norm_", "clip_by_global_norm"),
-        (optim, "adamm", "adam, adamw"),
+        (optim, "adamm", "adam, radam, nadam, adamw"),
         (fz, "save", "fz.checkpoint.save(path, state)"),
         (fz.checkpoint, "load", "train.restore(path)"),
         (fz, "jit", "fz.compile(step, mesh)"),
