@@ -138,6 +138,12 @@ def test_positions_and_parameters_are_cut_over_two_axes(way):
     fz.testing.check_equivalent(made, params(), batch(), AbstractMesh(**axes), steps=2)
 
 
+def test_what_one_axis_scatters_the_other_has_cut_before():
+    """Blocks read parts of the features, so what `out` makes is scattered over the model axis."""
+    made = step(fz.tensor_parallel(rules={"emb": 1, "out": 0}), attention="keys")
+    fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(seq=2, model=2), steps=1)
+
+
 @pytest.mark.parametrize(("keys", "masked"), [(2, True), (1, False)])
 def test_fewer_heads_of_keys_than_ranks_and_documents(keys, masked):
     made = step(loss=loss_of(masked))

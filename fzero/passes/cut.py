@@ -105,18 +105,21 @@ class _Before:
         own: of each value, the axes along which a rank has its own.
         sent: of each handle, the values that a collective sends.
         rows: the values that a collective cuts along dim 0.
+        num_cuts: of each value, the axes that cut it along dims.
     """
 
     own: dict[str, tuple[str, ...]]
     sent: Mapping[str, tuple[str, ...]]
     rows: frozenset[str]
+    num_cuts: Mapping[str, int]
 
     @classmethod
     def of(cls, program: Program) -> _Before:
         starts = [line for line in program.lines if line.op in COLLECTIVES]
         rows = frozenset(a for line in starts if line.op != "all_reduce_start" for a in line.args)
-        own = {name: value.placement.own for name, value in program.values().items()}
-        return cls(own, {line.out[0].name: line.args for line in starts}, rows)
+        placed = {name: value.placement for name, value in program.values().items()}
+        own, num_cuts = {a: at.own for a, at in placed.items()}, {a: len(at.cuts) for a, at in placed.items()}
+        return cls(own, {line.out[0].name: line.args for line in starts}, rows, num_cuts)
 
 
 @dataclass(frozen=True)
@@ -313,12 +316,21 @@ class _ToParts:
             return [line]
         if line.op == "wait":
             sent = zip(self.before.sent[line.args[0]], line.out, strict=True)
-            return [replace(line, out=tuple(self._put(v, self.places[a]) for a, v in sent))]
+            return [replace(line, out=tuple(self._brought(a, v) for a, v in sent))]
         if isinstance(line.attrs, UpdateAttrs) or line.op != "cast":
             return [replace(line, out=tuple(self._whole(line, v) for v in line.out))]
         self.leaves |= {v.name for a, v in zip(line.args, line.out, strict=False) if a in self.leaves}
         out = (self._put(v, self._cast_place(a, v)) for a, v in zip(line.args, line.out, strict=False))
         return [replace(line, out=tuple(out))]
+
+    def _brought(self, source: str, value: Value) -> Value:
+        """A value that a collective of another axis has brought. What is sent is cut along this axis already, so that
+        cut comes before those that the collective makes, such as a reduce_scatter."""
+        num, brought = self.before.num_cuts[source], self._put(value, self.places[source])
+        if not isinstance(self.places[source], Dim):
+            return brought
+        *cuts, own = brought.placement.cuts
+        return replace(brought, placement=replace(brought.placement, cuts=(*cuts[:num], own, *cuts[num:])))
 
     def _cast_place(self, source: str, value: Value) -> Anywhere:
         """The place of a cast: of its source; of a rank's own result that is copied for a sum, a summand."""
