@@ -1,8 +1,8 @@
 """Makes the API reference: a page for each public name, from its docstring, and the index that leads to them.
 
 `mkdocs build` calls the hooks at the end of this file; the pages exist in the built site alone. The index, docs/api.md,
-is in the repository, where its links lead to the source: `python tests/test_docs.py docs/api.md` writes it, and a test
-compares it. Links to results, a paragraph each, become the tables themselves in the site.
+is in the repository, where its links lead to the source: `python tests/docs/test_pages.py docs/api.md` writes it, and a
+test compares it. Links to results, a paragraph each, become the tables themselves in the site.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOMS = {
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MARK = "<!-- names: python tests/test_docs.py docs/api.md -->\n"
+MARK = "<!-- names: python tests/docs/test_pages.py docs/api.md -->\n"
 """What follows it in docs/api.md is written by `index`."""
 
 

@@ -1,5 +1,5 @@
 """Wraps private PyTorch names, and is the only file that touches them. Each is tested against every supported release
-(tests/test_compat.py)."""
+(tests/compat/test_private_torch_names.py)."""
 
 from __future__ import annotations
 

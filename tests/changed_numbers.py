@@ -328,7 +328,7 @@ def draw_case(number: int) -> Case:
 
 
 def outcome(number: int) -> tuple[str, str]:
-    """What becomes of a case, and details: "equal"; "rejected"; "fault"; "invalid" if PyTorch cannot compute its loss."""
+    """What becomes of a case, and details: "equal", "rejected", "fault", or "invalid" if PyTorch has no loss."""
     try:
         case = draw_case(number)
         leaves = fz.tree.map(lambda x: x.clone().requires_grad_(), case.params)

@@ -6,11 +6,15 @@ import contextlib
 import gc
 import json
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
+
+# Tests may import each other's helpers, whatever folder they lie in; ranks of the pool get this path too.
+sys.path += [str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir()]
 
 import forks
 import hypothesis
@@ -129,7 +133,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
 @pytest.fixture
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions are compiled by this process, which imports Inductor once, and not by a worker that does for each
-    build. tests/test_build.py has the worker."""
+    build. tests/build/test_compiled_functions.py has the worker."""
 
     def ask(jobs: Any, cache: Any, cores: int, done: Callable[[str], None], trust_cpu: bool) -> dict[str, Any]:
         return {"skipped": worker._work(jobs, cache, cores, trust_cpu, done)}

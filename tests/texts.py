@@ -62,7 +62,7 @@ def within(budget: int) -> str:
 
 def digests(seed: str, folder: str) -> dict[str, list[str]]:
     """The seed shuffles the order in which they are lowered; the folder is where leaves on disk would rest."""
-    from test_program import VARIANTS
+    from test_printed_programs import VARIANTS
 
     on_disk = fz.offload("nvme", ("opt_state", "params"), path=[folder, f"{folder}/second"])
     with mock.patch.dict(VARIANTS, offload_nvme=on_disk):
@@ -76,7 +76,7 @@ def digests(seed: str, folder: str) -> dict[str, list[str]]:
 
 
 def jobs() -> dict[str, Callable[[], Any]]:
-    from test_program import VARIANTS, gpt_program
+    from test_printed_programs import VARIANTS, gpt_program
 
     made: dict[str, Callable[[], Any]] = {name: lambda name=name: gpt_program(name, layers=2) for name in VARIANTS}
     for name, (model, optimizer, transform, ranks) in PARITY.items():

@@ -1,6 +1,6 @@
 """Tells for every key of DeepSpeed's configuration what becomes of it: a meaning, a note or a refusal.
 
-The keys are those of DeepSpeed 0.19.8; tests/test_deepspeed.py holds them against the installed package.
+The keys are those of DeepSpeed 0.19.8; tests/deepspeed_config compares them with the installed package.
 [Note: answers] A key with a *meaning* is carried out. One with a *note* is accepted and does nothing, for a reason: it
 tunes what is planned here, or reports. One that is *refused* would change numbers or memory in a way that is not there;
 its neutral values, which ask for nothing, are accepted.

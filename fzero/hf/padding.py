@@ -61,7 +61,7 @@ KNOWN = {
     *(f"{name}ForConditionalGeneration" for name in ("Bart", "MT5", "T5")),
 }
 """The models of the library of which longer rows, and further ones, change neither loss nor gradient. Each was tried
-with transformers 5.23; tests/test_trainer_padding.py tries some of each kind again."""
+with transformers 5.23; tests/hf/test_trainer_padding.py tries some of each kind again."""
 
 
 @dataclass
