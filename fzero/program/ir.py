@@ -102,9 +102,6 @@ class Placement:
             object.__setattr__(self, "grid", grid_of(self.axes, self.grid) if self.is_cut else ())
         if self.dims:
             object.__setattr__(self, "dims", self.dims[: len(self.axes)])
-        if len(self.cuts) > 1:
-            # Cuts along different dims commute, so one order stands for all. Along one dim the order is the nesting.
-            object.__setattr__(self, "cuts", tuple(sorted(self.cuts, key=lambda cut: cut[1].dim)))
 
     @functools.cached_property
     def own(self) -> tuple[str, ...]:
