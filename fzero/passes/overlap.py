@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fzero.program.attrs import HandAttrs
 from fzero.program.ir import Line, Program, Value, repeats
 from fzero.program.ops import COLLECTIVES, COPIES, OPS, STARTS, Start, stays, transfer_bytes
 
@@ -533,7 +534,11 @@ def _onward(lines: Sequence[Line], waits: Mapping[str, Line], sums: Mapping[str,
         last = (sums.get(handle) or [waits[handle]])[-1]
         brought = [v.name for v in last.out]
         next_ = {id(x): x for a in brought for x in readers.get(a, [])}
-        if len(next_) == 1 and (line := next(iter(next_.values()))).op in COLLECTIVES and [*line.args] == brought:
+        if len(next_) != 1:
+            continue
+        (line,) = next_.values()
+        # What another stage waits for is sent at once: a block later may be too late.
+        if line.op in COLLECTIVES and not isinstance(line.attrs, HandAttrs) and [*line.args] == brought:
             found[handle] = line
     return found
 

@@ -751,3 +751,23 @@ def of_turned_values(stages: list[int]) -> tuple[float, float]:
 def test_values_that_lie_transposed(run_ranks: Any) -> None:
     for got, want in run_ranks(2, of_turned_values, [1, 2], timeout=300):
         assert got == pytest.approx(want, rel=1e-6)
+
+
+def test_a_reduced_value_is_sent_to_the_stage_that_reads_it_at_once() -> None:
+    """The decoder's embedding is looked up on the first stage, where the vocabulary is sharded over `model`, and only
+    the last stage reads it. Sent a block later, stages waited for each other."""
+
+    @fz.block
+    def decode(p: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return y + torch.tanh((x + y) @ p["w"] + p["b"])
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        x = params["emb"][batch["x"]]
+        for p in params["layers"][:-1]:
+            x = layer(p, x)
+        logits = decode(params["layers"][-1], params["emb"][batch["y"]], x) @ params["emb"].T
+        return F.cross_entropy(logits.flatten(0, 1), batch["x"].flatten())
+
+    pieces = (fz.accumulate(2), fz.pipeline(), fz.tensor_parallel(rules={"emb": 0}))
+    step = fz.compose(*pieces)(fz.train_step(loss, optim.sgd(0.1)))
+    fz.testing.check_equivalent(step, params(4), batch(), AbstractMesh(pipe=3, model=2), steps=2)
