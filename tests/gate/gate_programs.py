@@ -1,4 +1,4 @@
-"""The programs that the gate freezes: about forty small steps which together use every transform.
+"""The programs that the gate freezes: about fifty small steps which together use every transform.
 
 Each entry of `PROGRAMS` is a function without arguments that returns a `Case`. The models are as small as they can be
 while still having every kind of operation: two or three layers of width 16. They are written here, not imported from
