@@ -2,8 +2,9 @@
 
     python .ci/lint.py
 
-`.ci/run` and pre-commit call it beside ruff and pyright. Every problem of every check is printed; the exit status is 1
-if there is any. It judges structure only: no check here counts lines or words or looks at the wording of a sentence.
+`.ci/run` and pre-commit call it together with ruff and pyright. Every problem of every check is printed; the exit
+status is 1 if there is any. It judges structure only: no check here counts lines or words or looks at the wording of a
+sentence.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def imported_modules(nodes: Iterator[ast.AST] | list[ast.AST]) -> Iterator[str]:
 
 
 def imports_go_upwards_in_the_table() -> Iterator[str]:
-    """Of imports inside functions too, but not of imports that only annotations need."""
+    """Includes imports inside functions, but not imports that only annotations need."""
     cells = [line.split("|")[1] for line in LAYERS.splitlines() if line.startswith("| `")]
     row = {name: i for i, cell in enumerate(cells) for name in re.findall(r"`([^`]+)`", cell)}
     for path, tree in TREES.items():

@@ -92,8 +92,8 @@ def raise_unless(holds: torch.Tensor, error: type[Exception], said: Callable[[],
 def module_conversions(
     modules: Collection[torch.nn.Module], convert: Callable[[torch.nn.Module, Callable[..., Any]], None]
 ) -> Iterator[None]:
-    """`module.to(...)`, `float()` and their like inside call `convert(module, fn)` for these modules and those below
-    them, where PyTorch would put other tensors in place of the module's own."""
+    """Inside, `module.to(...)`, `float()` and similar methods call `convert(module, fn)` for each of these modules,
+    instead of replacing its tensors by converted ones. `fn` is the conversion of one tensor."""
     before = torch.nn.Module._apply
 
     def applied(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> torch.nn.Module:
@@ -1177,7 +1177,7 @@ def is_view(op: Any) -> bool:
 
 
 def is_function_operator(func: Any) -> bool:
-    """Whether this is an operator of functions, such as `torch.cond`."""
+    """Whether this is an operator that takes functions, such as `torch.cond`."""
     return isinstance(func, torch._ops.HigherOrderOperator)
 
 

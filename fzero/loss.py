@@ -144,20 +144,20 @@ def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torc
 
 
 def is_empty(loss: torch.Tensor, count: torch.Tensor | None, norm: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Whether the loss of a step is a mean over nothing, so that there is nothing to update with: bool[]; None if that
-    is never the case.
+    """Whether the loss of a step is a mean over nothing, so that its update is skipped: bool[]; None if no update is.
 
-    A weighted loss is, if its whole count is 0. Of any other the count is not known: it is NaN then, while its
-    gradients are often zeros.
+    A weighted loss is a mean over nothing if its count is 0. The count of any other loss is not known, but a mean over
+    nothing is NaN, and its gradients are often zeros instead of NaN.
 
     Args:
-        loss: the mean of the whole batch.
-        count: the whole count of a weighted loss.
-        norm: of the gradients; None: a loss that is NaN is no reason to leave an update out.
+        loss: the mean over the whole batch.
+        count: the count of the whole batch, if the loss is weighted.
+        norm: the norm of all gradients; None: an update is not skipped because the loss is NaN.
     """
-    found = [] if count is None else [count == 0]
-    found += [] if norm is None else [torch.isnan(loss) & torch.isfinite(norm)]
-    return functools.reduce(torch.logical_or, found) if found else None
+    reasons = [] if count is None else [count == 0]
+    if norm is not None:
+        reasons.append(torch.isnan(loss) & torch.isfinite(norm))
+    return functools.reduce(torch.logical_or, reasons) if reasons else None
 
 
 def summable(x: torch.Tensor) -> torch.Tensor:

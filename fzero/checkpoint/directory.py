@@ -144,7 +144,7 @@ def pointed(root: Place) -> Place | None:
 
 
 def _highest(root: Place, complete: Mapping[int, Place]) -> Place:
-    """The checkpoint of the highest step, of one run."""
+    """The checkpoint of the highest step. Raises if the checkpoints are of several runs or models."""
     seen = {place: _identity(place) for _, place in sorted(complete.items())}
     runs = {run for run, _ in seen.values()} - {None}
     models = {leaves for _, leaves in seen.values()} - {None}

@@ -91,7 +91,7 @@ class Index:
     parts: Mapping[str, tuple[StoredPart, ...]] = field(repr=False)
     sha256: str = field(default="", repr=False)  # of the index itself
     spread: Spread | None = field(default=None, repr=False, compare=False)  # where files are that are not among `files`
-    run: str | None = None  # a name that all checkpoints of one run have; older ones have none
+    run: str | None = None  # the name of the run, the same for all of its checkpoints; None up to fzero 0.2
 
     @property
     def owner(self) -> str:
@@ -302,7 +302,7 @@ def check(index: Index, expected: Expected, *, cast: bool = False) -> None:
 
 
 def fitting(index: Index, fits: Callable[[Index], bool]) -> list[Place]:
-    """The checkpoints beside one that does not fit that do, the highest step first."""
+    """The checkpoints in the directory of one that does not fit which do fit, the highest step first."""
     if index.spread is not None or step_number(index.directory.name) is None:
         return []
     found = list[Place]()
@@ -336,7 +336,7 @@ def _grouped(problems: list[str], index: Index) -> list[str]:
 
 
 def mismatch(index: Index, problems: list[str], total: int, fits: Sequence[Place] = ()) -> CheckpointError:
-    """The error of leaves that differ. `fits`: checkpoints beside it whose leaves do not."""
+    """The error of leaves that differ. `fits`: checkpoints in the same directory that fit."""
     fix = "build the model and optimizer that the checkpoint was saved from, or restore another checkpoint"
     if fits:
         others = f" ({', '.join(place.name for place in fits[1:3])} too)" if fits[1:] else ""

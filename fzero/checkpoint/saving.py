@@ -51,7 +51,7 @@ _warned: set[str] = set()  # roots under which older checkpoints could not be de
 
 @dataclass(frozen=True)
 class _Saved:
-    """What is known of a checkpoint that this process saved."""
+    """What this process remembers of a checkpoint that it saved."""
 
     run: str
     step: int
@@ -433,11 +433,11 @@ def commit(
 
 
 def _run(root: Place, plan: SavePlan) -> tuple[str, str | None]:
-    """The run that a checkpoint is of, and a warning if `latest` was of another one.
+    """The name of the run that a new checkpoint belongs to, and a warning if `latest` belongs to another run.
 
-    A save goes on with the run of the checkpoint that was the latest before it, if it has the same leaves and a step
-    that is not earlier: so does a run that was started again, from wherever it got its state. Anything else is a run of
-    its own, which takes over the directory.
+    A save continues the run of the latest checkpoint if it has the same leaves and a step that is not earlier. That
+    includes a run that was started again, from whatever source it got its state. Any other save is a new run, which
+    takes over the directory.
     """
     own = f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{secrets.token_hex(3)}"
     before = _before(root)
@@ -455,8 +455,7 @@ def _run(root: Place, plan: SavePlan) -> tuple[str, str | None]:
 
 
 def _before(root: Place) -> _Saved | Index | None:
-    """The checkpoint that is the latest before a save. An index can be large, so one that this process wrote itself is
-    not read."""
+    """The latest checkpoint before a save. Its index, which can be large, is not read if this process wrote it."""
     known = _saved.get(_absolute(root))
     try:
         place = pointed(root)

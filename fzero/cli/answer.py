@@ -200,7 +200,8 @@ class Answer:
         limit = self.lowered.budget.nbytes if self.lowered.budget else None
         if limit is None:
             return f"{size(self.plan.peak_bytes)} at the peak"
-        on_device, device, peak = self.plan.device.asynchronous, self.plan.device, self.plan.peak_bytes
+        device, peak = self.plan.device, self.plan.peak_bytes
+        on_device = device.asynchronous
         both = peak + self.process_bytes("device" if on_device else "host")
         text = f"fits {size(limit)}: {size(peak)} at the peak, {size(limit - peak)} to spare; {size(both)} with the "
         if both <= device.memory_bytes:
@@ -210,14 +211,16 @@ class Answer:
                 f"process, more than the {size(device.memory_bytes)} of {device.name}: --whole counts the process in"
             )
         budget = self.lowered.budget
-        if on_device and budget is not None and (peak := self.plan.host_peak_bytes):
+        if on_device and budget is not None and (host_peak := self.plan.host_peak_bytes):
             process = self.process_bytes("host")
             if budget.host is None:
-                text += f"; {size(peak + process)} of host memory are used, which --host-budget limits"
-            elif peak + process <= budget.host:
-                text += f"; of {size(budget.host)} of host memory {size(peak + process)} are used"
+                text += f"; {size(host_peak + process)} of host memory are used, which --host-budget limits"
+            elif host_peak + process <= budget.host:
+                text += f"; of {size(budget.host)} of host memory {size(host_peak + process)} are used"
             else:
-                text += f"; of {size(budget.host)} of host memory {size(peak)} are used, and {size(process)} besides "
+                text += (
+                    f"; of {size(budget.host)} of host memory {size(host_peak)} are used, and {size(process)} besides "
+                )
                 text += "by the process"
         return text
 

@@ -24,7 +24,7 @@ from fzero.hf.mixtures import is_mixture
 from fzero.step import Step
 
 _SEQ = 4096  # tokens, if the configuration allows as many
-_MOST_DEVICES = 16_384
+_MOST_DEVICES = 16_384  # an error that asks for more is not translated to `--devices`
 _CAPACITY = 1.25  # rows of an expert, as a factor of its even share
 _FLAG = arg(help_behavior_hint="")
 _TARGET_INSTEAD = "write a function that returns (step, params, batch), and plan that: fzero plan FILE.py:FUNCTION"
@@ -234,7 +234,7 @@ def as_flags(refusal: str) -> str:
     """A refusal with the flags that stand for the calls it names."""
     flags = [flag for pattern, flag in _FLAGS.items() if re.search(pattern, refusal)]
     ranks = re.search(r"at least (\d+) ranks", refusal)
-    # beyond any cluster more devices are no way out: the budget is too small
+    # No cluster has more devices: then the budget is too small, and other flags are the way out.
     flags += [f"--devices {ranks[1]}xNAME"] if ranks and int(ranks[1]) <= _MOST_DEVICES else []
     return "\n".join([refusal, *([f"As flags: {'; '.join(flags)}"] if flags else [])])
 
@@ -353,12 +353,12 @@ def _size(config: Any) -> str:
 
 
 def _unknown(path: Path, config: Any) -> Iterator[str]:
-    """A line for each unknown key of a configuration's file that is near a key which the file leaves out, and one for
-    all other unknown numbers.
+    """A line for each unknown key of a configuration's file that resembles a key which the file lacks, and one line for
+    all other unknown keys with numbers.
 
-    The library stores whatever a file has as attributes of the configuration. Unknown are those that the file alone has
-    brought: its class without arguments does not have them, and has not made something else of them. Files that the
-    library wrote long ago have such keys too, so they are named, not rejected.
+    The library stores every key of a file as an attribute of the configuration. A key is unknown if the class without
+    arguments lacks it and has not renamed it. Old files of the library have such keys too, so they are named and not
+    rejected.
     """
     generation = library("plan --hf").GenerationConfig()
     data = read_json.read(path / "config.json" if path.is_dir() else path)
@@ -382,7 +382,7 @@ def _unknown(path: Path, config: Any) -> Iterator[str]:
 
 
 def _nearest(key: str, names: Sequence[str]) -> str | None:
-    """The name that a key probably means: one in which each of its words begins a word, or a similar one."""
+    """The name that a key probably means: one in which each word of the key begins a word, or else a similar name."""
     words = key.split("_")
     begins = lambda name: all(any(w.startswith(word) for w in name.split("_")) for word in words)  # noqa: E731
     whole = [name for name in names if len(words) > 1 and begins(name)]

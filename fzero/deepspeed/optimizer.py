@@ -18,7 +18,7 @@ from fzero.optim.base import is_transformation
 _ADAM = "betas eps bias_correction amsgrad adam_w_mode torch_adam set_grad_none fp32_optimizer_states capturable"
 _TORCH = "lr weight_decay maximize foreach fused differentiable"
 TORCH = ("Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "SGD")
-"""The optimizers that DeepSpeed takes from torch.optim, but for Adagrad under exactly these names."""
+"""The optimizers that DeepSpeed takes from torch.optim. Their names must be written exactly so, except Adagrad's."""
 
 PARAMS = {
     "Adam": f"{_ADAM} {_TORCH}".split(),
@@ -27,7 +27,7 @@ PARAMS = {
     "Muon": ["lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method"],
     **{name: list(torch_classes.defaults(getattr(torch.optim, name))) for name in TORCH},
 }
-PARAMS["Adagrad"] += ["amsgrad", "fp32_optimizer_states"]  # of DeepSpeed's own, which runs with offload
+PARAMS["Adagrad"] += ["amsgrad", "fp32_optimizer_states"]  # arguments of DeepSpeed's own class, used with offload
 """The optimizers that there are, and their arguments."""
 
 REFUSED = {
@@ -97,7 +97,7 @@ def make(settings: ConfigSettings, given: Given, own: Schedule | None, clip: flo
 
 
 def default_rate(kind: str) -> float:
-    """The learning rate of an optimizer for which a configuration has none."""
+    """The learning rate of an optimizer if the configuration does not give one."""
     name = {name.lower(): name for name in TORCH}.get(kind.lower())
     return torch_classes.defaults(getattr(torch.optim, name))["lr"] if name else 1e-3
 
@@ -138,16 +138,14 @@ def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[Gr
     settings.problems += [f"optimizer.params.{x}: {name} has no such argument" for x in odd]
     get = lambda key, default: settings.get(f"optimizer.params.{key}", default)  # noqa: E731
     cycled = _cycled_momentum(settings, name)
+    if cycled is not None and name not in ("Adam", "AdamW"):
+        settings.problems.append(f"scheduler.params.cycle_momentum: cycles the betas of {name}: say false")
     if name in TORCH:
-        if cycled is not None:
-            settings.problems.append(f"scheduler.params.cycle_momentum: cycles the betas of {name}: say false")
         return _of_torch(settings, name, lr, shown)
     if name == "Muon":
         return _muon(settings, lr, shown)
     b1, b2 = get("betas", (0.9, 0.999))
     if name == "Lion":
-        if cycled is not None:
-            settings.problems.append(f"scheduler.params.cycle_momentum: cycles the betas of {name}: say false")
         if "betas" not in given:
             settings.omitted("optimizer.params.betas", "DeepSpeed's own, 0.9 and 0.999 (fz.optim.lion: 0.9 and 0.99)")
         decay = get("weight_decay", 0.0)
@@ -158,6 +156,7 @@ def _own(settings: ConfigSettings, lr: float | Schedule, shown: str) -> tuple[Gr
 def _of_torch(
     settings: ConfigSettings, name: str, lr: float | Schedule, shown: str
 ) -> tuple[GradientTransformation, str]:
+    """An optimizer of torch.optim with the configuration's arguments, and its text with those that are no defaults."""
     cls = getattr(torch.optim, name)
     default = torch_classes.defaults(cls)
     given = {n: settings.get(f"optimizer.params.{n}", x) for n, x in default.items() if n != "lr"}
@@ -314,7 +313,7 @@ def _schedule(settings: ConfigSettings, lr: float) -> tuple[Schedule | None, str
 
 
 def _one_cycle_or_range_test(settings: ConfigSettings, kind: str) -> tuple[Schedule | None, str]:
-    """These two schedules are not an update late."""
+    """The schedule of a `OneCycle` or `LRRangeTest`, and its text. Unlike warm-ups, these are not one update late."""
     get = lambda key, default=None: settings.get(f"scheduler.params.{key}", default)  # noqa: E731
     try:
         if kind == "OneCycle":

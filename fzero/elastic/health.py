@@ -70,7 +70,7 @@ class Health:
     sent: int | None = 50
 
     def __post_init__(self) -> None:
-        vars(self).update(python_numbers(vars(self)))  # it is frozen for everybody else
+        vars(self).update(python_numbers(vars(self)))  # a frozen dataclass forbids plain assignment
 
     def problems(self) -> list[str]:
         """A line for each argument that is invalid."""

@@ -2,9 +2,9 @@
 
 A program is traced for a fixed set of entries, but a collator may return some only now and then: images in every second
 batch, a mask when there is something to mask. Batches with the same entries are of one kind. A step whose micro-batches
-are of several kinds is one program that calls the loss once per kind and micro-batch; where a micro-batch is of another
-kind, a copy of a batch of that kind stands in with weight 0. All ranks run the same program, so they agree first on the
-kinds of the step, also if a rank has no batch of some kind.
+are of several kinds is one program that calls the loss once per kind and micro-batch. For each kind other than its own,
+a micro-batch is replaced by a copy of some batch of that kind, with weight 0. All ranks run the same program, so they
+agree first on the kinds of the step, also if a rank has no batch of some kind.
 """
 
 from __future__ import annotations
@@ -64,24 +64,23 @@ class Kinds:
         return {n: x if x is None else x.to(device) for n, x in self._known[kind].items()}
 
     def _learned(self, here: Mapping[Kind, Entries]) -> list[Kind]:
-        """The kinds that were not known before. A rank without a batch of one is given another rank's."""
+        """The kinds that were not known before. If some rank has no batch of a new kind, all are sent one."""
         held = self._ranks.objects([kind for kind in here if kind not in self._known])
         new = sorted({kind for some in held for kind in some})
         for kind in new:
             having = [rank for rank, some in enumerate(held) if kind in some]
-            batch = here.get(kind)
-            batch = batch and {n: x if x is None else x.detach().cpu() for n, x in batch.items()}
+            batch = {n: x if x is None else x.detach().cpu() for n, x in here.get(kind, {}).items()}
             if len(having) < len(held):
                 batch = self._ranks.from_rank(batch, having[0])
-            assert batch is not None
             self._known[kind] = batch
         return new
 
 
 def differences(kinds: Sequence[Kind], batches: Sequence[Entries]) -> list[str]:
-    """What distinguishes the kinds of a step: for each entry that not all have alike, where it is what.
+    """Describes how the kinds of a step differ: a line for each entry that only some have, or in different dtypes.
 
     Args:
+        kinds: of the step, on all ranks.
         batches: this rank's micro-batches of the step.
     """
     own = [dict(kind_of(batch)) for batch in batches]

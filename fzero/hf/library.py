@@ -12,10 +12,13 @@ INSTALL = "pip install 'transformers>=5,<6' accelerate"
 
 
 def library(owner: str) -> Any:
-    """The library.
+    """The module `transformers`.
+
+    Args:
+        owner: the public name that an error begins with.
 
     Raises:
-        FzeroError: it is not installed, cannot be imported, or is older than version 5.
+        FzeroError: the library is not installed, cannot be imported, or is older than version 5.
     """
     with needed(owner):
         import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
@@ -26,7 +29,8 @@ def library(owner: str) -> Any:
 
 @contextmanager
 def needed(owner: str) -> Iterator[None]:
-    """Raises a failing import of the library, or of a package that its Trainer needs, as an error with a way out."""
+    """Turns a failing import of the library, or of a package that its Trainer needs, into an error that says what to
+    install."""
     try:
         yield
     except ImportError as error:

@@ -88,6 +88,7 @@ _NOT_PROPORTIONAL = (torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor)
 
 
 def _of_group(cls: type, group: Mapping[str, Any]) -> GradientTransformation:
+    """The optimizer of a parameter group, whose learning rate is in the state."""
     if cls in _NOT_PROPORTIONAL:
         schedule, at_rate = rate_in_state()
         return at_rate(of_torch(cls, schedule, group))
@@ -180,9 +181,10 @@ def by_rate() -> GradientTransformation:
 
 
 def rate_in_state() -> tuple[Schedule, Callable[[GradientTransformation], GradientTransformation]]:
-    """A schedule whose value is the rate in the state, and what an optimizer that goes by it has to be wrapped in.
+    """A schedule whose value is the learning rate in the state, and a function that wraps the optimizer made with it.
 
-    For optimizers whose updates are not proportional to the rate. The state is that of `chain(optimizer, by_rate())`.
+    It is for optimizers whose updates are not proportional to the learning rate. A schedule is only given the count, so
+    the wrapper hands it the rate during an update. The state is that of `chain(optimizer, by_rate())`.
     """
     current: list[torch.Tensor] = []  # the rate of the update that is being computed
 

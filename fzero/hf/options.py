@@ -200,8 +200,8 @@ def check(
 
 
 def _set(args: Any) -> list[str]:
-    """The names of the library's options that are not as they are by default. Fields that a subclass of a user's adds
-    are for the user's own code."""
+    """The names of the library's options that differ from their defaults. Fields that a user's subclass adds are left
+    to the user's code."""
     library = next(c for c in type(args).__mro__ if c.__module__.partition(".")[0] in ("transformers", "fzero"))
     blank = {f.name: f.default for f in dataclasses.fields(library) if f.default is not dataclasses.MISSING}
     return [n for n, default in blank.items() if (x := getattr(args, n)) != default and x not in (None, False, [], {})]

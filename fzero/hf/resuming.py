@@ -19,7 +19,7 @@ logger = logging.getLogger("fzero")
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a checkpoint of the library was not written to its end."""
+    """Whether the save of a checkpoint of the library did not finish."""
     if _number(path) is None or not path.is_dir():
         return False
     try:
@@ -30,7 +30,7 @@ def is_unfinished(path: Path) -> bool:
 
 
 def unmark(path: str) -> None:
-    """Makes a checkpoint that is written over count as unfinished until its new save is done."""
+    """Marks a checkpoint that is about to be overwritten as unfinished, until its new save is done."""
     (Path(path) / TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
@@ -40,8 +40,8 @@ def newest_finished(given: str | bool, output_dir: str) -> str | bool | None:
     Args:
         given: `resume_from_checkpoint`, a directory, or True for the newest one of `output_dir`.
 
-    Returns: `given` if it is not unfinished; else the newest finished checkpoint with a lower number beside it, or None
-        if there is none and training begins anew. Both are warned of.
+    Returns: `given`, unless its save did not finish. Then, with a warning, the newest finished checkpoint with a lower
+        number in the same directory, or None if there is none and training begins anew.
 
     Communication: one exchange of a small object.
     """

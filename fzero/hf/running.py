@@ -24,8 +24,8 @@ Gathered = Callable[[Sequence[str]], dict[str, torch.Tensor]]
 def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
     """A model of the library with the weights of a state, in evaluation mode: for `generate()` and what else takes one.
 
-    If some parameters of the state have 16 bits (frozen ones under `mixed_precision`), all of the model's have.
-    Every rank calls it.
+    If some parameters of the state have 16 bits (frozen ones under `mixed_precision`), all parameters of the model get
+    that dtype. Every rank calls it.
 
     Args:
         model: of `fz.hf.from_pretrained` or `from_config`.
@@ -78,7 +78,7 @@ def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
 
 
 def _rounded(model: Pretrained, flat: dict[str, torch.Tensor]) -> dict[str, torch.dtype]:
-    """The parameters that a module has in another dtype than the state, with that dtype.
+    """The parameters that the module has in another dtype than the state, by name, with the dtype of the module.
 
     Under `mixed_precision` frozen parameters are kept in 16 bits, trained ones in fp32. A forward of such a mixture
     fails in the first product of both, so trained parameters are rounded, as a step does before its forward.

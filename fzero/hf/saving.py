@@ -133,7 +133,7 @@ def save_pretrained(
 
 
 def problem(model: Any) -> str:
-    """Why the weights of a Trainer's model cannot be written to files; "": they can. Nothing is written.
+    """The reason why the weights of a Trainer's model cannot be written to files, or "" if they can. Writes nothing.
 
     Args:
         model: a module, whose library writes it, or a model of `fz.hf.from_pretrained`.

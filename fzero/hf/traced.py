@@ -34,15 +34,17 @@ def _computed(held: LossInputs, constants: Constants, forward: Any, batch: Any, 
 def loss(held: LossInputs, visible: Any, constants: Constants, forward: Any, batch: Any) -> Any:
     """The loss of a micro-batch, for a step's mean over micro-batches and ranks.
 
-    A micro-batch has one part for each kind of batches in the step (`batch_kinds.py`), of which one counts.
+    A micro-batch has one part for each kind of batches in the step (`batch_kinds.py`). One of them is its own; the
+    others have weight 0 (`on`).
     """
     trainer = held.trainer
     parts = [(part, *_computed(held, constants, forward, part)) for part in batch["kinds"]]
-    scaled = "num_items" in batch["kinds"][0]
-    if scaled if trainer.loss_is_scaled_for_ga is None else trainer.loss_is_scaled_for_ga:
-        # Divided by all items of the step already: micro-batches add up.
+    reads_num_items = "num_items" in batch["kinds"][0]
+    adds_up = reads_num_items if trainer.loss_is_scaled_for_ga is None else trainer.loss_is_scaled_for_ga
+    if adds_up:
+        # The loss is divided by all items of the step already, so micro-batches are added and not averaged.
         total = sum(found * part["on"][0] for part, found, _ in parts) * trainer.args.gradient_accumulation_steps
-        if not scaled:
+        if not reads_num_items:
             return total
         # The count of a step without items is 0, so that its update is skipped.
         some = (batch["kinds"][0]["num_items"][0] > 0).to(torch.float32)
@@ -133,16 +135,16 @@ def probe(
 
 
 def _is_mean_of_targets(counting: Any) -> bool:
-    """Whether a loss is one mean over targets, whose number is known. Others count once per micro-batch."""
+    """Whether a loss is one mean over targets, whose number is known. Any other loss has weight 1 per micro-batch."""
     return len(counting.counts) == 1 and not counting.in_blocks
 
 
 def other_scale(trainer: Any, losses: Losses, counted: bool) -> str:
-    """How the loss and gradient that transformers' Trainer logs differ from the mean over a step; "": they do not.
+    """How the loss and gradient that transformers' Trainer logs differ from the mean over a step, or "" if they do not.
 
-    It adds up the micro-batches of a step, unless it takes their losses for means of their own. It does not for a model
-    whose forward takes further keyword arguments, nor for a `compute_loss_func`, whether or not they divide by
-    `num_items_in_batch`; and its own `compute_loss` multiplies by the number of processes, which DDP divides by.
+    transformers' Trainer adds up the losses of a step's micro-batches if the model's forward takes further keyword
+    arguments or there is a `compute_loss_func`, whether or not these divide by `num_items_in_batch`. Otherwise it
+    averages them. Its own `compute_loss` also multiplies by the number of processes, by which DDP divides.
 
     Args:
         counted: whether the library counts the items of a step.

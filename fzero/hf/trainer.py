@@ -48,7 +48,7 @@ from fzero.transforms.shard import data_parallel
 logger = logging.getLogger("fzero")
 Base: Any = transformers.Trainer
 _EVALUATION = 1 << 40
-"""Folded into the key of an evaluation, which no training step folds in."""
+"""Folded into the key of an evaluation. No training step folds in a number this large, so their draws differ."""
 STATE = "fzero"
 """The directory of the state within one of the library's checkpoints."""
 
@@ -508,7 +508,7 @@ class Trainer(Base):
                 group["lr"] = rate
 
     def _saves_weights(self) -> bool:
-        """Whether checkpoints have files of weights, too; decided, and said if not, at the first one."""
+        """Whether checkpoints also have files of weights. A model whose weights cannot be written is warned of once."""
         with self._sync.paused():
             why = saving.problem(self._pretrained or self.model) if self._save_weights else ""
         if why:
@@ -520,7 +520,8 @@ class Trainer(Base):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # What the library writes next says that the checkpoint is finished: on all ranks.
+        # The library writes trainer_state.json next, which marks the checkpoint as finished (resuming.py), so all ranks
+        # must have written theirs.
         together(world(), "hf.Trainer", f"cannot save to {output_dir}", lambda: None)
 
     def _save_scaler(self, output_dir: str) -> None:

@@ -39,7 +39,7 @@ class Precision:
         watch: whether the numbers of each block are watched (precision/statistics.py).
         safer: the paths of the parameters that counted overflows have moved to float32 (precision/counters.py).
         fp8: which products are done in 8 bits; None: none.
-        changed: the transforms that convert a leaf, or send it in fewer bits, before it is computed with.
+        changed: the names of the transforms that convert a leaf, or send it in fewer bits, before the loss reads it.
     """
 
     compute: DType = lambda leaf: leaf.dtype

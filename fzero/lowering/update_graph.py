@@ -4,7 +4,7 @@ metrics."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +53,28 @@ def _means(
     return mean
 
 
-def _unless(skips: torch.Tensor | None, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """A value after a step; after one that is skipped the value before it. None: no step is."""
-    return after if skips is None or after is before else torch.where(skips, before, after)
+def _unless_skipped(
+    before: Sequence[torch.Tensor],
+    after: Sequence[torch.Tensor],
+    overflow: torch.Tensor | None,
+    empty: torch.Tensor | None,
+    consumed: Collection[int],
+) -> list[torch.Tensor]:
+    """The values after a step, or those before it if the step is skipped.
 
-
-def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """Whether one of two conditions holds, of which None never does."""
-    return torch.logical_or(one, other) if one is not None and other is not None else other if one is None else one
+    Args:
+        before, after: the values that a step writes, in one order.
+        overflow: bool[], whether the step is skipped because a gradient overflows; None: it never is.
+        empty: bool[], whether it is skipped because its loss is a mean over nothing; None: it never is.
+        consumed: the positions of the values that an empty batch changes too.
+    """
+    reasons = [reason for reason in (overflow, empty) if reason is not None]
+    skipped = functools.reduce(torch.logical_or, reasons) if reasons else None
+    out = []
+    for i, (was, now) in enumerate(zip(before, after, strict=True)):
+        keeps = overflow if i in consumed else skipped
+        out.append(now if keeps is None or now is was else torch.where(keeps, was, now))
+    return out
 
 
 def record_update(
@@ -143,18 +157,15 @@ def record_update(
         few = tree.leaves(held)
         written = [step + 1, *few, *changed, *new_p, *(new_o[i] for i in opt_state.distinct)]
         old = [step, *tree.leaves(before), *kept, *(p[i] for i in trained), *(o[i] for i in opt_state.distinct)]
-        waits = scaling is not None or isinstance(t.optimizer, SkipsNonfinite)  # for the norm, before any update
-        empty = is_empty(loss, count, norm if waits else None)
+        # These two compute the norm of all gradients before any update anyway; others should not have to wait for it.
+        knows_norm = scaling is not None or isinstance(t.optimizer, SkipsNonfinite)
+        empty = is_empty(loss, count, norm if knows_norm else None)
         overflow = None if scaling is None else torch.logical_not(torch.isfinite(norm))
-        if overflow is not None and empty is not None:  # whose gradients may be NaN at any scale
+        if overflow is not None and empty is not None:  # an empty batch may have NaN gradients at any scale
             overflow = overflow & torch.logical_not(empty)
-        skips = _either(overflow, empty)
-        # an empty batch is consumed, and new values of mutable leaves are those of its forward
-        taken = {0, *range(1 + len(few), 1 + len(few) + len(kept))}
-        written = [
-            _unless(overflow if i in taken else skips, was, now)
-            for i, (was, now) in enumerate(zip(old, written, strict=True))
-        ]
+        # An empty batch counts as consumed (position 0), and mutable leaves get the values that its forward computed.
+        consumed = {0, *range(1 + len(few), 1 + len(few) + len(kept))}
+        written = _unless_skipped(old, written, overflow, empty, consumed)
 
         @functools.cache
         def statistics() -> Mapping[str, torch.Tensor]:

@@ -309,8 +309,8 @@ class Functional(SelfChecked):
         """The results of a function of `calling` for such a batch, without values: it is run on fake tensors, and draws
         from a fake key."""
         with emptied(), compat.FakeTensorMode(), torch.no_grad():
-            like = lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x  # noqa: E731
-            return fn(tree.map(like, self.params), tree.map(like, batch), key=torch.empty(3, dtype=torch.int64))
+            params, batch = tree.map(_empty_like, (self.params, batch))
+            return fn(params, batch, key=torch.empty(3, dtype=torch.int64))
 
     def write_back(self, params: Any) -> None:
         """Copies whole tensors into the module that was given; one on the meta device gets them as its own.
@@ -436,11 +436,10 @@ class Functional(SelfChecked):
         return self._arguments(batch, settings, alone=False, more=counts[key])
 
     def _optional(self, fn: Loss, mode: Mode, batch: Any, settings: dict[str, Any], most: int) -> int:
-        """The number of optional arguments that a forward needs so that `fn` has a result."""
+        """The number of optional arguments that a forward needs so that `fn` has a result; 0 if no number helps."""
         params = self.params
         with emptied(), compat.no_modes(), compat.FakeTensorMode(), torch.no_grad():
-            like = lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x  # noqa: E731
-            tensors, fake = self._flat(tree.map(like, params)), tree.map(like, batch)
+            tensors, fake = self._flat(tree.map(_empty_like, params)), tree.map(_empty_like, batch)
             for more in range(most + 1):
                 given = self._arguments(fake, settings, alone=False, more=more)
                 reading, result = Reading(given), None
@@ -448,7 +447,7 @@ class Functional(SelfChecked):
                     out = mode.outline(Given(tensors, None, _rows(fake), given.args, given.kwargs))
                     with reading:
                         result = fn(out, fake)
-                except Exception:  # the trace raises it again, and says where
+                except Exception:  # if no number of arguments helps, the trace raises it again, with the user's line
                     pass
                 reading.note(tree.leaves(result))
                 if not any(x is None for x in tree.flatten(result, is_leaf=lambda x: x is None)[0]):
@@ -595,6 +594,11 @@ def _rehearsing(x: Any, rows: int | None) -> Any:
         return x
     shape = (ROWS, *x.shape[1:]) if rows is not None and x.dim() and x.shape[0] == rows else x.shape
     return torch.empty(shape, dtype=x.dtype)
+
+
+def _empty_like(x: Any) -> Any:
+    """An uninitialized tensor of this shape and dtype on the default device; anything but a tensor as it is."""
+    return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
 
 
 def _kind(values: Any) -> tuple[Any, ...]:

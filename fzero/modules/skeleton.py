@@ -77,7 +77,8 @@ def skeleton_of(module: nn.Module) -> nn.Module:
 
 
 class SparseBuffer:
-    """Stands in a skeleton for a buffer that is not dense, which a state cannot hold. The forward may not read it."""
+    """Takes the place of a sparse buffer in a skeleton, because a state cannot hold one. The forward must not read
+    it."""
 
     def __init__(self, name: str, layout: str):
         self._name, self._layout = name, layout
@@ -220,7 +221,7 @@ def holding(slots: Sequence[TensorSlot], tensors: Mapping[str, torch.Tensor]) ->
     anew.
 
     Raises:
-        TraceError: the body casts or moves the tensors of a module, as `self.part.to(dtype)` does for good.
+        TraceError: the body casts or moves the tensors of a module by `self.part.to(dtype)`, which lasts.
     """
     before = [slot.get() for slot in slots]
     try:
@@ -234,14 +235,15 @@ def holding(slots: Sequence[TensorSlot], tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _check_unchanged(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raises if `fn`, by which `module.to(...)` or its like converts tensors, is more than what they are already."""
+    """Raises if `fn`, with which `module.to(...)` or a similar method converts tensors, changes any of a module's."""
     found = []
     for name, x in (*module._parameters.items(), *module._buffers.items()):
-        y = None if x is None else fn(x)
-        if x is not None and y is not None and y is not x:
-            found.append(
-                f"{type(module).__name__}.{name}: {x.dtype} on {x.device} before, {y.dtype} on {y.device} then"
-            )
+        if x is None:
+            continue
+        converted = fn(x)
+        if converted is not x:
+            change = f"from {x.dtype} on {x.device} to {converted.dtype} on {converted.device}"
+            found.append(f"{type(module).__name__}.{name}: {change}")
     if found:
         fix = (
             "cast where they are used: F.linear(x, self.part.weight.to(x.dtype)); or cast the input: "

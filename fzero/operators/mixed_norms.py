@@ -18,21 +18,20 @@ NORMS = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias"),
     F.instance_norm: ("input", "running_mean", "running_var", "weight", "bias"),
 }
-"""The first arguments of each norm."""
+"""The arguments of each norm up to the last of its parameters, in order."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def with_parameters_cast(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a norm; a weight and a bias in half precision are cast to the dtype of a float32 input."""
-    given = dict(zip(NORMS[func], args, strict=False)) | kwargs
-    x = given.get("input")
-    half = {
-        name: value
-        for name in ("weight", "bias")
-        if isinstance(value := given.get(name), torch.Tensor) and value.dtype in _HALF
-    }
-    if not half or not isinstance(x, torch.Tensor) or x.dtype is not torch.float32:
+    """The arguments of a norm. If the input is float32, a weight and a bias in half precision are cast to float32."""
+    x = args[0] if args else kwargs.get("input")
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.float32:
         return args, kwargs
-    cast = {name: half[name].to(x.dtype) if name in half else value for name, value in given.items()}
-    first = NORMS[func][: len(args)]
-    return (*map(cast.pop, first), *args[len(first) :]), cast
+
+    def cast(name: str, value: Any) -> Any:
+        is_half = name in ("weight", "bias") and isinstance(value, torch.Tensor) and value.dtype in _HALF
+        return value.to(x.dtype) if is_half else value
+
+    names = NORMS[func]
+    first = (cast(name, value) for name, value in zip(names, args, strict=False))
+    return (*first, *args[len(names) :]), {name: cast(name, value) for name, value in kwargs.items()}

@@ -180,6 +180,7 @@ def _adam(
         beta = rate(where, b1, state.count)
         at = scalars(size / (1 - beta**t), (1 - b2**t).sqrt(), size * weight_decay, 1 - beta)
 
+        # `others`: the largest `nu` with amsgrad, then the parameter and whether it decays with weight decay
         def leaf(g: Any, m: Any, v: Any, *others: Any) -> tuple[Any, ...]:
             step, root, decay, share = at(m.dtype)
             g = -g.to(m.dtype) if maximize else g.to(m.dtype)

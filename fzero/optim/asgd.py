@@ -10,7 +10,7 @@ from fzero.arguments import keywords, number
 from fzero.optim.base import GradientTransformation, chain
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
 from fzero.optim.schedules import Schedule
-from fzero.optim.transforms import of_gradients
+from fzero.optim.transforms import first_links
 from fzero.tree import Tree
 
 _WHERE = "optim.asgd"
@@ -88,4 +88,4 @@ def asgd(
         eta = size / (1 + lambd * size * (before + 1)) ** alpha
         return updates, ASGDState(state.count + 1, eta, averages)
 
-    return chain(*of_gradients(weight_decay, maximize), GradientTransformation(init, update))
+    return chain(*first_links(weight_decay, maximize), GradientTransformation(init, update))

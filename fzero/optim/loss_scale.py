@@ -68,7 +68,7 @@ class LossScale:
 
     def __post_init__(self) -> None:
         given = {f.name: python_numbers(getattr(self, f.name)) for f in fields(self)}
-        vars(self).update(given)  # it is frozen for everybody else
+        vars(self).update(given)  # a frozen dataclass forbids plain assignment
         problems = [
             f"{name}={given[name]!r}: must be a number above 0"
             for name in ("initial", "minimum")

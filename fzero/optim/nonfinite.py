@@ -13,8 +13,8 @@ from fzero.tree import Tree
 
 
 class SkipsNonfinite(GradientTransformation):
-    """An optimizer of `skip_nonfinite`. A step knows it by its type, and leaves the update out as well if the loss is
-    NaN, which the optimizer does not see."""
+    """What `skip_nonfinite` returns. By this type a step recognizes it, and also skips the update if the loss is NaN,
+    which the optimizer itself cannot see."""
 
 
 def skip_nonfinite(optimizer: GradientTransformation) -> GradientTransformation:
@@ -24,8 +24,8 @@ def skip_nonfinite(optimizer: GradientTransformation) -> GradientTransformation:
     scale does in float16 (`mixed_precision("fp16")` needs no such wrapper), for bf16 and fp32; the step count of the
     state goes on, and the metric `finite` says which steps they were.
 
-    A step whose optimizer this is also leaves the update out if the loss is NaN and the gradients are not, as those of
-    `F.cross_entropy` are if all targets are ignored.
+    A training step with this optimizer also skips the update if the loss is NaN while the gradients are finite. That
+    is so for `F.cross_entropy` if all targets are ignored: its gradients are zeros.
 
     Args:
         optimizer: the whole chain: what stands outside of it still sees the gradients.

@@ -10,7 +10,7 @@ from fzero.arguments import keywords, number, shown
 from fzero.optim.base import GradientTransformation, chain
 from fzero.optim.leaves import check, leafwise, new_count, new_moment, rate, reject, scalars
 from fzero.optim.schedules import Schedule
-from fzero.optim.transforms import of_gradients
+from fzero.optim.transforms import first_links
 from fzero.tree import Tree
 
 _WHERE = "optim.rprop"
@@ -83,7 +83,7 @@ def rprop(
         updates, sizes, before = leafwise(_WHERE, 3, leaf, grads=grads, sizes=state.sizes, before=state.before)
         return updates, RpropState(state.count + 1, sizes, before)
 
-    return chain(*of_gradients(maximize=maximize), GradientTransformation(init, update))
+    return chain(*first_links(maximize=maximize), GradientTransformation(init, update))
 
 
 def _pair(name: str, value: Any, between: float | None = None) -> list[str]:

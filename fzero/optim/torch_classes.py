@@ -22,7 +22,7 @@ from fzero.optim.rmsprop import rmsprop
 from fzero.optim.rprop import rprop
 from fzero.optim.schedules import Schedule
 from fzero.optim.sgd import sgd
-from fzero.optim.transforms import of_gradients
+from fzero.optim.transforms import first_links
 
 Options = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ def _adam(lr: float | Schedule, o: Options) -> GradientTransformation:
         return adamw(lr, b1, b2, o["eps"], o["weight_decay"], **options)
     if not o["weight_decay"]:
         return adam(lr, b1, b2, o["eps"], **options)
-    links = of_gradients(o["weight_decay"], o["maximize"])
+    links = first_links(o["weight_decay"], o["maximize"])
     return chain(*links, adam(lr, b1, b2, o["eps"], amsgrad=o["amsgrad"]))
 
 
@@ -50,7 +50,12 @@ def _muon(lr: float | Schedule, o: Options) -> GradientTransformation:
 
 
 def _of(make: Callable[..., GradientTransformation], names: str) -> Callable[..., GradientTransformation]:
-    """An optimizer that takes these arguments, under the names that they have in torch; `betas` are two."""
+    """Makes an optimizer whose arguments have torch's names, except `betas`, which are `b1` and `b2`.
+
+    Args:
+        make: the function of fzero.optim.
+        names: the arguments besides `lr` and `betas`, separated by spaces.
+    """
 
     def made(lr: float | Schedule, o: Options) -> GradientTransformation:
         betas = dict(zip(("b1", "b2"), o["betas"], strict=True)) if "betas" in o else {}
@@ -75,9 +80,10 @@ _TABLE: dict[type, Callable[[float | Schedule, Options], GradientTransformation]
     torch.optim.Adafactor: _adafactor,
 }
 CLASSES = tuple(_TABLE)
-"""The classes that there are."""
+"""The classes of torch.optim that have an equivalent here."""
 
 _NEUTRAL = {"differentiable": False, "ns_coefficients": (3.4445, -4.7750, 2.0315)}
+"""Arguments without an equivalent, with the values that change nothing."""
 
 
 def defaults(cls: type) -> dict[str, Any]:
@@ -86,11 +92,11 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def unsupported(options: Options) -> dict[str, Any]:
-    """Of the arguments of a class those that have no equivalent, and would change numbers."""
+    """The arguments that have no equivalent here and would change numbers."""
     return {name: options[name] for name, neutral in _NEUTRAL.items() if options.get(name, neutral) != neutral}
 
 
 def of_torch(cls: type, lr: float | Schedule, options: Options) -> GradientTransformation:
-    """The optimizer that is equal to a class of torch.optim with these arguments; others have its defaults."""
+    """The optimizer that equals a class of torch.optim with these arguments, and its defaults for all others."""
     decoupled = {"decoupled_weight_decay": cls is torch.optim.AdamW}
     return _TABLE[cls](lr, decoupled | defaults(cls) | dict(options))

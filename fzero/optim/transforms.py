@@ -157,12 +157,13 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     return stateless(decay)
 
 
-def of_gradients(weight_decay: float = 0.0, maximize: bool = False) -> list[GradientTransformation]:
-    """The links before an optimizer's own: gradients of the negative loss, and L2 regularization, in torch's order."""
-    return [
-        *([scale(-1.0)] if maximize else []),
-        *([add_decayed_weights(weight_decay)] if weight_decay else []),
-    ]
+def first_links(weight_decay: float = 0.0, maximize: bool = False) -> list[GradientTransformation]:
+    """The links of a chain before the optimizer's own: the negative gradient if it maximizes, and L2 regularization.
+
+    The order is that of torch, which adds the regularization after it has negated the gradient.
+    """
+    links = [scale(-1.0)] if maximize else []
+    return [*links, add_decayed_weights(weight_decay)] if weight_decay else links
 
 
 def descent(
@@ -172,14 +173,14 @@ def descent(
     maximize: bool = False,
     decoupled: bool = False,
 ) -> GradientTransformation:
-    """The chain of an optimizer of torch's whose `links` do not depend on the learning rate.
+    """The chain of an optimizer of torch.optim whose own `links` do not depend on the learning rate.
 
     Args:
-        decoupled: whether weight decay is added to the updates instead of the gradients.
+        decoupled: whether weight decay is added to the updates, as in AdamW, instead of the gradients.
     """
-    before = of_gradients(0.0 if decoupled else weight_decay, maximize)
-    after = of_gradients(weight_decay if decoupled else 0.0)
-    return chain(*before, *links, *after, scale_by_learning_rate(lr))
+    if decoupled and weight_decay:
+        return chain(*first_links(0.0, maximize), *links, add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
+    return chain(*first_links(weight_decay, maximize), *links, scale_by_learning_rate(lr))
 
 
 def _scaled(where: str, grads: Tree, factor: float | torch.Tensor) -> Tree:

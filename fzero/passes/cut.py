@@ -295,7 +295,7 @@ class _ToParts:
     def _whole(self, line: Line, value: Value) -> Value:
         """A result of a line that computes with no parts: where ranks have rows of their own, it is of these."""
         if not self.spec.cuts_batch or isinstance(line.attrs, UpdateAttrs):
-            # A quotient of sums that are summands here is each rank's own until they are reduced (passes/shard.py).
+            # A quotient of sums differs between ranks until these sums are reduced (passes/shard.py).
             summands = line.of_sums and any(self.places[a] == PARTIAL for a in line.args)
             return self._put(value, OWN if summands else None)
         if self.wanted.get(value.name) is Wanted.SUMMAND:
@@ -324,8 +324,8 @@ class _ToParts:
         return [replace(line, out=tuple(out))]
 
     def _brought(self, source: str, value: Value) -> Value:
-        """A value that a collective of another axis has brought. What is sent is cut along this axis already, so that
-        cut comes before those that the collective makes, such as a reduce_scatter."""
+        """The result of a collective along another axis. What it sends is sharded along this axis already, so this cut
+        comes before the cuts that the collective makes, such as that of a reduce_scatter."""
         num, brought = self.before.num_cuts[source], self._put(value, self.places[source])
         if not isinstance(self.places[source], Dim):
             return brought
@@ -333,7 +333,7 @@ class _ToParts:
         return replace(brought, placement=replace(brought.placement, cuts=(*cuts[:num], own, *cuts[num:])))
 
     def _cast_place(self, source: str, value: Value) -> Anywhere:
-        """The place of a cast: of its source; of a rank's own result that is copied for a sum, a summand."""
+        """The place of a cast: that of its source. But a copy of a rank's own result, made for a sum, is a summand."""
         place = self.places[source]
         return PARTIAL if place == OWN and self.wanted.get(value.name) is Wanted.SUMMAND else place
 

@@ -24,9 +24,8 @@ Sends = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 
 def own_gradients(program: Program, fn: Sends, slot: str, by: str) -> Program:
     """The program with `fn(gradient, slot) -> (gradient, slot)` before each gradient's first reduction, on the summand
-    that each rank has: for a rewrite behind "shard". In a step whose loss or gradients are not finite, which
-    may be skipped, the slot stays as it was. Evaluations,
-    and programs without reductions, stay as they are.
+    that each rank has: for a rewrite behind "shard". In a step whose loss or gradients are not finite, which may be
+    skipped, the slot stays as it was. Evaluations, and programs without reductions, stay as they are.
 
     Args:
         program: spread over the mesh, with its update whole.

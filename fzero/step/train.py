@@ -329,8 +329,8 @@ def train_step(
 
 
 def _as_complex(names: list[str]) -> str:
-    """Code that makes complex parameters of a module of two real ones each. Elementwise optimizers then do what those
-    of torch.optim do, which view complex parameters as real."""
+    """Code, for an error, that stores each complex parameter of a module as two real ones. Elementwise optimizers then
+    do the same as those of torch.optim, which view complex parameters as real."""
     return f"""
   class AsComplex(torch.nn.Module):
       forward = lambda self, real, imag: torch.complex(real, imag)

@@ -107,6 +107,7 @@ def simulated(
 
 
 def ranks_of(mesh: AbstractMesh) -> list[Mesh]:
+    """The mesh as each of its ranks sees it, on CPUs."""
     return [Mesh(dict(mesh.axes), rank, torch.device("cpu")) for rank in range(mesh.size)]
 
 

@@ -58,11 +58,10 @@ def _where(place: Place | None) -> str:
 
 
 class _Bits(NamedTuple):
-    """The inputs whose bits a graph reads, with the user's line; and for each result the inputs whose elements it
-    has."""
+    """What a graph does with the bits of its inputs, which are numbered by position."""
 
-    read: dict[int, Place | None]
-    results: list[set[int]]
+    read: dict[int, Place | None]  # the inputs whose bits it reads, with the user's line
+    results: list[set[int]]  # for each result, the inputs whose elements it has
 
 
 def _bits_read(graph: Recorded, known: dict[Joint, _Bits]) -> _Bits:
@@ -112,6 +111,7 @@ def _moves(node: fx.Node) -> bool:
     )
 
 
+# Operations that copy elements to other places.
 _COPIES = {
     aten.clone.default,
     aten.cat.default,

@@ -57,8 +57,10 @@ def differing_line(one: fx.Graph, other: fx.Graph) -> list[str]:
     """The user's line of the first operation in which two traces of a function differ, if it is known."""
     nodes = [[n for n in graph.nodes if n.op == "call_function"] for graph in (one, other)]
     for a, b in zip(*nodes, strict=False):
-        numbers = [repr(fx.map_arg((n.args, n.kwargs), lambda _: None)) for n in (a, b)]
-        if a.target is not b.target or numbers[0] != numbers[1]:
+        constants = [
+            repr(fx.map_arg((n.args, n.kwargs), lambda _: None)) for n in (a, b)
+        ]  # arguments that are no nodes
+        if a.target is not b.target or constants[0] != constants[1]:
             place = a.meta.get(FROM) or b.meta.get(FROM)
             return [line(place)] if place else []
     return []

@@ -124,13 +124,13 @@ def accumulate(
         accumulate(num_micro_batches=4)
     """
     if num_micro_batches is None and not hasattr(step, "transforms"):
-        step, num_micro_batches = None, step  # what is not a number is rejected below
-    if num_micro_batches is None or (problems := count("num_micro_batches", num_micro_batches)):
-        problems = ["num_micro_batches is missing"] if num_micro_batches is None else problems
-        fix = "give a whole number of at least 1: fz.accumulate(4)"
-        raise FzeroValueError(
-            "accumulate", f"cannot cut a batch into {shown(num_micro_batches)} micro-batches", problems, fix
-        )
+        step, num_micro_batches = None, step  # called as accumulate(4); a value that is no number is rejected below
+    fix = "give a whole number of at least 1: fz.accumulate(4)"
+    if num_micro_batches is None:
+        raise FzeroValueError("accumulate", "num_micro_batches is missing", fix=fix)
+    if problems := count("num_micro_batches", num_micro_batches):
+        what = f"cannot cut a batch into {shown(num_micro_batches)} micro-batches"
+        raise FzeroValueError("accumulate", what, problems, fix)
     if problems := flag("vertical", vertical):
         raise FzeroValueError("accumulate", "invalid arguments", problems, "e.g. fz.accumulate(4, vertical=True)")
     if problems := predicate("whole", whole):

@@ -64,7 +64,8 @@ class Test(NamedTuple):
 
     @property
     def answer(self) -> bool:
-        """The answer in a trace: of the last test that it passes, of the others that the next one is asked."""
+        """The answer in a trace: that the last test passes, and that each test before it fails, so that the next one
+        is asked."""
         return self.passes if self.last else not self.passes
 
 
@@ -174,8 +175,11 @@ def _test_at(found: Sequence[dis.Instruction], at: int, code: CodeType) -> Test 
 
 
 def _place(found: Sequence[dis.Instruction], at: int) -> Hashable:
-    """The offset of an instruction; if the function returns there, what it does until then, of which the compiler makes
-    a copy for each jump."""
+    """Identifies the place in the code at which a function goes on.
+
+    The compiler copies a short ending with `return` for each jump to it, so such an ending is identified by its
+    instructions. Any other place is identified by its offset.
+    """
     end = next((i for i in range(at, min(at + 8, len(found))) if found[i].opname.startswith("RETURN")), None)
     if end is None or any(x.opcode in _JUMPS for x in found[at:end]):
         return found[at].offset

@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,16 +22,16 @@ from fzero.trace.reads.settings_walk import KNOWN, installed, met_caches, packag
 
 _CACHE: Any = functools._lru_cache_wrapper
 _of_libraries: tuple[int, weakref.WeakSet[Any]] = (0, weakref.WeakSet())
-"""The number of modules that were imported, and the caches that existed then."""
+"""The number of imported modules when all objects were last searched for caches, and the caches found."""
 _without: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The misses and sizes of caches when they were last found without tensors: some take long to look through."""
+"""The `cache_info` of caches without tensors, so that a large cache is searched again only after it has changed."""
 _DEPTH = 3
-"""Containers within each other that are looked into."""
+"""How many levels of nested containers are searched."""
 
 
 @contextmanager
 def emptied() -> Iterator[None]:
-    """No cache of functools has tensors at the beginning of the body, or has those of the body after it."""
+    """Empties the caches of functools that hold tensors, before the body and after it."""
     _empty()
     try:
         yield
@@ -44,14 +44,14 @@ def _empty() -> None:
         state = cache.cache_info()[1:]
         if _without.get(cache) == state:
             continue
-        if _holds_tensors(gc.get_referents(cache), _DEPTH):
+        if _contains(gc.get_referents(cache), lambda x: isinstance(x, torch.Tensor)):
             cache.cache_clear()
         else:
             _without[cache] = state
 
 
 def _caches_of_libraries() -> weakref.WeakSet[Any]:
-    """The caches of this process, but for those of PyTorch, the standard library and the like."""
+    """The caches of this process except those of known libraries, such as PyTorch and the standard library."""
     global _of_libraries
     if _of_libraries[0] != len(sys.modules):
         caches = [x for x in gc.get_objects() if type(x) is _CACHE]
@@ -60,16 +60,19 @@ def _caches_of_libraries() -> weakref.WeakSet[Any]:
     return _of_libraries[1]
 
 
-def _holds_tensors(value: Any, depth: int, kind: type = torch.Tensor) -> bool:
-    if isinstance(value, kind):
+def _contains(value: Any, wanted: Callable[[Any], bool], depth: int = _DEPTH) -> bool:
+    """Whether a value, or one in its containers, is wanted."""
+    if wanted(value):
         return True
     held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return bool(depth) and any(_holds_tensors(x, depth - 1, kind) for x in held)
+    return bool(depth) and any(_contains(x, wanted, depth - 1) for x in list(held))
 
 
 def kept_in(tensor: torch.Tensor) -> str | None:
-    """The global variable, or the attribute of a class, of the user's modules that holds a tensor, for an error.
-    Tensors of a trace are removed from a dictionary there: other code could not use them."""
+    """Says, for an error, which global variable or class attribute of the user's modules holds a tensor.
+
+    If it is a dictionary, tensors of a trace are removed from it, because no other code could use them.
+    """
     for name, module in list(sys.modules.items()):
         if module is None or installed(name):
             continue
@@ -77,21 +80,14 @@ def kept_in(tensor: torch.Tensor) -> str | None:
             own = isinstance(value, type) and value.__module__ == name
             places = {f"{variable}.{k}": x for k, x in vars(value).items()} if own else {variable: value}
             for place, x in places.items():
-                if _holds(x, tensor, _DEPTH):
+                if _contains(x, lambda y: y is tensor):
                     _remove_fakes(x)
                     return f"kept in {place} of {name}"
     return None
 
 
-def _holds(value: Any, tensor: torch.Tensor, depth: int) -> bool:
-    if value is tensor:
-        return True
-    held = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    return bool(depth) and any(_holds(x, tensor, depth - 1) for x in list(held))
-
-
 def _remove_fakes(value: Any) -> None:
     if type(value) is dict:
         for key, x in list(value.items()):
-            if _holds_tensors(x, _DEPTH, compat.FakeTensor):
+            if _contains(x, lambda y: isinstance(y, compat.FakeTensor)):
                 value.pop(key)

@@ -189,7 +189,7 @@ _REFUSED = [
 _FIXES = [
     (
         "expected operands of one dtype",
-        "give operands one dtype, which are above: x.to(weight.dtype); or let torch.autocast cast those of products: "
+        "give the operands above one dtype: x.to(weight.dtype); or let torch.autocast cast the operands of products: "
         "with torch.autocast(x.device.type, torch.bfloat16):",
     ),
     ("expected class indices", "give labels as int64: labels.long()"),

@@ -108,7 +108,7 @@ _ONE_DTYPE: dict[Any, tuple[int, ...]] = {
     aten.nll_loss2d_forward.default: (0, 2),
     aten._embedding_bag.default: (0, 6),
 }
-"""Operators some of whose arguments must have one dtype, and the places of these arguments."""
+"""Operators that need some of their arguments in one dtype, with the positions of these arguments."""
 _CLASSES = {
     aten.nll_loss_forward.default,
     aten.nll_loss2d_forward.default,
