@@ -130,6 +130,7 @@ class Functional(SelfChecked):
             self._eval  # noqa: B018 made before a trace is
         trained = {path_of[s.name] for s in slots if s.of == "_parameters" and s.get().requires_grad}
         changes = {path_of[name] for name in self._train.overwritten}
+        self._untrained, self._warned = {name for name in self._names if path_of[name] not in trained}, False
         self.trainable: Predicate = lambda path, leaf: path in trained
         self.mutable: Predicate | None = (lambda path, leaf: path in changes) if changes else None
         self._shapes = {s.name: s.get().shape for s in slots}
@@ -203,7 +204,20 @@ class Functional(SelfChecked):
         """As `apply`; and the new values of the buffers that the forward overwrites, a tree like `params` without the
         other leaves. None where it overwrites none."""
         mode = self._train if self._module.training else self._eval
-        return self._call(mode, Given(self._flat(params), key, _rows((args, kwargs)), args, kwargs))
+        flat = self._flat(params)
+        # A loss that calls `apply` does not tell `fz.train_step` what the module itself would train. Gradients of the
+        # other leaves may be wanted, as with `torch.func.functional_call`, so this is said and not refused.
+        kept = sorted(name for name, x in flat.items() if x.requires_grad and name in self._untrained)
+        if kept and not self._warned:
+            self._warned = True
+            some = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
+            _log.warning(
+                "%s: gradients are computed for %s, which the module does not train (buffers, or requires_grad=False). "
+                "If this is the loss of a training step, use fz.train_step(..., trainable=model.trainable).",
+                self._name,
+                some,
+            )
+        return self._call(mode, Given(flat, key, _rows((args, kwargs)), args, kwargs))
 
     def init(self, key: torch.Tensor) -> Any:
         """The tensors' first values, drawn from a key by the module's own initialisation: for `train.init(model.init)`,
@@ -355,7 +369,7 @@ class Functional(SelfChecked):
 
     def marked(self, fn: Any, what: str) -> Any:
         """A step's function, with its name, the leaves that it gets in their own dtype, and what it is of, which
-        `CompiledStep.load` asks for."""
+        `fz.train_step` and `CompiledStep.load` ask for."""
         fn.__name__, fn.exact, fn.model = f"{_snake(self._name)}_{what}", self._exact, self
         return fn
 

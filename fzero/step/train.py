@@ -262,13 +262,15 @@ def train_step(
         has_aux: whether the loss function also returns a pytree of tensors for the metrics. They are averaged over
             ranks and micro-batches, `fz.weighted` ones exactly.
         trainable: predicate `(path, leaf)`; a leaf it refuses gets no gradient and no optimizer state. Integer leaves
-            are never trained, and complex ones are to be refused. Of a tied leaf it accepts all paths, or none.
+            are never trained, and complex ones are to be refused. Of a tied leaf it accepts all paths, or none. None:
+            all floating-point leaves; of `model.loss` and `model.calling`, those of `model.trainable`.
         mutable: predicate `(path, leaf)` of the leaves whose new values the loss function returns, such as the running
             statistics of a batch norm: it returns `(loss, new)`, or `(loss, aux, new)` with `has_aux`. `new` is a tree
             like `params` with a value for each of these leaves, in its shape and dtype; other leaves are left out,
             None, or as they came. They are assigned at the end of the step. Floating-point values are averaged over
             ranks and micro-batches, others must be the same on all of them. They get no gradient and no optimizer
-            state, rest whole and in their own dtype. See docs/mutable.md.
+            state, rest whole and in their own dtype. None: no leaf; of `model.loss` and `model.calling`,
+            those of `model.mutable`. See docs/mutable.md.
 
     Memory and communication: none until it is compiled; each transform says what it adds.
 
@@ -309,6 +311,12 @@ def train_step(
             )
         else:
             problems.append(f"loss_fn{inspect.signature(loss_fn)} does not take (params, batch)")
+    # The loss of a functionalized module knows its frozen parameters and its buffers: without these defaults they
+    # would be trained with all other floating-point leaves.
+    model: Any = getattr(loss_fn, "model", None)
+    if hasattr(model, "train_step"):
+        trainable = model.trainable if trainable is None else trainable
+        mutable = model.mutable if mutable is None else mutable
     problems += flag("has_aux", has_aux) + predicate("trainable", trainable) + predicate("mutable", mutable)
     if problems:
         raise FzeroTypeError("train_step", "invalid arguments", problems, fix)

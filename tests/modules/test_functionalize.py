@@ -623,6 +623,60 @@ def frozen() -> list[Any]:
     return [losses, value, {n: (str(x.dtype), x.numel()) for n, x in named(state.params).items()}]
 
 
+class PartlyFrozen(nn.Module):
+    """A frozen layer, a floating-point buffer that the loss depends on, and a layer that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+        self.register_buffer("scale", torch.ones(4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(torch.tanh(self.first(x) * self.scale)))
+
+
+@pytest.mark.parametrize("how", ["loss", "calling", "chosen"])
+def test_train_step_of_a_models_loss_trains_what_the_module_trains(how: str) -> None:
+    net, x = PartlyFrozen(), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    model = fz.functionalize(net)
+    given = {"trainable": lambda path, leaf: "last" in path} if how == "chosen" else {}
+    if how == "calling":
+        loss = model.calling(lambda forward, batch: forward(batch).square().mean(), train=True)
+    else:
+        loss = model.loss(lambda out, batch: out.square().mean())
+    step = fz.train_step(loss, optim.adamw(0.1), **given)
+    state = step.init(model.params)
+    for _ in range(2):
+        state, _ = step(state, x)
+    plain = PartlyFrozen()
+    if how == "chosen":
+        plain.norm.requires_grad_(False)
+    optimizer = torch.optim.AdamW((p for p in plain.parameters() if p.requires_grad), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+    found = dict(zip(fz.tree.names(state.params), fz.tree.leaves(state.params), strict=True))
+    assert found.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+def test_a_loss_that_calls_apply_is_told_of_frozen_parameters_that_it_trains(caplog: pytest.LogCaptureFixture) -> None:
+    net, x = PartlyFrozen(), torch.ones(8, 4)
+    net.norm = nn.Identity()
+    model = fz.functionalize(net)
+    loss = lambda params, batch: model.apply(params, batch).square().mean()  # noqa: E731
+    for trainable in (model.trainable, None, None):
+        step = fz.train_step(loss, optim.sgd(0.1), trainable=trainable)
+        step(step.init(model.params), x)
+        says = [r.getMessage() for r in caplog.records if "trainable=model.trainable" in r.getMessage()]
+        assert len(says) == (trainable is None)  # once for a model
+    assert "first.bias, first.weight" in says[0] and "last" not in says[0]
+
+
 def test_frozen_parameters_rest_in_the_dtype_they_are_computed_in(run_ranks):
     (losses, value, rests), (others, other, _) = run_ranks(1, frozen)[0], run_ranks(2, frozen)[0]
     assert losses == pytest.approx(others, rel=2e-2) and value == pytest.approx(other, abs=2e-2)
