@@ -16,6 +16,7 @@ import torch
 
 from fzero import tree
 from fzero.hf.data_parts import Exchange
+from fzero.ranks.notes import exchanged, gathered_tensors
 
 Entries = Mapping[str, Any]
 """A batch by the names of its entries: tensors, or None."""
@@ -65,14 +66,14 @@ class Kinds:
 
     def _learned(self, here: Mapping[Kind, Entries]) -> list[Kind]:
         """The kinds that were not known before. If some rank has no batch of a new kind, all are sent one."""
-        held = self._ranks.objects([kind for kind in here if kind not in self._known])
+        held = exchanged([kind for kind in here if kind not in self._known], list[Kind], "hf.Trainer")
         new = sorted({kind for some in held for kind in some})
         for kind in new:
             having = [rank for rank, some in enumerate(held) if kind in some]
-            batch = {n: x if x is None else x.detach().cpu() for n, x in here.get(kind, {}).items()}
+            tensors = {n: x.detach().cpu() for n, x in tensors_of(here.get(kind, {})).items()}
             if len(having) < len(held):
-                batch = self._ranks.from_rank(batch, having[0])
-            self._known[kind] = batch
+                tensors = gathered_tensors(tensors)[having[0]]
+            self._known[kind] = {name: tensors.get(name) for name, _ in kind}
         return new
 
 

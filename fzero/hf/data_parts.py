@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import accelerate  # pyright: ignore[reportMissingImports] - of the extra `hf`
 import torch
 from accelerate.utils import (  # pyright: ignore[reportMissingImports]
-    broadcast_object_list,
     gather,
-    gather_object,
     recursively_apply,
 )
 from transformers.trainer_utils import seed_worker  # pyright: ignore[reportMissingImports]
@@ -173,11 +171,3 @@ class Exchange:
         everyone: Any = gather(here)
         found = everyone.amax(0).tolist()
         return dict(zip(high, found, strict=False)), dict(zip(low, (-x for x in found[len(high) :]), strict=True))
-
-    def objects(self, value: Any) -> list[Any]:
-        """A picklable value of each rank, in their order."""
-        return gather_object([value])
-
-    def from_rank(self, value: Any, rank: int) -> Any:
-        """A picklable value of one rank, for all."""
-        return broadcast_object_list([value], from_process=rank)[0]

@@ -202,6 +202,7 @@ def rate_in_state() -> tuple[Schedule, Callable[[GradientTransformation], Gradie
                 current.pop()
             return updates, (new, state[1])
 
-        return GradientTransformation(init, update)
+        # of the same class, as one that skips updates that are not finite is known by its class
+        return optimizer._replace(init=init, update=update)
 
     return (lambda count: current[-1]), wrapped

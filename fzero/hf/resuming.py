@@ -6,13 +6,13 @@ a readable one is left by a save that did not finish.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME  # pyright: ignore[reportMissingImports] - of the extra `hf`
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[reportMissingImports]
 
+from fzero import read_json
 from fzero.ranks.together import together, world
 
 logger = logging.getLogger("fzero")
@@ -23,8 +23,8 @@ def is_unfinished(path: Path) -> bool:
     if _number(path) is None or not path.is_dir():
         return False
     try:
-        json.loads((path / TRAINER_STATE_NAME).read_text())
-    except (FileNotFoundError, ValueError):
+        read_json.read(path / TRAINER_STATE_NAME)
+    except (FileNotFoundError, read_json.Malformed):
         return True
     return False
 

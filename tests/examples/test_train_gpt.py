@@ -366,9 +366,8 @@ def test_the_readmes_figures_are_those_measured():
         other = [large[name][i] for i in (0, 5, 3)] if name in large else ["", "", ""]
         assert figures == [*(small[name][i] for i in (0, 5, 3)), *other], name
     plan = (ROOT / "docs" / "cli.md").read_text().partition("--hf examples/llama_3_8b.json")[2]
-    step, rate, whole = (
-        re.search(f, plan)[1] for f in (r"a step\s+│ ([\d.]+) ms", r"([\d,]+) tokens/s", r"in all\s+│\s+([\d.]+ GiB)")
-    )
+    rows = (r"a step\s+│\s+([\d.]+) ms", r"([\d,]+) tokens/s", r"in all\s+│\s+([\d.]+ GiB)")
+    step, rate, whole = (re.search(row, plan)[1] for row in rows)
     assert f"{float(step):.0f} ms a step, {rate} tokens/s, {whole} for each process" in readme
     seconds, tokens, share = measured("headline.md")["4, vertical"][1:4]
     said = f"**{float(seconds):.0f} s a step of 65,536 tokens, {tokens} million a day**, at {share[:-1]} %"

@@ -268,7 +268,7 @@ def test_stages_that_keep_what_they_gather_refuse_parts():
 
 @pytest.mark.parametrize("nbytes", [-1, 1.5, True, "4 pounds"])
 def test_bytes_that_are_no_amount_of_memory(nbytes):
-    with pytest.raises(FzeroValueError, match="not an amount of memory"):
+    with pytest.raises(FzeroValueError, match="must be a number of bytes"):
         fz.shard_params(gather_bytes=nbytes)
     with pytest.raises(FzeroValueError, match="nothing could be gathered"):
         fz.shard_params(gather_bytes="0GB")

@@ -11,7 +11,7 @@ def check(numbers: range) -> None:
     faults = [f"python tests/changed_numbers.py {n}: {text}" for n, (kind, text) in found.items() if kind == "fault"]
     assert not faults, "\n".join(faults)
     kinds = [kind for kind, _ in found.values()]
-    assert kinds.count("equal") >= len(kinds) / 4, f"too few cases train at all to show anything: {kinds}"
+    assert kinds.count("equal") >= len(kinds) / 10, f"too few cases train at all to show anything: {kinds}"
 
 
 @pytest.mark.parametrize("first", range(0, 150, 15))
