@@ -45,6 +45,7 @@ def _head(check: str, attempt: int = 1) -> dict[str, Any]:
     return {"call": 1, "check": check, "attempt": attempt, "device": "cpu", "small": True}
 
 
+@pytest.mark.full
 def test_every_check_runs_small_or_says_why_not(hour: Any, tmp_path: Path) -> None:
     script, checks = hour
     for check in checks.CHECKS.values():
@@ -151,6 +152,7 @@ def test_the_script_goes_on_where_it_was(hour: Any, tmp_path: Path) -> None:
     assert "was not done after" in script.apart(hangs, 0.2, _told(out))["why"]
 
 
+@pytest.mark.full
 def test_what_cannot_be_done_is_refused_before_anything_is_made(hour: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for flags, why in (
@@ -170,6 +172,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_made(hour: Any, tmp_p
     assert not out.exists()
 
 
+@pytest.mark.full
 def test_two_calls_do_not_write_to_one_folder(hour: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with (tmp_path / "out" / "results.jsonl").open("a") as other:
@@ -178,6 +181,7 @@ def test_two_calls_do_not_write_to_one_folder(hour: Any, tmp_path: Path) -> None
     assert said.returncode == 2 and "another call writes to" in said.stderr
 
 
+@pytest.mark.full
 def test_wheels_are_unpacked_first(hour: Any, tmp_path: Path) -> None:
     """A wheel in a folder serves a machine that has no index."""
     wheels = tmp_path / "wheels"

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import fzero as fz
@@ -43,6 +44,7 @@ def _restored(root: str, others: dict[int, str], stale: bool) -> tuple[int, int,
         index.read_index, directory.latest = read, latest
 
 
+@pytest.mark.full
 def test_a_rank_that_sees_an_older_latest_restores_what_the_first_does(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(2, _trained, str(tmp_path))
     (one, first, a), (two, second, b) = run_ranks(2, _restored, str(tmp_path), {}, True)

@@ -412,6 +412,7 @@ def run(text: str, *args: str, ranks: int) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.fresh
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     done = run(ENDS, str(tmp_path), ranks=2)

@@ -198,6 +198,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
 # Round trips
 
 
+@pytest.mark.full(keep=["{'data': 2}-{'data': 1}", "{'data': 2}-{'data': 2}", "{'data': 1}-{'data': 1}"])
 @pytest.mark.parametrize(
     "saved", [{"data": 1}, {"data": 2}, {"data": 3}, {"replica": 2, "data": 2}, {"data": 2, "expert": 2}], ids=str
 )
@@ -967,6 +968,7 @@ KILLS = """
 """
 
 
+@pytest.mark.full
 def test_a_kill_at_any_system_call_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     done = run_script(KILLS, str(tmp_path))
     assert int(done) > 40, "few system calls were seen: is os.* still what writes?"

@@ -200,6 +200,7 @@ def on(axes: dict[str, int]) -> list[str]:
 ALL = [{"data": 1}, {"data": 2}, {"model": 2}, {"data": 2, "model": 2}, {"model": 2, "data": 2}, {"model": 4}]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("axes", ALL[1:], ids=str)
 def test_a_state_begins_and_trains_as_that_of_one_process(run_ranks, tmp_path, axes):
@@ -228,6 +229,7 @@ def restored(root: str, pairs: dict[str, list[str]]) -> list[Any]:
     return wrong
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_what_any_layout_saved_any_other_restores_to_the_bit(run_ranks, tmp_path, request):
     """Without --exhaustive each restores what the one before it saved."""
@@ -277,6 +279,7 @@ def beside(way: str, path: str) -> list[Any]:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "way",

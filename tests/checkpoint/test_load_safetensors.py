@@ -118,6 +118,7 @@ def test_one_rank(run_ranks: Any, tmp_path: Path, name: str, window: int) -> Non
     assert run_ranks(1, differing, str(path), {"data": 1}, name, window) == [([], size)]
 
 
+@pytest.mark.full(keep=["whole-65536"])
 @pytest.mark.parametrize("window", [4 << 20, 1 << 16])
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if n != "plain"])
 def test_ranks_together_read_each_byte_once(run_ranks: Any, tmp_path: Path, name: str, window: int) -> None:
@@ -157,6 +158,7 @@ def offloaded(path: str, scratch: str, tier: str, precision: str | None) -> list
     return wrong + [t for t in tiers if t != tier]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("tier", OFFLOADS)
 def test_tiers(run_ranks: Any, tmp_path: Path, tier: str, precision: str | None) -> None:
@@ -204,6 +206,7 @@ print(tier, used("VmHWM") - before - rests)
 """
 
 
+@pytest.mark.full
 def test_memory(tmp_path: Path) -> None:
     """5 leaves of 32 MiB, in bf16, become 5 of 64 MiB."""
     save_file({f"w{i}": torch.ones(4096, 4096).bfloat16() for i in range(5)}, tmp_path / "model.safetensors")

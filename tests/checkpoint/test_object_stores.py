@@ -102,6 +102,7 @@ class Stop:
         return Gone("killed") if self.came else None
 
 
+@pytest.mark.full
 def test_a_save_that_stops_anywhere_is_no_checkpoint() -> None:
     before = dict(Objects.store)
     # the first of a run, another one, and one in another's place: what was there, and what is saved, as (step, seed)

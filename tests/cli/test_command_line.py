@@ -196,6 +196,7 @@ def test_plan_for_a_backend_and_a_mesh_of_two_axes(run):
     assert code == 1 and "fz.data_parallel(axis='replica')" in err
 
 
+@pytest.mark.full
 def test_without_a_budget_the_plan_is_compared_with_the_devices_own_memory(run):
     """The process is in the device's memory too."""
     plan = lowered(device="h100").plan
@@ -225,6 +226,7 @@ def test_a_device_file_is_taken_whatever_machine_it_was_written_on(run, here):
         )
 
 
+@pytest.mark.full
 def test_a_budget_that_fits(run):
     least = lowered(memory_budget=1 << 40, device="h100").plan.peak_bytes
     for flags in (("--budget", f"{least}B"), ("--budget", "1TB")):
@@ -243,6 +245,7 @@ def test_a_budget_that_fits(run):
     )
 
 
+@pytest.mark.full
 def test_a_budget_that_does_not_fit(run):
     least = 1 << 18  # the state has room, the step has not
     with pytest.raises(fz.errors.BudgetError) as error:
@@ -587,6 +590,7 @@ def test_the_script_is_installed():
     assert getattr(importlib.import_module(module), function) is main
 
 
+@pytest.mark.full
 def test_as_a_process():
     """It imports no compiler: Inductor takes seconds, and runs nothing here."""
     code = """
@@ -613,6 +617,7 @@ def started(*args):
     )
 
 
+@pytest.mark.full
 def test_a_reader_that_leaves_early(here):
     """`| head`: not a word, and not success."""
     with started("show", "targets.py:good", *MESH, "--flat") as running:
@@ -621,6 +626,7 @@ def test_a_reader_that_leaves_early(here):
         assert running.stderr.read() == "said by the target ['targets.py']\n" and running.wait(timeout=120) == 141
 
 
+@pytest.mark.full
 def test_ctrl_c_is_quiet(here):
     with started("plan", "targets.py:waits", *MESH) as running:
         assert running.stderr is not None and running.stderr.readline() == "waiting\n"

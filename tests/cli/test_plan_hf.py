@@ -104,6 +104,7 @@ def code_of(out: str) -> str:
     return re.split(r"^# ---- .*\n", out, flags=re.M)[1].rpartition("\nfits ")[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
@@ -135,6 +136,7 @@ def test_the_printed_code_is_what_was_planned_and_runs(
         assert "2 layers, hidden size 32, 4 heads, vocabulary 96" in out and not err
 
 
+@pytest.mark.full
 def test_a_mixture_computes_rows_of_fixed_size(run: Any, saved: Any) -> None:
     """With the library's own way every token would bring copies of its experts' weights."""
     flags = ("--devices", "1xh100", "--seq", "64", "--remat", "none")
@@ -153,6 +155,7 @@ def test_a_mixture_computes_rows_of_fixed_size(run: Any, saved: Any) -> None:
     assert other.breakdown["saved"] > 2 * copies > copies > saved_bytes > 0
 
 
+@pytest.mark.full
 def test_a_key_that_the_configuration_does_not_have_is_named(run: Any, saved: Any) -> None:
     """With the key that is meant, if the file leaves that one out. Keys that the library has read, and old ones that
     are no numbers, are not named."""
@@ -207,6 +210,7 @@ def test_the_trainer_says_that_it_needs_accelerate(monkeypatch: pytest.MonkeyPat
         _ = fz.hf.Trainer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", range(4))
 def test_a_stage_is_over_all_axes_of_the_mesh(run: Any, saved: Any, stage: int) -> None:
     """The fast one first; `model` is tensor parallelism's."""
@@ -220,6 +224,7 @@ def test_a_stage_is_over_all_axes_of_the_mesh(run: Any, saved: Any, stage: int) 
     assert "make_mesh(node=2, data=2, model=2)" in out
 
 
+@pytest.mark.full
 def test_a_file_and_several_devices(run: Any, saved: Any) -> None:
     file = f"{saved('llama')}/config.json"
     code, out, _ = run("--hf", file, "--devices", "16xh100", "--zero", "1", "--precision", "fp16")
@@ -234,6 +239,7 @@ def test_a_file_and_several_devices(run: Any, saved: Any) -> None:
     compile(text, "train.py", "exec")
 
 
+@pytest.mark.full
 def test_devices_that_compute_layers_together(run: Any, saved: Any) -> None:
     file = f"{saved('llama')}/config.json"
     code, out, err = run("--hf", file, "--devices", "8xh100", "--tensor", "2", "--json")
@@ -368,6 +374,7 @@ def test_devices_in_another_form(text: str, meant: str) -> None:
     assert all(name in fix for name in (*KNOWN, "NUMBERxNAME", "a100-40gb", "memory_bytes", "calibration file"))
 
 
+@pytest.mark.full
 def test_it_ends_when_it_has_printed(saved: Any) -> None:
     where = saved("llama")
     args = [sys.executable, "-m", "fzero", "plan", "--hf", where, "--devices", "8xh100"]
@@ -376,6 +383,7 @@ def test_it_ends_when_it_has_printed(saved: Any) -> None:
     assert resident() > 50 << 20
 
 
+@pytest.mark.full
 def test_every_mesh_of_a_model_is_planned(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the sequences of all devices together; the code makes the model, then the mesh that is fastest."""
     asked = ["plan", "--hf", saved("llama"), "--mesh", "auto", "--devices", "2xh100"]

@@ -64,6 +64,7 @@ def run(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.fresh
 def test_an_error_of_every_rank_is_told_once_and_last(tmp_path: Path) -> None:
     path = script(

@@ -153,6 +153,7 @@ def never_comes(folder: str) -> None:
             carrier.begin(memory)
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named(run_ranks: Any, tmp_path: Path) -> None:
     first, _ = run_ranks(2, never_comes, str(tmp_path), expect_error=True)
     assert isinstance(first, RaisedOnRank) and "rank 1 timed out after 2 s" in first.traceback
@@ -211,6 +212,7 @@ def of_another_user(broken: int) -> tuple[list[str], int]:
         logging.getLogger("fzero").removeHandler(handler)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("broken", "why"), [(0, ""), (1, "rank 1: rank 0 cannot be reached: the socket of rank 0 belongs to another user")]
 )

@@ -49,6 +49,7 @@ def private_names(module: ast.Module) -> Iterator[str]:
             yield re.sub(r"^torch\.ops\.\w+\._", "torch.ops.", name)
 
 
+@pytest.mark.full
 def test_private_names_are_in_one_file():
     """compat.py is the only file of the package with a name of torch that begins with an underscore."""
     found = [
@@ -246,6 +247,7 @@ def test_min_cut_saves_the_product_and_never_what_is_to_be_recomputed():
     assert saved <= {n.name for n in module.graph.nodes}
 
 
+@pytest.mark.full(keep=["False"])
 @pytest.mark.parametrize("fakes", [True, False])
 def test_inductor_compiles_a_graph_without_guards(fakes, monkeypatch):
     """Of fake tensors, or, in releases that take none, of real ones."""
@@ -658,6 +660,7 @@ def test_collectives_on_gloo(run_ranks, size):
         assert torch.equal(halves, torch.full((2,), float(size), dtype=torch.bfloat16))
 
 
+@pytest.mark.full
 def test_the_compiler_is_a_module_that_importing_torch_leaves_out() -> None:
     script = f"import sys, torch; found = {compat.COMPILER!r} in sys.modules; torch.compile; torch._dynamo.optimize; "
     script += f"print(found, {compat.COMPILER!r} in sys.modules)"

@@ -706,12 +706,14 @@ def numbers(stage: int, precision: str, offloads: bool) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*out, strict=True))
 
 
+@pytest.mark.full(keep=["1-fp32"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_as_by_hand(stage: int, precision: str) -> None:
     assert numbers(stage, precision, offloads=stage == 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_as_by_hand_on_two_ranks(run_ranks: Any, stage: int) -> None:
     assert run_ranks(2, numbers, stage, "bf16", stage > 1) == [True, True]
@@ -869,6 +871,7 @@ def test_accelerates_mistakes(given: dict[str, Any], says: str) -> None:
     assert says in str(error.value)
 
 
+@pytest.mark.full
 def test_every_key_of_accelerate_has_an_answer() -> None:
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("Accelerate is not installed")
@@ -890,3 +893,13 @@ print(json.dumps([[f.name for f in dataclasses.fields(ClusterConfig)], flags,
     assert not [name for name in flags if name[:10] == "deepspeed_" and f"deepspeed_config.{name}" not in known]
     assert not [name for name in plugin if name not in ("hf_ds_config", "is_train_batch_min")
                 and f"deepspeed_config.{name}" not in known]  # fmt: skip
+
+
+def test_a_rate_in_the_state_keeps_the_class_of_the_optimizer() -> None:
+    """A step knows by the class that updates which are not finite are skipped."""
+    pytest.importorskip("transformers")
+    from fzero.hf.optimizers import rate_in_state
+    from fzero.optim.nonfinite import SkipsNonfinite
+
+    schedule, at_rate = rate_in_state()
+    assert isinstance(at_rate(fz.optim.skip_nonfinite(fz.optim.rprop(schedule))), SkipsNonfinite)

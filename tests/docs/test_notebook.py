@@ -21,6 +21,7 @@ def printed(notebook: Any) -> list[str]:
     return texts
 
 
+@pytest.mark.full
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")

@@ -93,6 +93,7 @@ def run(path: Path, long: bool = True) -> list[tuple[Block, str, Block | None]]:
     return out
 
 
+@pytest.mark.full(keep=["benchmarks.md", "build.md", "clusters.md"])
 @pytest.mark.usefixtures("ops")
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
 def test_examples(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
@@ -159,6 +160,7 @@ def test_every_public_name_has_an_example(name: reference.Name) -> None:
         assert name.summary[-1] in ".:", name.summary
 
 
+@pytest.mark.full
 def test_the_site_builds(tmp_path: Path) -> None:
     """Strictly: no page, link or name is missing. Where `pip install -e '.[docs]'` was not run it is skipped."""
     pytest.importorskip("mkdocstrings")

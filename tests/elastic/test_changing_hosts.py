@@ -54,6 +54,7 @@ def calmly(out: str, steps: int) -> int:
     return fz.run(train, shared_memory=False)
 
 
+@pytest.mark.full
 def test_hosts_come_and_one_is_lost_and_another_comes(run_ranks: Any, tmp_path: Path) -> None:
     """From one rank to three, to two as a launcher is killed with its rank, and back to three: from memory alone, at
     most two steps done again, each loss to the bit that of a calm run on these numbers of ranks. Then rank 0, beside

@@ -18,6 +18,7 @@ from scripts import ROOT, environment
 pytestmark = pytest.mark.forks
 
 
+@pytest.mark.full
 def test_runs_go_on_as_if_there_were_no_faults(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tests" / "chaos.py"), "--kills", "5", "--steps", "40", "--seed", "5"]
     flags = ["--ranks", "2", "--kinds", "transfer,disk,slot,gradient,host", "--out", str(tmp_path / "out")]

@@ -18,6 +18,7 @@ from scripts import EXAMPLES, ROOT, environment
 CLUSTERS = EXAMPLES / "clusters"
 
 
+@pytest.mark.full
 def test_the_job_script_trains_on_two_nodes(tmp_path: Path) -> None:
     """Both nodes are this machine: `srun` starts the command once a node, each with one rank."""
     stand_ins = {

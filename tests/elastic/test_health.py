@@ -40,6 +40,7 @@ def text(seed: int = 0) -> fz.data.TokenDataset:
 # --- which batch is next ---
 
 
+@pytest.mark.full(keep=["memory"])
 @pytest.mark.parametrize("source", ["memory", "disk"])
 def test_no_batch_is_seen_twice_where_steps_are_skipped(tmp_path: Path, source: str) -> None:
     """In fp16 the first steps overflow, and are none: the run goes on with the batch after the last that it has seen,
@@ -133,11 +134,13 @@ def of_stages(shared: bool) -> list[Any]:
         return fz.run(main, health=fz.Health(stragglers=4), shared_memory=shared, data=2, pipe=2)
 
 
+@pytest.mark.full
 def test_a_rank_is_compared_with_those_of_its_stage(run_ranks: Any) -> None:
     found = run_ranks(4, of_stages, True)
     assert [finding[:3] for finding in found[0]] == [("straggler", 17, (2,))] and found[1] == found[0], found[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_slow_rank_is_named(run_ranks: Any, shared: bool) -> None:
     """On every rank alike; and who waited for it, where that is known."""
@@ -180,6 +183,7 @@ def test_a_flipped_bit_in_what_was_kept_is_found(tmp_path: Path) -> None:
     assert let_go_of_damaged(tmp_path) == [] and sorted(held(tmp_path)) == [(3, 1), (4, 1)]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_the_state_before_a_damaged_one(tmp_path: Path, run_ranks: Any) -> None:
     """Rank 1 flips a bit of what it kept and dies: all go back one step more, to the numbers of a run without
     faults."""
@@ -288,6 +292,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 def test_what_strikes_a_step_is_found_and_mended(run_ranks: Any, tmp_path: Path) -> None:
     """Each fault is named with its rank, and the run goes on as if it had not been. Nothing is found where nothing is
     wrong."""

@@ -31,6 +31,7 @@ def sources(out: Path, rank: int) -> list[str]:
     return (out / f"sources-{rank}").read_text().splitlines()
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_in_the_middle_of_a_step(run_ranks: Any, tmp_path: Path) -> None:
     """The last stage of the second pipeline in its third transfer; then the first of the first. All others stay, and
     every step is there once, to the bit."""
@@ -47,6 +48,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_step(run_ranks: Any, tmp_path: Path
         assert sources(out, rank) == [f"{at} data=2, pipe=2" for at in ("init 0", "memory 2", "memory 4")]
 
 
+@pytest.mark.full
 def test_a_lost_host_takes_its_pipeline_along(run_ranks: Any, tmp_path: Path) -> None:
     """Two hosts with a pipeline each. One is lost with its memory: the other goes on with its pipeline, from its shards
     and those that were sent. Then with one stage, then on three ranks, and on two hosts again. Nothing is saved."""
@@ -76,6 +78,7 @@ def test_a_lost_host_takes_its_pipeline_along(run_ranks: Any, tmp_path: Path) ->
     assert max(abs(loss - calm[step]) for step, loss, _ in logged(out)) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.fresh
 def test_stages_of_a_lost_host_come_from_a_checkpoint(tmp_path: Path) -> None:
     """Two stages, on two hosts. What the second one had is on disk alone: the other goes on from there, with all
@@ -122,6 +125,7 @@ def alike(one: list[torch.Tensor], other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, fz.tree.leaves(other), strict=True))
 
 
+@pytest.mark.full
 def test_a_live_state_is_laid_out_for_other_stages(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(4, moved, str(tmp_path)) == [[]] * 4
 

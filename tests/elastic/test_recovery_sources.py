@@ -70,6 +70,7 @@ def found(root: str, hosts: Sequence[int], reading: str, window: int) -> dict[st
     return out
 
 
+@pytest.mark.full
 def test_states_of_three_hosts_on_any_ranks_and_hosts(run_ranks: Any, tmp_path: Path) -> None:
     root = tmp_path / "all"
     before = run_ranks(3, kept, str(root), [0, 1, 2])[0]

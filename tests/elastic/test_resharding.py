@@ -59,6 +59,7 @@ def resharded(root: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_a_chain_of_stages_axes_and_tiers(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(4, resharded, str(tmp_path)) == [[]] * 4
 

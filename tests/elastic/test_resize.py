@@ -29,6 +29,7 @@ def until(out: Path, steps: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_three_ranks_then_two_then_three(run_ranks: Any, tmp_path: Path) -> None:
     """On hosts of their own, all killed in between, one with its memory: what that had was sent to the next one. No
     checkpoint is ever written. Programs are those of a start on that many ranks."""

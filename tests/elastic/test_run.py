@@ -119,6 +119,7 @@ def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) 
     assert [len((out / f"lives-{rank}").read_text()) for rank in range(2)] == [3, 3]
 
 
+@pytest.mark.full
 def test_a_memory_that_somebody_removes_is_made_anew(run_ranks: Any, tmp_path: Path) -> None:
     """By a step that keeps its state there as before; then a rank is lost, and one is stopped, and found."""
     out, calm = tmp_path / "struck", tmp_path / "calm"
@@ -137,6 +138,7 @@ def test_a_memory_that_somebody_removes_is_made_anew(run_ranks: Any, tmp_path: P
     assert not [*out.glob("memory-*/*")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", [False, True])
 def test_a_memory_that_is_removed_with_a_rank_is_named(tmp_path: Path, path: bool) -> None:
     """The others know how far they were: it is no first start."""
@@ -155,6 +157,7 @@ def test_a_memory_that_is_removed_with_a_rank_is_named(tmp_path: Path, path: boo
     assert not [*tmp_path.glob("memory-*/*")]
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_while_a_checkpoint_is_written_behind_the_steps(run_ranks: Any, tmp_path: Path) -> None:
     """The one under way is not made, or made whole; the next save follows, and the end of the run waits for the
     last."""
@@ -275,6 +278,7 @@ fz.run(lambda run: train(run, "second", sys.argv[2] == "second"))
 """
 
 
+@pytest.mark.full(keep=["alone"])
 @pytest.mark.parametrize("fault", [pytest.param("first", marks=pytest.mark.fresh), "second", "alone"])
 def test_a_second_run_of_a_script_does_not_go_on_from_the_first(tmp_path: Path, fault: str) -> None:
     """A rank that is lost in the second one begins with the first: alone it comes back, with others it is refused."""
@@ -309,6 +313,7 @@ def test_told_to_stop_and_started_again(tmp_path: Path) -> None:
     assert [step for step, _ in logged(tmp_path)] == [*range(1, saved + 3)]
 
 
+@pytest.mark.full
 def test_a_rank_that_is_lost_when_the_run_is_told_to_stop_comes_back_to_save(tmp_path: Path) -> None:
     """In the midst of the last save, or before it."""
     with keepers(tmp_path, 10**6, env={"SURVIVOR_SAVES": ""}) as both:
@@ -348,6 +353,7 @@ def test_a_script_that_ends_early_ends_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1 and "rank 0 ended in step 0, before the run had" in done.stderr, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("who", ["1", "0", "01"])
 def test_a_rank_that_ends_before_it_has_come(tmp_path: Path, who: str) -> None:
     """With code 0, for which torchrun would wait for the others, and they for it: the others end at once, with an error
@@ -372,6 +378,7 @@ def test_a_rank_that_ends_before_it_has_come(tmp_path: Path, who: str) -> None:
             assert words in text and "joining again" not in text and "a rank was lost" not in text, text
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_later_what_another_has_left_with_ends_too(tmp_path: Path) -> None:
     """With the same error, rather than wait for the other to come back."""
     script = tmp_path / "raises.py"
@@ -387,6 +394,7 @@ def test_a_rank_that_raises_later_what_another_has_left_with_ends_too(tmp_path: 
     assert codes == (1, 1) and "no such thing" in texts[0] and "joining" not in texts[1], texts
 
 
+@pytest.mark.full
 def test_sigterm_to_all_processes_of_a_rank(tmp_path: Path) -> None:
     """As torchrun sends it, and whoever the rank has started gets it too: the workers of a DataLoader do not end before
     the rank has saved. While the first program is built there is nothing to save, and nothing is waited for."""

@@ -31,6 +31,7 @@ def held_out(printed: str) -> list[float]:
     return [float(x) for x in re.findall(r"held-out loss ([\d.]+)", printed)]
 
 
+@pytest.mark.full
 def test_what_a_run_prints_and_leaves_behind(straight: tuple[Path, str]) -> None:
     folder, printed = straight
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "out" / "model-4")
@@ -48,6 +49,7 @@ def test_what_a_run_prints_and_leaves_behind(straight: tuple[Path, str]) -> None
     assert after == pytest.approx(expected, abs=0.1), "of these rows, some of them twice"
 
 
+@pytest.mark.full
 def test_goes_on_on_another_number_of_processes(run_ranks: Any, straight: tuple[Path, str], tmp_path: Path) -> None:
     folder, printed = straight
     shutil.copytree(
@@ -61,6 +63,7 @@ def test_goes_on_on_another_number_of_processes(run_ranks: Any, straight: tuple[
     assert held_out(done.stdout) == pytest.approx(held_out(printed)[1:], abs=2e-4)
 
 
+@pytest.mark.full
 def test_adapters(run_ranks: Any, straight: tuple[Path, str], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = straight[0] / "out" / "model-4"
@@ -74,6 +77,7 @@ def test_adapters(run_ranks: Any, straight: tuple[Path, str], tmp_path: Path) ->
     assert "peak memory" in done.stdout and "held-out" not in done.stdout and not list((tmp_path / "new").iterdir())
 
 
+@pytest.mark.full
 def test_what_is_wrong(run_ranks: Any, straight: tuple[Path, str], tmp_path: Path) -> None:
     base, few = straight[0] / "out" / "base", tmp_path / "few"
     few.mkdir()

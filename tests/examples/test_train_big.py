@@ -33,6 +33,7 @@ def straight(tmp_path_factory):
     return folder, EXAMPLE.process("--steps", 4, "--path", folder / "disk", "--json", folder / "log").stdout
 
 
+@pytest.mark.full
 def test_what_a_run_prints_and_leaves_behind(straight):
     folder, printed = straight
     log = records(folder / "log")
@@ -61,6 +62,7 @@ def test_what_a_run_prints_and_leaves_behind(straight):
     assert not list((folder / "disk").iterdir()) and "\x1b[" not in printed
 
 
+@pytest.mark.full
 def test_two_processes_share_the_state(run_ranks, straight, tmp_path):
     done = EXAMPLE.on(run_ranks, "--steps", 4, "--path", tmp_path, "--json", tmp_path / "log", ranks=2)
     assert losses(tmp_path / "log") == pytest.approx(losses(straight[0] / "log"), rel=1e-4)
@@ -68,6 +70,7 @@ def test_two_processes_share_the_state(run_ranks, straight, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["log"]
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_resumes_exactly(run_ranks, tmp_path):
     flags = ("--path", tmp_path, "--out", tmp_path / "out")
     done = EXAMPLE.interrupted(tmp_path / "log", "--steps", 3000, *flags)
@@ -80,6 +83,7 @@ def test_ctrl_c_saves_and_resumes_exactly(run_ranks, tmp_path):
     assert [r["step"] for r in records(tmp_path / "log")] == list(range(1, step + 3))
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_refused_before_anything_is_written(run_ranks, tmp_path):
     done = EXAMPLE.on(run_ranks, "--memory", "200MB", "--path", tmp_path, code=2)
     assert re.search(

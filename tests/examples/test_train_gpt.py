@@ -70,6 +70,7 @@ def at_step_4(straight: Path, folder: Path) -> Path:
     return folder / "out"
 
 
+@pytest.mark.full
 def test_what_a_run_prints_and_writes(straight):
     folder, printed = straight
     log = records(folder / "log")
@@ -96,6 +97,7 @@ def test_what_a_run_prints_and_writes(straight):
     assert sorted(p.name for p in (folder / "out").iterdir()) == ["latest", "step-00000004", "step-00000008"]
 
 
+@pytest.mark.full
 def test_resume_on_the_same_mesh_is_exact(run_ranks, straight, tmp_path):
     folder, _ = straight
     out = at_step_4(folder, tmp_path)
@@ -106,6 +108,7 @@ def test_resume_on_the_same_mesh_is_exact(run_ranks, straight, tmp_path):
     assert losses(tmp_path / "log") == losses(folder / "log"), "to the last bit, and each step once"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "zero"), [(1, 3), (3, 1)])
 def test_resume_on_another_mesh_and_stage(run_ranks, straight, tmp_path, ranks, zero):
     folder, _ = straight
@@ -116,6 +119,7 @@ def test_resume_on_another_mesh_and_stage(run_ranks, straight, tmp_path, ranks, 
     assert losses(tmp_path / "log") == pytest.approx(losses(folder / "log"), rel=1e-5)
 
 
+@pytest.mark.full
 def test_resume_on_another_tensor(run_ranks, straight, tmp_path):
     """Matrices are cut in two from step 5 on, whole from step 7 on, and cut again in step 8."""
     out = at_step_4(straight[0], tmp_path)
@@ -134,6 +138,7 @@ def test_resume_of_a_finished_run_only_samples(run_ranks, straight, tmp_path):
     assert "resuming at step 8" in done.stdout and "a sample:" in done.stdout and "step 8/8" not in done.stdout
 
 
+@pytest.mark.full
 def test_printed_program(run_ranks, tmp_path):
     done = EXAMPLE.on(
         run_ranks, "--steps", 1, "--zero", 2, "--dtype", "bf16", "--print-program", "--out", tmp_path / "out", ranks=2
@@ -148,6 +153,7 @@ def test_printed_program(run_ranks, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_products_in_8_bits(run_ranks, straight, tmp_path):
     flags = ("--steps", 8, "--fp8", "tensor", "--print-program", "--out", tmp_path / "out", "--json", tmp_path / "log")
     done = EXAMPLE.on(run_ranks, *flags, ranks=2)
@@ -157,6 +163,7 @@ def test_products_in_8_bits(run_ranks, straight, tmp_path):
     assert last != want and last == pytest.approx(want, rel=0.01)
 
 
+@pytest.mark.full
 def test_without_a_compiler_nothing_is_compiled(run_ranks, tmp_path, parse):
     script = Script("train_gpt.py", tuple(f for f in TINY if f not in ("--backend", "eager")))
     (tmp_path / "bin").mkdir()
@@ -239,6 +246,7 @@ DAMAGES = (
 )
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_not_started_over(run_ranks, straight, tmp_path):
     for i, damage in enumerate(DAMAGES):
         damage(out := at_step_4(straight[0], tmp_path / str(i)))
@@ -253,6 +261,7 @@ def test_a_damaged_checkpoint_is_not_started_over(run_ranks, straight, tmp_path)
     )
 
 
+@pytest.mark.full
 def test_a_text_of_the_users_own(run_ranks, tmp_path):
     """As short as can be: the loss falls, the sample is of its bytes; another text is refused on resume."""
     mine, out = tmp_path / "mine.txt", ("--out", tmp_path / "out", "--json", tmp_path / "log", "--lr", 2e-2)
@@ -289,6 +298,7 @@ def test_other_data_is_refused_on_resume(run_ranks, straight, tmp_path):
     assert "digest: " not in done.stderr, "the corpus is the same"
 
 
+@pytest.mark.full
 def test_batches_that_were_no_step_count_as_seen(run_ranks, tmp_path):
     """In fp16, with parameters that a wild first step has made too large: a resumed run goes on with the next batch,
     not with the next step's number."""
@@ -331,6 +341,7 @@ def test_ctrl_c_saves_and_resumes(run_ranks, tmp_path):
     assert [r["step"] for r in records(log)] == list(range(1, step + 3))
 
 
+@pytest.mark.full
 def test_the_readmes_starts_run(tmp_path, monkeypatch, compiled_here):
     """On the default backend; the program shown is the third's. The second trains the module that
     the first has compiled, and is not compiled again."""
@@ -392,6 +403,7 @@ def terminated(rank: int, log: str, *flags: str) -> tuple[int, str]:
     return done.code, done.stdout
 
 
+@pytest.mark.full
 def test_sigterm_to_any_rank_saves_the_step_on_all(run_ranks, tmp_path):
     out = tmp_path / "out"
     ended = run_ranks(
@@ -414,6 +426,7 @@ def test_sigterm_to_any_rank_saves_the_step_on_all(run_ranks, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_killed_restarted_and_preempted_under_torchrun(tmp_path, monkeypatch):
     """One command: it starts, a rank is killed, torchrun starts both again, they go on from the last save, and SIGTERM
     loses nothing."""
@@ -458,6 +471,7 @@ def test_killed_restarted_and_preempted_under_torchrun(tmp_path, monkeypatch):
     assert "wait timeout" not in errors, "c10d warns of every wait in vain"
 
 
+@pytest.mark.full
 @pytest.mark.fresh
 def test_nobody_reads_on(tmp_path):
     """`| head -1`: a run stops after the running step, which is saved, without a word."""

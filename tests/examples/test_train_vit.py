@@ -20,6 +20,7 @@ def losses(file: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_losses_are_those_of_pytorch(run_ranks: Any, tmp_path: Path) -> None:
     plain, two = tmp_path / "plain", tmp_path / "two"
     assert "held-out accuracy" in VIT.on(run_ranks, "--plain", "--json", plain).stdout

@@ -153,6 +153,7 @@ def _sleep_on(rank: int, seconds: float) -> None:
         time.sleep(seconds)
 
 
+@pytest.mark.full
 def test_a_hang_is_reported_with_stacks_and_the_pool_recovers(run_ranks):
     before = run_ranks(2, _process)
     with pytest.raises(RankError) as caught:

@@ -122,6 +122,7 @@ def weights(trainer: Any) -> list[torch.Tensor]:
     return [p.detach() for p in trainer.model.parameters()]
 
 
+@pytest.mark.full
 def test_as_the_librarys(tmp_path: Path) -> None:
     """30 steps over several epochs, the last micro-batch and the last step of each in part."""
     parts = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 3}
@@ -137,6 +138,7 @@ def test_as_the_librarys(tmp_path: Path) -> None:
     assert abs(one.predictions - two.predictions).max() < 1e-4
 
 
+@pytest.mark.full(keep=["loss_func"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -186,6 +188,7 @@ class Weighted:
         return (loss, out) if return_outputs else loss
 
 
+@pytest.mark.full
 def test_classes(tmp_path: Path) -> None:
     """Class labels, ragged rows, a last batch in part, and a compute_loss of the user's."""
     settings = {"model": bert, "rows": classes(), "gradient_accumulation_steps": 1, "max_steps": -1}
@@ -199,6 +202,7 @@ def test_classes(tmp_path: Path) -> None:
     assert two.evaluate()["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"], abs=1e-5)
 
 
+@pytest.mark.full
 def test_means_of_a_step(tmp_path: Path) -> None:
     """A model that takes the number of items and does not read it: the mean of a step's rows, whatever the parts."""
     settings = {"model": bert, "rows": classes(24), "LENGTHS": [20], "max_steps": 3}
@@ -244,6 +248,7 @@ class Seen(transformers.TrainerCallback):
         self.sums.append(sum(p.detach().abs().sum().item() for p in model.parameters()))
 
 
+@pytest.mark.full
 def test_checkpoints(tmp_path: Path) -> None:
     """The state in the library's directories; continued bit for bit; what is saved at the end loads; the best model."""
     settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine", "max_steps": 6}
@@ -314,6 +319,7 @@ def test_the_best_model(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(torch.tensor(64.0).log().item(), abs=1e-5)
 
 
+@pytest.mark.full
 def test_shards_from_a_directory(tmp_path: Path) -> None:
     """A model of fz.hf: no whole copy of its weights is ever in memory."""
     llama().save_pretrained(tmp_path / "hub")
@@ -412,6 +418,7 @@ def test_optimizers_by_name(tmp_path: Path, name: str) -> None:
     beside(tmp_path, optim=name, learning_rate=3e-3, max_steps=3)
 
 
+@pytest.mark.full(keep=["ASGD"])
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adafactor])
 def test_optimizers_of_torch(tmp_path: Path, cls: Any) -> None:
     """By its class with a schedule, also if its updates are not proportional to the rate."""
@@ -440,6 +447,7 @@ DS = {
 }
 
 
+@pytest.mark.full
 def test_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A ds_config.json without the package: all of it, or with the library's schedule, or with its optimizer."""
     file = tmp_path / "ds_config.json"
@@ -521,6 +529,7 @@ def test_a_forward_that_draws(tmp_path: Path) -> None:
     assert 0 <= first.min() and first.max() < 1 and (first == again).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own", [False, True], ids=["the library's loss", "an own loss"])
 def test_means_that_the_library_adds_up(tmp_path: Path, caplog: pytest.LogCaptureFixture, own: bool) -> None:
     """The log says by how much its numbers are larger; `loss_is_scaled_for_ga` gives them."""
@@ -651,6 +660,7 @@ def on_ranks(out: str, resumed: str) -> None:
         (path / "found.json").write_text(json.dumps(found))
 
 
+@pytest.mark.full
 @pytest.mark.forks
 def test_two_ranks(tmp_path: Path) -> None:
     one = trained(Trainer, tmp_path, save_strategy="steps", save_steps=3, lr_scheduler_type="cosine")

@@ -313,6 +313,7 @@ READS = {
 }
 
 
+@pytest.mark.full
 def test_what_is_not_declared_is_refused_by_name(tmp_path: Path) -> None:
     """At its line, with a way out that works: every way to values, every event, old aliases, `trainer.model`."""
     for name, touch in READS.items():

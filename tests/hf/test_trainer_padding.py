@@ -78,6 +78,7 @@ def found(model: Any, labels: torch.Tensor, ids: torch.Tensor, images: bool) -> 
     return [out.loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.full
 def test_what_is_padded_computes_the_same() -> None:
     """Loss and gradients of the library's models that are known to leave out padding: longer, and with another row."""
     causal = [f"{kind}ForCausalLM" for kind in CAUSAL]
@@ -160,6 +161,7 @@ class Regular:
 ONCE = {"gradient_accumulation_steps": 1, "DATA_COLLATOR": ragged, "max_steps": 4, "LENGTHS": None}
 
 
+@pytest.mark.full
 def test_as_they_come(tmp_path: Path) -> None:
     """What is not known has the library's numbers in training and in evaluation, in shapes of its own."""
     sorted_rows = sorted(classes(14), key=lambda row: len(row["input_ids"]))

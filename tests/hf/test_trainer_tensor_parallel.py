@@ -115,6 +115,7 @@ def steps(said: dict[str, Any]) -> list[Any]:
     return [row for row in said["log"] if "eval_loss" not in row]
 
 
+@pytest.mark.full
 def test_as_the_librarys(run_ranks: Any, tmp_path: Path) -> None:
     """Losses, rates, tokens, epochs, metrics and predictions, each part of the data counted once: training as in one
     process, an evaluation as on two, which have two rows of the last batch."""

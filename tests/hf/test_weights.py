@@ -67,6 +67,7 @@ def trained(cls: Any, path: Path, *transforms: Any) -> tuple[Any, Any]:
     return model, fz.compile(fz.compose(*transforms)(step), fz.make_mesh(data=-1), backend="eager")
 
 
+@pytest.mark.full(keep=["llama", "llama tied"])
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
     cls, plain = made(case, tmp_path / "hub")
@@ -106,6 +107,7 @@ def on_ranks(path: str, out: str, scratch: str, case: str) -> tuple[bool, bool]:
     )
 
 
+@pytest.mark.full
 def test_two_ranks(run_ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     made("llama tied", tmp_path / "hub")
@@ -232,6 +234,7 @@ def with_adapters(path: str, out: str) -> tuple[bool, bool, list[str], list[str]
     return same and not torch.equal(mine, first), torch.equal(mine, again), moments, os.listdir(out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["llama tied", "gpt2"])
 def test_adapters_on_two_ranks(run_ranks: Any, tmp_path: Path, case: str) -> None:
     pytest.importorskip("peft")
@@ -321,6 +324,7 @@ def test_adapters_that_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_the_trainer_trains_adapters(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     made("llama", tmp_path / "hub")

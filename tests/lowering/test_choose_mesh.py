@@ -65,6 +65,7 @@ def unpruned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose_mesh_file, "GAIN", -math.inf)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("unpruned")
 def test_every_mesh_is_planned_and_the_first_is_the_fastest() -> None:
     step, params, batch = given(rows=8)
@@ -91,6 +92,7 @@ def test_every_mesh_is_planned_and_the_first_is_the_fastest() -> None:
     assert data["candidates"][0]["step_seconds"] == seconds[0] and json.dumps(data)
 
 
+@pytest.mark.full
 def test_what_does_not_fit_comes_last_with_the_reason() -> None:
     step, params, batch = given(rows=6)
     found = choose_mesh(step, params, batch, devices=4, backend="eager", device="h100", rules={"up": 1, "down": 0})
@@ -108,6 +110,7 @@ def test_what_does_not_fit_comes_last_with_the_reason() -> None:
     assert "left out" in str(tight)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("devices", "links"), [(4, {}), (2, {"intra": 2.5e9, "inter": 2.5e9})], ids=["fast", "slow"])
 def test_bounds_are_no_more_than_plans_and_leave_out_nothing_that_is_faster(
     devices: int, links: dict[str, float]
@@ -140,6 +143,7 @@ def test_bounds_are_no_more_than_plans_and_leave_out_nothing_that_is_faster(
     assert any(x.refused.startswith("it takes at least") for x in found.found)
 
 
+@pytest.mark.full
 def test_whether_zero_alone_wins_depends_on_links_and_rows() -> None:
     def chosen(device: Device, rows: int = 32) -> MeshPlans:
         step, params, batch = given(width=1024, rows=rows)
@@ -169,6 +173,7 @@ def experts_target() -> tuple[Any, Any, Any]:
     return step, params, torch.empty(256, 32, device="meta")
 
 
+@pytest.mark.full
 def test_experts_and_hosts() -> None:
     step, params, x = experts_target()
     device = replace(get_device("h100"), devices_per_host=2)
@@ -215,6 +220,7 @@ def test_what_is_wrong_with_the_step_itself_is_said_as_anywhere_else() -> None:
         choose_mesh(fz.local_sgd(step), params, batch, devices=2, device="h100")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("formats", [None, "auto"])
 def test_a_step_that_compresses_is_planned_on_every_mesh_with_codes(formats: str | None) -> None:
     step, params, batch = given()
@@ -241,6 +247,7 @@ def timed(patch: pytest.MonkeyPatch, trace: float = 0.0) -> None:
     patch.setattr(choose_mesh_file, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("unpruned")
 def test_a_search_that_ends_early_says_what_it_did_not_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     step, params, batch = given(rows=8)
@@ -270,6 +277,7 @@ def test_a_search_that_ends_early_says_what_it_did_not_come_to(monkeypatch: pyte
         _ = search(seconds=2).best
 
 
+@pytest.mark.full
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{__file__}:target"
     assert main(["plan", name, "--mesh", "auto", "--devices", "2xh100", "--json"]) == 0
@@ -286,6 +294,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--seq: is about --hf" in said and "--whole: is about --budget" in said
 
 
+@pytest.mark.full
 def test_the_command_names_experts(capsys: pytest.CaptureFixture[str]) -> None:
     name = [f"{__file__}:experts_target", "--mesh"]
     assert main(["plan", *name, "auto", "--devices", "2xh100", "--json", "--experts", "u*", "down"]) == 0

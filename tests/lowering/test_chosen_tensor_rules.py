@@ -94,6 +94,7 @@ def gated(layers: int) -> Any:
     return fz.train_step(llama_loss, optim.adamw(1e-2)), {"layers": [layer() for _ in range(layers)]}, x
 
 
+@pytest.mark.full
 def test_a_layer_has_two_reductions_each_way():
     assert in_a_layer(small) == in_a_layer(example) == in_a_layer(gated) == FOUR
     assert rules_of(chosen(*example(2))).items() >= {"qkv": (1, 3), "out": (0, 1), "up": (1, 1), "down": (0, 1)}.items()
@@ -104,6 +105,7 @@ def test_a_layer_has_two_reductions_each_way():
     assert rules_of(chosen(*gated(2), sequence=True)) == expected
 
 
+@pytest.mark.full
 def test_beside_other_transforms():
     step, params, batch = small(2)
     others = fz.compose(fz.shard_params(), fz.accumulate(2), fz.mixed_precision("bf16"), fz.remat("full"))
@@ -114,6 +116,7 @@ def test_beside_other_transforms():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [small, pytest.param(gated, marks=pytest.mark.exhaustive)])
 def test_it_trains_as_the_plain_step_and_its_rules_can_be_pasted_back(make):
     step, params, batch = make(2)
@@ -140,6 +143,7 @@ def model_of(kind: str, layers: int) -> Any:
     return fz.functionalize(transformers.AutoModelForCausalLM.from_config(config))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 def test_models_of_the_library_are_cut_as_its_own_plan_cuts_them(kind):
     def make(layers: int) -> Any:
@@ -201,6 +205,7 @@ def on_two_ranks() -> list[Any]:
     return [refused, metrics["loss"].item(), evaluate(state.params, batch).item(), str(train.resolved.transforms[0])]
 
 
+@pytest.mark.full
 def test_ranks_choose_alike_before_the_first_batch(run_ranks):
     step, params, batch = small(2)
     state, metrics = step(step.init(params), batch)

@@ -71,6 +71,7 @@ def span(size: int = 2) -> tuple[int, int]:
     return least, lowered(1 << 30, size).plan.peak_bytes
 
 
+@pytest.mark.full
 def test_the_plan_fits_and_memory_makes_it_faster() -> None:
     least, most = span()
     plans = [lowered(least + (most - least) * k // 4).plan for k in range(5)]
@@ -125,6 +126,7 @@ def train_under(budgets: list[int | None]) -> list[dict[str, Any]]:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "parts"), [(1, [0.5]), (2, [0.0, 1.0]), (3, [0.0])])
 def test_a_budget_changes_no_number(run_ranks: Any, size: int, parts: list[float]) -> None:
     least, most = span(size)
@@ -138,6 +140,7 @@ def test_a_budget_changes_no_number(run_ranks: Any, size: int, parts: list[float
     assert len({r["program"] for r in results[0]}) > 1 or len(parts) == 1  # the budgets did choose differently
 
 
+@pytest.mark.full
 def test_a_budget_that_nothing_fits() -> None:
     least, _ = span()
     step = fz.accumulate(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]()), 2)
@@ -172,6 +175,7 @@ def test_budgets_that_are_none(wrong: Any) -> None:
         fz.compile(make(), fz.make_mesh(data=1), memory_budget=wrong)
 
 
+@pytest.mark.full
 def test_one_cut_of_the_update_serves_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     least, most = span()
     budgets = [least, (least + most) // 2, most + 4096]
@@ -275,6 +279,7 @@ def test_reductions_that_go_on_over_another_axis_are_not_coalesced(num: int) -> 
     )
 
 
+@pytest.mark.full(keep=["transforms1"])
 @pytest.mark.parametrize(
     "transforms",
     [(fz.shard_params(),), (fz.shard_grads(),), (fz.shard_params(axis=("data", "node")), fz.once_a_step(axis="node"))],

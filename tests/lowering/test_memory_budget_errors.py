@@ -64,6 +64,7 @@ def test_what_fills_the_memory_and_what_the_gradients_wait_for() -> None:
     assert "micro-batches of a loop" in line(refused(fz.accumulate(2)(PLAIN), rows=2), "gradients: ")
 
 
+@pytest.mark.full
 def test_advice_was_tried() -> None:
     """With the peak that it leads to; of the tiers that there are; more batch only where there is a batch."""
     lines = refused(CLIPPED, budget=3 * WEIGHTS)

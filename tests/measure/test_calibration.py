@@ -63,6 +63,7 @@ def together(pool, tmp_path_factory):
     return path, pool.run(2, on_ranks, str(path), timeout=240)
 
 
+@pytest.mark.full
 def test_ranks_measure_together_and_keep_one_file(together):
     path, ((first, said), (second, _)) = together
     assert first == second == (path / "calibration.json").read_text().strip()
@@ -74,6 +75,7 @@ def test_ranks_measure_together_and_keep_one_file(together):
     assert "links" in said and "products in float32" in said
 
 
+@pytest.mark.full
 def test_one_process_starts_the_others(together, folder, monkeypatch):
     shutil.copytree(together[0] / "functions", folder / "functions")
     monkeypatch.setattr(module, "_places", lambda device_type: 2)

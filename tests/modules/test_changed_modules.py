@@ -97,6 +97,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.full(keep=["part in evaluation mode", "gradient hook", "other class"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_is_refused_by_name(what: str) -> None:
     change, says = CHANGES[what]

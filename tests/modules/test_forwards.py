@@ -111,6 +111,7 @@ class Hessian(Base):
         return rows + along + torch.func.hessian(lambda z: self.linear(z).sin().sum())(x[0]).sum()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own derivatives
 @pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
 def test_forward_mode_derivatives_train_as_in_pytorch_and_sharded(in_block: bool) -> None:

@@ -113,6 +113,7 @@ def training(part: bool = True) -> list[float]:
     return [*losses, module.head.weight.sum().item()]
 
 
+@pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_module_trains_as_in_pytorch(run_ranks, ranks):
     module = net()
@@ -272,6 +273,7 @@ def with_dropout(*transforms: str) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_dropout_is_the_same_on_every_mesh(run_ranks):
     want = run_ranks(1, with_dropout)[0]
     assert len({round(x, 6) for x in want}) == 3
@@ -852,6 +854,7 @@ def own_losses(**settings: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{}, {"weight": True}])
 def test_a_models_own_loss_is_the_mean_over_all_targets(run_ranks, settings):
     torch.manual_seed(0)
@@ -961,6 +964,7 @@ def test_the_example_says_what_it_takes(monkeypatch, capsys):
     assert "train_module.py [-h] [steps]" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_example_is_the_same_on_every_mesh(run_ranks):
     one, three = run_ranks(1, example, 6)[0], run_ranks(3, example, 6)[0]
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", one)]
@@ -1108,6 +1112,7 @@ def language_losses(dropout: float) -> dict[int, list[float]]:
     return found
 
 
+@pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ragged_labels_are_averaged_exactly_on_every_mesh(run_ranks, ranks):
     torch.manual_seed(0)
@@ -1123,6 +1128,7 @@ def test_ragged_labels_are_averaged_exactly_on_every_mesh(run_ranks, ranks):
         assert found == {parts: pytest.approx(want, rel=1e-5) for parts in ACCUMULATED[ranks]}
 
 
+@pytest.mark.full
 def test_dropout_is_the_same_on_every_mesh_and_in_every_number_of_parts(run_ranks):
     found = [each for ranks in (1, 2, 3) for each in run_ranks(ranks, language_losses, 0.1)[0].values()]
     assert len(found) == 5 and all(losses == pytest.approx(found[0], rel=1e-5) for losses in found)
@@ -1152,6 +1158,7 @@ class Numbered(Layer):
         return type(self).how(out, self.layer_idx), gate, mode
 
 
+@pytest.mark.full(keep=["torch.roll", "torch.pow", "torch.full"])
 @pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_whatever_code_does_with_the_number_of_its_layer(name: str) -> None:
     """A number stands for itself while layers are traced: the code must not meet another kind of value."""
@@ -1201,6 +1208,7 @@ class Checkpointing(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.full(keep=["closure-True", "method-True", "layer-True"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("what", ["layer", "method", "closure"])
 def test_checkpoints_within_a_module(what: str, reentrant: bool) -> None:

@@ -133,6 +133,7 @@ class Result(NamedTuple):
     buffers: float  # the largest difference after the step
 
 
+@pytest.mark.full
 def test_models_that_differ_most():
     check(SOME)
 

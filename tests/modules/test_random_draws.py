@@ -159,6 +159,7 @@ def every_kind(*parts: int) -> list[dict[str, torch.Tensor]]:
     return [trained(Net, batch(), *([fz.accumulate(n)] if n > 1 else [])) for n in parts]
 
 
+@pytest.mark.full
 def test_draws_are_the_same_however_a_batch_is_cut(run_ranks):
     whole, *others = every_kind(1, 2, 3)
     others += run_ranks(2, every_kind, 1)[0]

@@ -20,6 +20,7 @@ from torch_db import Found, Run, databases, faults, in_process, module_cases, on
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "modules.md"
 
 
+@pytest.mark.full
 def test_the_first_sample_of_each_module():
     found = {
         name: in_process(module_cases, name, 1, blocks=i % 3 == 0) for i, name in enumerate(sorted(databases().modules))
@@ -29,6 +30,7 @@ def test_the_first_sample_of_each_module():
     assert sum(bool(ways["plain"]) for ways in found.values()) >= 106
 
 
+@pytest.mark.full
 def test_the_first_sample_of_some_modules_on_ranks(run_ranks):
     names = sorted(databases().modules)[::12]
     found = dict(zip(names, run_ranks(2, on_ranks, names, 1, timeout=240)[0], strict=True))

@@ -21,6 +21,7 @@ SOME = ["llama, tied", "bert", "t5", "resnet", "mixtral"]
 LIMIT = 1e-6  # of the largest gradient
 
 
+@pytest.mark.full
 def test_architectures_that_differ_most():
     check(SOME)
 

@@ -96,6 +96,7 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.full(keep=["eager"])
 @pytest.mark.usefixtures("threads", "compiled_here")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_step_is_the_same_bits_every_time(backend: str) -> None:

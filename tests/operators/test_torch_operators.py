@@ -18,6 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "results" / "ops.md"
 NUM_SAMPLES = 4
 
 
+@pytest.mark.full
 def test_some_operators():
     found = outcomes(
         [

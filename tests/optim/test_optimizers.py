@@ -136,6 +136,7 @@ def float64_scalars():
     torch.set_default_dtype(before)
 
 
+@pytest.mark.full
 def test_equal_to_torch_over_its_database(float64_scalars):
     """In float64 with every argument of PyTorch's own tests, by a constant rate and by one that a scheduler changes."""
     params, wrong, cases = make_params(torch.float64), [], database()

@@ -158,6 +158,7 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
+@pytest.mark.full
 def test_a_run_is_the_same_on_every_mesh(run_ranks, tmp_path: Path):
     """To the bit, over shards that end in the middle of a block or after the leaf, and across a checkpoint from one
     mesh to another."""
@@ -200,6 +201,7 @@ def test_six_bytes_a_parameter_at_rest():
         assert resting_bytes(program) == expected < 4.1 * layers * width * width / size
 
 
+@pytest.mark.full(keep=["eager"])
 @pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_it_trains_as_fp32_does(backend):

@@ -143,6 +143,7 @@ def alone() -> Any:
     return run_case(fz.make_mesh(data=1), 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_a_run_is_the_same_on_every_mesh_and_tier(run_ranks, num_ranks):
     """To the bit, on shards that end in padding too."""

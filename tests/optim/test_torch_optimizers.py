@@ -85,6 +85,7 @@ def test_each_parameter_has_another_optimizer() -> None:
     assert len(PATHS) == len(NAMES)
 
 
+@pytest.mark.full(keep=["pipeline"])
 @pytest.mark.parametrize("name", MESHES)
 def test_every_mesh_is_one_process(name: str) -> None:
     transform, mesh = MESHES[name]
@@ -143,6 +144,7 @@ def resumed(path: str) -> Any:
     return train.gather(trained(train, train.restore(path, params_of()), 2))
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_with_other_ranks_and_another_stage(run_ranks: Any, tmp_path: Path) -> None:
     want = run_ranks(2, saved, str(tmp_path / "saved"))[0]
     for ranks in (1, 3):

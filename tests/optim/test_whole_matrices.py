@@ -207,6 +207,7 @@ CASES += [(name, mesh) for name in ("shampoo", "whitening") for mesh in ("stage 
 CASES += [("all_whole", mesh) for mesh in ("stage 1", "stages")]
 
 
+@pytest.mark.full(keep=["muon-vertical", "muon-stage 0"])
 @pytest.mark.parametrize(("optimizer", "name"), CASES)
 def test_every_mesh_is_one_process(optimizer: str, name: str) -> None:
     transform, mesh = MESHES[name]
@@ -273,6 +274,7 @@ def test_the_deal_can_be_skipped() -> None:
     assert not any(x.op == "all_to_all_start" for x in skipped.lines)
 
 
+@pytest.mark.full
 def test_real_ranks(run_ranks: Any) -> None:
     """Over micro-batches, too."""
     cases: list[dict[str, Any]] = [
@@ -298,6 +300,7 @@ def offloaded(path: str) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_offload_is_bit_for_bit(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(2, offloaded, str(tmp_path)) == [[], []]
 
@@ -314,6 +317,7 @@ def restores(path: str) -> Any:
     return train.gather(train.restore(path, models.gpt_init))
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_for_any_number_of_ranks(run_ranks: Any, tmp_path: Path) -> None:
     want = run_ranks(2, saves, str(tmp_path / "saved"))[0]
     for ranks in (1, 3):

@@ -176,6 +176,7 @@ def report(optimizer: str, stage: int, beside: str) -> Report:
     return check_equivalent(step, params, x, fz.AbstractMesh(data=2, **axes), raises=False)
 
 
+@pytest.mark.full
 def test_some_are_equivalent() -> None:
     assert [case for case in SAMPLE if not report(*case).equivalent] == []
     with pytest.raises(FzeroValueError, match=r"(?s)blocks of 256 .* cut along a dim.*mu_scale\['layers'\]\[0\]"):

@@ -127,6 +127,7 @@ CASES = {
 }
 
 
+@pytest.mark.full(keep=["bare", "mixed", "literals"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_as_apart(monkeypatch, name):
     loss, params, data, options = CASES[name]

@@ -170,6 +170,7 @@ def test_states_that_exchange_values(name: str, ranks: int) -> None:
     assert not reads_after_writes(lowered(step, test_update.PARAMS, test_update.BATCHES[0], ranks))
 
 
+@pytest.mark.full(keep=["3-bare", "1-bare", "2-bare"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", models.STAGES)
 def test_no_leaf_is_read_after_it_was_overwritten(model: str, stage: int) -> None:

@@ -83,6 +83,7 @@ def places(program: Program, which: Callable[[Line, str], bool]) -> dict[str, in
     return found
 
 
+@pytest.mark.full
 def test_blocks_share_few_places() -> None:
     """Gathered leaves of alike blocks lie in the same few places, however many blocks there are. A pool that is too
     large by the first order of packing takes another, with more places."""
@@ -257,6 +258,7 @@ def allocations_of_transfers(stage: str, shared: bool) -> tuple[list[int], int]:
     return counts, sum(line.op in COLLECTIVES for line, _ in train.program.walk())
 
 
+@pytest.mark.full(keep=["3-True"])
 @pytest.mark.parametrize(("stage", "shared"), [(0, True), (1, False), (3, True), (3, False)])
 def test_transfers_allocate_nothing(run_ranks: Any, stage: int, shared: bool) -> None:
     for counts, transfers_of_a_step in run_ranks(2, allocations_of_transfers, stage, shared):
@@ -300,6 +302,7 @@ def trained_in_8_bits(shared: bool) -> float:
     return float(metrics["loss"])
 
 
+@pytest.mark.full
 def test_gloo_gathers_large_leaves_of_8_bits(run_ranks: Any) -> None:
     assert run_ranks(2, trained_in_8_bits, False) == run_ranks(2, trained_in_8_bits, True)
 

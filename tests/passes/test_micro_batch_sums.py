@@ -50,6 +50,7 @@ def every(program: Program) -> Iterator[Line]:
         yield line
 
 
+@pytest.mark.full(keep=["alone"])
 @pytest.mark.parametrize("name", ["alone", "stage 3, accumulate", "vertical"])
 def test_a_block_has_few_of_them(name: str) -> None:
     """However many leaves it has: at most three casts and one sum."""
@@ -85,6 +86,7 @@ def test_a_budget_finds_the_gathers_that_may_serve_twice() -> None:
     assert len(sharable(lowered("stage 3"))) == len(sharable(lowered("stage 3", "cpu"))) > 3
 
 
+@pytest.mark.full(keep=["alone"])
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_done_is_the_same(name: str) -> None:
     """As much of it, of the same values, in the same places; and on a CPU nothing changes."""
@@ -142,6 +144,7 @@ def test_casts_to_8_bits_at_once_have_the_bits_of_one_each(through: torch.dtype)
         assert found.shape == want.shape and torch.equal(found.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.full
 def test_bits_are_the_same(run_ranks: Any) -> None:
     for one, other in zip(*(run_ranks(2, _runs, together) for together in (True, False)), strict=True):
         assert same(one, other)

@@ -60,6 +60,7 @@ OFFLOADED = {
 }
 
 
+@pytest.mark.full(keep=["host"])
 @pytest.mark.parametrize("name", sorted(OFFLOADED))
 def test_pools_of_programs_are_hardly_larger_than_what_lies_in_them_at_once(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ RAN = {
 }
 
 
+@pytest.mark.full(keep=["plain", "zero-3", "parts"])
 @pytest.mark.parametrize("name", RAN)
 def test_the_passes_that_are_wanted_run(name: str) -> None:
     lowered = lower(name)
@@ -104,6 +105,7 @@ def test_an_evaluation_goes_through_the_same_list() -> None:
     assert [*fz.lower(step, fz.AbstractMesh(data=1), PARAMS, (torch.ones(6, 4),)).stages()] == ["trace", "pool"]
 
 
+@pytest.mark.full(keep=["rename", "redundant", "copies"])
 @pytest.mark.parametrize("passed", PASSES, ids=lambda passed: passed.name)
 def test_a_pass_is_skipped_or_refused_by_name(passed: pipeline.Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left is verified, and has all that the other passes make."""
@@ -193,6 +195,7 @@ def guest(name_: str, after_: str, order_: int = 60) -> Transform:
     return Guest()
 
 
+@pytest.mark.full(keep=["deal", "overlap", "speculate"])
 @pytest.mark.parametrize("after", ["trace", *(x.name for x in PASSES)])
 def test_a_rewrite_stands_where_it_says(after: str) -> None:
     ran = [*lower("all", guest("look", after)).stages()]

@@ -105,6 +105,7 @@ OFFLOADS = {
 }
 
 
+@pytest.mark.full(keep=["both-one memory", "half-one memory", "on device-one memory"])
 @pytest.mark.parametrize("unified", [True, False], ids=["one memory", "apart"])
 @pytest.mark.parametrize("name", OFFLOADS)
 @pytest.mark.usefixtures("guessing")
@@ -134,6 +135,7 @@ ON_HOST = {
 }
 
 
+@pytest.mark.full(keep=["vertical-one memory", "bf16-one memory", "half-one memory"])
 @pytest.mark.parametrize("unified", [True, False], ids=["one memory", "apart"])
 @pytest.mark.parametrize("name", ON_HOST)
 @pytest.mark.usefixtures("guessing")
@@ -195,6 +197,7 @@ def on_ranks(path: str, cases: list[tuple[int, bool]]) -> list[tuple[int, bool, 
     return out
 
 
+@pytest.mark.full
 def test_over_ranks(run_ranks: Any, tmp_path: Path) -> None:
     """Where an update writes parts of leaves that rest whole, which are gathered after it, it waits."""
     want = [(3, True, True), (3, True, True), (0, True, True), (2, False, True)]

@@ -98,6 +98,7 @@ IN_PARTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_parts_among_other_transforms(name):
     axes, transforms = IN_PARTS[name]
@@ -133,6 +134,7 @@ def on_ranks(backend: str, frozen: str | None) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("backend", "frozen"), [("eager", None), ("eager", "up"), ("inductor", None)])
 def test_two_processes_have_the_bits_of_whole_blocks(run_ranks, backend, frozen):
     """With dropout, a tied leaf, a cast one, metrics; and without gradients of some. Compiled up to fused sums."""
@@ -176,6 +178,7 @@ def grown(nbytes: int | None) -> tuple[float, float]:
     return status("VmHWM") - before, (train.plan.peak_bytes - train.plan.resting_bytes) / 2**20
 
 
+@pytest.mark.full
 def test_a_process_grows_by_the_bytes_of_a_part(run_ranks):
     parts, whole = (run_ranks(2, grown, nbytes) for nbytes in (16 << 20, None))
     for (few, planned), (many, planned_whole) in zip(parts, whole, strict=True):
@@ -210,6 +213,7 @@ def test_a_larger_leaf_is_gathered_by_itself():
     assert most_at_once(program) <= LARGEST + SMALL
 
 
+@pytest.mark.full
 def test_one_device_brings_parts_from_its_host():
     """Whatever is asked for by a budget: nothing is sharded there."""
     mesh = fz.AbstractMesh(data=1, device_type="cuda")

@@ -147,6 +147,7 @@ def all_leave() -> Iterator[None]:
         yield
 
 
+@pytest.mark.full(keep=["loop, reduced in bf16"])
 @pytest.mark.parametrize(("accumulate", "precision", "offloads"), CASES, ids=[f"{a}, {p}" for a, p, _ in CASES])
 @pytest.mark.usefixtures("all_leave")
 def test_the_same_bits_as_where_nothing_leaves(
@@ -161,6 +162,7 @@ def test_the_same_bits_as_where_nothing_leaves(
         assert len(on_disk(program)) == ON_DISK.get(name, 0), name
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("all_leave")
 def test_on_disk_from_one_memory(tmp_path: Path) -> None:
     """Where host and device are one memory they are written as soon as they are made."""
@@ -177,6 +179,7 @@ def test_on_disk_from_one_memory(tmp_path: Path) -> None:
         assert way == ("host", "disk")
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_layers() -> None:
     """Of host and device: a gradient on disk comes back for what reads it once all are made, and not before, wherever
     that runs and wherever the rest is."""
@@ -243,6 +246,7 @@ def test_an_update_that_does_not_wait_leaves_them_where_they_are(tmp_path: Path)
         assert not on_disk(found.program)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("all_leave")
 def test_no_checkpoint_has_them_and_no_move_takes_them(tmp_path: Path) -> None:
     mesh = fz.make_mesh(data=1, unified_memory=False)
@@ -299,6 +303,7 @@ def test_a_gradient_that_is_read_before_it_is_written_is_refused(tmp_path: Path)
             verify(replace(program, lines=(*left[:at], *moved, *left[at:])))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("all_leave")
 def test_guesses_and_their_redos_read_gradients_that_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of guesses that are right and of some that are wrong."""
@@ -336,5 +341,6 @@ def on_ranks(path: str) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 def test_shards_of_two_ranks_wait_too(run_ranks: Any, tmp_path: Path) -> None:
     assert all(all(found) for found in run_ranks(2, on_ranks, str(tmp_path)))

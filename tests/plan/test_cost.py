@@ -262,6 +262,7 @@ def close(estimate, real, part=0.05):
     return abs(estimate - real) <= max(part * real, (1 if plain else 6) << 17)
 
 
+@pytest.mark.full(keep=["min_cut"])
 @pytest.mark.parametrize(
     "transforms", [(), (fz.remat("full"),), (fz.mixed_precision("bf16"),)], ids=["min_cut", "full", "bf16"]
 )
@@ -274,6 +275,7 @@ def test_temporaries_of_eager_functions_are_what_they_allocate(transforms):
     assert sum(n > 1 << 20 for n in real.values()) >= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("native", "part", "of_layer"), [(True, 0.05, False), (False, 0.1, True)], ids=["fp32", "bf16 in float32"]
 )

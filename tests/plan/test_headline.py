@@ -50,6 +50,7 @@ def planned(llama: Any, budgets: dict[str, str], **how: Any) -> fz.Plan:
     return fz.lower(step, GPU, params, batch, device=DEVICE, **budgets).plan
 
 
+@pytest.mark.full
 def test_a_model_whose_gradients_the_device_has_no_room_for(llama: Any) -> None:
     found = planned(llama, SMALL, **SHALLOW)
     assert found.peak_bytes <= 8e9 and found.host_peak_bytes <= 6e9 and found.disk_bytes <= 20e9
@@ -70,6 +71,7 @@ def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
     return x.square().mean()
 
 
+@pytest.mark.full
 def test_a_model_whose_gradients_the_host_has_no_room_for_either() -> None:
     """They wait on disk, which is said, and is all that helps. Of 16 layers with 4 MB each of parameters, and of
     gradients."""
@@ -114,6 +116,7 @@ def test_seven_billion_parameters_beside_a_small_host(llama: Any) -> None:
     assert "gradients on disk" in found.decisions[0].chosen and found.host_breakdown["gradients"] < 4e9
 
 
+@pytest.mark.full
 def test_seven_billion_parameters(llama: Any) -> None:
     """All micro-batches pass through a block before the next: what their gradients come to leaves for the host, and the
     disk is hidden behind the backward."""

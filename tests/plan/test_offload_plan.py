@@ -324,6 +324,7 @@ SLOW_HOST = replace(KNOWN["h100"], host_memory_bandwidth=1e8)
 SLOW_LINK = replace(KNOWN["h100"], host_copy=Link(0.0, 1e7))
 
 
+@pytest.mark.full(keep=["device1-host-None"])
 @pytest.mark.parametrize("budget", [None, "1GB"])
 @pytest.mark.parametrize(("device", "side"), [(SLOW_HOST, "device"), (SLOW_LINK, "host")])
 def test_the_update_runs_on_the_side_that_is_predicted_to_be_faster(device, side, budget) -> None:
@@ -343,6 +344,7 @@ def test_the_update_runs_on_the_side_that_is_predicted_to_be_faster(device, side
     assert not [d for d in other.plan.decisions if d.what == "update_on"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [None, "1GB"])
 @pytest.mark.parametrize("optimizer", ["adamw", "clipped"])
 def test_both_sides_update_where_host_and_link_would_take_as_long(optimizer, budget) -> None:
@@ -407,6 +409,7 @@ def test_under_a_host_budget_alone_a_side_is_taken_that_fits() -> None:
     assert "all on the host would not fit" in {d.what: d.why for d in found.decisions}["update_on"]
 
 
+@pytest.mark.full
 def test_a_budget_of_each_tier_is_kept_or_refused() -> None:
     transforms = fz.offload("cpu", "opt_state"), fz.offload("nvme", "params", path="/scratch")
     need = lowered(*transforms, device="h100").plan
@@ -454,6 +457,7 @@ def test_what_fits_is_left_where_it_is() -> None:
     assert found.plan.decisions[0] == ("offload", "nothing", "the step fits as it is")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.9, 0.8])
 def test_auto_comes_to_a_step_that_one_could_have_written(share) -> None:
     found = auto(share)
@@ -474,6 +478,7 @@ def test_auto_comes_to_a_step_that_one_could_have_written(share) -> None:
     assert source(again.program) == source(found.program) and again.plan.step_seconds == found.plan.step_seconds
 
 
+@pytest.mark.full
 def test_of_what_fits_auto_takes_the_fastest() -> None:
     """Of leaves that are large enough for their bytes to matter, not the number of transfers."""
     make = functools.partial(lowered, device="h100", width=512)
@@ -491,6 +496,7 @@ def test_of_what_fits_auto_takes_the_fastest() -> None:
     assert compared
 
 
+@pytest.mark.full
 def test_a_role_is_split_over_host_and_disk_where_the_host_has_no_room_for_all() -> None:
     make = functools.partial(lowered, device="h100", width=64, layers=12)
     step, budget = (
@@ -534,6 +540,7 @@ def test_only_the_named_roles_are_moved() -> None:
     assert all(t.of == ("opt_state",) for t in found.program.transforms if isinstance(t, Offload)) and off(found)
 
 
+@pytest.mark.full
 def test_on_one_memory_auto_goes_to_disk_alone() -> None:
     mesh = fz.AbstractMesh(data=1)
     budget = int(0.8 * lowered(mesh=mesh, device="cpu").plan.peak_bytes)
@@ -590,6 +597,7 @@ def trained(step: fz.Step, mesh: fz.Mesh, path: Any = None, **kwargs: Any) -> tu
     return train, losses
 
 
+@pytest.mark.full
 def test_auto_trains_as_the_plain_step_and_restores(tmp_path) -> None:
     mesh, scratch = fz.make_mesh(data=1, unified_memory=False), tmp_path / "scratch"
     scratch.mkdir()

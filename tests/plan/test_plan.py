@@ -348,6 +348,7 @@ def test_loops_multiply_what_they_hold():
         assert channel(line) is None or times in (1, 3)
 
 
+@pytest.mark.full
 def test_more_sharding_rests_and_peaks_lower():
     plans = [plan(lowered(stage, ranks=6, layers=6).program, "cpu") for stage in range(4)]
     resting = [p.resting_bytes for p in plans]
@@ -448,6 +449,7 @@ def measured(stage, case, model="gpt"):
     return train.plan.peak_bytes, sum(inputs.values()) + pool + allocated(lambda: train(state, batch), mesh.device)
 
 
+@pytest.mark.full(keep=["bare-full", "bare-none", "mixed-full"])
 @pytest.mark.parametrize(
     ("model", "case"), [(m, c) for m in models.MODELS for c in CASES if m == "gpt" or "bf16" not in c]
 )
@@ -464,6 +466,7 @@ ON_RANKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ON_RANKS)
 def test_the_peak_on_two_ranks_is_what_is_measured(run_ranks, stage):
     for case in ON_RANKS[stage]:

@@ -146,6 +146,7 @@ def lowered(name: str, unified: bool) -> Program:
     return fz.lower(step, mesh, meta(gpt_init(fz.random.key(0))), meta_part(gpt_batches(1)[0], mesh.size)).program
 
 
+@pytest.mark.full(keep=["device-two"])
 @pytest.mark.parametrize("unified", [True, False], ids=["one memory", "two"])
 @pytest.mark.parametrize("name", STEPS)
 def test_every_order_keeps_the_rules(name: str, unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:

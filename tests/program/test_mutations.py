@@ -221,6 +221,7 @@ def mutations(program: Program, line: Line) -> Iterator[tuple[str, tuple[Line, .
         yield "a body", (replace(line, body=(Line("zeros", (), (replace(program.inputs[0], name="inside"),)),)),)
 
 
+@pytest.mark.full(keep=["stage_0"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_mutation_is_accepted(name: str) -> None:
     program = program_of(name)

@@ -70,6 +70,7 @@ def text(name: str, fold: bool = True) -> str:
     return fz.show(gpt_program(name), fold=fold)
 
 
+@pytest.mark.full(keep=["evaluate_stage_3", "plain", "stage_3"])
 @pytest.mark.parametrize("name", PRINTED)
 def test_golden(name):
     path = GOLDENS / f"{name}.txt"

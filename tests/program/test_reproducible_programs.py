@@ -33,6 +33,7 @@ def digests(folder: str) -> dict[str, list[str]]:
     return texts.digests(rank, f"{folder}/scratch-{rank}")
 
 
+@pytest.mark.full
 def test_interpreters_make_the_same_programs(run_ranks: Any, tmp_path: Path) -> None:
     """Every golden program and some of the parity table, with another hash seed, order, rank and directory in each
     process."""
@@ -149,6 +150,7 @@ def test_a_step_that_is_dropped_leaves_no_text() -> None:
     assert texts() == before
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_here")
 def test_an_entry_that_cannot_be_loaded_is_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -114,6 +114,7 @@ def _trained(name: str, all_apart: bool, is_late: bool) -> tuple[Any, Any, int, 
     return metrics, whole, len(rooms), planned, measured
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", WAYS)
 def test_everything_apart(name: str, run_ranks: Any) -> None:
     """The same numbers to the bit, as fast as transfers may be and as late; what is allocated is what is planned."""
@@ -223,6 +224,7 @@ def _leaf_by_leaf(budget: int | None) -> tuple[Any, Any, bool]:
     return metrics, train.gather(state), "reductions" in {d.what for d in train.plan.decisions}
 
 
+@pytest.mark.full
 def test_leaf_by_leaf_where_nothing_else_fits(run_ranks: Any) -> None:
     step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"))(
         fz.train_step(gpt_loss, optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)))

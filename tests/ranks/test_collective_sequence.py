@@ -99,6 +99,7 @@ def _part(folder: str, cases: list[str], kwargs: dict[str, Any]) -> list[str]:
     return told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "cases", "kwargs"),
     [

@@ -50,6 +50,7 @@ READS_JSON = re.compile(r"\b(json\.loads?|JSONDecoder|raw_decode)\b")
 READERS = {"read_json.py": "the one reader", "deepspeed/table.py": "text of this package"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("names", "allowed"), [(RUNS_CODE, ALLOWED), (READS_JSON, READERS)], ids=["pickle", "json"])
 def test_who_reads_what_others_wrote(names: re.Pattern[str], allowed: dict[str, str]) -> None:
     found = {}
@@ -103,6 +104,7 @@ class Stranger:
         return getattr(self._store, name)
 
 
+@pytest.mark.full
 def test_a_strangers_note_of_a_save_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, note in enumerate(hostile(tmp_path / "ran")):
         whole = dist.HashStore()
@@ -299,6 +301,7 @@ def saved(root: Path) -> Path:
     return Path(checkpoint.save(root, State(3, {"w": torch.arange(5.0)})))
 
 
+@pytest.mark.full
 def test_an_index_that_is_not_a_file_of_its_directory_is_refused(tmp_path: Path) -> None:
     index = saved(tmp_path / "run") / "index.json"
     right = index.read_bytes()

@@ -50,6 +50,7 @@ def _begins(kind: str) -> None:
         train.init({**_params(), "b": "zero"} if rank else _params())
 
 
+@pytest.mark.full(keep=["shape-words3", "not tensors-words5"])
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -105,6 +106,7 @@ def _drifts(folder: str, kind: str) -> Any:
     return said, kept, int(state.step)
 
 
+@pytest.mark.full(keep=["before the first step"])
 @pytest.mark.parametrize("kind", ["before the first step", "before the first step of a second state", "later"])
 def test_replicas_that_drift_apart_are_named(run_ranks: Any, tmp_path: Path, kind: str) -> None:
     ranks = run_ranks(4, _drifts, str(tmp_path), kind)

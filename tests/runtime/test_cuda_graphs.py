@@ -69,6 +69,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fz.Mesh, Device]]:
     graphs._drop_all()
 
 
+@pytest.mark.full(keep=["remat, lion", "fp16 with a loss scale"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_replayed_step_is_the_step(case: str, on_gpu: Any) -> None:
     mesh, device = on_gpu
@@ -291,6 +292,7 @@ def _on_ranks() -> list[Any]:
     return out
 
 
+@pytest.mark.full
 def test_ranks_capture_together_when_told_to(run_ranks: Any) -> None:
     assert run_ranks(2, _on_ranks) == [[(True, [STEPS - graphs.WARM_UP])] * 2] * 2
 

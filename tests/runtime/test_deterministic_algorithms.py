@@ -56,6 +56,7 @@ def test_a_setting_is_taken_over_and_says_what_it_is() -> None:
         compat.fill_uninitialized_memory(True)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("asked")
 def test_what_is_compiled_and_kept_is_that_of_the_switch(tmp_path: Any) -> None:
     """In the process that compiles, too."""

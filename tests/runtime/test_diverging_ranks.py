@@ -63,6 +63,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.full(keep=["the shape of the batch", "a transform"])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_one_rank_differs(run_ranks: Any, name: str) -> None:
     changes, here, there = DIFFERENCES[name]
@@ -169,6 +170,7 @@ def _absent(rank: int, size: int, folder: str) -> float:
     return 0.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rank", "size"), [(1, 2), (0, 3)])
 def test_one_rank_never_calls(run_ranks: Any, tmp_path: Path, rank: int, size: int) -> None:
     ranks = run_ranks(size, _absent, rank, size, str(tmp_path), expect_error=True, timeout=60)
@@ -189,6 +191,7 @@ def _never_joins(rank: int, folder: str) -> None:
             assert time.monotonic() - started < SECONDS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_never_joins_the_mesh(run_ranks: Any, tmp_path: Path, rank: int) -> None:
     other = run_ranks(2, _never_joins, rank, str(tmp_path), expect_error=True, timeout=60)[1 - rank]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 import fzero as fz
@@ -58,6 +59,7 @@ def bad_rows(folder: str) -> list[tuple[list[str], float]]:
     return [a_bad_row(f"{folder}/{shared}", shared) for shared in (True, False)]
 
 
+@pytest.mark.full
 def test_a_step_that_fails_on_one_rank_ends_the_mesh_on_all(run_ranks: Any, tmp_path: Path) -> None:
     """Every later call says so, on every rank; what the error says to do works."""
     gradients = torch.func.grad(loss_fn)(PARAMS, GOOD)

@@ -90,6 +90,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.full(keep=["('shard', 'cpu')", "('shard', 'nvme')"])
 @pytest.mark.parametrize("names", WAYS, ids=str)
 def test_a_step_that_ends_in_the_middle_is_a_state_s_last(tmp_path, names):
     train, saved = compiled(tmp_path, *names), tmp_path / "saved"

@@ -34,6 +34,7 @@ def _late_mesh(monkeypatch: pytest.MonkeyPatch) -> tuple[fz.Mesh, Any]:
     return mesh, late(mesh, monkeypatch.setattr)
 
 
+@pytest.mark.full
 def test_training_waits_for_every_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, extra, model in KINDS:
         with monkeypatch.context() as patch:
@@ -104,6 +105,7 @@ MOVED: list[tuple[Any, ...]] = [
 ]
 
 
+@pytest.mark.full
 def test_the_host_waits_for_no_copy_that_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of activations, that is: the device alone does, and the host settles where it writes next. With the double that
     users have, too."""
@@ -172,6 +174,7 @@ def _on_ranks(is_late: bool, late_sums: bool = False) -> list[Any]:
     return out
 
 
+@pytest.mark.full
 def test_ranks_wait_for_every_collective(run_ranks: Any) -> None:
     runs = [run_ranks(2, _on_ranks, *how) for how in ((False,), (True,), (True, True))]
     for wanted, found, later in zip(*runs, strict=True):

@@ -306,6 +306,7 @@ def _as_born(place: str, spread: str, path: str, whole: bool, mesh: fz.Mesh) -> 
     return Reached(train.gather(state), tiers(state), os.listdir(path))
 
 
+@pytest.mark.full(keep=["whole-1-half"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("spread", "size"), [("whole", 1), ("sharded", 2)])
 def test_a_state_is_born_where_it_rests(run_ranks: Any, place: str, spread: str, size: int, tmp_path: Path) -> None:
@@ -321,6 +322,7 @@ def test_a_state_is_born_where_it_rests(run_ranks: Any, place: str, spread: str,
     assert os.listdir(tmp_path) == [] or size > 1
 
 
+@pytest.mark.full(keep=["whole-1-half", "whole-1-host state"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("spread", "size"), [("whole", 1), ("sharded", 2)])
 def test_large_leaves_are_made_in_parts(run_ranks: Any, place: str, spread: str, size: int, tmp_path: Path) -> None:
@@ -338,6 +340,7 @@ def _restored(place: str, spread: str, path: str, root: str, size: int) -> Any:
     return train.gather(state)
 
 
+@pytest.mark.full(keep=["whole-1-host state", "whole-1-disk"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("spread", "size"), [("whole", 1), ("sharded", 2)])
 def test_a_checkpoint_goes_to_any_tier_and_back(
@@ -658,6 +661,7 @@ def _moved(place: str, spread: str, path: str, size: int, unified: bool) -> list
     return out
 
 
+@pytest.mark.full(keep=["whole-1-False-half", "whole-1-True-host"])
 @pytest.mark.parametrize("place", ["host", "disk", "both", "half"])
 @pytest.mark.parametrize(("spread", "size", "unified"), [("whole", 1, True), ("whole", 1, False), ("sharded", 2, True)])
 def test_a_state_is_moved_and_brought_home(

@@ -585,6 +585,7 @@ FINE: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.mark.full(keep=["params alone", "None in a tree", "no_grad inside"])
 @pytest.mark.parametrize("name", FINE)
 def test_what_blocks_may_do(name: str) -> None:
     """Equal to the plain step, whole and in micro-batches, and lowered for two ranks."""
@@ -612,6 +613,7 @@ def test_results_do_not_alias_the_state() -> None:
         assert not torch.equal(state.params["w"], metrics["aux"]["w"])
 
 
+@pytest.mark.full(keep=["f_0-names4", "f_0-names0", "scalars_0-names4"])
 @pytest.mark.parametrize(
     "names",
     [
@@ -744,6 +746,7 @@ def _layouts(stages: tuple[int, int]) -> None:
     want(have.init(PARAMS), BATCH)
 
 
+@pytest.mark.full(keep=["stages2", "stages3"])
 @pytest.mark.parametrize("stages", [(0, 3), (3, 0), (0, 1), (1, 0)])
 def test_state_of_another_layout(run_ranks: Any, stages: tuple[int, int]) -> None:
     ranks = run_ranks(2, _layouts, stages, expect_error=True)

@@ -327,6 +327,7 @@ def _gathers_alone(folder: str, stage: int) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_a_gather_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: Path) -> None:
     for stage in (0, 1):
         (folder := tmp_path / str(stage)).mkdir()
@@ -358,6 +359,7 @@ def _saves_alone(folder: str) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_a_save_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: Path) -> None:
     text, _ = run_ranks(2, _saves_alone, str(tmp_path))
     assert (
@@ -448,6 +450,7 @@ def _trained(backend: str) -> list[torch.Tensor]:
     return [x.clone() for x in found]
 
 
+@pytest.mark.full(keep=["inference", "no gradients", "bfloat16"])
 @pytest.mark.parametrize("around", AROUND)
 def test_a_step_trains_whatever_is_around_it(around: str) -> None:
     plain = _trained("eager")

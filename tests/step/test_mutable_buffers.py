@@ -246,6 +246,7 @@ def on_ranks(stage: int, micro: int, precise: bool = True) -> Any:
     return run(mesh, make(shard(), fz.accumulate(micro), fz.remat("full")), rows=24)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "stage", "micro"), [(3, 0, 1), (3, 3, 2), (2, 1, 1)])
 def test_ranks_are_averaged(run_ranks, ranks, stage, micro):
     """Two batch norms: the statistics on every rank are the mean of those that PyTorch would have on each."""
@@ -263,6 +264,7 @@ def on_a_replica_axis() -> Any:
     )[0]
 
 
+@pytest.mark.full
 def test_every_axis_of_the_batch_is_averaged_over(run_ranks):
     (want,) = pytorch(parts=4, num=1, rows=24)
     for got in run_ranks(4, on_a_replica_axis):
@@ -292,6 +294,7 @@ def restored(path: Any) -> Any:
     return flat(train.gather(state).params), doubled, [str(x.dtype) for x in state.params["image"].values()]
 
 
+@pytest.mark.full
 def test_it_is_saved_restored_on_other_ranks_and_evaluated(run_ranks, tmp_path):
     (want, *_) = run_ranks(2, saved, tmp_path)
     for got, doubled, _ in run_ranks(3, restored, tmp_path):

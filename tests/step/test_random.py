@@ -187,6 +187,7 @@ def test_decomposition_of_derive():
         assert torch.equal(fzr.DECOMPOSITIONS[fzr.DERIVE](key, data, 3 << 30), want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["real", "fake"])
 def test_a_draw_is_one_node(mode):
     def fn(key, x, part):

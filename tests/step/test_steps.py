@@ -63,6 +63,7 @@ def run_weighted(stage: int, accumulate: int, loss: Any) -> Any:
     return metrics, train.gather(state).params["w"]
 
 
+@pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_weighted_losses_are_exact_means(run_ranks, num_ranks):
     step = fz.train_step(weighted_loss, optim.sgd(0.5), has_aux=True)
@@ -110,6 +111,7 @@ def run_dropout(stage: int, accumulate: int) -> Any:
     return torch.stack(losses), train.gather(state).params["w"]
 
 
+@pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_masks_do_not_depend_on_the_mesh(run_ranks, num_ranks):
     step = fz.train_step(dropout_loss, optim.sgd(0.5))
@@ -139,6 +141,7 @@ def run_mask(accumulate: int) -> torch.Tensor:
     return metrics["aux"] * mesh.size * accumulate  # every part counts 1
 
 
+@pytest.mark.full(keep=["2"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_masks_are_bit_equal(run_ranks, num_ranks):
     """The whole mask as one number of 18 bits."""
@@ -174,6 +177,7 @@ def run_eval(stage: int, precision: bool) -> Any:
     return outputs, train.gather(state).params
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "precision"), [(0, True), (1, False), (3, False), (3, True)])
 def test_evaluation(run_ranks, stage, precision):
     whole = batches(1)[0]
@@ -238,6 +242,7 @@ def run_init(stage: int) -> Any:
     return train.gather(train.init(init_fn, key)), train.gather(train.init(init_fn(key), key))
 
 
+@pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_init_of_a_function_of_a_tree_and_of_the_plain_step_are_one(run_ranks, num_ranks):
     key = fz.random.key(11)
@@ -307,6 +312,7 @@ def run_resting(stage: int, precision: bool) -> dict[str, int]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_bytes_at_rest(run_ranks, num_ranks):
     """Read off the storages of the live state after a step; 1 % is for padding, counters and the key."""

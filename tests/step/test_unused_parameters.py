@@ -112,6 +112,7 @@ def on_shards() -> list[torch.Tensor]:
     return out
 
 
+@pytest.mark.full
 def test_on_shards_too(run_ranks: Any) -> None:
     want = by_torch(*CASES["adamw"][1:2], **CASES["adamw"][2])
     expected = [want[n] for n in fz.tree.names(PARAMS)] * 3

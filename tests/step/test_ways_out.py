@@ -251,6 +251,7 @@ def _byol() -> tuple[list[float], Any]:
     return _trained(Byol(), *(X[part] + i for i in range(3)), loss=_own, mutable=["teacher.*"])
 
 
+@pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_teacher_that_the_forward_updates_trains_as_in_pytorch(run_ranks: Any, ranks: int) -> None:
     torch.manual_seed(0)

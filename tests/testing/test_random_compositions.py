@@ -24,6 +24,7 @@ def differences(case: composed.Case, mesh: fz.Mesh, steps: int = 2) -> str:
     return "" if report.equivalent else f"{case.text}\n{report}"
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:the loss scale is at its minimum:RuntimeWarning")
 @pytest.mark.timeout(max(300, 30 * NUM_EXAMPLES))
 @settings(
@@ -52,6 +53,7 @@ def on_ranks(numbers: list[int]) -> list[str]:
     return [differences(composed.numbered(n, ranks=mesh.size), mesh) for n in numbers]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:the loss scale is at its minimum:RuntimeWarning")
 def test_compositions_on_ranks_are_equivalent(run_ranks: Any) -> None:
     """Their rows are cut over two ranks; a stage is among what is chosen."""

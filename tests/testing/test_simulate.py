@@ -57,6 +57,7 @@ STEPS = {
 }
 
 
+@pytest.mark.full(keep=["zero-1", "zero-3"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_simulated_mesh_equals_the_plain_step(name: str) -> None:
     step = fz.compose(*STEPS[name])(plain())
@@ -81,6 +82,7 @@ def _processes() -> dict[str, torch.Tensor]:
     return dict(zip(fz.tree.paths(whole), fz.tree.leaves(whole), strict=True))
 
 
+@pytest.mark.full
 def test_it_does_what_processes_do(run_ranks: Any) -> None:
     got, _ = fz.testing.simulate(
         fz.compose(*STEPS["zero-3"])(plain()), fz.AbstractMesh(replica=2, data=2), PARAMS, X, steps=2

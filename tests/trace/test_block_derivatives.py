@@ -186,6 +186,7 @@ def in_fzero(loss: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, torch.Te
     return metrics["loss"], {k: PARAMS[k] - v for k, v in state.params.items()}
 
 
+@pytest.mark.full(keep=["dual_numbers", "autocast_off_inside_and_in_place", "first_order_maml"])
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_autograd(name: str) -> None:
     torch.testing.assert_close(in_fzero(CASES[name]), in_torch(CASES[name]), rtol=1e-5, atol=1e-6)
@@ -267,6 +268,7 @@ def test_results_of_any_strides(policy: str) -> None:
     torch.testing.assert_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_here")
 def test_compiled_functions_get_the_strides_they_were_traced_for() -> None:
     x, params = (

@@ -410,6 +410,7 @@ def numbers(step: Any) -> tuple[float, float]:
     return float(plain), float(train(train.init(PARAMS), BATCH)[1]["loss"])
 
 
+@pytest.mark.full(keep=["of_attrgetter", "of_default", "of_large_array"])
 @pytest.mark.parametrize("name", WAYS)
 def test_a_setting_that_changes_between_two_calls_is_another_function(
     name: str, monkeypatch: pytest.MonkeyPatch

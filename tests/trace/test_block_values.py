@@ -141,6 +141,7 @@ def compiled(loss: Loss, transform: Callable[..., Any] = lambda step: step) -> A
     return fz.compile(transform(fz.train_step(loss, optim.sgd(0.1))), fz.make_mesh(), backend="eager")
 
 
+@pytest.mark.full(keep=["an_argument_through_no_grad", "one_result_is_an_argument", "a_parameter_as_argument"])
 @pytest.mark.parametrize("loss", SAME, ids=lambda f: f.__name__)
 def test_trains_as_in_pytorch(loss: Loss) -> None:
     leaves = {k: v.clone().requires_grad_() for k, v in PARAMS.items()}

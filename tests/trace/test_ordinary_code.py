@@ -154,6 +154,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.full(keep=["lstm without biases", "lstm"])
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers_train_as_pytorch(name):
@@ -209,6 +210,7 @@ class Cells(nn.Module):
         return self.gru(self.rnn(x), self.lstm(x)[0])
 
 
+@pytest.mark.full(keep=["convolutions", "rms norm"])
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_train_as_pytorch(name):
     make, shape = MODULES[name]

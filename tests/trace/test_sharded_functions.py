@@ -132,6 +132,7 @@ def equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], said:
             assert torch.equal(a, b), (said, k)
 
 
+@pytest.mark.full(keep=["repeat", "cumsum", "roll"])
 @pytest.mark.parametrize("name", CASES)
 def test_an_operation_and_its_gradients(name: str) -> None:
     fn, make = CASES[name]
@@ -369,6 +370,7 @@ def operator_case(case: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     return fn, [leaves[k].detach().clone() for k in at]
 
 
+@pytest.mark.full
 def test_pytorchs_operators() -> None:
     """Of a sample of the database each is right, cut or made whole."""
     names = random.Random(0).sample(sorted(databases().operators), 70)

@@ -93,6 +93,7 @@ def value(like: torch.Tensor) -> torch.Tensor:
     return torch.ones(like.shape, dtype=like.dtype) if like.dtype == torch.bool else torch.randint(8, like.shape)
 
 
+@pytest.mark.full(keep=["Llama", "Mistral"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_reduces_twice_each_way(name: str) -> None:
     make, rules = MODELS[name]

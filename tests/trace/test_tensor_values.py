@@ -74,6 +74,7 @@ def in_evaluation(p: Any, x: torch.Tensor) -> torch.Tensor:
     return F.rrelu(x @ p["w"], training=False) + F.dropout(x @ p["w"], 0.5, training=False)
 
 
+@pytest.mark.full(keep=["in_evaluation", "asserted", "numbers"])
 @pytest.mark.parametrize(
     "fn", [masks, numbers, statistics, likelihoods, asserted, several, in_evaluation], ids=lambda fn: fn.__name__
 )

@@ -99,6 +99,7 @@ def assert_same_bits(got: Any, want: Any, what: Any) -> None:
 BESIDE: list[Any] = [(), (fz.mixed_precision("bf16"),), (fz.mixed_precision("bf16", reduce="bf16"), fz.remat("none"))]
 
 
+@pytest.mark.full(keep=["dropout", "read twice"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_as_in_a_loop(name):
     mesh, which = fz.make_mesh(data=1), list(CASES).index(name)
@@ -114,6 +115,7 @@ def test_the_same_bits_as_in_a_loop(name):
 TIERS = ["cpu params", "cpu all", "nvme both", "nvme on device", "other mix"]
 
 
+@pytest.mark.full(keep=["cpu all-True"])
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("offload", TIERS)
 def test_the_same_bits_from_every_tier(tmp_path, offload, unified):
@@ -171,6 +173,7 @@ def apart_on_ranks(num: int) -> list[Any]:
     return out
 
 
+@pytest.mark.full
 def test_every_stage_equals_the_plain_step(run_ranks, tmp_path):
     for results in run_ranks(2, on_ranks, 3, tmp_path):
         for (name, stage), ((metrics, state), *others) in zip(ON_RANKS.items(), results, strict=True):
@@ -183,6 +186,7 @@ def test_every_stage_equals_the_plain_step(run_ranks, tmp_path):
                 assert_same_bits(other, (metrics, state), (name, stage))
 
 
+@pytest.mark.full
 def test_tiers_apart_on_ranks(run_ranks):
     for results in run_ranks(2, apart_on_ranks, 3):
         for stage, (got, want) in zip(APART, results, strict=True):
@@ -222,6 +226,7 @@ def moved(program: Program) -> dict[str, tuple[int, int]]:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num", "more"),
     [(4, ()), (2, (fz.mixed_precision("bf16"),)), (3, (fz.remat("none"),))],
@@ -240,6 +245,7 @@ def test_parameters_and_gradients_travel_once_a_step(num, more):
     assert vertical["reduce_scatter_start"] == whole["reduce_scatter_start"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "tier", "op"),
     [
@@ -312,6 +318,7 @@ def test_a_line_and_its_repetitions_stand_together():
         assert all(len({line.fn for line in group}) == 1 for group in groups)
 
 
+@pytest.mark.full(keep=["0-cpu"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_function_is_compiled_twice(stage, device):
@@ -382,6 +389,7 @@ def _around(updates: Sequence[int], backwards: Sequence[int]) -> list[tuple[int,
     ]
 
 
+@pytest.mark.full
 def test_a_budget_fits_it():
     step = fz.compose(fz.shard_params(), fz.remat("auto"), fz.accumulate(2, vertical=True))(
         fz.train_step(models.gpt_loss, optim.adamw(1e-3))

@@ -156,6 +156,7 @@ def moved_at_a_restore(directory: Any, name: str) -> Any:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", ["plain", "zero 1", "zero 3", "offload"])
 def test_a_block_that_overflows_moves_when_its_state_is_restored(run_ranks, num_ranks, name, tmp_path):

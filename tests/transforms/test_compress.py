@@ -178,6 +178,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full(keep=["shard_params-int8-None-3", "shard_opt_state-None-int8-3"])
 @pytest.mark.parametrize(("zero", "params_in", "grads_in", "ranks"), CASES)
 def test_a_step_means_what_is_written_by_hand(zero: str, params_in: Any, grads_in: Any, ranks: int) -> None:
     """Sizes around a block, a tied leaf, a frozen one, and ranks that divide nothing. Codes may differ by a step where
@@ -226,6 +227,7 @@ def trained(names: list[str], shared: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "shared"), [(3, True), (2, False)], ids=["shared", "gloo"])
 def test_ranks_come_to_what_the_program_says(run_ranks: Any, ranks: int, shared: bool) -> None:
     """To the bit; gloo adds norms of more than two ranks up in another order."""
@@ -242,6 +244,7 @@ def checked() -> list[Any]:
     return [fz.testing.check_equivalent(step_of(STEPS[name]), params(), own, mesh).equivalent for name in CODED[1:]]
 
 
+@pytest.mark.full
 def test_a_step_is_near_the_plain_one_and_equal_without_codes(run_ranks: Any) -> None:
     assert run_ranks(2, checked) == [[True, True]] * 2
 
@@ -266,6 +269,7 @@ def blamed() -> str:
     return "equivalent" if report.blame is None else str(report.blame.transform)
 
 
+@pytest.mark.full
 def test_a_fault_in_the_codes_is_blamed_on_the_transform(run_ranks: Any) -> None:
     assert run_ranks(2, blamed) == ["compress(params='int8', grads='int8')"] * 2
 
@@ -309,6 +313,7 @@ def restored(path: str, name: str) -> list[torch.Tensor]:
     return params
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_with_other_formats_and_ranks(run_ranks: Any, tmp_path: Any) -> None:
     want = run_ranks(2, saved, str(tmp_path))[0]
     for ranks, name in ((1, "plain"), (3, "other")):
@@ -331,6 +336,7 @@ def compiled() -> list[float]:
     return [float((x - y).norm() / y.norm()) for x, y in pairs]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not fz.has_compiler(), reason="no C++ compiler")
 def test_inductor_makes_the_same_codes(run_ranks: Any) -> None:
     assert max(map(max, run_ranks(2, compiled, timeout=240))) < 1e-5
@@ -360,6 +366,7 @@ BESIDE: dict[str, tuple[Any, fz.AbstractMesh]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BESIDE)
 def test_beside_other_transforms(name: str) -> None:
     """The meaning is near that of the plain step, and of the others alone it is equal."""
@@ -391,6 +398,7 @@ OFFLOADED = {
 }
 
 
+@pytest.mark.full(keep=["bf16-nvme", "bf16-cpu"])
 @pytest.mark.parametrize("name", OFFLOADED)
 @pytest.mark.parametrize("precision", [fz.compose(), fz.mixed_precision("bf16")], ids=["fp32", "bf16"])
 def test_offloaded_leaves_send_as_much(name: str, precision: Any) -> None:
@@ -484,6 +492,7 @@ def shrunk(path: str, coded: bool) -> tuple[str, float, list[torch.Tensor]]:
     return fz.run(main, device="cpu")
 
 
+@pytest.mark.full
 def test_a_run_shrinks_to_one_rank_and_grows_again(run_ranks: Any, tmp_path: Path) -> None:
     path, found = str(tmp_path / "run"), list[Any]()
     for ranks in (2, 1, 2):

@@ -118,6 +118,7 @@ def text(found: Any) -> str:
     return source(found.program)
 
 
+@pytest.mark.full(keep=["fast links", "slow between hosts"])
 @pytest.mark.parametrize("name", CASES)
 def test_each_axis_gets_the_least_that_helps(name: str) -> None:
     """And the program is that of these formats; where nothing is to be gained, the one without."""
@@ -146,6 +147,7 @@ def test_it_says_what_is_exposed_and_why() -> None:
 LADDER = {"as it is": None, "gradients bf16": "bf16", "gradients int8": "int8"}
 
 
+@pytest.mark.full
 def test_it_is_the_least_compression_after_which_little_is_exposed() -> None:
     """Over rates of a link: every rung below the chosen one exposes more than 2 %, and that one no more, if one can."""
     seen, names = list[str](), [*LADDER]
@@ -199,6 +201,7 @@ def test_ladders() -> None:
     }
 
 
+@pytest.mark.full
 def test_beside_a_budget_micro_batches_and_open_tiers() -> None:
     """The formats are chosen for the best program without, and the program is then the best with them."""
     more = fz.accumulate(2), fz.remat("auto")
@@ -214,6 +217,7 @@ def test_beside_a_budget_micro_batches_and_open_tiers() -> None:
         assert found.plan.step_seconds < without.plan.step_seconds
 
 
+@pytest.mark.full
 def test_codes_that_do_not_fit_are_left_out() -> None:
     """Of a step that fits as it is, though not in codes."""
 
@@ -277,6 +281,7 @@ def trained(folder: str, bandwidth: float) -> tuple[dict[str, str], list[torch.T
     return chosen(train), [x.clone() for x in fz.tree.leaves(train.gather(state).params)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("bandwidth", "formats"), [(1e3, {}), (1e15, None)], ids=["slow", "fast"])
 def test_ranks_train_by_measured_links(run_ranks: Any, tmp_path: Any, bandwidth: float, formats: Any) -> None:
     """To the bits of the formats by hand; on a fast link to those of the step without."""

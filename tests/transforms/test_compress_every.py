@@ -82,6 +82,7 @@ def changing(patch: pytest.MonkeyPatch) -> Any:
     return run.train.formats, run.whole(state), again.whole(repeated), programs, run.measured, lines
 
 
+@pytest.mark.full
 def test_all_ranks_change_together_and_a_run_can_be_repeated(on_ranks: Any) -> None:
     """Decided before the steps 0, 2, 4, 6 and 8; two in a row, before 4 and 6, are for other formats."""
     results = on_ranks(changing)
@@ -219,6 +220,7 @@ def without(patch: pytest.MonkeyPatch, path: str) -> Any:
     return run.train.formats
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_in_its_formats(on_ranks: Any, tmp_path: Any) -> None:
     formats, want = on_ranks(saved, str(tmp_path))[0]
     assert formats == [(0, CODED)]
@@ -311,6 +313,7 @@ def elastic(patch: pytest.MonkeyPatch, path: str, num: int) -> tuple[list[Any], 
     return run.train.formats, run.whole(state)
 
 
+@pytest.mark.full
 def test_one_rank_decides_nothing_and_keeps_what_was_decided(on_ranks: Any, tmp_path: Path) -> None:
     for ranks, num in ((2, 1), (1, 5), (2, 1)):
         found = on_ranks(elastic, str(tmp_path / "run"), num, ranks=ranks)

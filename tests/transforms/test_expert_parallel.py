@@ -116,6 +116,7 @@ WAYS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_every_stage_trains_as_the_plain_step(way):
     axes, transforms = WAYS[way]
@@ -152,6 +153,7 @@ STAGED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", STAGED)
 def test_stages_with_experts(way):
     axes, transforms, how = STAGED[way]
@@ -175,6 +177,7 @@ def staged(schedule: str | None) -> Any:
     return fz.tree.leaves(train.gather(state))
 
 
+@pytest.mark.full
 def test_stages_with_halves_have_the_bits_of_micro_batches_alone(run_ranks):
     want = run_ranks(2, staged, None)[0]
     assert all(map(torch.equal, run_ranks(4, staged, "zb")[0], want))
@@ -189,6 +192,7 @@ TWO = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", TWO)
 def test_positions_are_cut_over_another_axis(way):
     """Each rank numbers the rows of its positions: no operation has all of them."""
@@ -211,6 +215,7 @@ RANKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", RANKS)
 def test_rows_of_a_rank_are_of_all_its_experts(way):
     """The numbers of their experts are exchanged once. A bias multiplies ones, which all ranks have."""
@@ -231,6 +236,7 @@ HALVES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", HALVES)
 def test_rows_in_two_halves(way):
     """As many bytes are exchanged. The second half travels while the first is multiplied, and the other way."""
@@ -256,6 +262,7 @@ def test_groups_that_do_not_divide_are_named():
         lowered(AbstractMesh(expert=4), loss=loss_of(ranks=2), whole_bytes="1KiB")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["none", "min_cut"])
 def test_a_layer_exchanges_rows_twice_each_way(remat):
     few, many = (lowered(AbstractMesh(expert=2), fz.remat(policy=remat), layers=n).program for n in (2, 6))
@@ -309,6 +316,7 @@ class Mixture(nn.Module):
         return x + fz.experts.combine(y, back).view_as(x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_module_with_experts(norm):
     torch.manual_seed(0)
@@ -355,6 +363,7 @@ def test_draws_on_rows_are_those_of_each_rank():
         torch.testing.assert_close(cut[name], spread[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "of"), [("mixtral", {}), ("gpt_oss", {"capacity": ("rank", 2.0), "ranks": 2})])
 def test_mixtures_of_transformers(family, of):
     """Their losses are those of the library's own way, and they train as the plain step does."""
@@ -491,6 +500,7 @@ def on_ranks(
     return str(report)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 def test_on_ranks(run_ranks, shared):
     both = [fz.shard_params(axis=BOTH)]
@@ -504,6 +514,7 @@ def test_on_ranks(run_ranks, shared):
         run_ranks(4, on_ranks, {"data": 2, "expert": 2}, [*both, fz.offload("cpu")], "eager", chunks=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "chunks"), [(0, 1), pytest.param(2, 2, marks=pytest.mark.exhaustive)])
 def test_compiled(run_ranks, ranks, chunks):
     run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", ranks=ranks, chunks=chunks, timeout=300)

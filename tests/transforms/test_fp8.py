@@ -225,6 +225,7 @@ def test_a_step_is_what_one_writes_by_hand(scales):
     assert same(found, losses) and same(want, params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("scales", "dtype"), [("tensor", "fp16"), ("row", "bf16")])
 def test_with_mixed_precision_results_have_its_dtype(scales, dtype):
     """The reference is computed by the same step: only its products are by hand."""
@@ -308,6 +309,7 @@ def test_formats_and_dtypes_of_the_products():
 # the same bits under every other transform
 
 
+@pytest.mark.full
 def test_other_transforms_change_no_bit():
     want = alone(fz.fp8())
     for others in [
@@ -328,6 +330,7 @@ def on_ranks(cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     return {name: trained(*transforms, mesh=mesh) for name, transforms in cases.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("scales", "stages"), [("tensor", (0, 3)), ("row", (1, 2, 3))])
 def test_two_ranks_are_two_micro_batches(run_ranks, scales, stages):
     """Of two summands the order does not matter: what each rank rounds is what each micro-batch does."""
@@ -344,6 +347,7 @@ def both(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     return [a.float(), b.float(), scale_of(y, E4M3), scaled_mm(a, b, scale, scale, torch.bfloat16), scales * 1]
 
 
+@pytest.mark.full
 def test_compiled_it_rounds_the_same(compiled_here):
     """A compiler may leave out a rounding between two operations, or multiply by what it should divide by."""
     x, y = torch.randn(64, 48) * 1e-3, torch.randn(48, 64) * torch.exp2(-torch.arange(64.0))
@@ -359,6 +363,7 @@ def test_compiled_it_rounds_the_same(compiled_here):
     torch.testing.assert_close(eager[3].float(), compiled[3].float(), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_compiled_step_is_the_eager_one(compiled_here):
     (want, _), (found, _) = alone(fz.fp8()), trained(fz.fp8(), backend="inductor")
     torch.testing.assert_close(torch.stack(found), torch.stack(want), rtol=2e-3, atol=0.0)
@@ -382,6 +387,7 @@ def test_an_evaluation_rounds_as_the_forward_does():
     )
 
 
+@pytest.mark.full
 def test_it_learns_as_bf16_does():
     def train_gpt(*transforms: Any) -> list[float]:
         model = MODELS["gpt"]
@@ -516,6 +522,7 @@ def read_besides(params, batch):
     return LOSS(params, batch) + nothing.float()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_the_bits_are_those_of_whole_parameters(run_ranks, compute):
     ranks = run_ranks(2, on_ranks_gathered, compute)

@@ -102,6 +102,7 @@ def check(got: Run, want: Run) -> None:
     assert [x[0] for x in got] == pytest.approx([x[0] for x in want], rel=2e-3)
 
 
+@pytest.mark.full(keep=["4096"])
 @pytest.mark.parametrize("shape", [(64, 64), (512, 256)], ids=["4096", "131072"])
 def test_fp16_of_a_weighted_loss_is_that_of_its_mean(shape):
     params, batch = given(*shape)
@@ -131,6 +132,7 @@ def on_ranks(shape: tuple[int, int]) -> list[Run]:
     return [by_fzero(loss_fn, params, batch, *transforms, mesh=mesh) for loss_fn, *transforms in each]
 
 
+@pytest.mark.full
 def test_fp16_on_ranks(run_ranks):
     shape = (64, 64)
     params, batch = given(*shape)
@@ -201,6 +203,7 @@ def out_loss(out: Any, batch: Any) -> torch.Tensor:
     return out["loss"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["tensor hook", "function", "module hook"])
 def test_a_backward_that_clips_sees_the_whole_mean(how):
     _, batch = given(16, 32)
@@ -302,6 +305,7 @@ def test_the_count_travels_while_the_forward_runs():
     assert at["count_fn"] < at["all_reduce_start"] < at["hidden"] < at["wait"] < at["seed_fn"]
 
 
+@pytest.mark.full(keep=["mean"])
 @pytest.mark.parametrize("loss_fn", [weighted, all_targets, drawn, confident, mean])
 def test_every_line_is_what_the_step_means(loss_fn):
     params, batch = given(16, 8)
@@ -314,6 +318,7 @@ def test_every_line_is_what_the_step_means(loss_fn):
 # --- the models of transformers ---
 
 
+@pytest.mark.full
 def test_models_of_transformers_in_fp16(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

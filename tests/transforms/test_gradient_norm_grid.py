@@ -94,6 +94,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.full
 def test_some_cases():
     assert min(plain()) > 0.5  # clipped
     assert {case: found for case in QUICK if (found := apart(case.norms())) > WANTED} == {}

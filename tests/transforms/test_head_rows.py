@@ -163,6 +163,7 @@ def num_parts(program: Any) -> int:
     return sum(line.op == "add_product" for line, _ in program.walk())
 
 
+@pytest.mark.full(keep=["other ignored", "of_a_teacher", "with_z_loss"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_in_rows_are_equal_to_the_whole(name):
     """Loss, metrics and parameters of two steps; and no line of the program has a value as large as the logits."""
@@ -181,6 +182,7 @@ def test_losses_in_rows_are_equal_to_the_whole(name):
     assert all(x.meta["val"].numel() < logits for x in wide)
 
 
+@pytest.mark.full(keep=["bare-False-False", "bare-True-False"])
 @pytest.mark.parametrize(
     ("head", "block", "tied"),
     [("linear", True, False), ("einsum", True, False), ("bare", True, False), ("bare", False, False),
@@ -351,6 +353,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize("loss", [flat(), weighted], ids=["mean", "weighted"])
 def test_the_head_in_rows_among_other_transforms(name, loss):
@@ -386,6 +389,7 @@ def on_ranks(backend: str, precision: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("backend", "precision"), [("eager", "fp16"), ("inductor", "bf16")])
 def test_two_processes_compute_the_head_in_rows(run_ranks, backend, precision):
     for whole, rows in run_ranks(2, on_ranks, backend, precision):
@@ -434,6 +438,7 @@ def plans(budget: str | None, *transforms: Any) -> Any:
     return fz.lower(step, fz.AbstractMesh(data=2), params, given, memory_budget=budget)
 
 
+@pytest.mark.full
 def test_a_budget_chooses_the_rows():
     assert plans(None, fz.remat("full")).plan.peak_bytes > 16 << 20
     parts = {}
@@ -484,6 +489,7 @@ def test_what_does_not_depend_on_the_product_is_computed_ahead():
     assert sum("mm" in str(x.target) for x in made.part.graph.nodes) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_models_of_transformers(name):
     """Their loss shifts the labels; Gemma's head is tied, and its logits are soft-capped."""

@@ -127,6 +127,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 def test_it_is_the_algorithm_written_out(run_ranks: Any, tmp_path: Any, sizes: Any, offload: bool) -> None:
@@ -144,6 +145,7 @@ def test_it_is_the_algorithm_written_out(run_ranks: Any, tmp_path: Any, sizes: A
                 torch.testing.assert_close(params[name], x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_compiled_and_in_codes(run_ranks: Any, tmp_path: Any) -> None:
     options = {"every": 3, "wire": "int8"}
     cases = [("shard_params", options)]
@@ -198,6 +200,7 @@ def resumed(path: str, sizes: tuple[int, int]) -> float:
     return float(train.sync(state).params["s"])
 
 
+@pytest.mark.full
 def test_other_lives(run_ranks: Any, tmp_path: Any) -> None:
     path = str(tmp_path / "saved")
     assert any("params.w" in line for line in run_ranks(2, other_lives, path)[0])
@@ -355,6 +358,7 @@ def far(stage: str) -> list[float]:
     return [float(x["outer_loss"]) for x in metrics if "outer_loss" in x]
 
 
+@pytest.mark.full
 def test_the_distance_is_that_of_all_parts(run_ranks: Any) -> None:
     step = fz.train_step(loss_fn, optim.adamw(1e-2))
     ends = [step.init(first(12)) for _ in range(2)]
@@ -378,6 +382,7 @@ def unequal(steps: int, every: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full(keep=["2-5"])
 @pytest.mark.parametrize(("steps", "every"), [(2, 5), (20, 21)])
 def test_replicas_with_different_numbers_of_batches(run_ranks: Any, steps: int, every: int) -> None:
     for text in run_ranks(2, unequal, steps, every, timeout=30):
@@ -443,12 +448,14 @@ def in_a_run(replicas: int) -> str:
     return fz.run(main, device="cpu", replica=replicas, data=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_run_refuses_it(run_ranks: Any, replicas: int) -> None:
     """On one rank too, before there are two."""
     assert all("train.sync" in text for text in run_ranks(replicas, in_a_run, replicas))
 
 
+@pytest.mark.full
 def test_a_budget_holds_a_sync_too() -> None:
     params = {f"w{i}": torch.empty(2048, 2048, device="meta") for i in range(16)}
 

@@ -230,6 +230,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_overflow_anywhere_skips_the_step_everywhere(run_ranks, num_ranks):
     """Row 7 is of the last rank and the last micro-batch, row 0 of the first: the others' gradients are finite."""
@@ -271,6 +272,7 @@ def train_gpt(names: list[str]) -> list[list[float]]:
     return out
 
 
+@pytest.mark.full
 def test_fp16_follows_fp32(run_ranks):
     """A gpt whose norms and biases stay in float32: layer norms take matrices in float16 and vectors in float32, as on
     a GPU."""
@@ -303,6 +305,7 @@ def matrices(path: str, leaf: torch.Tensor) -> bool:
     return leaf.dim() > 1
 
 
+@pytest.mark.full(keep=["bf16-None-fp32", "fp32-None-fp32", "fp16-matrices-fp16"])
 @pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize(("reduce", "where"), [("fp32", None), ("bf16", None), ("fp16", matrices)])
 def test_bytes_are_dtype_times_elements(compute, reduce, where):
@@ -650,6 +653,7 @@ def saved_and_restored(directory: Any) -> Any:
     return equal, train.gather(state).extras, again.gather(other).extras, same(train.gather(state), again.gather(other))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_scale_is_part_of_a_checkpoint(run_ranks, num_ranks, tmp_path):
     for equal, one, other, still in run_ranks(num_ranks, saved_and_restored, tmp_path / "run"):
@@ -704,6 +708,7 @@ def _by_parts_in_a_block(params: Any, x: torch.Tensor) -> torch.Tensor:
     return layer(params, x).float().square().mean()
 
 
+@pytest.mark.full(keep=["fp32-_by_codes", "fp16-_by_codes", "in 8 bits-_by_parts_in_a_block"])
 @pytest.mark.parametrize("loss", [_by_codes, _by_parts_in_a_block])
 @pytest.mark.parametrize("name", AS_NUMBERS)
 def test_codes_in_a_floating_dtype_are_not_converted_as_numbers(name: str, loss: Any) -> None:

@@ -66,6 +66,7 @@ def plain(extra: str = "none", model: str = "gpt", optimizer: str = "adamw", num
     return trained(fz.make_mesh(data=1), EXTRAS[extra], model, optimizer, num_steps)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(OFFLOADS))
 def test_a_step_with_offload_equals_the_step_without(tmp_path: Path, name: str) -> None:
     cases = [case for case in CASES if case[0] == name]
@@ -90,6 +91,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.full(keep=["cpu half-accumulate-mixed-lamb", "cpu all-bf16, accumulate-gpt-clipped"])
 @pytest.mark.parametrize(("name", "extra", "model", "optimizer"), MIXED)
 def test_blocks_that_are_updated_on_either_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, extra: str, model: str, optimizer: str
@@ -154,6 +156,7 @@ def dropout_loss(params: Any, batch: Any, *, key: torch.Tensor) -> torch.Tensor:
     return models.head(params["head"], x, batch["targets"])
 
 
+@pytest.mark.full
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "dropout", models.Model(models.gpt_init, dropout_loss))
     for extra in ("accumulate", "bf16"):
@@ -176,6 +179,7 @@ def evaluated(extra: str, model: str) -> tuple[Any, torch.Tensor]:
     return found, evaluate(state.params, models.batches(1)[0])
 
 
+@pytest.mark.full(keep=["mix-bare-none-True", "cpu opt_state-bare-none-True"])
 @pytest.mark.parametrize(("extra", "memory"), [("none", True), ("bf16", False)])
 @pytest.mark.parametrize(
     ("name", "model"),
@@ -204,6 +208,7 @@ def wide_loss(params: Any, batch: Any) -> torch.Tensor:
     return x.float().square().mean()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_here")
 def test_compiled_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "wide", models.Model(wide_init, wide_loss))
@@ -220,6 +225,7 @@ def test_compiled_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(want[0], without("bf16", "wide", "clipped")[0], rtol=1e-2, atol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["cpu opt_state", "nvme both"])
 def test_a_memory_budget_beside_offload(tmp_path: Path, name: str) -> None:
     """What is kept for the backward, chosen to fit: fewer bytes, the same numbers."""
@@ -240,6 +246,7 @@ def test_a_memory_budget_beside_offload(tmp_path: Path, name: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full(keep=["mix-nothing-mixed"])
 @pytest.mark.parametrize(
     ("name", "other", "model"),
     [

@@ -141,6 +141,7 @@ def check_errors(results: list[Any], fault: str, rank: int, path: Path) -> None:
     assert all(equal for _, equal, _ in results), "restored, it goes on as if nothing had been"
 
 
+@pytest.mark.full(keep=["a full disk-7"])
 @pytest.mark.parametrize(("fault", "after"), list(zip(FAULTS, (0, 7, 3), strict=True)))
 def test_a_fault_on_one_process(tmp_path: Path, fault: str, after: int) -> None:
     num = len(os.listdir("/proc/self/fd"))
@@ -151,6 +152,7 @@ def test_a_fault_on_one_process(tmp_path: Path, fault: str, after: int) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["saved"] and len(os.listdir("/proc/self/fd")) <= num
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "rank", "shared"), [("a read error", 1, True), ("a full disk", 0, False), ("a short read", 1, True)]
 )
@@ -202,6 +204,7 @@ def killed(path: str, shared: bool) -> None:
     assert time.monotonic() - started < 25 and str(caught.value).splitlines()[-1].startswith("Fix: ")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 def test_a_rank_killed_while_it_writes(run_ranks: Any, tmp_path: Path, shared: bool) -> None:
     """The other does not hang; the next run clears the dead rank's files."""

@@ -21,6 +21,7 @@ def lowered(*transforms: Any, ranks: int = 2, optimizer: str = "adamw", layers: 
     return fz.lower(step, fz.AbstractMesh(data=ranks, **mesh), lambda key: models.gpt_init(key, layers), batch).program
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unified", [True, False])
 def test_the_order_of_transforms_changes_nothing(unified: bool) -> None:
     records = [
@@ -54,6 +55,7 @@ def plans(layers: int, *more: Any, optimizer: str = "adamw", unified: bool) -> t
     return lowered.plan_on("cpu", "eager"), sizes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unified", [True, False])
 def test_memory_does_not_grow_with_depth(unified: bool) -> None:
     """But for what each block was given, kept for its backward: nothing of its parameters, gradients or optimizer
@@ -68,6 +70,7 @@ def test_memory_does_not_grow_with_depth(unified: bool) -> None:
     assert more.peak_bytes - clipped.peak_bytes <= 1.05 * 4 * (deeper[""] - sizes[""]) + 8 * given
 
 
+@pytest.mark.full
 def test_activations_in_host_memory_do_not_grow_either() -> None:
     (short, _), (long, _) = (plans(layers, fz.offload("cpu", "activations"), unified=False) for layers in (4, 12))
     assert long.peak_bytes - short.peak_bytes < 8 * 64 + short.peak_bytes // 10  # gaps in the pool

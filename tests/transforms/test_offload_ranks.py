@@ -42,6 +42,7 @@ def differing(
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage(run_ranks: Any, tmp_path: Path, stage: int) -> None:
     # at each stage all three, two of them beside two offloads
@@ -51,11 +52,13 @@ def test_every_stage(run_ranks: Any, tmp_path: Path, stage: int) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_over_gloo(run_ranks: Any, tmp_path: Path) -> None:
     cases = [(3, name, "bf16, accumulate", "mixed", "clipped") for name in ("cpu all", "nvme both", "mix")]
     assert run_ranks(2, differing, str(tmp_path), {"data": 2}, cases, False) == [[], []]
 
 
+@pytest.mark.full
 def test_replicas_of_shards(run_ranks: Any, tmp_path: Path) -> None:
     cases = [(3, "cpu all", "none", "mixed", "adamw"), (1, "mix", "bf16", "bare", "clipped")]
     assert run_ranks(4, differing, str(tmp_path), {"replica": 2, "data": 2}, cases) == [[]] * 4
@@ -73,6 +76,7 @@ def resumed(path: str) -> bool:
     return same(train.gather(state), want)
 
 
+@pytest.mark.full
 def test_a_restored_run_goes_on_as_if_it_had_not_stopped(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(2, resumed, str(tmp_path)) == [True, True]
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]

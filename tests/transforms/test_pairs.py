@@ -110,6 +110,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.full
 def test_some_compositions() -> None:
     assert {names: found for names in QUICK if (found := outcome(names)[0]).startswith(FAULT)} == {}
 

@@ -109,6 +109,7 @@ def test_the_grid_has_every_pair():
         assert {(case[i], case[j]) for case in found} == set(itertools.product(one, other)), (i, j)
 
 
+@pytest.mark.full(keep=["mixed-clipped-1"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize(("model", "optimizer"), TRAINED)
 def test_every_stage_equals_the_plain_step(run_ranks, num_ranks, model, optimizer):
@@ -128,6 +129,7 @@ def test_every_stage_equals_the_plain_step(run_ranks, num_ranks, model, optimize
                 assert difference(got, want) == 0.0, case
 
 
+@pytest.mark.full
 def test_float64_leaves_no_room_for_chance(run_ranks):
     """The same at a precision where nothing but the order of summation can differ."""
     cases = [
@@ -156,6 +158,7 @@ def test_inductor_equals_the_plain_step(run_ranks):
         assert difference(got["state"].params, want["state"].params) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_bf16_follows_fp32(run_ranks, reduce):
     """Computing in bf16 moves the losses by less than 1e-2, and which stage does it by less than 1e-3."""
@@ -202,6 +205,7 @@ def torch_optim(
     return losses, [x.detach() for x in leaves]
 
 
+@pytest.mark.full(keep=["clipped-<lambda>-0.5-bare", "sgd-<lambda>-None-bare", "clipped-<lambda>-0.5-mixed"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("name", "make", "clip"),

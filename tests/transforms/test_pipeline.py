@@ -97,6 +97,7 @@ ALONE = [
 ]
 
 
+@pytest.mark.full
 def test_alone_it_has_the_bits_of_accumulate() -> None:
     want: dict[tuple[int, bool], Any] = {}
     for p, m, how in ALONE:
@@ -131,6 +132,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BESIDE)
 def test_beside_others_it_equals_the_plain_step(name: str) -> None:
     axes, more, how = BESIDE[name]
@@ -172,6 +174,7 @@ SMALL_LEAVES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SMALL_LEAVES)
 def test_parameters_of_one_element(name: str) -> None:
     optimizer, how = SMALL_LEAVES[name]
@@ -181,6 +184,7 @@ def test_parameters_of_one_element(name: str) -> None:
     fz.testing.check_equivalent(step, given, x, AbstractMesh(**axes), steps=2)
 
 
+@pytest.mark.full(keep=["1-0.0"])
 @pytest.mark.parametrize(("num_own", "decay"), [(1, 0.0), (4, 0.01), (2, 0.01)])
 def test_shared_layers_and_weight_decay_beside_tensor_parallel(num_own: int, decay: float) -> None:
     loss, given, x = made(normed, num_own, decay, w=(WIDTH, 2 * WIDTH), v=(2 * WIDTH, WIDTH), norm=(WIDTH,))
@@ -190,6 +194,7 @@ def test_shared_layers_and_weight_decay_beside_tensor_parallel(num_own: int, dec
     fz.testing.check_equivalent(step, given, x, AbstractMesh(pipe=2, model=2), steps=2)
 
 
+@pytest.mark.full(keep=["unclipped"])
 @pytest.mark.parametrize("name", ["sgd", "lion", "lamb", "unclipped"])
 def test_other_optimizers(name: str) -> None:
     made = {"sgd": optim.sgd(0.3, momentum=0.9), "lion": optim.lion(1e-2), "lamb": optim.lamb(1e-2)}
@@ -202,6 +207,7 @@ def test_other_optimizers(name: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_whole_matrices_are_dealt_on_each_stage() -> None:
     """Of two layers a pair on the first; of three one is left over on the second. No stage computes another's."""
     other = optim.adamw(0.01)
@@ -257,6 +263,7 @@ RANKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RANKS)
 def test_processes(run_ranks: Any, tmp_path: Path, name: str) -> None:
     size, axes, more, how, backend = RANKS[name]
@@ -280,6 +287,7 @@ def checked(axes: dict[str, int]) -> str:
     return str(fz.testing.check_equivalent(step, params(), batch(), fz.make_mesh(**axes), steps=2))
 
 
+@pytest.mark.full
 def test_equivalence_is_checked_on_ranks(run_ranks: Any) -> None:
     assert all("eager: equivalent in all" in text for text in run_ranks(2, checked, {"pipe": 2}, timeout=300))
 
@@ -297,6 +305,7 @@ def at_the_first_batch(axes: dict[str, int], more: list[Any]) -> Any:
     return train.gather(state), sizes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("data", [1, 2])
 def test_stages_are_laid_out_at_the_first_batch(run_ranks: Any, data: int) -> None:
     axes, more = (
@@ -324,6 +333,7 @@ def moved(path: str, axes: dict[str, int]) -> Any:
     return before
 
 
+@pytest.mark.full
 def test_checkpoints_of_other_stages(run_ranks: Any, tmp_path: Path) -> None:
     train = fz.compile(plain(), fz.make_mesh(data=1), backend="eager")
     state = train.init(params())
@@ -444,6 +454,7 @@ def test_units_in_flight() -> None:
             assert (max(flying), len(order)) == (min(p, m), 3 * m)
 
 
+@pytest.mark.full
 def test_the_plan_of_all_stages() -> None:
     """Where stages are equal each waits for (p - 1) / (m + p - 1) of the step. A budget holds for every stage."""
     parts = {"forward": 1.0, "backward": 2.0, "both": 3.0}
@@ -492,6 +503,7 @@ def cut_step(parallel: Any, optimizer: Any, tensor: bool) -> Any:
     return made(fz.train_step(chain, optimizer))
 
 
+@pytest.mark.full(keep=["shard_grads-False"])
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("parallel", [fz.data_parallel, fz.shard_opt_state, fz.shard_grads, fz.shard_params])
 def test_numbers_of_one_level_are_one_message(parallel: Any, tensor: bool) -> None:
@@ -527,6 +539,7 @@ def test_values_of_a_unit_for_one_rank_are_one_message() -> None:
                 assert max(len(line.args) for line in units) > 1
 
 
+@pytest.mark.full
 def test_levels_of_numbers_train_alike() -> None:
     twice = optim.chain(optim.clip_by_global_norm(0.1), optim.clip_by_global_norm(0.05), optim.adamw(0.05))
     step = pipelined(2, fz.shard_params(), optimizer=twice)
@@ -550,12 +563,14 @@ def message(sizes: list[int]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(came, values, strict=True))
 
 
+@pytest.mark.full
 def test_a_message_of_several_values(run_ranks: Any) -> None:
     """Small ones are packed, also where none has elements; large ones are not."""
     for sizes in ([3, 5, 7], [0, 0, 0], [1 << 16, 3, 1 << 12]):
         assert run_ranks(2, message, sizes) == [True, True]
 
 
+@pytest.mark.full
 def test_parameters_are_gathered_once_a_step_or_for_each_micro_batch() -> None:
     peaks, moved = [], []
     given = {"layers": [{"w": torch.empty(64, 64, device="meta"), "b": torch.zeros(64)} for _ in range(16)]}
@@ -591,6 +606,7 @@ def test_a_memory_budget_is_for_every_stage() -> None:
         lower(memory_budget="200KiB")
 
 
+@pytest.mark.full
 def test_tables_of_units() -> None:
     """Every named one is run through, with the bubble of its paper; a rank has units of all its chunks."""
     for p, chunks, m in itertools.product((2, 3, 4), (1, 2, 3), (1, 2, 3, 4, 5, 8, 12)):
@@ -748,6 +764,7 @@ def of_turned_values(stages: list[int]) -> tuple[float, float]:
     return float(metrics["loss"]), float(plainly["loss"])
 
 
+@pytest.mark.full
 def test_values_that_lie_transposed(run_ranks: Any) -> None:
     for got, want in run_ranks(2, of_turned_values, [1, 2], timeout=300):
         assert got == pytest.approx(want, rel=1e-6)

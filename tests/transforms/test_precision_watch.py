@@ -86,6 +86,7 @@ WATCHED = [  # every case in float32 on two ranks or one, every dtype on both
 ]
 
 
+@pytest.mark.full(keep=["fp32-offload-1"])
 @pytest.mark.parametrize(("dtype", "case", "num_ranks"), WATCHED)
 def test_statistics_are_those_of_plain_autograd(run_ranks, num_ranks, dtype, case):
     """Besides, the step is the same to the bit as without them."""
@@ -149,6 +150,7 @@ def overflowing(value: float) -> Any:
     return metrics["precision"], train.blocks
 
 
+@pytest.mark.full(keep=["nan-1", "-500.0-1", "500.0-1"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("value", [500.0, -500.0, float("nan")])
 def test_an_overflow_shows_where_it_begins(run_ranks, num_ranks, value):
@@ -217,6 +219,7 @@ def test_evaluations_are_not_watched():
     ]
 
 
+@pytest.mark.full
 def test_its_cost_in_lines_and_bytes_does_not_grow_with_depth():
     """Equal blocks stay one function, and all maxima travel together."""
     for number, stage in ((n, STAGES[n]) for n in (0, 1, 3)):
@@ -232,6 +235,7 @@ def test_its_cost_in_lines_and_bytes_does_not_grow_with_depth():
         assert [len(x) for x in maxima] == [1 + (number > 0)] * 2  # of outputs, and of gradients that are sharded
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compute", ["fp32", "auto"])
 def test_a_check_of_a_watched_step(compute):
     step = fz.compose(fz.shard_params, fz.accumulate(2))(

@@ -126,6 +126,7 @@ def values_of(index: Index, files: str) -> dict[tuple[str, int, int], bytes]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 def test_numbers_stay_and_what_arrives_is_the_owners(run_ranks: Any, tmp_path: Path, shared: bool) -> None:
     """Over shared memory and over gloo, where host and device are one memory and where they are not."""
@@ -152,6 +153,7 @@ def over_two_axes(memory: str) -> list[str]:
     return [] if same and 0 < sent == 2 * planned else [f"{same}, {sent} sent, {planned} planned"]
 
 
+@pytest.mark.full
 def test_over_an_axis_of_two(run_ranks: Any, tmp_path: Path) -> None:
     """Every other step, to the rank of the other node, of leaves that are cut over both axes."""
     assert run_ranks(4, over_two_axes, str(tmp_path)) == [[]] * 4
@@ -162,6 +164,7 @@ def test_over_an_axis_of_two(run_ranks: Any, tmp_path: Path) -> None:
         assert sent.keys() <= values_of(held(tmp_path / f"host-{owner}")[1, 4], f"rank-{owner:05d}").keys()
 
 
+@pytest.mark.full
 def test_a_host_is_lost_and_then_another(run_ranks: Any, tmp_path: Path) -> None:
     """With its memory: the run goes on from what it had sent, the curve to the bit as without faults, and a step is
     done again at most for each."""
@@ -180,6 +183,7 @@ def test_a_host_is_lost_and_then_another(run_ranks: Any, tmp_path: Path) -> None
     assert (out / "sources-1").read_text().split("\n")[:-1] in (["init 0", "memory 2", f"memory {s}"] for s in (4, 5))
 
 
+@pytest.mark.full
 def test_a_run_whose_state_is_lost_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
     with keepers(tmp_path, 8, "1.0.3:node", hosts=2, env={"SURVIVOR_NOWHERE": ""}) as processes:
         texts = [ended(process) for process in processes]
@@ -223,6 +227,7 @@ def compared(memory: str, sends: int, odd: int | None, nodes: int = 0) -> list[A
     return found
 
 
+@pytest.mark.full(keep=["1-5"])
 @pytest.mark.parametrize(("sends", "odd"), [(1, 6), (1, 5), (1, None), (2, 8)])
 def test_what_was_sent_is_compared_with_what_was_kept(
     run_ranks: Any, tmp_path: Path, sends: int, odd: int | None

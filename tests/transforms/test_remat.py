@@ -174,6 +174,7 @@ def losses_and_params(model: str, transform: Any, steps: int = 3) -> Any:
     return torch.stack(losses), train.gather(state).params
 
 
+@pytest.mark.full(keep=["bare"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_choice_gives_the_same_bits(model):
     want = losses_and_params(model, fz.remat("full"))
@@ -187,6 +188,7 @@ def run_fractions(fractions: list[Any]) -> Any:
     return [losses_and_params("gpt", fz.compose(STAGES[3](), fz.accumulate(2), fz.remat(f))) for f in fractions]
 
 
+@pytest.mark.full
 def test_every_choice_gives_the_same_bits_on_two_ranks(run_ranks):
     for results in run_ranks(2, run_fractions, ["full", 0.3, 0.7, 1.0]):
         for got in results[1:]:

@@ -89,6 +89,7 @@ def wrong(cases: list[tuple[str, int]]) -> list[Any]:
     return out
 
 
+@pytest.mark.full
 def test_training_is_that_of_one_process(run_ranks):
     cases = [(sharded, num_micro) for sharded in SHARDED for num_micro in (1, 2, 4)]
     assert run_ranks(4, wrong, cases) == [[]] * 4

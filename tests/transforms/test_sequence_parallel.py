@@ -108,6 +108,7 @@ WAYS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_every_stage_trains_as_the_plain_step(way):
     made = step(*WAYS[way], attention="keys" if way == "keys" else "heads")
@@ -126,6 +127,7 @@ TWO = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", TWO)
 def test_positions_and_parameters_are_cut_over_two_axes(way):
     axes, transforms, attention = TWO[way]
@@ -144,12 +146,14 @@ def test_what_one_axis_scatters_the_other_has_cut_before():
     fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(seq=2, model=2), steps=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("keys", "masked"), [(2, True), (1, False)])
 def test_fewer_heads_of_keys_than_ranks_and_documents(keys, masked):
     made = step(loss=loss_of(masked))
     fz.testing.check_equivalent(made, params(1, keys), batch(), AbstractMesh(seq=4), steps=2)
 
 
+@pytest.mark.full
 def test_heads_that_do_not_divide_gather_keys():
     """Of 4 heads over 8 ranks each rank has its queries, and all keys."""
     program = lowered(AbstractMesh(seq=8)).program
@@ -157,6 +161,7 @@ def test_heads_that_do_not_divide_gather_keys():
     fz.testing.check_equivalent(step(loss=loss_of(causal=False)), params(1), batch(), AbstractMesh(seq=8), steps=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["none", "min_cut"])
 def test_a_layer_exchanges_four_values_each_way(remat):
     few, many = (lowered(AbstractMesh(seq=2), fz.remat(policy=remat), layers=n).program for n in (2, 6))
@@ -201,6 +206,7 @@ def on_ranks(
     return str(report)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 def test_on_ranks(run_ranks, shared):
     run_ranks(2, on_ranks, {"seq": 2}, [fz.accumulate(2)], "eager", "heads", shared_memory=shared)
@@ -217,6 +223,7 @@ def test_on_ranks(run_ranks, shared):
     run_ranks(4, on_ranks, {"data": 2, "seq": 2}, away, "eager", "auto")
 
 
+@pytest.mark.full
 def test_compiled(run_ranks):
     run_ranks(2, on_ranks, {"seq": 2}, [], "inductor", "auto", timeout=300)
 
@@ -255,6 +262,7 @@ EVALUATIONS: dict[str, tuple[dict[str, int], list[Any]]] = {
 }
 
 
+@pytest.mark.full(keep=["positions between parameters", "positions", "parameters"])
 @pytest.mark.parametrize("way", EVALUATIONS)
 def test_an_evaluation_returns_means_over_the_mesh_and_values_of_its_rows(way):
     axes, transforms = EVALUATIONS[way]
@@ -311,6 +319,7 @@ def test_what_cannot_be_cut():
         fz.lower(flat, AbstractMesh(seq=2), torch.zeros(4, 4), torch.zeros(2, 8, 4))
 
 
+@pytest.mark.full
 def test_what_reads_all_positions_is_equal_and_named():
     made = step(loss=loss_of(last=sliced))
     fz.testing.check_equivalent(made, params(1), batch(), AbstractMesh(seq=2), steps=2)
@@ -342,6 +351,7 @@ MIXED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", MIXED)
 def test_gradients_of_what_reads_all_positions(way):
     """They are whole on every rank along the axis: the reduction over it has one summand of each."""
@@ -354,6 +364,7 @@ def test_gradients_of_what_reads_all_positions(way):
     fz.testing.check_equivalent(made, make(whole) | {"layers": [make(layer), make(layer)]}, batch(), where, steps=2)
 
 
+@pytest.mark.full
 def test_a_mesh_with_one_rank_along_the_axis_is_the_plain_one():
     program = lowered(AbstractMesh(data=2, seq=1), fz.shard_params(axis=BOTH)).program
     assert not any("seq" in x.axes for x, _ in program.walk())

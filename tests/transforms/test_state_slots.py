@@ -229,6 +229,7 @@ def settings(tmp_path: Path) -> dict[str, tuple[Any, int, torch.dtype]]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "names"),
     [
@@ -265,6 +266,7 @@ def two_axes(*transforms: Any) -> Case:
     return (fz.shard_params(axis=("data", "node")), *transforms), {"node": 2, "data": 2}
 
 
+@pytest.mark.full
 def test_over_two_axes_they_equal_a_plain_loop(run_ranks: Any) -> None:
     given = users.batches(3)
     cases = [two_axes(*ALL), ((fz.shard_params(), fz.data_parallel(axis="node"), *ALL), {"node": 2, "data": 2})]
@@ -274,6 +276,7 @@ def test_over_two_axes_they_equal_a_plain_loop(run_ranks: Any) -> None:
             same(got, want, [t.name for t in ALL], "two axes", {"rtol": 1e-5, "atol": 1e-4})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "case"), [(1, ((*ALL,), {"data": 1})), (3, None), (4, two_axes(*ALL))])
 def test_a_checkpoint_goes_on_on_another_number_of_ranks(run_ranks: Any, tmp_path: Path, ranks: int, case: Any) -> None:
     given, path = users.batches(5), str(tmp_path / "saved")
@@ -321,6 +324,7 @@ def skipped(given: Any) -> Any:
     return out
 
 
+@pytest.mark.full
 def test_a_step_that_is_skipped_keeps_them(run_ranks: Any) -> None:
     given = users.batches(50, rows=4)
     out = run_ranks(2, skipped, given)[0]

@@ -37,6 +37,7 @@ def simulated(mesh: AbstractMesh, *transforms: Any, **more: Any) -> Any:
     return fz.testing.check_equivalent(tensor.step(*transforms, **more), tensor.params(), tensor.batch(), mesh, steps=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("turns", TURNS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_trains_as_the_plain_step(stage, turns):
@@ -46,6 +47,7 @@ def test_every_stage_trains_as_the_plain_step(stage, turns):
     )
 
 
+@pytest.mark.full
 def test_without_a_batch_axis_and_over_three_axes():
     simulated(AbstractMesh(model=2))
     simulated(AbstractMesh(model=4), fz.accumulate(2))
@@ -53,6 +55,7 @@ def test_without_a_batch_axis_and_over_three_axes():
     simulated(AbstractMesh(node=2, data=2, model=2), fz.shard_params(axis=axes), fz.once_a_step(axis="node"))
 
 
+@pytest.mark.full
 def test_what_passes_between_blocks_is_cut_by_position():
     simulated(AbstractMesh(model=2), sequence=True)
     simulated(AbstractMesh(data=2, model=2), fz.shard_params(), fz.accumulate(2, vertical=True), sequence=True)
@@ -77,6 +80,7 @@ def kept(share: float, mesh: AbstractMesh, **more: Any) -> int:
     return sum(math.prod(v.held(mesh)) * v.dtype.itemsize for v in saved)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "sequence"), [(4, False), (2, True)])
 def test_a_share_is_one_of_what_a_rank_keeps(size, sequence):
     """Norms and residuals are whole beside the results of cut columns, which are parts."""
@@ -114,6 +118,7 @@ def transfers(program: Any) -> Counter[tuple[str, str]]:
     return Counter((x.op, *x.axes) for x, _ in program.walk() if x.op in COLLECTIVES)
 
 
+@pytest.mark.full
 def test_a_layer_has_two_reductions_each_way_and_one_gather_of_its_parameters():
     few, many = (lowered(AbstractMesh(data=2, model=2), fz.shard_params(), layers=n).program for n in (2, 6))
     plain, more = (
@@ -140,6 +145,7 @@ def without(program: Any, number: int) -> Any:
     return replace(program, lines=tuple(x.rename(names) for x in program.lines if x not in (start, wait)))
 
 
+@pytest.mark.full(keep=["mesh0"])
 @pytest.mark.parametrize("mesh", [{"model": 2}, {"data": 2, "model": 2}])
 def test_a_reduction_that_is_left_out_is_found(mesh):
     transforms = [fz.shard_params()] if "data" in mesh else []
@@ -160,6 +166,7 @@ WRONG = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("op", "rules"), WRONG.values(), ids=WRONG)
 def test_rules_that_cut_badly_are_equal_and_named(op, rules):
     simulated(AbstractMesh(model=2), rules=rules)
@@ -216,6 +223,7 @@ ON_RANKS = {  # besides: in a loop with shard_params below, by position
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 def test_on_ranks(run_ranks, shared):
     alone = {"loop": [fz.accumulate(2)]} if shared else {"alone": []}
@@ -225,6 +233,7 @@ def test_on_ranks(run_ranks, shared):
         run_ranks(4, on_ranks, {"data": 2, "model": 2}, {name: way}, "eager", shared_memory=shared)
 
 
+@pytest.mark.full
 def test_compiled(run_ranks):
     run_ranks(2, on_ranks, {"model": 2}, {"by position": []}, "inductor", timeout=300)
 
@@ -236,6 +245,7 @@ def by_position(mesh_axes: dict[str, int], **options: Any) -> None:
     fz.testing.check_equivalent(step, tensor.params(), part(mesh), mesh, backend="eager", steps=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 def test_on_ranks_with_what_passes_between_blocks_cut_by_position(run_ranks, shared):
     run_ranks(2, by_position, {"model": 2}, shared_memory=shared)
@@ -276,6 +286,7 @@ def restored(axes: dict[str, int], path: str, transforms: list[Any], cut: bool) 
     return whole, metrics["loss"].item()
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_read_however_leaves_are_cut(run_ranks, tmp_path):
     path = str(tmp_path / "saved")
     (whole, first, loss), again, (_, second, _), _ = run_ranks(4, saved, {"data": 2, "model": 2}, path)
@@ -311,6 +322,7 @@ def laid_out_anew(path: str, long: bool) -> list[str]:
     return wrong + [f"losses {losses}"] * (max(losses) - min(losses) > 1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_live_state_is_laid_out_anew_however_leaves_are_cut(run_ranks, tmp_path, long):
     assert run_ranks(4, laid_out_anew, str(tmp_path), long) == [[]] * 4
@@ -322,6 +334,7 @@ def given_other_rows(axes: dict[str, int]) -> None:
     train(train.init(tensor.params()), tensor.batch(8, mesh.rank, mesh.size))
 
 
+@pytest.mark.full
 def test_ranks_along_the_axis_have_one_batch(run_ranks):
     for rank in run_ranks(2, given_other_rows, {"model": 2}, expect_error=True):
         assert rank.type == "DivergenceError" and "batch['x']: not the same on rank 1 as on rank 0" in rank.message
@@ -460,6 +473,7 @@ def places(mesh_axes: dict[str, int], axis: str) -> list[dict[str, int]]:
     return fz.run(main, device="cpu", **mesh_axes)
 
 
+@pytest.mark.full
 def test_runs_take_parts_by_the_axes_of_the_batch(run_ranks):
     assert run_ranks(2, places, {"data": 1, "replica": 2}, "replica") == [
         [{"rank": rank, "size": 2}, {"rank": 0, "size": 1}] for rank in range(2)
@@ -505,6 +519,7 @@ def rows_of_no_whole_blocks(shared: bool) -> str:
     return str(fz.testing.check_equivalent(step, {"layers": layers}, make(8, 6, 100), mesh, steps=2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_is_scattered_by_rows_has_no_padding(run_ranks, shared):
     """A shard of a leaf of 4,096 elements and more is padded to whole blocks of 256; a part of rows is not."""

@@ -131,6 +131,7 @@ def test_the_loss_is_clipped():
     assert float(plain("fp32").norms.min()) > 0.5
 
 
+@pytest.mark.full
 def test_some_cases():
     cases = [
         Case("model=2", "plain", "vertical", "full"),
@@ -140,6 +141,7 @@ def test_some_cases():
     assert not faults("fp32", cases)
 
 
+@pytest.mark.full
 def test_some_cases_in_bf16():
     cases = [
         Case("model=4", "plain", "once", "min_cut"),

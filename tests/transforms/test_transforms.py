@@ -51,6 +51,7 @@ def printed(kept: frozenset[int]) -> str:
     return str(lowered(fz.compose(*(TRANSFORMS[i] for i in sorted(kept)))(plain())).program)
 
 
+@pytest.mark.full
 @settings(max_examples=12)
 @given(st.permutations(range(len(TRANSFORMS))), st.integers(0, 2 ** len(TRANSFORMS) - 1), st.data())
 def test_any_order_gives_the_same_program(order, chosen, data):
@@ -96,6 +97,7 @@ def test_a_conflict_names_both(first, second):
 # a mesh of one device
 
 
+@pytest.mark.full(keep=["0-bare", "1-bare", "0-mixed"])
 @pytest.mark.parametrize("model", models.MODELS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_mesh_of_one_sends_nothing(model, stage):
@@ -316,6 +318,7 @@ def run_user(name: str, stage: int, where: Any = None, num_steps: int = 4) -> An
     return train.gather(state), torch.stack(norms)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", USERS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_users_optimizer_shards(run_ranks, num_ranks, name):

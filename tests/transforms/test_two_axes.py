@@ -124,6 +124,7 @@ def wrong(exact: list[tuple[str, int]], close: list[tuple[str, int]]) -> list[An
     return out
 
 
+@pytest.mark.full
 def test_training_is_that_of_one_process(run_ranks):
     """Each way whole and in micro-batches, one with each optimizer."""
     exact = [(way, 2 if "once" in way else 1 + i % 2) for i, way in enumerate(WAYS)]
@@ -241,6 +242,7 @@ def test_a_plan_prices_each_axis_on_its_link():
     assert {c.partition(":")[2] for c in found.plan_on(device).channels} >= {"data", "node"}
 
 
+@pytest.mark.full
 def test_advice_of_a_budget_is_to_shard_over_every_axis():
     """Over those that something is sharded over already, and over the others too, the fastest first."""
     meta = fz.tree.map(lambda x: x.to("meta"), params(64))
@@ -307,6 +309,7 @@ def measured(ways: list[str]) -> list[Any]:
     return out
 
 
+@pytest.mark.full
 def test_what_is_handed_to_the_network_is_what_the_program_says(run_ranks):
     """Over gloo, every step alike; over `node` once a step, however many micro-batches. Padding is sent too: of 8 x 17
     elements for 4 shards none."""
@@ -343,6 +346,7 @@ def compared(pairs: list[tuple[str, str, int]]) -> list[Any]:
     return out
 
 
+@pytest.mark.full
 def test_kept_gathers_are_equal_to_the_bit_and_hops_to_one_axis(run_ranks):
     pairs = [
         ("params", "gathers once", 1),
@@ -387,6 +391,7 @@ def two_axes(num_micro: int) -> list[list[float]]:
     ]
 
 
+@pytest.mark.full
 def test_hops_are_equal_to_one_axis(run_ranks):
     (flat, *_), (hops, *_) = run_ranks(4, one_axis, 2), run_ranks(4, two_axes, 2)
     for losses in hops:
@@ -447,6 +452,7 @@ def beside(axes: dict[str, int], path: str) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_beside_other_transforms_it_is_as_over_one_axis(run_ranks, tmp_path):
     flat = run_ranks(4, beside, {"data": 4}, str(tmp_path), timeout=240)[0]
@@ -487,6 +493,7 @@ def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(fz.tree.leaves(one), fz.tree.leaves(other), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["params", "params by data", "some by data", "once"])
 def test_a_checkpoint_goes_between_meshes(run_ranks, tmp_path, way):
     """And the same leaves are drawn on each of them."""

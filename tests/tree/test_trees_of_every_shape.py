@@ -220,6 +220,7 @@ def run_plain(case: Case) -> Any:
 
 
 # one rank has nothing to shard, and what a rank rests is of 3 the harder
+@pytest.mark.full
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, 3), (2, 0), (3, 3)])
 def test_any_tree(run_ranks, num_ranks, stage):
     names = list(CASES)
