@@ -50,6 +50,8 @@ def chains(graph: Recorded, matrices: Sequence[int]) -> list[Chain]:
 def pieces(graph: Recorded, size: int) -> list[int]:
     """The numbers of equal pieces that a dim of this size may have, by the operations that take it apart; 1 first."""
     found = [1]
+    if size == 0:  # nothing to take apart; the arithmetic below would divide by zero
+        return found
     for node in graph.graph.nodes:
         for x in node.all_input_nodes if node.op == "call_function" else ():
             before, after = _shape(x), [_shape(node)] if isinstance(node.meta["val"], torch.Tensor) else []

@@ -19,6 +19,11 @@ def test_a_changed_number_trains_as_the_plain_step(first: int) -> None:
     check(range(first, first + 15))
 
 
+def test_tensor_parallel_of_a_fused_projection_of_width_zero_says_that_it_cuts_nothing() -> None:
+    found, text = changed_numbers.outcome(200)  # ended in a ZeroDivisionError
+    assert found == "rejected" and "width=0" in text and "no parameter is cut" in text, text
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(4 * 3600)
 def test_five_thousand_changed_numbers() -> None:
