@@ -223,7 +223,7 @@ def test_a_part_that_is_moved_to_where_it_is(in_block: bool) -> None:
     assert trained(copy.deepcopy(net))[0] == pytest.approx(plain(net), rel=1e-6)
     assert trained(module(Recast, in_block))[0] == pytest.approx(plain(module(Recast, in_block)), rel=1e-6)
     with pytest.raises(
-        TraceError, match=r"(?s)converts the tensors.*py:\d+: return self.linear.*weight: torch.bfloat16"
+        TraceError, match=r"(?s)converts the tensors.*py:\d+: return self.linear.*weight: from torch.bfloat16"
     ):
         trained(module(Recast, in_block), fz.mixed_precision("bf16"))
 
