@@ -80,7 +80,7 @@ def split_loss(result: Any, has_aux: bool, mutates: bool) -> tuple[Loss, Any, An
             "train_step",
             "the loss is not a scalar tensor",
             problems,
-            "reduce it with .mean(), or return fz.weighted(total, count)",
+            _fix_of(result),
         )
     if loss.count is not None and loss.count.requires_grad:
         raise TraceError(
@@ -99,6 +99,18 @@ def split_loss(result: Any, has_aux: bool, mutates: bool) -> tuple[Loss, Any, An
             fix="use the params argument (not a closure), and check `trainable` and .detach()",
         )
     return loss, found.get("aux"), found.get("new")
+
+
+def _fix_of(result: Any) -> str:
+    """The way out for a loss function that returned no scalar tensor."""
+    if result is None:
+        return (
+            "return the loss at the end of the loss function; if it comes from the model, as from forward(idx, "
+            "targets=None), check that the batch contains the targets"
+        )
+    if isinstance(result, dict):
+        return "return only the loss; or (loss, metrics), with fz.train_step(..., has_aux=True)"
+    return "reduce it with .mean(), or return fz.weighted(total, count)"
 
 
 def new_values(new: Any, params: Any, mutable: Sequence[bool]) -> dict[int, torch.Tensor]:

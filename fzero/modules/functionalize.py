@@ -450,25 +450,31 @@ class Functional(SelfChecked):
         return self._arguments(batch, settings, alone=False, more=counts[key])
 
     def _optional(self, fn: Loss, mode: Mode, batch: Any, settings: dict[str, Any], most: int) -> int:
-        """The number of optional arguments that a forward needs so that `fn` has a result; 0 if no number helps."""
-        params = self.params
+        """The number of optional arguments that a forward needs so that `fn` has a result.
+
+        If no number helps, the trace fails with the error that a user would get from PyTorch. A forward without its
+        optional arguments has None among its outputs if they are targets. Then the error is that of the call with the
+        targets, because the call without them would hide it: returns the most that were tried. Otherwise returns 0.
+        """
+        params, missing, tried = self.params, False, 0
         with emptied(), compat.no_modes(), compat.FakeTensorMode(), torch.no_grad():
             tensors, fake = self._flat(tree.map(_empty_like, params)), tree.map(_empty_like, batch)
             for more in range(most + 1):
                 given = self._arguments(fake, settings, alone=False, more=more)
-                reading, result = Reading(given), None
+                reading, result, tried = Reading(given), None, more
                 try:
                     out = mode.outline(Given(tensors, None, _rows(fake), given.args, given.kwargs))
+                    missing |= more == 0 and _has_none(out)
                     with reading:
                         result = fn(out, fake)
                 except Exception:  # if no number of arguments helps, the trace raises it again, with the user's line
                     pass
                 reading.note(tree.leaves(result))
-                if not any(x is None for x in tree.flatten(result, is_leaf=lambda x: x is None)[0]):
+                if not _has_none(result):
                     return more
                 if not reading.unread():
                     break
-        return 0
+        return tried if missing else 0
 
     def _read(self, fn: Loss, out: Any, batch: Any, given: Arguments, could_take: bool) -> Any:
         """The result of a function of outputs and batch.
@@ -482,6 +488,8 @@ class Functional(SelfChecked):
         except KeyError as error:
             check_spelling(error, batch)
             raise
+        if found is None and not could_take:  # the first fault: `split_loss` says so
+            return found
         reading.check(self._module.forward, self._name, found, could_take)
         return found
 
@@ -613,6 +621,10 @@ def _rehearsing(x: Any, rows: int | None) -> Any:
 def _empty_like(x: Any) -> Any:
     """An uninitialized tensor of this shape and dtype on the default device; anything but a tensor as it is."""
     return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
+
+
+def _has_none(values: Any) -> bool:
+    return any(x is None for x in tree.flatten(values, is_leaf=lambda x: x is None)[0])
 
 
 def _kind(values: Any) -> tuple[Any, ...]:

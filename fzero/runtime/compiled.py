@@ -130,6 +130,10 @@ class Compiled:
         self._lowered: Lowered | None = None
         self._planned: Any = (None, None)  # a program and its plan
 
+    def __repr__(self) -> str:
+        transforms = "".join(f", {x}" for x in self.step.transforms)
+        return f"<{type(self).__name__} on mesh {self.mesh} of {self.mesh.device.type}, {self.backend}{transforms}>"
+
     @property
     def step(self) -> Any:
         """The step as it was compiled."""

@@ -146,6 +146,34 @@ def test_a_forward_gets_optional_arguments_only_if_the_loss_function_has_no_resu
         trained(Tokens(), (X, Y), lambda out, batch: out.loss)
 
 
+def test_a_forward_that_fails_with_its_targets_raises_that_error() -> None:
+    """Not that the targets are unread, which is so only because the call without them returns None as its loss."""
+
+    class Classes(One):
+        def forward(self, x: Any, targets: Any = None) -> Any:
+            out = super().forward(x)
+            return out, None if targets is None else F.cross_entropy(out, targets)
+
+    for fn in (lambda out, batch: out[1], lambda out, batch: out[1] * 1):
+        with pytest.raises(TraceError, match="cross_entropy") as raised:
+            trained(Classes(), (X, torch.zeros(3, dtype=torch.int64)), fn)
+        assert "return out, None if targets is None else F.cross_entropy(out, targets)" in str(raised.value)
+    with pytest.raises(TraceError, match="needs the value of a tensor"):
+        trained(Tokens(), (X, Y), lambda out, batch: out[1].item())
+
+
+def test_a_loss_of_none() -> None:
+    for batch in ((X,), (X, Y)):
+        with pytest.raises(FzeroTypeError, match="loss is NoneType") as raised:
+            trained(One(), batch, lambda out, batch: None)
+        assert "Fix: return the loss at the end of the loss function" in str(raised.value)
+    with pytest.raises(FzeroTypeError, match="check that the batch contains the targets"):
+        trained(Tokens(), (X,), lambda out, batch: out[1])
+    with pytest.raises(FzeroTypeError, match="loss is dict") as raised:
+        trained(Tokens(), (X, Y), lambda out, batch: {"loss": out[1]})
+    assert "has_aux=True" in str(raised.value)
+
+
 def test_a_needed_argument_by_name_is_not_taken_by_place() -> None:
     with pytest.raises(FzeroTypeError, match="missing: mask"):
         trained(Needed(), (X, MASK), alone)

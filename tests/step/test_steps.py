@@ -417,6 +417,20 @@ def test_a_state_shows_its_step_and_its_size_instead_of_all_values() -> None:
     assert repr(meta).startswith("State(1,024,000 parameters; ") or "on meta" in repr(meta)
 
 
+def test_a_compiled_step_shows_its_mesh_and_transforms() -> None:
+    mesh = fz.make_mesh(data=1)
+    step = fz.compose(fz.shard_params(), fz.accumulate(2))(
+        fz.train_step(lambda p, x: (x @ p["w"]).sum(), optim.sgd(0.1))
+    )
+    train = fz.compile(step, mesh, backend="eager")
+    assert repr(train) == (
+        f"<CompiledStep on mesh data=1 of {mesh.device.type}, eager, accumulate(num_micro_batches=2), "
+        "shard_params(axis='data')>"
+    )
+    evaluate = fz.compile(fz.eval_step(lambda p, x: x @ p["w"]), mesh, backend="eager")
+    assert repr(evaluate) == f"<CompiledEval on mesh data=1 of {mesh.device.type}, eager>"
+
+
 def _sharded_state() -> str:
     step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), optim.adamw(1e-3)))
     train = fz.compile(fz.offload("cpu", "opt_state")(step), fz.make_mesh(unified_memory=False), backend="eager")
