@@ -57,7 +57,7 @@ def compiled(functions: Functions, mesh: Mesh, device: torch.device) -> dict[str
             these = {n: functions[n] for n in jobs.values()}
             built.update(compile_(these, load.keys, device, cache, share.cores, progress))
 
-    far = shown("fzero.compile", lambda: f"{progress}; the result is cached (backend='eager' starts without compiling)")
+    far = shown("fzero.compile", lambda: f"{progress}; then cached (backend='eager' starts without compiling)")
     with far if mesh.rank == 0 else contextlib.nullcontext():
         if cache is not None:
             with share.delivering():
