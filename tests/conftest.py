@@ -35,7 +35,8 @@ _inductor_cache: tempfile.TemporaryDirectory | None = None
 
 
 DURATIONS = Path(__file__).parent / "durations.json"
-"""Seconds by file of tests, measured by `pytest --full --write-durations` on a machine that did nothing else."""
+"""Seconds by file of tests, written by `pytest --full --write-durations`. Only their order matters, so a machine with
+other work on it will do."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
