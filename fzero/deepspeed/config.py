@@ -13,8 +13,7 @@ import torch
 
 from fzero.arguments import count, plain_numbers
 from fzero.deepspeed import optimizer as optimizers
-from fzero.deepspeed.reading import ConfigSettings, Decision, read_file, settings
-from fzero.deepspeed.table import MEANING
+from fzero.deepspeed.reading import MEANING, ConfigSettings, Decision, read_file, settings
 from fzero.errors import FzeroError, FzeroValueError
 from fzero.optim import GradientTransformation, Schedule
 from fzero.optim.loss_scale import LossScale
@@ -103,7 +102,8 @@ class Config:
         batch_size: rows of a step, over all ranks; None, as the next, if the configuration leaves them to its caller.
         micro_batch_size: rows of a rank and micro-batch.
         num_micro_batches: of a step.
-        decisions: every key with its answer, and what follows from keys that are omitted.
+        decisions: every supported key with what becomes of it, and what follows from keys that are omitted.
+        ignored: the keys that change nothing here.
 
     Example:
         >>> import fzero as fz
@@ -121,6 +121,7 @@ class Config:
     micro_batch_size: int
     num_micro_batches: int
     decisions: tuple[Decision, ...]
+    ignored: tuple[str, ...]
     optimizer_text: str
 
     def __call__(self, step: Any) -> Any:
@@ -132,8 +133,8 @@ class Config:
         return self(train_step(loss_fn, self.optimizer, **kwargs))
 
     def report(self, width: int = 120) -> str:
-        """A table of every key: its value, the answer to it (meaning or note), and what becomes of it; and last what
-        all of them come to."""
+        """A table of every supported key: its value, meaning or note, and what becomes of it. The last lines are the
+        keys that are ignored, and what all others come to."""
         rows = [(d.path, d.value, d.answer, d.says) for d in self.decisions]
         rows.sort(key=lambda row: row[2] != MEANING)
         key, value, answer = (
@@ -149,6 +150,8 @@ class Config:
                 lines.append(f"{first[0]:{key}}  {left:{value}}  {first[1]:{answer}}  {right}".rstrip())
         batch = f"{self.batch_size} rows, of each rank {self.num_micro_batches} x {self.micro_batch_size}"
         means = {"transforms": ", ".join(map(str, self.transforms)), "optimizer": self.optimizer_text, "batch": batch}
+        if self.ignored:
+            means = {"ignored here": ", ".join(self.ignored), **means}
         for name, text in means.items():
             lines += textwrap.wrap(f"{name}: {text}", width, subsequent_indent="  ", break_long_words=False)
         return "\n".join([f"{self.source}, DeepSpeed's configuration", *lines])
@@ -165,9 +168,10 @@ def load_config(
 ) -> Config:
     """A configuration of DeepSpeed's, key by key, as what it means here.
 
-    Every key of DeepSpeed 0.19.8 has a meaning, a note (it is accepted and does nothing, for a reason) or is refused;
-    `report()` shows which. Defaults are DeepSpeed's: gradients are clipped to a norm of 1.0 unless `gradient_clipping`
-    says otherwise, "Adam" is AdamW, a warm-up is logarithmic. DeepSpeed itself is not needed.
+    Every key of DeepSpeed 0.19.8 is supported, rejected, or ignored because it changes nothing here:
+    docs/from_deepspeed.md lists them, and `report()` says what becomes of each key of this configuration. Defaults are
+    DeepSpeed's: gradients are clipped to a norm of 1.0 unless `gradient_clipping` says otherwise, "Adam" is AdamW, a
+    warm-up is logarithmic. DeepSpeed itself is not needed.
 
     Args:
         config: the path of a file, JSON or, where hjson is installed, HJSON; a dict; or the base64 of DeepSpeed's
@@ -181,7 +185,7 @@ def load_config(
 
     Raises:
         FzeroValueError: listing all keys that are unknown, with the nearest names, all values of another kind, each
-            "auto" that nothing fills in, and all that is refused, by path.
+            "auto" that nothing fills in, and all that is rejected, by path.
 
     Example:
         >>> import fzero as fz
@@ -207,7 +211,16 @@ def load_config(
     found.check(source)
     assert made is not None, "or there was a problem"
     return Config(
-        source, tuple(transforms), made.optimizer, made.schedule, total, micro, num, tuple(found.decisions), made.text
+        source,
+        tuple(transforms),
+        made.optimizer,
+        made.schedule,
+        total,
+        micro,
+        num,
+        tuple(found.decisions),
+        tuple(found.ignored),
+        made.text,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from fzero import optim
 from fzero.deepspeed.reading import ConfigSettings
+from fzero.deepspeed.table import SUPPORTED
 from fzero.errors import FzeroError
 from fzero.optim import GradientTransformation, Schedule, schedules, torch_classes
 from fzero.optim.base import is_transformation
@@ -159,7 +160,8 @@ def _of_torch(
     """An optimizer of torch.optim with the configuration's arguments, and its text with those that are no defaults."""
     cls = getattr(torch.optim, name)
     default = torch_classes.defaults(cls)
-    given = {n: settings.get(f"optimizer.params.{n}", x) for n, x in default.items() if n != "lr"}
+    supported = {n: x for n, x in default.items() if n != "lr" and f"optimizer.params.{n}" in SUPPORTED}
+    given = {n: settings.get(f"optimizer.params.{n}", x) for n, x in supported.items()}
     options = {n: tuple(x) if isinstance(x, list) else x for n, x in given.items()}
     changed = [f"{n}={x!r}" for n, x in options.items() if x != default[n]]
     return torch_classes.of_torch(cls, lr, options), f"{name.lower()}({', '.join([shown, *changed])})"

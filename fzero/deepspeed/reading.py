@@ -10,32 +10,40 @@ import binascii
 import difflib
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fzero.arguments import shown
-from fzero.deepspeed.table import DEEPSPEED, NOTE, REFUSED, KeyTable, Row
+from fzero.deepspeed.table import ALIASES, IGNORED, KEYS, REJECTED, SECTIONS, SUPPORTED, Rejected, same
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.read_json import Malformed, contents, parsed
-from fzero.transforms.precision import DTYPE_NAMES
 
 _MOST = 1 << 24  # bytes of a file: 16 MiB
 _ELSEWHERE = 3  # sections: a name that more have says nothing about where a key belongs
+MEANING, NOTE = "meaning", "note"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A key, its value as it is given ("" for one that is omitted), the answer to it, and why.
+    """A key and what becomes of it.
+
+    Attributes:
+        path: the key, with its sections: "optimizer.params.lr".
+        value: the value as it is given; "" for a key that is omitted.
+        answer: "meaning" if the key is carried out, or "note" for what else one should know about a key, for example
+            the default of one that is omitted.
+        says: what becomes of it.
 
     Example:
         >>> import fzero as fz
         >>> given = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "steps_per_print": 10}
-        >>> found = fz.deepspeed.load_config(given).decisions[2]
-        >>> found.path, found.value, found.answer
-        ('steps_per_print', '10', 'note')
+        >>> found = fz.deepspeed.load_config(given)
+        >>> found.decisions[0].path, found.decisions[0].value, found.decisions[0].answer
+        ('train_batch_size', '8', 'meaning')
+        >>> found.ignored
+        ('steps_per_print',)
     """
 
     path: str
@@ -46,10 +54,11 @@ class Decision:
 
 @dataclass
 class ConfigSettings:
-    """Values by the path of their row, with what has been decided and what is wrong so far."""
+    """Values by the paths of their keys, with what has been decided and what is wrong so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -62,13 +71,13 @@ class ConfigSettings:
         self.decisions.append(Decision(path, "", NOTE, f"omitted: {says}"))
 
     def instead(self, path: str, says: str) -> None:
-        """Notes what becomes of a key's value, in place of the answer of its row."""
+        """Notes what becomes of a key's value, in place of what its table says."""
         name = path.rpartition("stage3_")[2]
         self.decisions = [d for d in self.decisions if not d.path.endswith(name)]
         self.note(path, says)
 
     def note(self, path: str, says: str) -> None:
-        """Notes something about a key beside its row."""
+        """Notes something about a key in addition to what its table says."""
         self.decisions.append(Decision(path, shown(self.values.get(path)), NOTE, says))
 
     def refuse(self, path: str, says: str) -> None:
@@ -158,126 +167,85 @@ _FILLED_ALONE = {"scheduler.params.warmup_min_lr"}
 """Keys that no training argument is of: they are filled in where they are "auto", and compared with nothing."""
 
 
-def settings(given: Mapping[str, Any], auto: Mapping[str, Any], table: KeyTable = DEEPSPEED) -> ConfigSettings:
-    """The values of a configuration, "auto" filled in, and what its keys are answered, but for what several of them
-    mean together."""
+def settings(given: Mapping[str, Any], auto: Mapping[str, Any]) -> ConfigSettings:
+    """Reads the values of a configuration, with "auto" filled in. What several keys mean together is decided later."""
     out, auto = ConfigSettings(), _plain(auto, "auto")
     written: dict[str, str] = {}
-    for path, value in _leaves(given, out, table):
-        at = table.aliases.get(path, path)
+    for path, value in _items(given, out):
+        at = ALIASES.get(path, path)
         if at in written:
             out.problems.append(f"{path} and {written[at]}: one key under two names")
         written[at] = path
-        row = table.rows[at]
-        if value == "auto" and "auto" not in row.kind and row.kind not in ("any", "count~", "texts~"):
-            if at not in auto and row.answer != NOTE:
-                out.problems.append(f'{path}="auto": nothing fills it in: load_config(auto={{{at!r}: ...}})')
-                continue
-            value = auto.get(at, value)
-        elif at in auto and auto[at] != value and value is not None and at not in _FILLED_ALONE:
-            out.problems.append(f"{path}={shown(value)}: the arguments say {shown(auto[at])}; make it 'auto'")
-        if value != "auto" and (problem := wrong(row.kind, value)):
-            out.problems.append(f"{path}={shown(value)}: {problem}")
-            continue
-        out.values[at] = value
-        _answer(out, path, row, value)
-    unknown = [name for name in auto if name not in table.rows]
-    out.problems += [f"auto={{{name!r}: ...}}: unknown{_nearest(name, table)}" for name in unknown]
+        if at in IGNORED:
+            out.values[at] = value
+            out.ignored.append(path)
+        elif at in REJECTED:
+            out.values[at] = value
+            if _asks_for_nothing(value, REJECTED[at]):
+                out.ignored.append(path)
+            else:
+                out.problems.append(f"{path}={shown(value)}: {REJECTED[at].says}")
+        else:
+            _read(out, path, value, auto)
+    unknown = [name for name in auto if name not in KEYS or name in ALIASES]
+    out.problems += [f"auto={{{name!r}: ...}}: unknown{_nearest(name)}" for name in unknown]
     return out
 
 
-def _answer(out: ConfigSettings, path: str, row: Row, value: Any) -> None:
-    if row.answer != REFUSED:
-        out.decisions.append(Decision(path, shown(value), row.answer, row.says))
-    elif any(value is x or (value == x and not isinstance(value, bool)) for x in row.neutral) or _off(value):
-        out.decisions.append(Decision(path, shown(value), NOTE, "asks for nothing"))
-    else:
-        out.problems.append(f"{path}={shown(value)}: {row.says}")
+def _asks_for_nothing(value: Any, rejected: Rejected) -> bool:
+    is_off = isinstance(value, dict) and value.get("enabled") is False and None in rejected.neutral
+    return is_off or any(same(value, x) for x in rejected.neutral)
 
 
-def _off(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("enabled") is False
+def _read(out: ConfigSettings, path: str, value: Any, auto: Mapping[str, Any]) -> None:
+    """Reads a supported key."""
+    at = ALIASES.get(path, path)
+    kind, says = SUPPORTED[at]
+    if value == "auto" and not kind.auto:
+        if at not in auto:
+            out.problems.append(f'{path}="auto": nothing fills it in: load_config(auto={{{at!r}: ...}})')
+            return
+        value = auto[at]
+    elif at in auto and auto[at] != value and value is not None and at not in _FILLED_ALONE:
+        out.problems.append(f"{path}={shown(value)}: the arguments say {shown(auto[at])}; make it 'auto'")
+    if value != "auto" and (problem := kind.problem(value)):
+        out.problems.append(f"{path}={shown(value)}: {problem}")
+        return
+    out.values[at] = value
+    out.decisions.append(Decision(path, shown(value), MEANING, says))
 
 
-def _leaves(
-    given: Mapping[str, Any], out: ConfigSettings, table: KeyTable, under: str = ""
-) -> Iterator[tuple[str, Any]]:
+def _items(given: Mapping[str, Any], out: ConfigSettings, under: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a configuration by their paths, with their values. Unknown keys become problems."""
     for key, value in given.items():
         path = f"{under}{key}"
-        if path in table.sections and isinstance(value, Mapping):
-            yield from _leaves(value, out, table, f"{path}.")
+        if path in SECTIONS and isinstance(value, Mapping):
+            yield from _items(value, out, f"{path}.")
         elif path == "zero_optimization" and isinstance(value, bool):
             yield "zero_optimization.stage", int(value)
-        elif path in table.sections and value is not None:
-            out.problems.append(f"{path}={shown(value)}: a section, e.g. {{{_keys(path, table)[0]!r}: ...}}")
-        elif path in table.rows or path in table.aliases:
+        elif path in SECTIONS and value is not None:
+            out.problems.append(f"{path}={shown(value)}: a section, e.g. {{{_names(path)[0]!r}: ...}}")
+        elif path in KEYS:
             yield path, value
-        elif path not in table.sections:
-            out.problems.append(f"{path}: unknown{_nearest(path, table)}")
+        elif path not in SECTIONS:
+            out.problems.append(f"{path}: unknown{_nearest(path)}")
 
 
-def _keys(section: str, table: KeyTable) -> list[str]:
+def _names(section: str) -> list[str]:
     """The names of the keys of a section ("": the top)."""
     at = f"{section}." if section else ""
-    names = (path[len(at) :].partition(".")[0] for path in (*table.rows, *table.aliases) if path.startswith(at))
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(path[len(at) :].partition(".")[0] for path in KEYS if path.startswith(at)))
 
 
-def _nearest(path: str, table: KeyTable) -> str:
-    """Words about the key that may have been meant: one of that name in another section, or one with a like name."""
+def _nearest(path: str) -> str:
+    """Words about the key that may have been meant: one of that name in another section, or one with a similar name."""
     section, _, name = path.rpartition(".")
-    known = dict.fromkeys((*table.rows, *sorted(table.sections)))
+    known = dict.fromkeys((*(x for x in KEYS if x not in ALIASES), *sorted(SECTIONS)))
     elsewhere = [p for p in known if p.rpartition(".")[2] == name]
     if 0 < len(elsewhere) <= _ELSEWHERE:
         return f": it belongs at {' or '.join(elsewhere)}"
-    if near := difflib.get_close_matches(name, _keys(section, table), n=1, cutoff=0.6):
+    if near := difflib.get_close_matches(name, _names(section), n=1, cutoff=0.6):
         return f": did you mean {near[0]!r}?"
     by_name = {p.rpartition(".")[2]: p for p in known}
     near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
     return f": did you mean {by_name[near[0]]}?" if near else ""
-
-
-def wrong(kind: str | tuple[Any, ...], value: Any) -> str | None:
-    """Says what a value of this kind must be, if it is not; None if it is."""
-    if not isinstance(kind, str):
-        right = any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in kind)
-        return None if right else f"must be one of {', '.join(json.dumps(x) for x in kind)}"
-    if kind == "any" or (kind.endswith("?") and value is None):
-        return None
-    must, test = _KINDS[kind.rstrip("?~")]
-    return None if test(value) else f"must be {must}{' without quotes' if _quoted(test, value) else ''}"
-
-
-def _quoted(test: Any, value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        return test(parsed(value.lower()))
-    except ValueError:
-        return False
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
-
-
-def _is_whole(x: Any) -> bool:
-    return _is_number(x) and x == int(x)
-
-
-def _is_texts(x: Any) -> bool:
-    return isinstance(x, str) or (isinstance(x, list) and all(isinstance(y, str) for y in x))
-
-
-_KINDS: dict[str, tuple[str, Any]] = {
-    "flag": ("true or false", lambda x: isinstance(x, bool)),
-    "count": ("a whole number of at least 0", lambda x: _is_whole(x) and x >= 0),
-    "rows": ("a whole number of at least 1", lambda x: _is_whole(x) and x >= 1),
-    "integer": ("a whole number", _is_whole),
-    "number": ("a number", _is_number),
-    "fraction": ("a number from 0 to 1", lambda x: _is_number(x) and 0 <= x <= 1),
-    "pair": ("two numbers", lambda x: isinstance(x, list) and len(x) == 2 and all(map(_is_number, x))),
-    "text": ("a text", lambda x: isinstance(x, str)),
-    "texts": ("a list of texts", _is_texts),
-    "dtype": (f"one of {', '.join(DTYPE_NAMES)}", lambda x: isinstance(x, str) and x in DTYPE_NAMES),
-}

@@ -21,10 +21,8 @@ from models import STAGES, batches, gpt_init, gpt_loss, part
 
 import fzero as fz
 from fzero import optim, tree
-from fzero.deepspeed.accelerate import ACCELERATE
 from fzero.deepspeed.optimizer import PARAMS, REFUSED, SCHEDULES
-from fzero.deepspeed.reading import wrong
-from fzero.deepspeed.table import ALIASES, DEEPSPEED, ROWS
+from fzero.deepspeed.table import ALIASES, IGNORED, KEYS, REJECTED, SECTIONS, SUPPORTED
 from fzero.errors import FzeroTypeError, FzeroValueError
 
 load = fz.deepspeed.load_config
@@ -84,11 +82,11 @@ def schema() -> dict[str, Any]:
 
 
 def test_every_key_of_the_schema_has_an_answer(schema: dict[str, Any]) -> None:
-    whole = {path for path, row in ROWS.items() if row.kind == "any"}
-    known = {*ROWS, *ALIASES, *DEEPSPEED.sections}
-    inside = lambda path: any(path.startswith(f"{p}.") for p in whole)  # noqa: E731
+    """Or lies inside of a key that is answered as a whole."""
+    known = {*KEYS, *SECTIONS}
+    inside = lambda path: any(path.startswith(f"{p}.") for p in (*REJECTED, *IGNORED))  # noqa: E731
     assert not [path for path in schema["paths"] if path not in known and not inside(path)]
-    assert {*schema["removed"]} <= {*ROWS}
+    assert {*schema["removed"]} <= {*REJECTED}
 
 
 def test_every_answer_is_to_a_key_of_the_schema(schema: dict[str, Any]) -> None:
@@ -111,7 +109,7 @@ def test_every_answer_is_to_a_key_of_the_schema(schema: dict[str, Any]) -> None:
         f"zero_optimization.{x}" for x in ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
     }
     older |= {"comms_config", "monitor_config", "local_rank", "cuda_visible_devices", "fp8"}  # not read, but written
-    stale = {*ROWS, *ALIASES} - {*schema["paths"]} - older
+    stale = {*KEYS} - {*schema["paths"]} - older
     assert not [path for path in stale if not path.startswith(free)]
     assert not [x for x in older if x in schema["paths"]]
 
@@ -122,10 +120,10 @@ def test_every_argument_of_optimizers_and_schedules(schema: dict[str, Any]) -> N
         if name == "Muon":  # DeepSpeed reads these one by one
             continue
         assert {*arguments} - {"torch_adam"} == {*schema["optimizers"][name]} - own.get(name, set()), name
-        assert {f"optimizer.params.{x}" for x in arguments} <= {*ROWS}
+        assert {f"optimizer.params.{x}" for x in arguments} <= {*KEYS}
     assert {x.lower() for x in (*PARAMS, *REFUSED)} >= {*schema["known"]}
     for name, arguments in schema["schedules"].items():
-        assert {f"scheduler.params.{x}" for x in arguments} <= {*ROWS}, name
+        assert {f"scheduler.params.{x}" for x in arguments} <= {*KEYS}, name
         assert name not in SCHEDULES or {*SCHEDULES[name], "last_batch_iteration"} == {*arguments}
 
 
@@ -152,68 +150,65 @@ def test_learning_rates_are_deepspeeds(schema: dict[str, Any]) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9, msg=f"{name} {params}: {found} {wanted}")
 
 
-# the table
+# the tables
 
 
-def test_the_table_is_sound() -> None:
-    kinds = {"flag": True, "count": 3, "rows": 3, "integer": -1, "number": 0.5, "fraction": 0.5, "pair": [0.9, 0.9],
-             "text": "x", "texts": ["x"], "dtype": "bf16", "any": {}}  # fmt: skip
-    for path, row in ROWS.items():
-        assert row.answer in ("meaning", "note", "refused")
-        assert row.says and row.says[-1] != ".", path
-        assert isinstance(row.kind, tuple) or row.kind.rstrip("?~") in kinds, path
-        assert row.answer == "refused" or not row.neutral, path
-        assert not [x for x in row.neutral if wrong(row.kind, x) and x is not None], path
-        value = row.kind[0] if isinstance(row.kind, tuple) else kinds[row.kind.rstrip("?~")]
-        assert wrong(row.kind, value) is None, path
-    assert not {*ROWS} & {*ALIASES}
-    assert {*ALIASES.values()} <= {*ROWS}
+def test_a_key_is_in_one_table() -> None:
+    assert len({*KEYS}) == len(KEYS)
+    assert {*ALIASES.values()} <= {*SUPPORTED, *REJECTED}
+    assert not {*KEYS} & SECTIONS
 
 
-@pytest.mark.parametrize("path", [p for p, row in ROWS.items() if row.answer == "note" and p.count(".") < 3])
-def test_a_note_changes_nothing(path: str) -> None:
-    row = ROWS[path]
-    values = {
-        "flag": True,
-        "count": 3,
-        "rows": 3,
-        "number": 0.5,
-        "integer": 1,
-        "text": "x",
-        "texts": ["x"],
-        "any": 1,
-        "fraction": 0.5,
-    }
-    value = row.kind[0] if isinstance(row.kind, tuple) else values[row.kind.rstrip("?~")]
-    found, plain = load(with_(path, value), world=2), load(SMALL, world=2)
+def test_the_documentation_has_every_key() -> None:
+    """docs/from_deepspeed.md lists the keys that are supported and rejected."""
+    page = (Path(__file__).parents[2] / "docs" / "from_deepspeed.md").read_text()
+    for heading, table in (("### Supported keys", SUPPORTED), ("### Rejected keys", REJECTED)):
+        section = page.partition(heading)[2].partition("\n#")[0]
+        keys: set[str] = set()
+        for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE):
+            first, *others = re.findall(r"`(.+?)`", row)
+            keys |= {first, *(f"{first.rpartition('.')[0]}.{name}".lstrip(".") for name in others)}
+        assert keys == {*table}
+
+
+def test_ignored_keys_change_nothing() -> None:
+    config, plain = SMALL, load(SMALL, world=2)
+    for path in sorted(IGNORED):
+        config = with_(path, "x", config)
+    found = load(config, world=2)
     assert found.transforms == plain.transforms
     assert found.optimizer_text == plain.optimizer_text
-    assert [d.answer for d in found.decisions if d.path == path] == ["note"]
-    assert path in found.report()
+    assert found.decisions == plain.decisions
+    assert {*found.ignored} == IGNORED
+    line = next(line for line in found.report(width=1 << 16).splitlines() if line.startswith("ignored here: "))
+    assert line.removeprefix("ignored here: ").split(", ") == [*found.ignored]
+    assert "ignored here" not in plain.report()
 
 
-@pytest.mark.parametrize("path", [p for p, row in ROWS.items() if row.answer == "refused"])
-def test_a_refusal_names_its_key(path: str) -> None:
-    row = ROWS[path]
-    values = {
-        "flag": True not in row.neutral,
-        "count": 7,
-        "rows": 7,
-        "number": 0.5,
-        "texts": ["x"],
-        "dtype": "bf16",
-        "any": {"x": 1},
-    }
-    value = row.kind[-1] if isinstance(row.kind, tuple) else values[row.kind.rstrip("?~")]
-    if path in ("scheduler.params.last_batch_iteration", "pipeline.stages"):
-        value = 5  # outside of what is accepted
-    text = refused(with_(path, value))
-    assert f"  {path}={value!r}" in text, text
-    for neutral in row.neutral:
+def test_ignored_arguments_of_an_optimizer_of_torch_change_nothing() -> None:
+    plain = with_("optimizer", {"type": "RMSprop", "params": {"lr": 0.1}})
+    given = with_("optimizer.params", {"lr": 0.1, "foreach": True, "differentiable": True, "capturable": True}, plain)
+    assert load(given).optimizer_text == load(plain).optimizer_text
+    assert "foreach: Lion has no such argument" in refused(with_("optimizer.type", "Lion", given))
+
+
+@pytest.mark.parametrize("path", REJECTED)
+def test_a_rejection_names_its_key(path: str) -> None:
+    for value in (5, "x", {"x": 1}, {"enabled": True}, "auto"):
+        if value not in REJECTED[path].neutral:
+            text = refused(with_(path, value))
+            assert f"  {path}={value!r}: {REJECTED[path].says}" in text, text
+    for neutral in REJECTED[path].neutral:
         if path.startswith(("optimizer.params", "scheduler.params")):
             assert f"  {path}=" not in _text(with_(path, neutral))
         else:
-            load(with_(path, neutral))
+            assert load(with_(path, neutral)).ignored == (path,)
+
+
+def test_a_section_that_is_turned_off_asks_for_nothing() -> None:
+    assert load(with_("eigenvalue", {"enabled": False, "verbose": True})).ignored == ("eigenvalue",)
+    assert "eigenvalue={'enabled': True}" in refused(with_("eigenvalue", {"enabled": True}))
+    assert "expert_parallel.enabled=0" in refused(with_("expert_parallel.enabled", 0)), "0 is not false in JSON"
 
 
 def _text(config: Any) -> str:
@@ -238,8 +233,8 @@ MUTILATED: list[tuple[str, Any, str]] = [
     ("zero_optimization.stage", 4, "must be one of 0, 1, 2, 3"),
     ("zero_optimization.stage", "3", "must be one of 0, 1, 2, 3"),
     ("zero_optimization.stage", "auto", "nothing fills it in"),
-    ("zero_optimization.reduce_bucket_size", "5e8", "without quotes"),
-    ("zero_optimization.overlap_comm", "true", "must be true or false without quotes"),
+    ("zero_optimization.stage3_param_persistence_threshold", "5e8", "without quotes"),
+    ("bf16.check_grad_overflow", "true", "must be true or false without quotes"),
     ("zero_optimization.offload_param", "cpu", "a section, e.g. {'device': ...}"),
     ("activation_checkpointing.partitioned_activations", True, "did you mean 'partition_activations'"),
     ("fp16.initial_scale", 16, "did you mean 'initial_scale_power'"),
@@ -276,7 +271,8 @@ MUTILATED: list[tuple[str, Any, str]] = [
     ("zero_optimization", {"stage": 3, "offload_optimizer": {"device": "nvme"}}, "nvme_path: missing"),
     ("zero_optimization", {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
                            "offload_param": {"device": "nvme", "nvme_path": "/b"}}, "the same directory"),
-    ("zero_optimization", {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, "one key under two names"),
+    ("zero_optimization", {"param_persistence_threshold": 1, "stage3_param_persistence_threshold": 2},
+     "one key under two names"),
     ("fp16", {"enabled": True, "loss_scale_window": 0}, "loss_scale_window=0"),
     ("fp16", {"enabled": True, "initial_scale_power": 1e30}, "fp16.initial_scale_power=1e+30: a scale is a float32"),
     ("amp", {"enabled": True}, "has removed it"),
@@ -298,7 +294,7 @@ ODD: list[Any] = [None, True, 0, -1, 2.5, 1e30, float("nan"), "x", "auto", "", [
 
 @pytest.mark.parametrize("value", ODD, ids=lambda x: str(x)[:10])
 def test_any_value_anywhere_is_read_or_refused(value: Any) -> None:
-    for path in (*ROWS, *ALIASES, *DEEPSPEED.sections, "zzz", "zero_optimization.zzz"):
+    for path in (*KEYS, *SECTIONS, "zzz", "zero_optimization.zzz"):
         base = SMALL if path.startswith("fp16") else with_("fp16.enabled", True)
         base = {k: v for k, v in base.items() if k != path.split(".")[0]} | {"optimizer": {"type": "AdamW"}}
         _text(with_(path, value, base))  # raises what is not an FzeroValueError
@@ -603,7 +599,7 @@ def test_hugging_faces_samples(name: str) -> None:
     assert all(len(line) <= 140 for line in found.report().splitlines())
 
 
-def test_sections_that_real_files_carry_and_deepspeed_does_not_read_are_notes() -> None:
+def test_sections_that_real_files_carry_and_deepspeed_does_not_read_are_ignored() -> None:
     carried = {
         "comms_config": {"verbose": False},
         "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor", "csv_monitor": {"enabled": False}},
@@ -613,10 +609,10 @@ def test_sections_that_real_files_carry_and_deepspeed_does_not_read_are_notes() 
         "cuda_visible_devices": "0,1",
         "activation_checkpointing": {"number_checkpoints": False, "partition_activations": False},
     }
-    found = load(SMALL | carried)
-    answers = {d.path: d.answer for d in found.decisions}
-    assert {answers[path] for path in answers if path.startswith(tuple(carried))} == {"note"}
-    assert found.transforms == load(SMALL).transforms and found.optimizer_text == load(SMALL).optimizer_text
+    found, plain = load(SMALL | carried), load(SMALL)
+    assert {path.partition(".")[0] for path in found.ignored} == {*carried}
+    assert found.decisions == plain.decisions
+    assert found.transforms == plain.transforms and found.optimizer_text == plain.optimizer_text
     assert "number_checkpoints=4: the checkpoints are" in refused(
         with_("activation_checkpointing.number_checkpoints", 4)
     )
@@ -769,130 +765,6 @@ def test_batches_of_other_rows() -> None:
 
 def _plain(model: Any) -> Any:
     return lambda params, x: model.apply(params, x).square().mean()
-
-
-# Accelerate's configuration
-
-YAML = """
-compute_environment: LOCAL_MACHINE
-distributed_type: {kind}
-mixed_precision: bf16
-num_processes: 2
-use_cpu: false
-"""
-DS_PLUGIN = (
-    YAML.format(kind="DEEPSPEED")
-    + """
-deepspeed_config:
-  zero_stage: 3
-  gradient_accumulation_steps: 2
-  gradient_clipping: 0.5
-  offload_optimizer_device: cpu
-  offload_param_device: cpu
-  zero3_init_flag: true
-  zero3_save_16bit_model: true
-"""
-)
-FSDP_PLUGIN = (
-    YAML.format(kind="FSDP")
-    + """
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
-  fsdp_sharding_strategy: SHARD_GRAD_OP
-  fsdp_backward_prefetch: BACKWARD_PRE
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_use_orig_params: true
-  activation_checkpointing: true
-"""
-)
-
-
-def accelerated(given: Any, **kwargs: Any) -> Any:
-    settings = {"micro_batch_size": 4, "optimizer": optim.adamw(1e-3), "world": 2} | kwargs
-    return fz.deepspeed.load_accelerate(given, **settings)
-
-
-def test_accelerates_plugins(tmp_path: Path) -> None:
-    pytest.importorskip("yaml")
-    path = tmp_path / "accelerate.yaml"
-    path.write_text(DS_PLUGIN)
-    found = accelerated(path)
-    assert [str(t) for t in found.transforms] == [
-        "mixed_precision(compute='bf16', params='fp32', reduce='fp32')",
-        "shard_params(axis='data')",
-        "offload('cpu', ('opt_state', 'params'))",
-        "accumulate(num_micro_batches=2)",
-    ]
-    assert found.optimizer_text == "skip_nonfinite(chain(clip_by_global_norm(0.5), the caller's))"
-    assert (found.batch_size, found.source) == (16, str(path))
-    path.write_text(FSDP_PLUGIN)
-    found = accelerated(path, gradient_accumulation_steps=3)
-    assert [str(t) for t in found.transforms[1:]] == [
-        "shard_grads(axis='data')", "accumulate(num_micro_batches=3)", "remat(policy='full')"
-    ]  # fmt: skip
-    assert found.optimizer_text == "the caller's", "nothing is clipped or left out that the script does not"
-    assert "fsdp_config.fsdp_backward_prefetch" in found.report()
-    assert fz.train_step(lambda p, x: x.sum(), optim.sgd(0.1)) != found.train_step(lambda p, x: x.sum())
-
-
-def test_a_file_that_accelerate_names(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(AUTO | {"zero_optimization": ZERO["zero2"]}))
-    given = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16"}
-    given["deepspeed_config"] = {"deepspeed_config_file": str(tmp_path / "ds.json")}
-    names = ("optimizer.params.lr", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_min_lr")
-    auto = dict(zip(names, (1e-3, 1e-3, 0), strict=True)) | {"gradient_clipping": 1.0, "train_batch_size": 8}
-    auto |= {"optimizer.params.betas": [0.9, 0.95], "optimizer.params.eps": 1e-8, "optimizer.params.weight_decay": 0.1}
-    auto |= {"scheduler.params.total_num_steps": 100, "scheduler.params.warmup_num_steps": 10}
-    found = accelerated(given, auto=auto, optimizer=None)
-    assert found.batch_size == 8 and "shard_grads(axis='data')" in map(str, found.transforms)
-    given["deepspeed_config"]["zero_stage"] = 3
-    with pytest.raises(FzeroValueError, match="Accelerate refuses both"):
-        accelerated(given, auto=auto)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"distributed_type": "TPU"}, "distributed_type='TPU': must be one of"),
-        ({"mixed_precision": "fp8"}, "mixed_precision='fp8': must be one of"),
-        ({"fsdp_conf": {}}, "did you mean 'fsdp_config'"),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "axis='replica'"),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_stategy": 1}}, "fsdp_sharding_strategy"),
-        ({"distributed_type": "FSDP", "deepspeed_config": {"zero_stage": 2}}, "distributed_type is FSDP"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"enable_msamp": True}}, "8 bits are fz.fp8's"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_param_device": "cpu"}}, "needs stage 3"),
-        ({"megatron_lm_config": {"tp_degree": 2}}, "megatron_lm_config"),
-    ],
-)
-def test_accelerates_mistakes(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(FzeroValueError) as error:
-        accelerated(given)
-    assert says in str(error.value)
-
-
-@pytest.mark.full
-def test_every_key_of_accelerate_has_an_answer() -> None:
-    if importlib.util.find_spec("accelerate") is None:
-        pytest.skip("Accelerate is not installed")
-    code = """
-import dataclasses, json
-from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DeepSpeedPlugin
-flags = [a.dest for a in launch_command_parser()._actions]
-print(json.dumps([[f.name for f in dataclasses.fields(ClusterConfig)], flags,
-                  [f.name for f in dataclasses.fields(DeepSpeedPlugin)]]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    top, flags, plugin = json.loads(done.stdout.splitlines()[-1])
-    known = {*ACCELERATE.rows, *ACCELERATE.sections}
-    assert not [name for name in top if name not in known]
-    assert not [name for name in flags if name[:5] == "fsdp_" and f"fsdp_config.{name}" not in known]
-    assert not [name for name in flags if name[:10] == "deepspeed_" and f"deepspeed_config.{name}" not in known]
-    assert not [name for name in plugin if name not in ("hf_ds_config", "is_train_batch_min")
-                and f"deepspeed_config.{name}" not in known]  # fmt: skip
 
 
 def test_a_rate_in_the_state_keeps_the_class_of_the_optimizer() -> None:
