@@ -5,7 +5,7 @@
 Keeping: a GPT of 57 M parameters under ZeRO-3, each step followed by `run.keep`, whose CPU seconds are set beside the
 step's. A loss: rank 1 is killed before a step; the CPU seconds of the process that takes its place, from its start to
 the end of its first step, and those of the other rank from the end of the last step before to the end of the next. The
-compiler's cache is warm, by a run before. With a spare (`--spares 1`): those of the spare from when it is ready.
+compiler's cache is warm, by a run before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from common import MODEL, model_flags, publish, script_flags, settings, verdict
 
-KEEP_LIMIT, REPLACED_LIMIT, SPARE_LIMIT, SURVIVOR_LIMIT = 0.04, 10.0, 2.0, 2.0
+KEEP_LIMIT, REPLACED_LIMIT, SURVIVOR_LIMIT = 0.04, 10.0, 2.0
 _SMALL = {"layers": 4, "width": 256, "heads": 4, "seq": 128, "batch": 8}
 
 
@@ -49,8 +49,6 @@ def worker(args: argparse.Namespace) -> None:
         for index in run.steps(state, args.steps):
             rank = run.mesh.rank
             if args.kill and rank == 1 and run.source == "init" and index == args.steps // 2:
-                if args.spares:
-                    (out / "ready").write_text(str(ready_spare()))
                 os.kill(os.getpid(), signal.SIGKILL)
             batch = tuple(t.chunk(run.mesh.size)[run.mesh.rank].contiguous() for t in batches[index % 16])
             begin = time.thread_time()
@@ -68,25 +66,13 @@ def worker(args: argparse.Namespace) -> None:
     fz.run(main)
 
 
-def ready_spare() -> float:
-    """The CPU seconds that the spare of this host has taken when it is ready."""
-    while not (found := [*Path(os.environ["FZERO_RUN_MEMORY"]).glob("spare-*.ready")]):
-        time.sleep(0.1)
-    time.sleep(0.5)
-    pid = found[0].stem.removeprefix("spare-")
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def ran(
-    args: argparse.Namespace, folder: Path, name: str, model: dict[str, int], *flags: str, spares: int = 0
-) -> list[dict[str, Any]]:
+def ran(args: argparse.Namespace, folder: Path, name: str, model: dict[str, int], *flags: str) -> list[dict[str, Any]]:
     """The notes of a run's ranks, each rank's in order."""
     out = folder / name
     out.mkdir()
     given = {key: getattr(args, key) for key in MODEL} | model
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
-    command += ["-m", "fzero.run", f"--spares={spares}", __file__, "--worker", f"--out={out}", f"--spares={spares}"]
+    command += ["-m", "fzero.run", __file__, "--worker", f"--out={out}"]
     command += [f"--backend={args.backend}", *flags]
     command += [f"--{key}={value}" for key, value in given.items()]
     root = str(Path(__file__).resolve().parent.parent)
@@ -98,16 +84,15 @@ def ran(
     return [json.loads(line) for path in sorted(out.glob("notes-*")) for line in path.read_text().splitlines()]
 
 
-def after_a_loss(notes: list[dict[str, Any]], before: float = 0.0) -> dict[str, float]:
-    """CPU seconds to the next step of who took the place, less those from `before` it did, and of who stayed; wall
-    seconds between two steps."""
+def after_a_loss(notes: list[dict[str, Any]]) -> dict[str, float]:
+    """CPU seconds to the next step of who took the place and of who stayed; wall seconds between two steps."""
     stayed = [x for x in notes if x["rank"] == 0]
     last = max(i for i, x in enumerate(stayed) if x["source"] == "init")
     replaced = next(x for x in notes if x["rank"] == 1 and x["source"] == "memory")
     assert stayed[last + 1]["step"] == stayed[last]["step"] + 1, "no step is done again"
     survivor = stayed[last + 1]["cpu_s"] - stayed[last]["cpu_s"]
     return {
-        "replaced_s": replaced["cpu_s"] - before,
+        "replaced_s": replaced["cpu_s"],
         "survivor_s": survivor,
         "wall_s": stayed[last + 1]["at"] - stayed[last]["at"],
     }
@@ -120,7 +105,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3, help="losses of a rank")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
-    parser.add_argument("--spares", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--kill", action="store_true", help=argparse.SUPPRESS)
     script_flags(parser, "elastic")
     args = parser.parse_args()
@@ -132,21 +116,16 @@ def main() -> None:
         kept = [x for x in ran(args, folder, "kept", {}, f"--steps={args.steps}") if x["step"] > 1]
         calm = ran(args, folder, "calm", _SMALL, "--steps=8")
         struck = [ran(args, folder, f"struck-{i}", _SMALL, "--steps=8", "--kill") for i in range(args.rounds)]
-        spared = [ran(args, folder, f"spared-{i}", _SMALL, "--steps=8", "--kill", spares=1) for i in range(args.rounds)]
-        ready = [float((folder / f"spared-{i}" / "ready").read_text()) for i in range(args.rounds)]
-    for notes in struck + spared:
+    for notes in struck:
         assert {x["step"]: x["loss"] for x in notes} == {x["step"]: x["loss"] for x in calm}
     shares = [x["keep_s"] / x["step_s"] for x in kept]
     losses = [after_a_loss(notes) for notes in struck]
-    taken = [after_a_loss(notes, before) for notes, before in zip(spared, ready, strict=True)]
-    spare = statistics.median(x["replaced_s"] for x in taken)
     middle = {key: statistics.median(x[key] for x in losses) for key in losses[0]}
     share = statistics.median(shares)
     rows = [
         ["run.keep, of a step's CPU seconds", f"{share:.4f}", f"{KEEP_LIMIT:g}: {verdict(share, KEEP_LIMIT)}"],
         ["the process that takes the place, CPU s", f"{middle['replaced_s']:.2f}",
          f"{REPLACED_LIMIT:g}: {verdict(middle['replaced_s'], REPLACED_LIMIT)}"],
-        ["a spare that takes the place, CPU s", f"{spare:.2f}", f"{SPARE_LIMIT:g}: {verdict(spare, SPARE_LIMIT)}"],
         ["the one that stays, CPU s", f"{middle['survivor_s']:.2f}",
          f"{SURVIVOR_LIMIT:g}: {verdict(middle['survivor_s'], SURVIVOR_LIMIT)}"],
         ["from step to step over the loss, wall s", f"{middle['wall_s']:.1f}", ""],
@@ -160,11 +139,7 @@ def main() -> None:
     ]
     for key, who in (("replaced_s", "replaced"), ("survivor_s", "stayed")):
         notes.append(f"{who}: {min(x[key] for x in losses):.2f} to {max(x[key] for x in losses):.2f} CPU s.")
-    notes.append(
-        f"spare: {min(x['replaced_s'] for x in taken):.2f} to {max(x['replaced_s'] for x in taken):.2f} CPU s; "
-        f"{statistics.median(ready):.1f} before."
-    )
-    data = {"settings": settings(args), "kept": kept, "losses": losses, "spared": taken, "ready_s": ready}
+    data = {"settings": settings(args), "kept": kept, "losses": losses}
     publish(args.name, "Runs that survive", ["", "median", "at most wanted"], rows, notes, data, args.out)
 
 

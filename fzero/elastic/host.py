@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 from fzero.private import exposed
 
-MEMORY, KEEPER, SPARE = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER", "FZERO_RUN_SPARE"
-"""Names in the environment of a keeper's process: the place of states, the mark of a kept process, and the mark of a
-spare."""
+MEMORY, KEEPER = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER"
+"""Names in the environment of a keeper's process: the place of states, and the mark of a kept process."""
 
 _NAMES = 100  # of a directory, that are tried
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

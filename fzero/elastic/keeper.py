@@ -17,18 +17,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fzero.elastic import host, hosts
-from fzero.elastic.spares import Spares, TakenSpare, take
 from fzero.processes import restarts_left
 
 _LOOK = 0.05  # seconds between two looks at the process
 _STACKS = 1.0  # seconds for a process to print its stacks
-_MOST_SPARES = 64
-_VALUED = ("--hang", "--lost-host", "--max-losses", "--spares", "--memory")
+_VALUED = ("--hang", "--lost-host", "--max-losses", "--memory")
 _LOST_HOST = 45.0  # seconds
 _AGAIN = 1  # the exit code with which torchrun is asked to start again
 _FRESH = 5.0  # seconds for which a rank that waited for others is taken to wait still
@@ -43,8 +40,6 @@ class Keeper:
         lost_host: seconds without a life sign of another host after which a rank that does not get on ends.
         max_losses: deaths in a row without a step between them that are taken.
         memory: where the run keeps its states on this host.
-        spare: what starts a spare.
-        spares: of this host that wait, which the keeper of its first rank sees to.
     """
 
     def __init__(
@@ -54,8 +49,6 @@ class Keeper:
         lost_host: float,
         max_losses: int,
         memory: Path,
-        spare: Sequence[str] = (),
-        spares: int = 0,
     ):
         self._command, self._hang, self._max_losses, self._memory = command, hang, max_losses, memory
         self._lost_host, self._hosts, self._is_alone = lost_host, hosts.Watch(memory), False
@@ -68,10 +61,9 @@ class Keeper:
         self._begun = 0  # beats of the rank before its process has come to `fz.run`
         self._saves = False  # its process is there to save what the one before it has not
         self._parent, self._told = os.getppid(), False
-        self._process: subprocess.Popen[bytes] | TakenSpare | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-        self._here = here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._spares = Spares(memory, spare, spares, here, self._say) if spares and self._rank == first else None
+        self._here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def run(self) -> int:
         """The exit code of the rank."""
@@ -89,8 +81,6 @@ class Keeper:
             )
         code = self._lives()
         self._hosts.close(at_once=self._is_alone)
-        if self._spares is not None:
-            self._spares.close(whole=code in (0, 128 + signal.SIGTERM))
         # another number of hosts is no restart that counts: torchrun tells the ranks to stop, as it does at the end
         again = restarts_left() or (code == 128 + signal.SIGTERM and host.elastic())
         if code == 0 or not again:  # the last of the host removes what it has made anew, too
@@ -102,9 +92,9 @@ class Keeper:
     def _lives(self) -> int:
         """The exit code of the last process that is the rank. Steps are counted from 0, as by `run.steps`: in step 19
         a rank has done 19 of them."""
-        losses, last, taken = 0, -1, False
+        losses, last = 0, -1
         while True:
-            code = self._watch(taken)
+            code = self._watch()
             step, phase = self._progress.read().step, self._progress.read().phase
             finished = phase == host.FINISHED
             if code == 0 and phase == host.STARTING:
@@ -121,28 +111,18 @@ class Keeper:
             if losses >= self._max_losses:
                 self._say(f"died of {name} {losses} time{'s' * (losses > 1)} {where}: the run ends here")
                 return 128 - code
-            taken = self._take(f"died of {name} {where}{', told to stop' if self._saves else ''}")
+            self._say(f"died of {name} {where}{', told to stop' if self._saves else ''}; it is started again")
 
-    def _take(self, why: str) -> bool:
-        """Whether a spare has taken the place."""
+    def _watch(self) -> int:
+        """Starts the rank and returns its exit code; that of a signal is negative."""
         self._begin()
-        self._process = take(self._memory, self._rank, self._environment())
-        self._say(f"{why}; {'a spare takes its place' if self._process else 'it is started again'}")
-        return self._process is not None
-
-    def _environment(self) -> dict[str, str]:
         own = {host.MEMORY: str(self._memory), host.KEEPER: str(os.getpid())}
-        return {**os.environ, **own, **hosts.environment()}
-
-    def _watch(self, taken: bool) -> int:
-        """Starts the rank, unless a spare has `taken` its place, and returns its exit code; that of a signal is
-        negative."""
-        if not taken:
-            self._begin()
-            self._process = subprocess.Popen(
-                self._command, env=self._environment(), preexec_fn=host.die_with_parent, process_group=host.own_group()
-            )
-        assert self._process is not None
+        self._process = subprocess.Popen(
+            self._command,
+            env={**os.environ, **own, **hosts.environment()},
+            preexec_fn=host.die_with_parent,
+            process_group=host.own_group(),
+        )
         if self._told and not self._hears():  # between two lives
             self._process.send_signal(signal.SIGTERM)
         beats, since = -1, time.monotonic()
@@ -150,8 +130,6 @@ class Keeper:
             time.sleep(_LOOK)
             seen = self._progress.read()
             self._progress.follow(make=not self._told and seen.phase != host.FINISHED)
-            if self._spares is not None:
-                self._spares.look(seen.has_stepped)
             if seen.beats != beats:
                 beats, since = seen.beats, time.monotonic()
             if seen.phase != host.FINISHED and (why := self._alone(time.monotonic() - since)):
@@ -174,10 +152,7 @@ class Keeper:
         self._process.send_signal(signal.SIGUSR1)
         time.sleep(_STACKS)
         self._process.kill()
-        while self._process.poll() is None:
-            time.sleep(_LOOK)
-            if self._spares is not None:
-                self._spares.look(False)
+        self._process.wait()
 
     def _alone(self, idle: float) -> str:
         """Why this rank waits in vain, "" if it does not. It has taken no turn with others for a while. torchrun starts
@@ -258,20 +233,14 @@ def main(args: list[str] | None = None) -> int:
         "torchrun starts the ranks again on the hosts that are left",
     )
     parser.add_argument("--max-losses", type=int, default=3, help="deaths in one step that end the run")
-    parser.add_argument(
-        "--spares", type=int, default=0, help="processes of each host that wait to take the place of a rank that dies"
-    )
     parser.add_argument("--memory", help="where states are kept, in place of /dev/shm")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="of the script")
     given = parser.parse_args(_apart(sys.argv[1:] if args is None else args))
     bounded = all(0 < seconds < math.inf for seconds in (given.hang, given.lost_host))
-    if not bounded or given.max_losses < 1 or not 0 <= given.spares <= _MOST_SPARES:
-        parser.error(
-            "--hang and --lost-host must be greater than 0 and finite, --max-losses at least 1, and --spares at least "
-            f"0 and at most {_MOST_SPARES}, each a process with all that the script imports"
-        )
+    if not bounded or given.max_losses < 1:
+        parser.error("--hang and --lost-host must be greater than 0 and finite, and --max-losses at least 1")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
             parser.error(f"{name}={os.environ[name]!r} in the environment must be a whole number, as torchrun sets it")
@@ -283,9 +252,8 @@ def main(args: list[str] | None = None) -> int:
         memory = host.memory(given.memory and os.path.abspath(given.memory))
     except OSError as error:
         parser.error(f"--memory: {error}")
-    python, script = _python(), [*(["-m"] if given.module else []), given.script, *given.args]
-    spare = [*python, "-c", "from fzero.elastic.spares import main; main()", *script]
-    return Keeper([*python, *script], given.hang, given.lost_host, given.max_losses, memory, spare, given.spares).run()
+    command = [*_python(), *(["-m"] if given.module else []), given.script, *given.args]
+    return Keeper(command, given.hang, given.lost_host, given.max_losses, memory).run()
 
 
 def _apart(args: list[str]) -> list[str]:

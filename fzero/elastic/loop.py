@@ -60,16 +60,12 @@ class Run:
         source: where `state` found the state: "memory", "disk" or "init".
         stopping: whether a signal has asked the run to end; every rank sees the same between two steps.
         health: what was found wrong since the ranks came together (`fz.Health`), the same on every rank.
-        rehearsing: whether this is a spare process that prepares itself, and no rank: `main` is called there up to its
-            first step (docs/elastic.md). What is to happen once a run does not belong there.
 
     Example:
         >>> import fzero as fz
         >>> fz.run(lambda run: (run.mesh.size, run.place, run.stopping), device="cpu")
         (1, {'rank': 0, 'size': 1}, False)
     """
-
-    rehearsing = False
 
     def __init__(
         self,

@@ -102,11 +102,6 @@ def run(
         left_out = "; an argument that is left out has a valid default"
         raise FzeroValueError("run", "invalid arguments", problems, fix + left_out)
     here, keeper, torchrun = Processes.of(), host.KEEPER in os.environ, launcher.under_torchrun()
-    if host.SPARE in os.environ:
-        from fzero.elastic.rehearsal import stand_by
-
-        stand_by(main, timeout, mesh)
-        here = Processes.of()
     try:
         kept_in = host.memory(memory) if keeper or torchrun or memory is not None else None
         if kept_in is not None:

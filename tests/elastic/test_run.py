@@ -26,7 +26,6 @@ from scripts import ROOT, environment
 
 import fzero as fz
 from fzero.elastic import host, keeper
-from fzero.elastic.rehearsal import rehearse
 from fzero.elastic.vault import Vault, held, is_whole, let_go_of_damaged
 
 pytestmark = pytest.mark.forks
@@ -172,86 +171,6 @@ def test_a_rank_that_dies_while_a_checkpoint_is_written_behind_the_steps(run_ran
     kept = sorted(x.name for x in (out / "saved").iterdir())
     assert kept[0] == "latest" and kept[-1] == "step-00000008", kept
     assert all(fz.checkpoint.verify(out / "saved" / name) for name in kept if name.startswith("step-")), kept
-
-
-def test_spares_take_the_places_of_ranks_that_die(tmp_path: Path) -> None:
-    """A spare is its host's, whose keepers share it: rank 1's takes it first, then rank 0's the next one."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import glob, os, sys, time\n"
-        "from pathlib import Path\n"
-        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-        "import survivor, torch, fzero as fz\n"
-        "out = Path(sys.argv[1])\n"
-        "def main(run):\n"
-        "    train = fz.compile(survivor.STEP, run.mesh, backend='eager')\n"
-        "    state = run.state(train, survivor.init, fz.random.key(0))\n"
-        "    for index in run.steps(state, 6):\n"
-        "        once = out / f'{index}-{run.mesh.rank}'\n"
-        "        if f'{index}-{run.mesh.rank}' in ('3-1', '4-0') and not run.rehearsing and not once.exists():\n"
-        "            while not glob.glob(os.environ['FZERO_RUN_MEMORY'] + '/spare-*.ready'): time.sleep(0.05)\n"
-        "            once.touch()\n"
-        "            os.kill(os.getpid(), 9)\n"
-        "        state, metrics = train(state, survivor.batch_at(index, **run.place))\n"
-        "        run.keep(state)\n"
-        "    print('rank', run.mesh.rank, os.environ['RANK'], sys.argv[2:])\n"
-        "fz.run(main, timeout=120)\n"
-    )
-    with keepers(tmp_path, "--its flag", flags=("--spares", "1"), script=script) as (zero, one):
-        (code, text), (other_code, other) = ended(one), ended(zero)
-    assert (code, other_code) == (0, 0), text + other
-    assert "rank 1 died of SIGKILL in step 3; a spare takes its place" in text
-    assert "rank 0 died of SIGKILL in step 4; a spare takes its place" in other
-    assert "rank 1 1 ['--its flag']" in text and "rank 0 0 ['--its flag']" in other, "each prints where its keeper does"
-    assert not [*tmp_path.glob("memory-*/*/*")]
-
-
-@pytest.mark.parametrize(
-    ("line", "read"),
-    [
-        ("os.environ['RANK']", True),
-        ("os.getenv('LOCAL_RANK')", True),
-        ("os.environ.get('RANK', '0')", True),
-        ("os.environ['WORLD_SIZE'], 'RANK' in os.environ, os.environ.copy(), [*os.environ.items()]", False),
-        ("__import__('fzero.processes').processes.Processes.of()", False),
-    ],
-)
-def test_a_spare_knows_whether_its_script_has_read_its_rank(line: str, read: bool, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import os, sys\n{line}\nprint(os.environ.rank_was_read, __name__, sys.argv, sys.path[0])\n")
-    command = [sys.executable, "-c", "from fzero.elastic.spares import main; main()", str(script), "--a", "b c"]
-    env = {**environment(), "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"{read} __main__ {[str(script), '--a', 'b c']} {tmp_path}\n", done.stderr
-
-
-def test_a_rehearsal_ends_where_the_first_step_would_run() -> None:
-    seen: list[Any] = []
-
-    def main(run: Any, before: Any = lambda state: None, backend: str = "eager") -> None:
-        train = fz.compile(survivor.STEP, run.mesh, backend=backend)
-        state = run.state(train, survivor.init, fz.random.key(0), path="nowhere")
-        before(state)
-        for index in run.steps(state, 3):
-            seen.append((run.rehearsing, run.mesh.size, index, state.params["w"].is_meta))
-            state, _ = train(state, survivor.batch_at(index, **run.place))
-        raise AssertionError("a step has run")
-
-    names = fz.run(dir, device="cpu")
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        assert "its step is built" in rehearse(main, 1.0, {})
-        assert seen == [(True, 2, 0, True)]
-        words = rehearse(lambda run: main(run, lambda state: state.params["w"].sum().item()), 1.0, {"data": 2})
-        assert "main raised before its first step: RuntimeError" in words
-        assert "without a step" in rehearse(lambda run: None, 1.0, {"device": "cpu"})
-        for name in (name for name in names if not name.startswith("__")):
-            words = rehearse(lambda run, name=name: getattr(run, name), 1.0, {})
-            assert "without a step" in words, (name, words)
-        for use in (lambda run: run.save(None), lambda run: run.keep(None)):
-            assert "its step is built" in rehearse(use, 1.0, {})
 
 
 TWICE = """
@@ -444,13 +363,10 @@ def test_losses_in_a_row_end_a_run(tmp_path: Path) -> None:
     [
         (["--hang", "0", "x.py"], "--hang and --lost-host must be greater than 0"),
         (["--lost-host", "inf", "x.py"], "--lost-host must be greater than 0 and finite"),
-        (["--spares", "-1", "x.py"], "--spares at least 0"),
-        (["--spares", "100000", "x.py"], "at most 64"),
         (["--hang", "nan", "x.py"], "--hang and --lost-host must be greater than 0 and finite"),
         (["--memory", "s3://a/b", "x.py"], "must be a directory of this host, not a URL"),
         (["--memory", "", "x.py"], "names no directory"),
         (["--max", "2", __file__], "unrecognized arguments: --max"),  # --max-losses is not guessed
-        (["--spare=1", __file__], "unrecognized arguments: --spare=1"),
         (["nowhere.py"], "there is no file nowhere.py"),
         ([], "the following arguments are required: script"),
     ],

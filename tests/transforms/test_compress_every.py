@@ -13,7 +13,6 @@ from test_compress_auto import BATCH, SHAPES, STEP, mesh_of, params
 
 import fzero as fz
 from fzero import optim
-from fzero.elastic.rehearsal import rehearse
 from fzero.errors import FzeroValueError
 from fzero.measure import probes
 from fzero.plan.devices import KNOWN, Link
@@ -169,22 +168,6 @@ def test_a_step_that_is_done_again_has_its_formats(on_ranks: Any) -> None:
         assert first[2] == [(0, CODED), (4, PLAIN)]
         for other in others:
             assert other[1:] == first[1:] and all(torch.equal(x, y) for x, y in zip(other[0], first[0], strict=True))
-
-
-def test_a_spare_rank_builds_its_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody measures links with it."""
-
-    def main(run: Any) -> None:
-        step = fz.compose(fz.shard_params(), fz.compress("auto", every=2))(STEP)
-        train = fz.compile(step, run.mesh, backend="eager")
-        state = run.state(train, params(64), path="nowhere")
-        for _ in run.steps(state, 3):
-            state, _ = train(state, BATCH.chunk(2)[0])
-
-    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    assert "its step is built" in rehearse(main, 1.0, {"device": "cpu"})
 
 
 # --- checkpoints ---
