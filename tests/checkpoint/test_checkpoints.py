@@ -23,14 +23,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pool import ending
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import fzero as fz
-from fzero import checkpoint, tree
+from fzero import checkpoint, optim, tree
 from fzero.checkpoint import format, index, reading, saving, skeleton, writers
 from fzero.checkpoint.weight_files import entries_of
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, FzeroError
 from fzero.layout import Layout, Leaf, leaf_of, place, shard
 from fzero.mesh import Mesh, make_mesh
 from fzero.ranks.together import Ranks
@@ -1158,3 +1160,75 @@ def test_a_step_under_the_name_of_another(tmp_path: Path) -> None:
             checkpoint.describe(path)
     moved.rename(tmp_path / "the best one")  # a name of another form says nothing
     assert checkpoint.describe(tmp_path / "the best one").step == 15
+
+
+def _own(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out
+
+
+def test_a_checkpoint_of_another_optimizer_is_a_line_for_each_part_of_its_state(tmp_path: Path) -> None:
+    model = fz.functionalize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))))
+
+    def train(optimizer: Any) -> Any:
+        return fz.compile(model.train_step(optimizer, _own), fz.make_mesh(), backend="eager")
+
+    adam = train(optim.adamw(0.1))
+    fz.checkpoint.save(tmp_path, adam.init(model.params))
+    with pytest.raises(FzeroError, match="31 of 43 leaves differ") as raised:
+        train(optim.sgd(0.1, momentum=0.9)).restore(tmp_path)
+    _, *lines, _ = str(raised.value).splitlines()
+    assert [line.split(" the first: ")[0] for line in lines] == [
+        "  opt_state.0.trace: 10 leaves missing in the checkpoint,",
+        "  opt_state.count: unexpected, the checkpoint has int64[]",
+        "  opt_state.mu: 10 leaves unexpected,",
+        "  opt_state.nu: 10 leaves unexpected,",
+    ]
+    assert lines[2].endswith(
+        "the first: 0.bias, the checkpoint has float32[4]; 0.weight, the checkpoint has float32[4, "
+        "4]; 1.bias, the checkpoint has float32[4]"
+    )
+
+
+def _squares(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"]).square().mean()
+
+
+def _saves_alone(folder: str) -> str:
+    """Rank 0 saves, as scripts of other libraries do; the other goes on."""
+    mesh = fz.make_mesh(timeout=2)
+    train = fz.compile(fz.shard_params(fz.train_step(_squares, optim.sgd(0.1))), mesh, backend="eager")
+    state = train.init({"w": torch.eye(4)})
+    fz.checkpoint.save(f"{folder}/run", state)
+    fz.checkpoint.save(f"{folder}/run", state)
+    (waits := Path(folder) / "waits").mkdir(exist_ok=True)
+    with ending(str(waits), last=mesh.rank == 1):
+        if mesh.rank == 0:
+            try:
+                fz.checkpoint.save(f"{folder}/alone", state)
+            except fz.errors.DivergenceError as error:
+                return str(error)
+    return ""
+
+
+@pytest.mark.full
+def test_a_save_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: Path) -> None:
+    text, _ = run_ranks(2, _saves_alone, str(tmp_path))
+    assert (
+        "rank 1 timed out after 2 s" in text
+        and text.startswith("fzero.checkpoint: ")
+        and "make the call on every rank, outside of `if rank == 0`" in text
+    )
+    assert fz.checkpoint.find(tmp_path / "alone") is None and fz.checkpoint.latest(tmp_path / "run") is not None
+
+
+def test_other_things_for_a_path() -> None:
+    step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), optim.sgd(0.1))
+    train, state = fz.compile(step, make_mesh(), backend="eager"), step.init({"w": torch.ones(40, 40)})
+    for act, said in (
+        (lambda: train.restore(3), "3 is not a path"),
+        (lambda: checkpoint.save(3, state), "3 is not a path"),
+        (lambda: checkpoint.save(__file__, state), f"{__file__} is not a directory"),
+        (lambda: checkpoint.save(state, "run"), "State is not a path\nFix: "),
+    ):
+        with pytest.raises(FzeroError, match=rf"^fzero.checkpoint(.save)?: {re.escape(said)}"):
+            act()

@@ -7,16 +7,19 @@ import io
 import math
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from rejections import raises
 
 import fzero as fz
 from fzero import mesh as mesh_module
-from fzero.errors import FzeroValueError
+from fzero.errors import FzeroError, FzeroValueError
 from fzero.mesh import AXES, AbstractMesh, Mesh, close_mesh, make_mesh
 from fzero.processes import Processes
 
@@ -297,3 +300,26 @@ def test_a_mesh_of_another_type_keeps_what_was_said_of_it() -> None:
     params, batch = {"w": torch.empty(4, 4, device="meta")}, torch.empty(2, 4, device="meta")
     mesh = fz.AbstractMesh(data=1, unified_memory=False)
     assert not fz.lower(step, mesh, params, batch, device="h100").program.mesh.unified_memory
+
+
+def test_devices_and_timeouts_that_cannot_be() -> None:
+    raises(FzeroValueError, lambda: fz.make_mesh(data=1, device="gpu"), "'gpu'", "'cuda'")
+    raises(FzeroValueError, lambda: fz.make_mesh(data=1, timeout=0), "timeout=0")
+    if not torch.cuda.is_available():
+        raises(FzeroValueError, lambda: fz.make_mesh(data=1, device="cuda"), "0 CUDA devices")
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: fz.make_mesh(data=None), "data=None: a size is a whole number of at least 1"),
+    (lambda: fz.make_mesh(data="2"), "data='2'"),
+    (lambda: fz.make_mesh(data=0), "data=0"),
+    (lambda: fz.make_mesh(timeout="x"), "timeout='x'"),
+    (lambda: fz.make_mesh(shared_memory=1), "shared_memory=1: neither True nor False"),
+    (lambda: fz.make_mesh(unified_memory="no"), "unified_memory='no': neither True nor False"),
+    (lambda: fz.make_mesh(device=0), "device=0: must be 'cpu' or 'cuda'"),
+]
+
+
+def test_wrong_arguments_are_named() -> None:
+    for call, words in WRONG:
+        raises(FzeroError, call, words)

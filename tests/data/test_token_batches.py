@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from rejections import raises
 
 from fzero.data import TokenDataset, python_source, read_ahead, write_tokens
 from fzero.data import steps as steps_file
@@ -373,3 +374,8 @@ def test_write_tokens_refuses_what_does_not_fit(tmp_path):
     write_tokens(path, torch.arange(3, dtype=torch.uint8))
     with pytest.raises(FzeroValueError, match="3 bytes are not a positive whole number of uint16 tokens of 2 bytes"):
         TokenDataset(path, seq=2, batch=1, dtype=torch.uint16)
+
+
+def test_batch_that_the_mesh_does_not_divide() -> None:
+    data = TokenDataset(torch.arange(100), seq=4, batch=8)
+    raises(FzeroValueError, lambda: data.batch_at(0, rank=1, size=3), "8 rows", "3 ranks", "9")

@@ -3,15 +3,18 @@ sharded."""
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from rejections import raises
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero as fz
 from fzero import optim, tree
-from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError
 from fzero.optim import torch_classes
 
 NUM_STEPS = 20
@@ -794,3 +797,83 @@ def test_a_schedule_of_python_numbers_is_told_what_to_write(rate):
         and "torch.cos for math.cos" in fix
         and "momentum" not in fix
     )
+
+
+NAN = math.nan
+KEY = fz.random.key(0)
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: optim.clip_by_global_norm("1"), "max_norm='1': must be a Python number"),
+    (lambda: optim.clip_by_global_norm(torch.ones(())), "max_norm=float32[]"),
+    (lambda: optim.clip_by_global_norm(True), "max_norm=True"),
+    (lambda: optim.clip_by_global_norm(NAN), "max_norm=nan: must be greater than 0"),
+    (lambda: optim.clip_by_global_norm(-1.0), "max_norm=-1.0: must be greater than 0"),
+    (lambda: optim.sgd(math.inf), "lr=inf: must be at least 0 and finite"),
+    (lambda: optim.sgd(0.1, momentum=None), "momentum=None: must be a Python number"),
+    (lambda: optim.sgd(0.1, 0.9, nesterov="yes"), "nesterov='yes': neither True nor False"),
+    (lambda: optim.trace(0.9, nesterov=1), "nesterov=1"),
+    (lambda: optim.adamw(1e-3, b1="x", eps=None, weight_decay=NAN), "b1='x'"),
+    (lambda: optim.adamw(lambda: 1e-3), "must be a function of (step)"),
+    (lambda: optim.lion(1e-3, mask="no"), "mask='no': a tree of bools, or a function of (path, leaf)"),
+    (lambda: optim.lamb(1e-3, eps="a"), "eps='a'"),
+    (lambda: optim.scale("2"), "factor='2'"),
+    (lambda: optim.scale_by_schedule(3), "schedule=3: must be a function of (step)"),
+    (
+        lambda: optim.add_decayed_weights(0.1, mask=lambda p: True),
+        "mask=<lambda>(p): must be a function of (path, leaf)",
+    ),
+    (lambda: optim.masked(3, True), "inner=3: no optimizer"),
+    (lambda: optim.masked(optim.sgd(0.1), 3), "mask=3"),
+    (lambda: optim.partition([optim.sgd(0.1)], lambda path, leaf: 0), "a dict of label -> optimizer"),
+    (lambda: optim.partition({"a": 3}, lambda path, leaf: "a"), "transformations['a']=3: no optimizer"),
+    (lambda: optim.constant(None), "value=None"),
+    (lambda: optim.linear("a", 0, "10"), "steps='10': must be a Python number"),
+    (lambda: optim.cosine(1, NAN, 3), "end=nan"),
+    (lambda: optim.warmup_cosine(1, "10", 100), "warmup_steps='10'"),
+    (lambda: optim.warmup_stable_decay(1, 10, None, 100), "decay_steps=None"),
+    (lambda: optim.warmup_lr(0, 1, "x"), "warmup_steps='x'"),
+    (lambda: optim.warmup_decay_lr("x"), "total_steps='x'"),
+    (lambda: optim.stochastic_round(3, torch.ones(2)), "a key is a tensor, not int"),
+    (lambda: optim.stochastic_round(KEY, 3), "rounds float32, not int"),
+]
+
+
+PARAMS, X = {"b": torch.ones(4), "w": torch.ones(4)}, torch.ones(8, 4)
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"] + p["b"].sum()).square().mean()
+
+
+STEP, EVALUATE = fz.train_step(loss, optim.sgd(0.1)), fz.eval_step(loss)
+
+
+def test_a_schedule_returns_one_number() -> None:
+    for schedule in (lambda step: torch.ones(2) * step, lambda step: None, lambda step: "1"):
+        for make in (optim.sgd, optim.adamw, optim.lion, optim.lamb, optim.scale_by_schedule):
+            step = fz.train_step(loss, make(schedule))
+            for act in (
+                lambda step=step: step(step.init(PARAMS), X),
+                lambda step=step: fz.lower(step, fz.AbstractMesh(data=1), PARAMS, X),
+            ):
+                raises(
+                    FzeroError,
+                    act,
+                    f"fzero.optim.{'scale_by_learning_rate' if make in (optim.sgd, optim.lamb) else make.__name__}",
+                    "<lambda>(step): ",
+                )
+    halved = fz.train_step(loss, optim.sgd(lambda step: 0.05))
+    assert torch.equal(
+        halved(halved.init(PARAMS), X)[0].params["w"],
+        PARAMS["w"] - 0.5 * (PARAMS["w"] - STEP(STEP.init(PARAMS), X)[0].params["w"]),
+    )
+
+
+def test_wrong_kinds_of_arguments_are_named() -> None:
+    for call, words in WRONG:
+        raises(FzeroError, call, words)
+    three = raises(FzeroError, lambda: optim.adamw(1e-3, b1="x", eps=None, weight_decay=NAN), "b1='x'")  # type: ignore[arg-type]
+    assert three.count("\n  ") == 3, "all at once"
+    optim.clip_by_global_norm(math.inf)
+    optim.warmup_cosine(1.0, 0.5, 9.5)

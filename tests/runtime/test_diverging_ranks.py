@@ -4,6 +4,7 @@ a hang."""
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from pool import ending
+from rejections import BATCH, PARAMS, make
+from rejections import loss_fn as rejected_loss
 
 import fzero as fz
 from fzero import optim
@@ -239,3 +242,28 @@ def _second_shape_everywhere() -> tuple[int, int]:
 
 def test_several_kinds_of_batch_on_every_rank(run_ranks: Any) -> None:
     assert run_ranks(2, _second_shape_everywhere) == [(5, 3), (5, 3)]
+
+
+def _bad(kind: str) -> None:
+    mesh = fz.make_mesh(data=2)
+    outside = torch.ones(3)
+    loss = {"vector": lambda p, x: x @ p["w"], "closure": lambda p, x: rejected_loss(p, x) * outside.sum()}
+    transform = fz.accumulate(4) if kind == "micro" else fz.remat("full")
+    step = transform(fz.shard_params(make(loss.get(kind, rejected_loss))))
+    train = fz.compile(step, mesh, backend="eager")
+    train(train.init({"w": "x"} if kind == "params" else PARAMS), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_", "word"),
+    [
+        ("vector", "FzeroTypeError", "float32[6, 3]"),
+        ("closure", "TraceError", "closure variable outside"),
+        ("micro", "FzeroValueError", "batch [6, 4]"),
+        ("params", "FzeroTypeError", "params['w']"),
+    ],
+)
+def test_every_rank_raises_its_own_error(run_ranks: Any, kind: str, type_: str, word: str) -> None:
+    for r in run_ranks(2, _bad, kind, expect_error=True, timeout=60):
+        assert r.type == type_ and word in r.message, r
+        assert re.search(r"^Fix: .+\Z", r.message, re.MULTILINE), r.message

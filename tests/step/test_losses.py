@@ -3,18 +3,26 @@ fz.weighted is exact."""
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import operator
+import pickle
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rejections import BATCH, PARAMS, compiled, everywhere, loss_fn, make, raises
+from torch import nn
 
 import fzero as fz
 from fzero import optim, tree
+from fzero.errors import FzeroError, FzeroTypeError, TraceError
 
 EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples")
 
@@ -245,3 +253,202 @@ def test_a_backward_that_treats_each_row_by_itself_is_the_same_on_every_mesh_and
     for mesh, transform in ((fz.AbstractMesh(data=1), fz.accumulate(4)), (fz.AbstractMesh(data=2), fz.shard_params())):
         assert report(by_rows, mesh, transform).equivalent
         assert not report(by_the_whole, mesh, transform).equivalent
+
+
+LOSSES = {
+    "vector": (lambda p, x: x @ p["w"], FzeroTypeError, "loss is float32[6, 3]"),
+    "one element": (lambda p, x: loss_fn(p, x)[None], FzeroTypeError, "loss is float32[1]"),
+    "number": (lambda p, x: 1.0, FzeroTypeError, "loss is float"),
+    "integer": (lambda p, x: loss_fn(p, x).long(), FzeroTypeError, "int64[]"),
+    "complex": (lambda p, x: loss_fn(p, x).to(torch.complex64), FzeroTypeError, "complex64[]"),
+    "none": (lambda p, x: None, FzeroTypeError, "NoneType"),
+    "dict": (lambda p, x: {"loss": loss_fn(p, x)}, FzeroTypeError, "dict"),
+    "tuple": (lambda p, x: (loss_fn(p, x), x), FzeroTypeError, "has_aux=True"),
+    "batch only": (lambda p, x: x.sum(), TraceError, "does not depend"),
+    "detached": (lambda p, x: loss_fn(p, x).detach(), TraceError, "does not depend"),
+    "no_grad": (torch.no_grad()(loss_fn), TraceError, "does not depend"),
+    "weighted vector": (lambda p, x: fz.weighted((x @ p["w"]).sum(0), 6), FzeroTypeError, "total is float32[3]"),
+    "weighted count": (lambda p, x: fz.weighted((x @ p["w"]).sum(), x), FzeroTypeError, "count is float32[6, 4]"),
+    "weighted number": (lambda p, x: fz.weighted(3.0, 6), FzeroTypeError, "total is float"),
+    "weighted string": (lambda p, x: fz.weighted((x @ p["w"]).sum(), "6"), FzeroTypeError, "count='6'"),
+    "weighted constant": (lambda p, x: fz.weighted(x.sum(), 6), TraceError, "does not depend"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    loss, kind, word = LOSSES[name]
+    everywhere(kind, make(loss), word)
+
+
+AUXES = {
+    "missing": (loss_fn, "float32[]"),
+    "three": (lambda p, x: (loss_fn(p, x), 1, 2), "tuple"),
+    "list": (lambda p, x: [loss_fn(p, x), x], "list"),
+    "weighted": (lambda p, x: fz.weighted(loss_fn(p, x), 1), "has_aux"),
+    "string": (lambda p, x: (loss_fn(p, x), {"a": {"name": "x"}}), "result['a']['name']: str"),
+    "number": (lambda p, x: (loss_fn(p, x), {"a": 1.0}), "result['a']: float"),
+}
+
+
+@pytest.mark.parametrize("name", AUXES)
+def test_auxiliary_values(name: str) -> None:
+    loss, word = AUXES[name]
+    everywhere(FzeroTypeError, make(loss, has_aux=True), word)
+
+
+def test_signatures() -> None:
+    raises(FzeroTypeError, lambda: make(3), "loss_fn is int")
+    raises(FzeroTypeError, lambda: make(lambda params: 0), "(params) does not take (params, batch)")
+    raises(FzeroTypeError, lambda: make(lambda p, x, key: 0), "(p, x, key)", "*, key")
+    raises(FzeroTypeError, lambda: make(trainable="w"), "trainable='w': a predicate is a function of (path, leaf)")
+
+
+@pytest.mark.filterwarnings("ignore:fzero.step. parameters are not finite:RuntimeWarning")
+def test_a_loss_that_is_not_a_number() -> None:
+    step = make(lambda p, x: loss_fn(p, x).sub(1e9).sqrt())
+    train = compiled(step)
+    for run in (step, train):
+        _, metrics = run(run.init(PARAMS), BATCH)
+        assert not metrics["finite"] and metrics["loss"].isnan()
+
+
+def _auxiliary() -> Any:
+    mesh = fz.make_mesh(data=2)
+    step = make(
+        lambda p, x: (loss_fn(p, x), {"a": x.mean(0), "w": p["w"], "n": fz.weighted(x.sum(), x.numel())}), has_aux=True
+    )
+    out = []
+    for transform in (fz.remat("full"), fz.accumulate(3)):
+        train = fz.compile(transform(fz.shard_params(step)), mesh, backend="eager")
+        _, metrics = train(train.init(PARAMS), BATCH.chunk(2)[mesh.rank])
+        out.append(metrics["aux"])
+    return out, step(step.init(PARAMS), BATCH)[1]["aux"]
+
+
+def test_auxiliary_values_of_any_shape(run_ranks: Any) -> None:
+    for got, expected in run_ranks(2, _auxiliary):
+        for aux in got:
+            torch.testing.assert_close(aux, expected)
+
+
+ONE = fz.AbstractMesh(data=1)
+ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_count_with_a_gradient():
+    def gated(detach):
+        def loss(p, x):
+            w = torch.sigmoid(x @ p["gate"])
+            return fz.weighted((w * (x @ p["w"]).square()).sum(), w.detach().sum() if detach else w.sum())
+
+        return loss
+
+    params = {"gate": ROWS[0].clone(), "w": ROWS[1].clone()}
+    step = fz.train_step(gated(detach=False), optim.sgd(0.1))
+    for act in (lambda: step(step.init(params), ROWS), lambda: fz.lower(step, ONE, params, ROWS)):
+        raises(TraceError, act, "the count of a weighted loss depends on trainable parameters", "count.detach()")
+    step = fz.train_step(gated(detach=True), optim.sgd(0.1))
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    (want, said), (got, heard) = step(step.init(params), ROWS), train(train.init(params), ROWS)
+    assert torch.allclose(said["grad_norm"], heard["grad_norm"]) and all(
+        torch.allclose(want.params[n], got.params[n]) for n in params
+    )
+
+
+def squares(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"]).square().mean()
+
+
+ONES, META = torch.ones(2, 4), {"w": torch.empty(4, 4, device="meta")}
+
+
+def matches(run: Callable[[], Any], words: str) -> None:
+    with pytest.raises(FzeroError) as caught:
+        run()
+    text = str(caught.value)
+    assert re.search(re.escape(words).replace(re.escape(".*"), ".*"), text), text
+    assert text.splitlines()[-1].startswith("Fix: ")
+
+
+def test_a_backward_by_hand() -> None:
+    """It names the fix; elsewhere the loss is a tensor like any other."""
+    step = fz.train_step(squares, fz.optim.sgd(0.1))
+    train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+    for run, state in ((step, step.init({"w": torch.eye(4)})), (train, train.init({"w": torch.eye(4)}))):
+        loss = run(state, ONES)[1]["loss"]
+        matches(loss.backward, "metrics['loss'] has no graph: .*\nFix: leave out loss.backward(), optimizer.step()")
+        file = io.BytesIO()
+        torch.save({"loss": loss}, file)
+        again = torch.load(io.BytesIO(file.getvalue()), weights_only=True)["loss"]
+        for other in (again, pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss), torch.stack([loss])[0], loss + 0):
+            assert torch.equal(other, loss) and type(other) is torch.Tensor and float(other) == loss.item()
+        assert not vars(again)
+
+
+NAN = math.nan
+
+
+def of_both(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"] + p["b"].sum()).square().mean()
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: fz.train_step(of_both, optim.sgd(0.1), has_aux="yes"), "has_aux='yes': neither True nor False"),
+    (
+        lambda: fz.train_step(of_both, optim.sgd(0.1), trainable=lambda p: True),
+        "trainable=<lambda>(p): a predicate is a function of (path, leaf)",
+    ),
+    (lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)), "loss_fn is the module Linear(input: "),
+    (
+        lambda: fz.train_step(torch.nn.Linear(2, 2), optim.sgd(0.1)),
+        "model = fz.functionalize(module); step = model.train_step(optimizer",
+    ),
+    (
+        lambda: fz.train_step(of_both, (optim.sgd(0.1).init, optim.sgd(0.1).update)),
+        "as optim.GradientTransformation(init, update)",
+    ),
+    (lambda: fz.weighted(torch.ones(3), 4), "total is float32[3], not one floating-point number"),
+    (lambda: fz.weighted(torch.ones((), dtype=torch.int64), 4), "total is int64[]"),
+    (lambda: fz.weighted(torch.ones(()), torch.ones(3)), "count is float32[3], not one number"),
+    (lambda: fz.weighted(torch.ones(()), -1), "count=-1: must be at least 0"),
+    (lambda: fz.weighted(torch.ones(()), NAN), "count=nan"),
+]
+
+
+VECTORS, TALL = {"b": torch.ones(4), "w": torch.ones(4)}, torch.ones(8, 4)
+STEP, EVALUATE = fz.train_step(of_both, optim.sgd(0.1)), fz.eval_step(of_both)
+
+
+BACKWARDS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: STEP(STEP.init(VECTORS), TALL)[1]["loss"].backward(), "leave out loss.backward(), optimizer.step()"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a module for a loss": (
+        lambda: fz.train_step(Net(), optim.sgd(0.1)),
+        ("loss_fn is the module Net(x: ", "Fix: model = fz.functionalize(module); step = model.train_step(optimizer"),
+    ),
+    "a model for a loss": (
+        lambda: fz.train_step(fz.functionalize(Net()), optim.sgd(0.1)),
+        ("loss_fn is Functional, not a function\nFix:", "model.train_step(optimizer)"),
+    ),
+}
+
+
+def test_wrong_arguments_are_named() -> None:
+    for call, words in WRONG + BACKWARDS:
+        raises(FzeroError, call, words)
+    assert fz.weighted(torch.ones(()), 0)
+    for act, says in MODELS.values():
+        raises(FzeroError, act, *says)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_errors import raises
+from rejections import raises
 from test_mixed_precision import Late
 from torch import nn
 

@@ -1,13 +1,17 @@
 """Draws are those of the published generator, well distributed, and functions of (key, global index) alone."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from rejections import raises
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fzero as fz
 import fzero.random as fzr
-from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError
 
 # Key words, counter words, expected words: the known-answer file of Random123, threefry 2x32 with 20 rounds.
 KNOWN = [
@@ -254,3 +258,33 @@ def test_errors(call, error, text):
     with pytest.raises(error, match=text) as caught:
         call()
     assert "Fix: " in str(caught.value)
+
+
+X, META = torch.ones(2, 4), {"w": torch.empty(4, 4, device="meta")}
+
+
+WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a negative size": (lambda key: fz.random.normal(key, (-3,)), "fzero.random.normal: (-3,) is not a shape"),
+    "a size": (lambda key: fz.random.uniform(key, 3), "fzero.random.uniform: 3 is not a shape"),
+    "a dtype for a shape": (
+        lambda key: fz.random.bits(key, torch.float32),
+        "fzero.random.bits: torch.float32 is not a shape",
+    ),
+    "a text": (lambda key: fz.random.normal(key, "34"), "'34' is not a shape"),
+    "p before the shape": (
+        lambda key: fz.random.bernoulli(key, 2.0, (3,)),
+        "fzero.random.bernoulli: 2.0 is not a shape",
+    ),
+    "a tensor for p": (lambda key: fz.random.bernoulli(key, (3,), X), "p=float32[2, 4]"),
+    "a number for a dtype": (lambda key: fz.random.normal(key, (3,), 3.0), "3.0 is not a dtype"),
+    "a text for a bound": (lambda key: fz.random.uniform(key, (3,), maxval="1"), "maxval='1'"),
+    "rate before x": (lambda key: fz.random.dropout(key, 0.1, X), "rate=float32[2, 4]"),
+    "dropout of a number": (lambda key: fz.random.dropout(key, 1.0, 0.1), "not of float"),
+}
+
+
+def test_wrong_arguments_are_named() -> None:
+    for call, words in WRONG.values():
+        raises(FzeroError, lambda call=call: call(fz.random.key(0)), words)
+    raises(FzeroError, lambda: fz.random.split(fz.random.key(0), True), "cannot split a key into True")
+    assert fz.random.normal(fz.random.key(0), torch.Size([2, 0])).shape == (2, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_errors import raises
+from rejections import raises
 
 import fzero as fz
 from fzero import optim

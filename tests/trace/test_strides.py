@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_errors import raises
+from rejections import raises
 
 import fzero as fz
 from fzero import optim

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from raising import a_conjunction, an_alternative, an_assertion, asserted, branches, either, not_known_at_first, several
-from test_ordinary_code import trains_as_pytorch, wide
-from test_rejected_operations import refused
+from test_operations import refused, trains_as_pytorch, wide
 from torch import nn
 
 import fzero as fz

@@ -17,7 +17,7 @@ from models import STAGES, batches, meta, meta_part, part
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroTypeError, TransformError
+from fzero.errors import FzeroTypeError
 from fzero.program.ir import Program
 from fzero.program.ops import TRANSFERS, transfer_bytes
 
@@ -76,22 +76,6 @@ def test_applied_to_a_step_or_composed_is_the_same():
     step = plain()
     single = fz.remat(fz.mixed_precision(fz.accumulate(fz.shard_params(step), 2), "bf16"), "full")
     assert composed.transforms == single.transforms and step.transforms == ()
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (fz.accumulate(2), fz.accumulate(3)),
-        (fz.mixed_precision("bf16"), fz.mixed_precision("bf16", reduce="bf16")),
-        (fz.remat("full"), fz.remat("none")),
-        (fz.shard_params(axis="data"), fz.shard_opt_state(axis="replica")),
-    ],
-)
-def test_a_conflict_names_both(first, second):
-    for one, other in ((first, second), (second, first)):
-        with pytest.raises(TransformError) as raised:
-            other(one(plain()))
-        assert str(one) in str(raised.value) and str(other) in str(raised.value) and "Fix:" in str(raised.value)
 
 
 # a mesh of one device

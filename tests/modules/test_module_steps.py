@@ -1,11 +1,10 @@
-"""Ordinary mistakes and ordinary models: the error names the cause and a way out that works, or there is none."""
+"""Steps made of modules: what is given for a module, its parameters and its batches, and unusual modules, which train
+as in PyTorch."""
 
 from __future__ import annotations
 
 import copy
-import re
 from collections import UserDict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,10 +42,6 @@ def _of_labels(out: torch.Tensor, batch: Any) -> torch.Tensor:
     return F.cross_entropy(out, batch[1])
 
 
-def _own(out: torch.Tensor, batch: Any) -> torch.Tensor:
-    return out
-
-
 def _trained(module: nn.Module, *batches: Any, loss: Any = _of_labels, **settings: Any) -> tuple[list[float], Any]:
     """The losses of a step for each batch, and the parameters behind them, by name."""
     model = fz.functionalize(module, **settings)
@@ -56,27 +51,6 @@ def _trained(module: nn.Module, *batches: Any, loss: Any = _of_labels, **setting
         state, metrics = train(state, batch)
         losses.append(metrics["loss"].item())
     return losses, model._flat(train.gather(state).params)
-
-
-def _in_pytorch(
-    module: nn.Module, *batches: Any, loss: Any = _of_labels
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    sgd, losses = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1), []
-    for batch in batches:
-        value = loss(module(batch[0] if isinstance(batch, tuple) else batch), batch)
-        sgd.zero_grad()
-        value.backward()
-        sgd.step()
-        losses.append(value.item())
-    return losses, module.state_dict()
-
-
-def _same(module: nn.Module, *batches: Any, loss: Any = _of_labels, **settings: Any) -> None:
-    ours, params = _trained(copy.deepcopy(module), *batches, loss=loss, **settings)
-    theirs, want = _in_pytorch(module, *batches, loss=loss)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    for name, x in want.items():
-        torch.testing.assert_close(params[name], x, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _scripted() -> nn.Module:
@@ -107,14 +81,6 @@ def _anomaly() -> None:
 
 
 SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "a module for a loss": (
-        lambda: fz.train_step(Net(), optim.sgd(0.1)),
-        ("loss_fn is the module Net(x: ", "Fix: model = fz.functionalize(module); step = model.train_step(optimizer"),
-    ),
-    "a model for a loss": (
-        lambda: fz.train_step(fz.functionalize(Net()), optim.sgd(0.1)),
-        ("loss_fn is Functional, not a function\nFix:", "model.train_step(optimizer)"),
-    ),
     "a module for a step": (
         lambda: fz.compile(Net(), fz.make_mesh()),  # type: ignore[arg-type]
         ("fzero.compile: compiles a step, not Net", "Fix: fz.functionalize(module).train_step(optimizer"),
@@ -122,10 +88,6 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a model for a step": (
         lambda: fz.shard_params(fz.functionalize(Net())),
         ("transforms a step, not Functional", "Fix: a model has a step of its own: model.train_step(optimizer)"),
-    ),
-    "PyTorch's optimizer": (
-        lambda: fz.train_step(_own, torch.optim.AdamW),
-        ("AdamW is an optimizer of PyTorch's,", "Fix:", "optim.adamw(3e-4)"),
     ),
     "init of a state dict": (
         _init_of_a_state_dict,
@@ -154,33 +116,6 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda: _trained(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3)), (Y + 1, Y)),
         ("index out of range", "\n  batch[0]: int64[6], from 1 to 3\n  batch[1]: int64[6], from 0 to 2\n"),
     ),
-    "an evaluation's": (
-        lambda: fz.compile(fz.eval_step(lambda p, x: p[x]), fz.make_mesh(), backend="eager")(X, Y + 9),
-        ("fzero.eval_step: an index is out of range", "\n  batch[0]: int64[6], from 9 to 11\n"),
-    ),
-    "a budget without a unit": (
-        lambda: fz.lower(fz.train_step(_own, optim.sgd(0.1)), fz.AbstractMesh(data=1), X, X, memory_budget=80),
-        ('memory_budget=80: these are bytes; did you mean "80GB"? Bytes are "80B"',),
-    ),
-    "another library's keyword": (
-        lambda: optim.adamw(learning_rate=1.0),
-        ("fzero.adamw: no argument 'learning_rate'\nFix: did you mean lr?",),
-    ),
-    "a plural": (
-        lambda: fz.shard_params(axes="data"),
-        ("no argument 'axes'\nFix: did you mean axis? It takes step, axis, where",),
-    ),
-    "a keyword of a transform": (lambda: fz.accumulate(steps=2), ("did you mean num_micro_batches?",)),
-    "a misspelt keyword": (lambda: optim.sgd(0.1, momentun=0.9), ("did you mean momentum?",)),
-    "a keyword of nobody's": (lambda: fz.remat(zzz=1), ("no argument 'zzz'\nFix: it takes step, policy",)),
-    "a keyword without its name": (
-        lambda: fz.tensor_parallel(fz.train_step(_own, optim.sgd(0.1)), {"up": 1}),  # type: ignore[call-arg]
-        ("takes 1 argument without a name, not 2 (Step, dict)\nFix: name the others: axis=, rules=, ",),
-    ),
-    "no mesh": (
-        lambda: fz.compile(fz.train_step(_own, optim.sgd(0.1))),  # type: ignore[call-arg]
-        ("fzero.compile: lacks mesh\nFix: it takes step, mesh, ",),
-    ),
     "a tensor in a dict of a module": (
         lambda: _trained(Masked(), (X, Y)),
         ("reads a tensor that is not one of its arguments", "one in a list or dict: self.register_buffer(name, x)"),
@@ -205,6 +140,31 @@ def test_an_error_names_the_cause_and_a_way_out(name: str) -> None:
     with pytest.raises(FzeroError) as raised:
         act()
     assert all(text in str(raised.value) for text in says), str(raised.value)
+
+
+def _own(out: torch.Tensor, batch: Any) -> torch.Tensor:
+    return out
+
+
+def _in_pytorch(
+    module: nn.Module, *batches: Any, loss: Any = _of_labels
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    sgd, losses = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1), []
+    for batch in batches:
+        value = loss(module(batch[0] if isinstance(batch, tuple) else batch), batch)
+        sgd.zero_grad()
+        value.backward()
+        sgd.step()
+        losses.append(value.item())
+    return losses, module.state_dict()
+
+
+def _same(module: nn.Module, *batches: Any, loss: Any = _of_labels, **settings: Any) -> None:
+    ours, params = _trained(copy.deepcopy(module), *batches, loss=loss, **settings)
+    theirs, want = _in_pytorch(module, *batches, loss=loss)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for name, x in want.items():
+        torch.testing.assert_close(params[name], x, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_a_lazy_module_trains_once_it_has_run() -> None:
@@ -301,29 +261,6 @@ def test_a_hessian_of_each_row_trains_as_in_pytorch() -> None:
     _same(Curvature(), X, X + 1, loss=_own)
 
 
-def test_a_checkpoint_of_another_optimizer_is_a_line_for_each_part_of_its_state(tmp_path: Path) -> None:
-    model = fz.functionalize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))))
-
-    def train(optimizer: Any) -> Any:
-        return fz.compile(model.train_step(optimizer, _own), fz.make_mesh(), backend="eager")
-
-    adam = train(optim.adamw(0.1))
-    fz.checkpoint.save(tmp_path, adam.init(model.params))
-    with pytest.raises(FzeroError, match="31 of 43 leaves differ") as raised:
-        train(optim.sgd(0.1, momentum=0.9)).restore(tmp_path)
-    _, *lines, _ = str(raised.value).splitlines()
-    assert [line.split(" the first: ")[0] for line in lines] == [
-        "  opt_state.0.trace: 10 leaves missing in the checkpoint,",
-        "  opt_state.count: unexpected, the checkpoint has int64[]",
-        "  opt_state.mu: 10 leaves unexpected,",
-        "  opt_state.nu: 10 leaves unexpected,",
-    ]
-    assert lines[2].endswith(
-        "the first: 0.bias, the checkpoint has float32[4]; 0.weight, the checkpoint has float32[4, "
-        "4]; 1.bias, the checkpoint has float32[4]"
-    )
-
-
 def _norms() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()) for _ in range(2)]
@@ -343,57 +280,3 @@ def test_batch_norms_that_average_evaluate_as_in_pytorch() -> None:
         state, _ = train(state, batch)
         _in_pytorch(net, batch)
     torch.testing.assert_close(evaluate(state.params, X), net.eval()(X), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "here"),
-    [
-        (fz, "zero3", "shard_params"),
-        (fz, "fsdp", "shard_params"),
-        (fz, "FullyShardedDataParallel", "shard_params"),
-        (fz, "zero1", "shard_opt_state"),
-        (fz, "DistributedDataParallel", "data_parallel"),
-        (fz, "Compile", "compile"),
-        (optim, "AdamW", "adamw"),
-        (optim, "clip_grad_norm_", "clip_by_global_norm"),
-        (optim, "adamm", "adam, radam, nadam, adamw"),
-        (fz, "save", "fz.checkpoint.save(path, state)"),
-        (fz.checkpoint, "load", "train.restore(path)"),
-        (fz, "jit", "fz.compile(step, mesh)"),
-    ],
-)
-def test_names_of_other_libraries_name_what_is_here(module: Any, name: str, here: str) -> None:
-    with pytest.raises(AttributeError, match=f"no attribute '{name}'\nFix: did you mean {re.escape(here)}$"):
-        getattr(module, name)
-
-
-def test_methods_of_other_libraries_name_the_call_that_is_here() -> None:
-    model = fz.functionalize(Net())
-    train = fz.compile(model.train_step(optim.sgd(0.1), _of_labels), fz.make_mesh(), backend="eager")
-    state = train.init(model.params)
-    here = {"parameters": "state.params", "save": "fz.checkpoint.save", "eval": "eval_step"}
-    for owner in (model, train, state):
-        for name, call in here.items():
-            with pytest.raises(AttributeError, match=f"'{type(owner).__name__}' object has .*'{name}'\nFix: .*{call}"):
-                getattr(owner, name)
-        assert not hasattr(owner, "nothing_like_it") and not hasattr(owner, "__array__")
-        assert type(copy.copy(owner)) is type(owner)
-    with pytest.raises(FzeroError, match=r"a model is not a function.*\nFix: model\.apply"):
-        model(X)
-    for given in (train.init, lambda m: fz.train_step(m, optim.sgd(0.1)), fz.eval_step):
-        with pytest.raises(FzeroError, match=r"Functional.*\nFix: .*model\.(params|train_step|eval_step)"):
-            given(model)
-    model.__dict__.pop("_eval", None)
-    model._still.__deepcopy__ = lambda memo: memo.lost  # a property that fails says why, and not that it is missing
-    with pytest.raises(AttributeError, match="'lost'"):
-        model._eval  # noqa: B018
-
-
-def test_arguments_given_twice_and_swapped() -> None:
-    with pytest.raises(FzeroError, match=r"adamw: lr given twice\n  lr: <generator .*> without a name, and 0.1\n"):
-        optim.adamw(Net().parameters(), lr=0.1)  # type: ignore[misc,arg-type]
-    with pytest.raises(FzeroError, match="parameters come with train"):
-        optim.adamw(Net().parameters())  # type: ignore[arg-type]
-    state = fz.train_step(_of_labels, optim.sgd(0.1)).init({"w": torch.ones(40, 40)})
-    with pytest.raises(FzeroError, match=r"^fzero.checkpoint: State is not a path\nFix: .* first argument$"):
-        fz.checkpoint.save(state, "run")  # type: ignore[arg-type]
