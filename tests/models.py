@@ -155,6 +155,30 @@ OPTIMIZERS = {
 STAGES = {0: fz.data_parallel, 1: fz.shard_opt_state, 2: fz.shard_grads, 3: fz.shard_params}
 
 
+def whitening(lr: float) -> optim.GradientTransformation:
+    """State of other shapes than its parameter's, and several results of one function of whole matrices."""
+
+    def init(params: Any) -> Any:
+        return {
+            "left": fz.tree.map(lambda p: torch.eye(p.shape[0]), params),
+            "mu": fz.tree.map(torch.zeros_like, params),
+        }
+
+    @optim.whole
+    def leaf(g: torch.Tensor, left: torch.Tensor, mu: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        g = g.reshape(g.shape[0], -1)
+        left = 0.9 * left + g @ g.T
+        found = torch.linalg.solve(left, g)
+        return found.reshape(mu.shape), left, 0.9 * mu + found.reshape(mu.shape)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        flat = [leaf(*x) for x in zip(*map(fz.tree.leaves, (grads, state["left"], state["mu"])), strict=True)]
+        _, lefts, mus = (fz.tree.unflatten(fz.tree.structure(grads), list(x)) for x in zip(*flat, strict=True))
+        return fz.tree.map(lambda m: -lr * m, mus), {"left": lefts, "mu": mus}
+
+    return optim.GradientTransformation(init, update)
+
+
 def batches(num: int, seed: int = 0, size: int = BATCH) -> list[dict[str, torch.Tensor]]:
     """Global batches, learnable: each token is a function of the one before, so that the loss falls."""
     generator = torch.Generator().manual_seed(seed)

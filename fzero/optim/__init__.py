@@ -49,7 +49,6 @@ from fzero.optim.schedules import (
     warmup_stable_decay,
 )
 from fzero.optim.sgd import DampedTraceState, TraceState, sgd, trace
-from fzero.optim.shampoo import ShampooState, shampoo
 from fzero.optim.transforms import (
     ScaleByScheduleState,
     add_decayed_weights,
@@ -82,7 +81,6 @@ __all__ = [
     "ScaleByAmsgradState",
     "ScaleByScheduleState",
     "Schedule",
-    "ShampooState",
     "TraceState",
     "adadelta",
     "adafactor",
@@ -118,7 +116,6 @@ __all__ = [
     "scale_by_trust_ratio",
     "set_to_zero",
     "sgd",
-    "shampoo",
     "skip_nonfinite",
     "stochastic_round",
     "trace",

@@ -42,7 +42,6 @@ TRAINED = {
     "muon": muon(),
     "muon, int8": muon(state_dtype="int8"),
     "muon, bf16 iterations": muon(ns_dtype="bf16"),
-    "shampoo": lambda: optim.shampoo(LR, eps=1e-2, where=lambda p, x: matrices(p, x) > 0, other=optim.adamw(LR)),
     "lamb": lambda: optim.lamb(LR),
     "adafactor": lambda: optim.adafactor(LR),
 }
@@ -120,7 +119,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def every(optimizer: str) -> list[Run]:
     """Of the optimizers that are dealt whole matrices every tier, of the others the device."""
-    tiers = TIERS if optimizer in ("muon", "shampoo") else ("device",)
+    tiers = TIERS if optimizer == "muon" else ("device",)
     return [Run(optimizer, stage, tier) for stage, tier in itertools.product((1, 2, 3), tiers)]
 
 
@@ -147,7 +146,6 @@ BIG = 72  # an odd number of blocks of 256 in a matrix
 OPTIMIZERS: dict[str, Callable[[], optim.GradientTransformation]] = {
     "muon": lambda: optim.muon(0.02, other=optim.adamw(0.01)),
     "muon, int8": lambda: optim.muon(0.02, other=optim.adamw(0.01), state_dtype="int8"),
-    "shampoo": lambda: optim.shampoo(0.01, eps=1e-2, other=optim.adamw(0.01)),
     "lamb": lambda: optim.lamb(0.01, weight_decay=0.1),
     "adafactor": lambda: optim.adafactor(0.05, weight_decay=0.1),
 }
@@ -162,7 +160,6 @@ GRID = list(itertools.product(OPTIMIZERS, (1, 2, 3), BESIDE))
 SAMPLE = [
     ("muon", 3, "bf16"),
     ("muon, int8", 2, "offload"),
-    ("shampoo", 1, "accumulate"),
     ("adafactor", 3, "tensor parallel"),
 ]
 REFUSED = [case for case in GRID if case[::2] == ("muon, int8", "tensor parallel")]

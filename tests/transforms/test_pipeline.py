@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import whitening
 
 import fzero as fz
 from fzero import optim
@@ -217,8 +218,10 @@ def test_whole_matrices_are_dealt_on_each_stage() -> None:
     programs = fz.lower(muon, mesh, *shapes).programs
     found = [[x.fn for x in p.lines if x.by == "optimizer" and x.fn.startswith("whole")] for p in programs]
     assert [len(x) for x in found] == [2, 2]  # with that of the embedding
-    shampoo = pipelined(4, fz.shard_opt_state(), optimizer=optim.shampoo(0.01, eps=1e-2, other=other))
-    fz.testing.check_equivalent(shampoo, params(), batch(), mesh, steps=2)
+    label = lambda path, leaf: "matrices" if leaf.dim() == 2 else "other"  # noqa: E731
+    whitened = optim.partition({"matrices": whitening(0.01), "other": other}, label)
+    step = pipelined(4, fz.shard_opt_state(), optimizer=whitened)
+    fz.testing.check_equivalent(step, params(), batch(), mesh, steps=2)
 
 
 # --- on processes ---
