@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 
 
 def keep_freed_memory() -> None:
     """Has glibc keep large freed blocks for the next allocation instead of returning them to the system, which maps and
-    clears every page anew: up to ten times the time of what is computed in them. FZERO_MALLOC=default leaves the
-    allocator alone."""
-    if os.environ.get("FZERO_MALLOC") != "default" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    clears every page anew: up to ten times the time of what is computed in them."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         mmap_threshold, trim_threshold = -3, -1  # malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
         libc.mallopt(mmap_threshold, 1 << 30)
         libc.mallopt(trim_threshold, 2**31 - 1)

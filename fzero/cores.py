@@ -3,7 +3,7 @@
 [Note: beside a GPU] Host memory that a GPU copies from is fastest on the NUMA node that the GPU is attached to, for the
 GPU and for the cores of that node. Where the system names the node, each thread of the process is bound to those of its
 cores that lie there. Threads that the user bound elsewhere stay, and so do all if none of their cores lies there.
-`FZERO_BIND=off` binds nothing. Threads and processes that are started later inherit the cores.
+`make_mesh(bind_cores=False)` binds nothing. Threads and processes that are started later inherit the cores.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def node_of(device: torch.device) -> int:
 def keep_beside(device: torch.device) -> None:
     """Binds this process to the cores beside its GPU: see [Note: beside a GPU]."""
     global _at_start
-    if os.environ.get("FZERO_BIND") == "off" or not hasattr(os, "sched_setaffinity") or (node := node_of(device)) < 0:
+    if not hasattr(os, "sched_setaffinity") or (node := node_of(device)) < 0:
         return
     before = own_cores()
     try:

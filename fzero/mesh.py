@@ -23,10 +23,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fzero import compat, launcher
-from fzero.allocator import keep_freed_memory
+from fzero import allocator, compat, cores, launcher
 from fzero.arguments import flag, number, plain_numbers, python_numbers
-from fzero.cores import cores_of_host, keep_beside
 from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left
 from fzero.exclusive import Exclusive, Holding
 from fzero.local_device import choose_device, compare, crowded, one_visible, unsupported
@@ -294,6 +292,8 @@ def make_mesh(
     shared_memory: bool = True,
     unified_memory: bool | None = None,
     symmetric_memory: bool | None = None,
+    bind_cores: bool = True,
+    keep_freed_memory: bool = True,
     **axes: int | str | Sequence[int],
 ) -> Mesh:
     """The mesh of all processes that torchrun started, this process among them.
@@ -308,6 +308,9 @@ def make_mesh(
         symmetric_memory: whether the pools of programs are registered with NCCL, so that copy engines gather parameters
             and leave the GPU's processors to the products beside. It takes torch 2.11 and NCCL 2.28; with others a line
             in the log says why it is left out. Off by default: no GPU has run it.
+        bind_cores: whether a process with a GPU is bound to the cores of the GPU's NUMA node, if Linux names it.
+        keep_freed_memory: whether glibc keeps large freed blocks of a CPU process for the next allocation, instead of
+            returning them to the system, which then clears every page anew.
         **axes: size of each axis, e.g. `replica=2, data=4`, the slowest first; their product is the number of
             processes. One may be -1: whatever is left. One may be "local": as many as a host has processes, for each
             place on the axes behind it, so that all of these lie within a host: `node=-1, data="local"`. One may have
@@ -327,6 +330,7 @@ def make_mesh(
         (1, True)
     """
     problems = number("timeout", timeout, above=0) + flag("shared_memory", shared_memory)
+    problems += flag("bind_cores", bind_cores) + flag("keep_freed_memory", keep_freed_memory)
     problems += flag("unified_memory", unified_memory) if unified_memory is not None else []
     if device is not None and not isinstance(device, str):
         problems.append(f"device={device!r}: must be 'cpu' or 'cuda'")
@@ -342,7 +346,12 @@ def make_mesh(
         launcher.install_excepthook()
     elif all(n == -1 for n in axes.values()) and "WORLD_SIZE" not in os.environ:
         _say_alone(device)
-    return _joined(unjoined(device, timeout, shared_memory, unified_memory, axes), symmetric_memory is True)
+    mesh = unjoined(device, timeout, shared_memory, unified_memory, axes)
+    if mesh.device_type == "cuda" and bind_cores:
+        cores.keep_beside(mesh.device)
+    elif mesh.device_type == "cpu" and keep_freed_memory:
+        allocator.keep_freed_memory()
+    return _joined(mesh, symmetric_memory is True)
 
 
 def _say_alone(device: str | None) -> None:
@@ -384,12 +393,9 @@ def unjoined(
     device = where.type
     if device == "cuda":
         torch.cuda.set_device(where)
-        keep_beside(where)
         compat.settle_attention(where)
-    else:
-        keep_freed_memory()
-        if local == 0 and (text := crowded(torch.get_num_threads(), locals_, len(cores_of_host()))):
-            logger.warning("fzero.make_mesh: %s", text)
+    elif local == 0 and (text := crowded(torch.get_num_threads(), locals_, len(cores.cores_of_host()))):
+        logger.warning("fzero.make_mesh: %s", text)
     if world == 1:
         return Mesh(sizes, rank, where, unified_memory=unified_memory)
     shared = device == "cpu" and shared_memory and locals_ == world and hasattr(os, "eventfd")

@@ -45,7 +45,6 @@ RESTING = 12.2  # bytes a parameter
 
 
 def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
-    os.environ["FZERO_MALLOC"] = "default"  # peers allocate as they do without fzero; its update does not
     import torch
 
     import fzero as fz
@@ -54,7 +53,8 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     from fzero.comm.host import host_tensors
 
     torch.set_num_threads(args.threads)
-    mesh = fz.make_mesh(device="cpu")
+    # peers allocate as they do without fzero; its update allocates nothing
+    mesh = fz.make_mesh(device="cpu", keep_freed_memory=False)
 
     def measure(leaves: int) -> dict[str, Any]:
         if args.avx2:
@@ -321,7 +321,8 @@ def update_of(optimizer: Any, sizes: Sequence[int]) -> Update:
     known = {"step": torch.tensor(0), "opt_state.count": torch.tensor(0), "loss_sum": torch.tensor(0.0)}
     for line in calls:
         if line.fn.startswith("scalars") and all(name in known for name in line.args):
-            run = build({"f": program.functions[line.fn]}, "eager", fz.make_mesh(device="cpu"))["f"]
+            mesh = fz.make_mesh(device="cpu", keep_freed_memory=False)
+            run = build({"f": program.functions[line.fn]}, "eager", mesh)["f"]
             results = run(*(known[name] for name in line.args))
             known |= zip((v.name for v in line.out), results if len(line.out) > 1 else [results], strict=True)
     return Update(

@@ -15,7 +15,7 @@ import torch
 import fzero as fz
 from fzero import cores
 from fzero.build import share
-from fzero.cores import cores_at_start, cores_of_host, keep_beside, listed, node_of, own_cores, share_of, spelled
+from fzero.cores import cores_at_start, cores_of_host, keep_beside, listed, own_cores, share_of, spelled
 
 GPU = torch.device("cuda", 0)
 
@@ -70,12 +70,6 @@ def test_threads_are_bound_to_the_cores_of_the_gpus_node(bound: Any) -> None:
 )
 def test_nothing_is_bound_where_the_system_says_nothing_else(bound: Any, node: str | None, beside: str | None) -> None:
     assert bound(node, beside, {1: EIGHT}) == {1: EIGHT} and cores_at_start() == EIGHT
-
-
-def test_nothing_is_bound_where_nobody_wants_it(bound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FZERO_BIND", "off")
-    assert bound("1", "4-7", {1: EIGHT}) == {1: EIGHT}
-    assert node_of(GPU) == 1
 
 
 def test_this_process_is_bound_with_all_its_threads(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fzero import compat
+from fzero import allocator, compat
 from fzero.build import inductor
 from fzero.elastic import stuck
 from fzero.errors import FzeroValueError
@@ -244,6 +244,17 @@ def test_symmetric_memory_is_named_where_it_is_not(monkeypatch: pytest.MonkeyPat
         make_mesh(data=1, device="cpu", symmetric_memory=True)
     with pytest.raises(FzeroValueError, match="symmetric_memory"):
         make_mesh(data=1, symmetric_memory="yes")  # type: ignore[arg-type]
+    with pytest.raises(FzeroValueError, match=r"(?s)bind_cores=1.*keep_freed_memory='no'"):
+        make_mesh(data=1, bind_cores=1, keep_freed_memory="no")  # type: ignore[arg-type]
+
+
+def test_the_allocator_is_left_alone_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(allocator, "keep_freed_memory", lambda: calls.append(1))
+    make_mesh(device="cpu", keep_freed_memory=False)
+    assert not calls
+    make_mesh(device="cpu")
+    assert calls
     monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
     assert "does not register memory" in str(compat.lacks_symmetric_memory())
     register = SimpleNamespace(__doc__="register_mem_pool(pool, symm: bool = False)")
