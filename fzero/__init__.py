@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
     from fzero.transforms.tensor import tensor_parallel
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _HOME = {
     "AbstractMesh": "mesh",
