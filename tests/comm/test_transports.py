@@ -73,8 +73,7 @@ def moved(shared_memory: bool, big: int) -> tuple[str, dict[str, Any]]:
     return type(carrier).__name__, out
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("big", [5, 300_001])
+@pytest.mark.parametrize(("big", "size"), [(5, 2), (5, 3), (300_001, 3)])
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_transfers(run_ranks: Any, name: str, big: int, size: int) -> None:
     results = run_ranks(size, moved, name != "gloo", big)

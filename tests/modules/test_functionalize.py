@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, TraceError
+from fzero.testing.simulate import simulated
 
 
 class Layer(nn.Module):
@@ -98,28 +99,30 @@ def plain_losses(module: nn.Module, batch: dict[str, torch.Tensor], steps: int, 
 # --- equal to PyTorch ---
 
 
-def training(part: bool = True) -> list[float]:
-    """The losses of a net on the rows of this rank, and its buffers untouched."""
-    module = net()
-    model = fz.functionalize(module)
-    train = compiled(model.train_step(optim.sgd(0.1), cross_entropy), fz.shard_params(), fz.accumulate(2))
-    state, losses = train.init(model.params), []
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    batch = {k: x.chunk(ranks)[rank].contiguous() for k, x in batch_of().items()}
-    for _ in range(3):
-        state, metrics = train(state, batch)
-        losses.append(metrics["loss"].item())
-    model.write_back(train.gather(state).params)
-    return [*losses, module.head.weight.sum().item()]
+def trained(ranks: int, step: Any, params: Any, batch: Any, *transforms: Any, key: Any = None) -> tuple[Any, Any]:
+    """The losses of three steps on a batch, and the state after them. One rank is compiled, more are simulated."""
+    if ranks == 1:
+        train, losses = compiled(step, *transforms), []
+        state = train.init(params, key)
+        for _ in range(3):
+            state, metrics = train(state, batch)
+            losses.append(metrics["loss"].item())
+        return losses, train.gather(state)
+    _, *steps = simulated(fz.compose(*transforms)(step), fz.AbstractMesh(data=ranks), params, batch, 3, key)
+    return [metrics["loss"].item() for _, metrics in steps], steps[-1][0]
 
 
-@pytest.mark.full(keep=["1"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_module_trains_as_in_pytorch(run_ranks, ranks):
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_module_trains_as_in_pytorch(ranks):
     module = net()
     want = plain_losses(module, batch_of(), 3, lambda m, b: F.cross_entropy(m(b["x"], b["mask"]), b["y"]))
-    for found in run_ranks(ranks, training):
-        assert found == pytest.approx([*want, module.head.weight.sum().item()], rel=1e-5)
+    other = net()
+    model = fz.functionalize(other)
+    step = model.train_step(optim.sgd(0.1), cross_entropy)
+    found, state = trained(ranks, step, model.params, batch_of(), fz.shard_params(), fz.accumulate(2))
+    model.write_back(state.params)
+    want.append(module.head.weight.sum().item())
+    assert [*found, other.head.weight.sum().item()] == pytest.approx(want, rel=1e-5)
 
 
 def test_params_have_the_names_of_the_state_dict():
@@ -258,27 +261,18 @@ def test_containers_and_texts_cross_the_borders_of_blocks():
 # --- draws ---
 
 
-def with_dropout(*transforms: str) -> list[float]:
+def with_dropout(ranks: int, *transforms: Any) -> list[float]:
     model = fz.functionalize(net(dropout=0.5))
-    chosen = [
-        {"remat": fz.remat("full"), "accumulate": fz.accumulate(2), "shard": fz.shard_params()}[t] for t in transforms
-    ]
-    train = compiled(model.train_step(optim.sgd(0.1), cross_entropy), *chosen)
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    batch = {k: x.chunk(ranks)[rank].contiguous() for k, x in batch_of().items()}
-    state, losses = train.init(model.params), []
-    for _ in range(3):
-        state, metrics = train(state, batch)
-        losses.append(metrics["loss"].item())
-    return losses
+    step = model.train_step(optim.sgd(0.1), cross_entropy)
+    return trained(ranks, step, model.params, batch_of(), *transforms)[0]
 
 
-@pytest.mark.full
-def test_dropout_is_the_same_on_every_mesh(run_ranks):
-    want = run_ranks(1, with_dropout)[0]
+def test_dropout_is_the_same_on_every_mesh():
+    want = with_dropout(1)
     assert len({round(x, 6) for x in want}) == 3
-    for ranks, transforms in [(1, ["remat", "accumulate"]), (2, ["shard"]), (3, ["shard", "accumulate", "remat"])]:
-        assert run_ranks(ranks, with_dropout, *transforms)[0] == pytest.approx(want, rel=1e-5)
+    remat, accumulate, shard = fz.remat("full"), fz.accumulate(2), fz.shard_params()
+    for ranks, transforms in [(1, [remat, accumulate]), (2, [shard]), (3, [shard, accumulate, remat])]:
+        assert with_dropout(ranks, *transforms) == pytest.approx(want, rel=1e-5)
     without = plain_losses(net(), batch_of(), 1, lambda m, b: F.cross_entropy(m(b["x"], b["mask"]), b["y"]))
     assert want[0] != pytest.approx(without[0], rel=1e-3)
 
@@ -323,7 +317,7 @@ def draws() -> list[Any]:
 
 
 def test_every_draw_comes_from_the_key(run_ranks):
-    first, second = run_ranks(1, draws)[0], run_ranks(3, draws)[0]
+    first, second = draws(), run_ranks(3, draws)[0]
     assert first == pytest.approx(second, rel=1e-5) and first[0] != first[1]
 
 
@@ -680,7 +674,7 @@ def test_a_loss_that_calls_apply_is_told_of_frozen_parameters_that_it_trains(cap
 
 
 def test_frozen_parameters_rest_in_the_dtype_they_are_computed_in(run_ranks):
-    (losses, value, rests), (others, other, _) = run_ranks(1, frozen)[0], run_ranks(2, frozen)[0]
+    (losses, value, rests), (others, other, _) = frozen(), run_ranks(2, frozen)[0]
     assert losses == pytest.approx(others, rel=2e-2) and value == pytest.approx(other, abs=2e-2)
     in_layers = {n: dtype for n, (dtype, _) in rests.items() if n.startswith("layers")}
     assert {n for n, dtype in in_layers.items() if dtype == "torch.float32"} == {f"layers.{i}.scale" for i in range(3)}
@@ -841,26 +835,15 @@ def ragged() -> dict[str, torch.Tensor]:
     return {"x": batch_of()["x"], "labels": labels}
 
 
-def own_losses(**settings: Any) -> list[float]:
-    torch.manual_seed(0)
-    model = fz.functionalize(OwnLoss(**settings))
-    train = compiled(model.train_step(optim.sgd(0.1)), fz.shard_params(), fz.accumulate(2))
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    batch = {k: x.chunk(ranks)[rank].contiguous() for k, x in ragged().items()}
-    state, losses = train.init(model.params), []
-    for _ in range(3):
-        state, metrics = train(state, batch)
-        losses.append(metrics["loss"].item())
-    return losses
-
-
-@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("settings", [{}, {"weight": True}])
-def test_a_models_own_loss_is_the_mean_over_all_targets(run_ranks, settings):
+def test_a_models_own_loss_is_the_mean_over_all_targets(settings, ranks):
     torch.manual_seed(0)
     want = plain_losses(OwnLoss(**settings), ragged(), 3, lambda m, b: m(**b)["loss"])
-    for ranks in (1, 3):
-        assert run_ranks(ranks, own_losses, **settings)[0] == pytest.approx(want, rel=1e-5)
+    torch.manual_seed(0)
+    model = fz.functionalize(OwnLoss(**settings))
+    step, transforms = model.train_step(optim.sgd(0.1)), (fz.shard_params(), fz.accumulate(2))
+    assert trained(ranks, step, model.params, ragged(), *transforms)[0] == pytest.approx(want, rel=1e-5)
 
 
 def test_a_term_beside_the_cross_entropy_keeps_its_weight():
@@ -915,7 +898,7 @@ def first_values() -> dict[str, Any]:
 
 
 def test_a_module_on_the_meta_device_is_initialised_from_a_key(run_ranks):
-    found, other = run_ranks(1, first_values)[0], run_ranks(2, first_values)[1]
+    found, other = first_values(), run_ranks(2, first_values)[1]
     torch.manual_seed(0)
     like = Initialized().state_dict()
     assert set(found) == set(like) and all(torch.equal(x, other[n]) for n, x in found.items())
@@ -1093,28 +1076,17 @@ def language_batch() -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": labels}
 
 
-ACCUMULATED = {1: (1, 4), 2: (2,), 3: (1, 4)}  # by the number of ranks
+MESHES = [(1, 1), (1, 4), (3, 1), (3, 4)]  # ranks, micro-batches
 
 
-def language_losses(dropout: float) -> dict[int, list[float]]:
-    """The losses of three steps, by the number of micro-batches."""
-    found = {}
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    batch = {k: x.chunk(ranks)[rank].contiguous() for k, x in language_batch().items()}
-    for parts in ACCUMULATED[ranks]:
-        torch.manual_seed(0)
-        model = fz.functionalize(Language(dropout))
-        train = compiled(model.train_step(optim.sgd(0.5)), fz.shard_params(), fz.accumulate(parts))
-        state, found[parts] = train.init(model.params, fz.random.key(3)), []
-        for _ in range(3):
-            state, metrics = train(state, batch)
-            found[parts].append(metrics["loss"].item())
-    return found
+def language_losses(ranks: int, parts: int, dropout: float) -> list[float]:
+    torch.manual_seed(0)
+    model = fz.functionalize(Language(dropout))
+    step, transforms = model.train_step(optim.sgd(0.5)), (fz.shard_params(), fz.accumulate(parts))
+    return trained(ranks, step, model.params, language_batch(), *transforms, key=fz.random.key(3))[0]
 
 
-@pytest.mark.full(keep=["1"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ragged_labels_are_averaged_exactly_on_every_mesh(run_ranks, ranks):
+def test_ragged_labels_are_averaged_exactly_on_every_mesh():
     torch.manual_seed(0)
     module = Language(0.0)
     sgd, want = torch.optim.SGD(module.parameters(), lr=0.5), []
@@ -1124,15 +1096,14 @@ def test_ragged_labels_are_averaged_exactly_on_every_mesh(run_ranks, ranks):
         loss.backward()
         sgd.step()
         want.append(loss.item())
-    for found in run_ranks(ranks, language_losses, 0.0):
-        assert found == {parts: pytest.approx(want, rel=1e-5) for parts in ACCUMULATED[ranks]}
+    for mesh in MESHES:
+        assert language_losses(*mesh, 0.0) == pytest.approx(want, rel=1e-5), mesh
 
 
-@pytest.mark.full
-def test_dropout_is_the_same_on_every_mesh_and_in_every_number_of_parts(run_ranks):
-    found = [each for ranks in (1, 2, 3) for each in run_ranks(ranks, language_losses, 0.1)[0].values()]
-    assert len(found) == 5 and all(losses == pytest.approx(found[0], rel=1e-5) for losses in found)
-    assert found[0] != pytest.approx(run_ranks(1, language_losses, 0.0)[0][1], rel=1e-3)
+def test_dropout_is_the_same_on_every_mesh_and_in_every_number_of_parts():
+    found = [language_losses(*mesh, 0.1) for mesh in MESHES]
+    assert all(losses == pytest.approx(found[0], rel=1e-5) for losses in found)
+    assert found[0] != pytest.approx(language_losses(1, 1, 0.0), rel=1e-3)
 
 
 def of_its_kind(number: Any) -> float:

@@ -14,6 +14,7 @@ from models import STAGES, batches, part
 import fzero as fz
 from fzero import checkpoint, optim
 from fzero.errors import CheckpointError, TraceError
+from fzero.testing.simulate import simulated
 
 
 def compiled(
@@ -56,38 +57,42 @@ def mean_loss(p, batch):
     return loss.total / loss.count, aux
 
 
-def run_weighted(stage: int, accumulate: int, loss: Any) -> Any:
-    mesh = fz.make_mesh(data=-1)
-    train = compiled(loss, mesh, stage, accumulate, has_aux=True)
-    state, metrics = train(train.init(weights()), part(ragged_batch(), mesh))
-    return metrics, train.gather(state).params["w"]
+def run_weighted(num_ranks: int, stage: int, accumulate: int, loss: Any) -> Any:
+    """One rank is compiled, more are simulated."""
+    if num_ranks == 1:
+        train = compiled(loss, fz.make_mesh(), stage, accumulate, has_aux=True)
+        state, metrics = train(train.init(weights()), ragged_batch())
+        return metrics, train.gather(state).params["w"]
+    step = fz.accumulate(STAGES[stage](fz.train_step(loss, optim.sgd(0.5), has_aux=True)), accumulate)
+    state, metrics = fz.testing.simulate(step, fz.AbstractMesh(data=num_ranks), weights(), ragged_batch())
+    return metrics, state.params["w"]
 
 
-@pytest.mark.full(keep=["1"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_weighted_losses_are_exact_means(run_ranks, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "accumulate"), [(1, 1, 1), (1, 3, 2), (3, 0, 1), (3, 1, 2), (3, 2, 1), (3, 3, 2)]
+)
+def test_weighted_losses_are_exact_means(num_ranks, stage, accumulate):
     step = fz.train_step(weighted_loss, optim.sgd(0.5), has_aux=True)
     state, want = step(step.init(weights()), ragged_batch())
     batch = ragged_batch()
     losses = F.cross_entropy(batch["x"] @ weights()["w"], batch["y"], reduction="none")
     torch.testing.assert_close(want["loss"], (losses * batch["times"]).sum() / batch["times"].sum())
-    for stage, accumulate in {1: ((1, 1), (3, 2)), 2: ((0, 2), (1, 1), (2, 2), (3, 1)), 3: ((0, 1), (3, 2))}[num_ranks]:
-        for metrics, w in run_ranks(num_ranks, run_weighted, stage, accumulate, weighted_loss):
-            torch.testing.assert_close(metrics["loss"], want["loss"], rtol=1e-6, atol=0)
-            torch.testing.assert_close(metrics["grad_norm"], want["grad_norm"], rtol=1e-5, atol=0)
-            torch.testing.assert_close(metrics["aux"]["accuracy"], want["aux"]["accuracy"], rtol=1e-6, atol=0)
-            torch.testing.assert_close(metrics["aux"]["rows"], want["aux"]["rows"], rtol=1e-6, atol=0)
-            torch.testing.assert_close(w, state.params["w"], rtol=1e-5, atol=1e-6)
-            chunks = torch.stack([c.max() for c in losses.chunk(num_ranks * accumulate)])
-            # what is not weighted is averaged over the parts
-            torch.testing.assert_close(metrics["aux"]["largest"], chunks.mean())
+    metrics, w = run_weighted(num_ranks, stage, accumulate, weighted_loss)
+    torch.testing.assert_close(metrics["loss"], want["loss"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(metrics["grad_norm"], want["grad_norm"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(metrics["aux"]["accuracy"], want["aux"]["accuracy"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(metrics["aux"]["rows"], want["aux"]["rows"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(w, state.params["w"], rtol=1e-5, atol=1e-6)
+    chunks = torch.stack([c.max() for c in losses.chunk(num_ranks * accumulate)])
+    # what is not weighted is averaged over the parts
+    torch.testing.assert_close(metrics["aux"]["largest"], chunks.mean())
 
 
-def test_a_mean_of_means_is_another_number(run_ranks):
+def test_a_mean_of_means_is_another_number():
     """What fz.weighted is for: the same loss as a mean on each rank comes out wrong by far more than rounding."""
     step = fz.train_step(weighted_loss, optim.sgd(0.5), has_aux=True)
     _, want = step(step.init(weights()), ragged_batch())
-    (metrics, _), *_ = run_ranks(2, run_weighted, 3, 2, mean_loss)
+    metrics, _ = run_weighted(2, 3, 2, mean_loss)
     assert abs(metrics["loss"] - want["loss"]) > 3e-4
 
 
@@ -101,30 +106,21 @@ def dropout_loss(p, batch, *, key):
     return (x**2).mean()
 
 
-def run_dropout(stage: int, accumulate: int) -> Any:
-    mesh = fz.make_mesh(data=-1)
-    train = compiled(dropout_loss, mesh, stage, accumulate)
-    state, losses = train.init({"w": weights()["w"]}, fz.random.key(7)), []
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (0, 2), (3, 1), (3, 2)])
+def test_masks_do_not_depend_on_the_mesh(stage, accumulate):
+    step, params = fz.train_step(dropout_loss, optim.sgd(0.5)), {"w": weights()["w"]}
+    batch, key = {"x": ragged_batch()["x"]}, fz.random.key(7)
+    state, want = step.init(params, key), []
     for _ in range(5):
-        state, metrics = train(state, part({"x": ragged_batch()["x"]}, mesh))
-        losses.append(metrics["loss"])
-    return torch.stack(losses), train.gather(state).params["w"]
-
-
-@pytest.mark.full(keep=["1"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_masks_do_not_depend_on_the_mesh(run_ranks, num_ranks):
-    step = fz.train_step(dropout_loss, optim.sgd(0.5))
-    state, want = step.init({"w": weights()["w"]}, fz.random.key(7)), []
-    for _ in range(5):
-        state, metrics = step(state, {"x": ragged_batch()["x"]})
+        state, metrics = step(state, batch)
         want.append(metrics["loss"])
     assert len({w.item() for w in want}) == 5  # a new mask every step
-    for stage, accumulate in ((0, 1), (3, 2)) if num_ranks == 2 else ((0, 2), (3, 1)):
-        for losses, w in run_ranks(num_ranks, run_dropout, stage, accumulate):
-            # one flipped bit of a mask moves a loss by 1e-2
-            torch.testing.assert_close(losses, torch.stack(want), rtol=1e-5, atol=0)
-            torch.testing.assert_close(w, state.params["w"], rtol=1e-5, atol=1e-6)
+    transformed, mesh = fz.accumulate(STAGES[stage](step), accumulate), fz.AbstractMesh(data=3)
+    _, *steps = simulated(transformed, mesh, params, batch, 5, key)
+    # one flipped bit of a mask moves a loss by 1e-2
+    losses = torch.stack([metrics["loss"] for _, metrics in steps])
+    torch.testing.assert_close(losses, torch.stack(want), rtol=1e-5, atol=0)
+    torch.testing.assert_close(steps[-1][0].params["w"], state.params["w"], rtol=1e-5, atol=1e-6)
 
 
 def mask_loss(p, batch, *, key):
@@ -133,23 +129,17 @@ def mask_loss(p, batch, *, key):
     return (p["w"] * 0).sum() + 1.0, fz.weighted((code * batch["place"]).sum(), 1.0)
 
 
-def run_mask(accumulate: int) -> torch.Tensor:
-    mesh = fz.make_mesh(data=-1)
-    train = compiled(mask_loss, mesh, 3, accumulate, has_aux=True)
-    batch = {"x": ragged_batch()["x"][:6], "place": 8.0 ** torch.arange(6)}
-    _, metrics = train(train.init({"w": weights()["w"]}), part(batch, mesh))
-    return metrics["aux"] * mesh.size * accumulate  # every part counts 1
-
-
-@pytest.mark.full(keep=["2"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_masks_are_bit_equal(run_ranks, num_ranks):
+@pytest.mark.parametrize(("num_ranks", "accumulate"), [(1, 2), (2, 1), (3, 1), (3, 2)])
+def test_masks_are_bit_equal(num_ranks, accumulate):
     """The whole mask as one number of 18 bits."""
     step = fz.train_step(mask_loss, optim.sgd(0.5), has_aux=True)
-    _, metrics = step(step.init({"w": weights()["w"]}), {"x": ragged_batch()["x"][:6], "place": 8.0 ** torch.arange(6)})
+    params = {"w": weights()["w"]}
+    batch = {"x": ragged_batch()["x"][:6], "place": 8.0 ** torch.arange(6)}
+    _, metrics = step(step.init(params), batch)
     assert 0 < metrics["aux"] < 2**18
-    for accumulate in (1, 2) if num_ranks < 2 else (1,):
-        assert all(x.round() == metrics["aux"] for x in run_ranks(num_ranks, run_mask, accumulate))
+    transformed = fz.accumulate(fz.shard_params(step), accumulate)
+    _, found = fz.testing.simulate(transformed, fz.AbstractMesh(data=num_ranks), params, batch)
+    assert (found["aux"] * num_ranks * accumulate).round() == metrics["aux"]  # every part counts 1
 
 
 # evaluation
@@ -164,9 +154,13 @@ def predict(p, batch):
     return {"logits": logits, "loss": fz.weighted(losses.sum(), losses.numel()), "first": batch["tokens"][0, 0]}
 
 
+def evaluation(stage: int, precision: bool) -> Any:
+    return fz.compose(STAGES[stage], *([fz.mixed_precision("bf16")] if precision else []))
+
+
 def run_eval(stage: int, precision: bool) -> Any:
-    mesh = fz.make_mesh(data=-1)
-    transform = fz.compose(STAGES[stage], *([fz.mixed_precision("bf16")] if precision else []))
+    """A rank of real ones: what it evaluates before a step and after it, and the parameters then."""
+    mesh, transform = fz.make_mesh(data=-1), evaluation(stage, precision)
     train = fz.compile(transform(fz.train_step(models.gpt_loss, optim.adamw(1e-2))), mesh, backend="eager")
     evaluate = fz.compile(transform(fz.eval_step(predict)), mesh, backend="eager")
     state = train.init(models.gpt_init, fz.random.key(0))
@@ -177,11 +171,30 @@ def run_eval(stage: int, precision: bool) -> Any:
     return outputs, train.gather(state).params
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("stage", "precision"), [(0, True), (1, False), (3, False), (3, True)])
-def test_evaluation(run_ranks, stage, precision):
+def simulate_eval(stage: int, precision: bool) -> Any:
+    """The same of two simulated ranks."""
+    mesh, transform, batch = fz.AbstractMesh(data=2), evaluation(stage, precision), batches(1)[0]
+    params = models.gpt_init(fz.random.key(0))
+    step = transform(fz.train_step(models.gpt_loss, optim.adamw(1e-2)))
+    trained = fz.testing.simulate(step, mesh, params, batch)[0].params
+    found = [tensor.evaluated(transform(fz.eval_step(predict)), mesh, p, batch) for p in (params, trained)]
+    return [(outputs, trained) for outputs in zip(*found, strict=True)]
+
+
+@pytest.mark.full(keep=["0-True-simulated", "3-False-simulated"])
+@pytest.mark.parametrize(
+    ("stage", "precision", "ranks"),
+    [
+        (0, True, "simulated"),
+        (1, False, "simulated"),
+        (3, False, "simulated"),
+        (3, True, "real"),
+    ],
+)
+def test_evaluation(run_ranks, stage, precision, ranks):
     whole = batches(1)[0]
-    for rank, ((before, after), params) in enumerate(run_ranks(2, run_eval, stage, precision)):
+    found = run_ranks(2, run_eval, stage, precision) if ranks == "real" else simulate_eval(stage, precision)
+    for rank, ((before, after), params) in enumerate(found):
         tolerance = 0.1 if precision else 1e-5
         for outputs, at in ((before, models.gpt_init(fz.random.key(0))), (after, params)):
             want = fz.eval_step(predict)(at, whole)
@@ -243,12 +256,12 @@ def run_init(stage: int) -> Any:
 
 
 @pytest.mark.full(keep=["1"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_init_of_a_function_of_a_tree_and_of_the_plain_step_are_one(run_ranks, num_ranks):
     key = fz.random.key(11)
     want = fz.train_step(init_loss, optim.adamw(1e-2)).init(init_fn, key)
-    for stage in (1, 3) if num_ranks == 2 else (3,):
-        for pair in run_ranks(num_ranks, run_init, stage):
+    for stage in (1, 3):
+        for pair in [run_init(stage)] if num_ranks == 1 else run_ranks(num_ranks, run_init, stage):
             for got in pair:
                 assert fz.tree.paths(got) == fz.tree.paths(want)
                 for path, a, b in zip(fz.tree.paths(want), fz.tree.leaves(got), fz.tree.leaves(want), strict=True):
@@ -313,14 +326,11 @@ def run_resting(stage: int, precision: bool) -> dict[str, int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_bytes_at_rest(run_ranks, num_ranks):
+def test_bytes_at_rest(run_ranks):
     """Read off the storages of the live state after a step; 1 % is for padding, counters and the key."""
-    for stage, precision in (
-        ((0, False), (1, True), (2, False), (3, True)) if num_ranks == 2 else ((1, False), (3, False), (2, True))
-    ):
-        for seen in run_ranks(num_ranks, run_resting, stage, precision):
-            per_param = 12.0 if stage == 0 else 12.0 / num_ranks if precision or stage == 3 else 4 + 8 / num_ranks
+    for stage, precision in ((0, False), (1, True), (1, False), (2, False), (2, True), (3, False), (3, True)):
+        for seen in run_ranks(3, run_resting, stage, precision):
+            per_param = 12.0 if stage == 0 else 12.0 / 3 if precision or stage == 3 else 4 + 8 / 3
             want = per_param * seen["params"]
             assert 0.999 * want <= seen["bytes"] <= 1.01 * want, (stage, precision, seen["bytes"] / seen["params"])
 
@@ -358,14 +368,16 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
+@pytest.mark.full(keep=["saved0-restored0", "saved1-restored1"])
 @pytest.mark.parametrize(
     ("saved", "restored"), [((3, 3), (2, 1)), ((1, 0), (3, 3)), ((2, 1), (3, 2)), ((2, 3), (1, 3))]
 )
 def test_restore_onto_any_mesh_and_stage(run_ranks, tmp_path, saved, restored):
     """(ranks, stage) to (ranks, stage), bit for bit, and training goes on from it."""
     path = str(tmp_path / "checkpoint")
-    (want, *_) = run_ranks(saved[0], run_save, path, saved[1], 3)
-    results = run_ranks(restored[0], run_restore, path, restored[1], 2)
+    run = lambda ranks, *job: run_ranks(ranks, *job) if ranks > 1 else [job[0](*job[1:])]  # noqa: E731
+    (want, *_) = run(saved[0], run_save, path, saved[1], 3)
+    results = run(restored[0], run_restore, path, restored[1], 2)
     for got, later in results:
         assert same(got, want)
         assert later.step == 5 and same(later, results[0][1])

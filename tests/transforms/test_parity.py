@@ -84,14 +84,13 @@ TRAINED = [("gpt", "adamw"), ("bare", "sgd"), ("bare", "lamb"), ("mixed", "lion"
 
 
 def grid(num_ranks: int, model: str, optimizer: str) -> list[dict[str, Any]]:
-    """One and two ranks have every stage of every model, one of them alone and the other over micro-batches; three have
-    two stages of each.
+    """Every stage of every model, on one rank alone and on three over micro-batches, or the other way round.
 
     Of any two of a model with its optimizer, a stage, an accumulation, a policy and a number of ranks, all values meet.
     """
     which, cases = TRAINED.index((model, optimizer)), []
-    for stage in STAGES if num_ranks < 3 else (which % 4, (which + (3 if which % 2 else 1)) % 4):
-        accumulate = 1 + (stage + which + num_ranks) % 2
+    for stage in STAGES:
+        accumulate = 1 + (stage + which + num_ranks // 2) % 2
         remat = ("full", "min_cut", "none", None)[(stage + which // 2 + num_ranks) % 4]
         cases.append({"model": model, "optimizer": optimizer, "stage": stage, "accumulate": accumulate, "remat": remat})
     return cases
@@ -100,7 +99,7 @@ def grid(num_ranks: int, model: str, optimizer: str) -> list[dict[str, Any]]:
 def test_the_grid_has_every_pair():
     found = [
         (n, trained, c["stage"], c["accumulate"], c["remat"])
-        for n in (1, 2, 3)
+        for n in (1, 3)
         for trained in TRAINED
         for c in grid(n, *trained)
     ]
@@ -110,13 +109,13 @@ def test_the_grid_has_every_pair():
 
 
 @pytest.mark.full(keep=["mixed-clipped-1"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize(("model", "optimizer"), TRAINED)
 def test_every_stage_equals_the_plain_step(run_ranks, num_ranks, model, optimizer):
     cases = grid(num_ranks, model, optimizer)
     want = plain(model, optimizer)
     assert want["losses"][-4:].mean() < want["losses"][:4].mean()  # it trains
-    for results in run_ranks(num_ranks, run_cases, cases):
+    for results in [run_cases(cases)] if num_ranks == 1 else run_ranks(num_ranks, run_cases, cases):
         for case, got in zip(cases, results, strict=True):
             assert difference(got["losses"], want["losses"]) < 1e-5, case
             assert difference(got["norms"], want["norms"]) < 1e-5, case
