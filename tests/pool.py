@@ -329,8 +329,13 @@ def _serve(connection: Connection, stacks: Path) -> None:
         threading.Thread(target=_read_jobs, args=(connection, jobs), daemon=True).start()
         while True:
             environment, job = pickle.loads(jobs.get())
+            before = dict(os.environ)
             os.environ.update(environment)
             outcome = _run_job(job, filters)
+            # not the next job's: a folder of calibrations, for example, decides how its steps are planned
+            for name in {*os.environ} - {*before}:
+                del os.environ[name]
+            os.environ.update(before)
             gc.collect()  # what the job left in cycles keeps files and connections
             try:
                 data = _dumps(outcome)

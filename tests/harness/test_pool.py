@@ -37,6 +37,16 @@ def _environment() -> dict[str, str]:
     }
 
 
+def _sets_a_variable() -> str | None:
+    found = os.environ.get("FZERO_TEST_OF_POOL")
+    os.environ["FZERO_TEST_OF_POOL"] = "set"
+    return found
+
+
+def test_variables_that_a_job_sets_end_with_it(run_ranks):
+    assert [run_ranks(2, _sets_a_variable) for _ in range(2)] == [[None, None]] * 2
+
+
 def test_environment_is_torchruns_and_one_thread(run_ranks):
     expected = [{"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "threads": "1"} for r in "01"]
     assert run_ranks(2, _environment) == expected

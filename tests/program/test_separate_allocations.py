@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -22,6 +23,7 @@ from fzero.measure.profile import allocated
 from fzero.passes.apart import NEAR, SMALLEST, STAYS, apart
 from fzero.passes.packing import taken
 from fzero.passes.regions import Region
+from fzero.plan.devices import KNOWN
 from fzero.plan.memory import ROLES
 from fzero.program.ir import Program
 from fzero.program.verify_pool import check
@@ -212,15 +214,20 @@ def test_waits_that_all_ranks_end_together_make_the_pool_smaller(monkeypatch: py
 # --- one leaf at a time, where nothing else fits ---
 
 
+DEVICE = KNOWN["cpu"]
+"""Not this machine's rates, which an earlier test may have measured: the plan chooses by them."""
+
+
 def _leaf_by_leaf(budget: int | None) -> tuple[Any, Any, bool]:
     mesh = fz.make_mesh()
     step = fz.train_step(gpt_loss, optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)))
     step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"))(step)
     train = fz.compile(step, mesh, backend="eager", memory_budget=budget)
     state, metrics = train.init(gpt_init, key=fz.random.key(0)), []
-    for batch in batches(2):
-        state, found = train(state, part(batch, mesh))
-        metrics.append(found)
+    with mock.patch("fzero.runtime.compiled.get_device", return_value=DEVICE):
+        for batch in batches(2):
+            state, found = train(state, part(batch, mesh))
+            metrics.append(found)
     return metrics, train.gather(state), "reductions" in {d.what for d in train.plan.decisions}
 
 
@@ -230,7 +237,7 @@ def test_leaf_by_leaf_where_nothing_else_fits(run_ranks: Any) -> None:
         fz.train_step(gpt_loss, optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)))
     )
     lower = lambda **how: fz.lower(  # noqa: E731
-        step, fz.AbstractMesh(data=2), gpt_init, meta_part(batches(1)[0], 2), backend="eager", **how
+        step, fz.AbstractMesh(data=2), gpt_init, meta_part(batches(1)[0], 2), device=DEVICE, backend="eager", **how
     )
     with pytest.raises(fz.errors.BudgetError) as error:
         lower(memory_budget=2000)
