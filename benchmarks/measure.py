@@ -28,7 +28,6 @@ from cases import (
     host,
     idle,
     memory,
-    meshes,
     model,
     modules,
     peers,
@@ -227,12 +226,6 @@ CASES = {
         "plans of stages, and of a trillion parameters in 16", 10, plans.pipeline_plans,
         flags={"layers": 128, "pipe": 16, "micro": [32, 128], "smaller": 1},
         small={"layers": 4, "pipe": 2, "micro": [4], "smaller": 64},
-        how="Planned",
-    ),
-    "mesh_plans": Case(
-        "meshes chosen by plan, of 66 billion parameters on 64 devices", 20, meshes.mesh_plans,
-        flags={"devices": 64, "every": 4, "layers": 0, "smaller": 1, "rows": [*range(8)], "seconds": 600.0},
-        small={"devices": 4, "every": 0, "layers": 2, "smaller": 64},
         how="Planned",
     ),
     "expert_plans": Case(

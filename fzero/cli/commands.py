@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from fzero import tree
 from fzero.cli import report
@@ -57,8 +57,6 @@ _BUDGET = arg(metavar="SIZE", help_behavior_hint="(default: none)")
 _FILE = arg(metavar="FILE", help_behavior_hint="")
 _FLAG = arg(help_behavior_hint="")
 _PICTURES = (".png", ".svg")
-_SEARCH_SECONDS = 300.0  # of a search for a mesh, by default
-_SEARCH_HINT = f"(default: {_SEARCH_SECONDS:g})"
 
 
 class _Lowered(NamedTuple):
@@ -81,9 +79,9 @@ class _OfTarget:
 
     target: Annotated[Positional[str | None], _TARGET] = None
     """returns (step, params, batch); or give --hf"""
-    mesh: Annotated[tuple[str, ...], _MESH] = ()
-    """axes and their sizes, outermost first: data=8, or replica=2 data=4; plan takes "auto" with --devices,
-    and plans every mesh for a step without parallel transforms and the batch of all ranks together"""
+    mesh: Annotated[tuple[tuple[str, ...], ...], UseAppendAction, _MESH] = ()
+    """axes and their sizes, outermost first: data=8, or replica=2 data=4. To compare meshes, plan takes --mesh several
+    times, or "auto" with --devices, for a step without parallel transforms and the batch of all ranks together"""
     device: Annotated[str | None, _DEVICE] = None
     """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind:
     a100,memory_bytes=40GB,disk_read=3GB"""
@@ -102,6 +100,11 @@ class _OfTarget:
     json: Annotated[bool, _FLAG] = False
     """print JSON"""
     model: OfModel = field(default_factory=OfModel)
+
+    @property
+    def compares(self) -> bool:
+        """Whether several meshes are to be planned."""
+        return len(self.mesh) > 1 or self.mesh == (("auto",),)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -172,13 +175,12 @@ class _OfTarget:
         return _Lowered(lowered, made, interpreter, short)
 
     def _devices(self) -> tuple[dict[str, Any], Device]:
-        """The axes of the mesh, and its devices. For --mesh auto all are along one axis."""
+        """The axes of the mesh, and its devices. Without one mesh all devices are along one axis."""
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         if self.devices is not None:
             number, device = get_devices(self.devices, kind)
-            given = self.mesh and self.mesh != ("auto",)
-            return _axes(self.mesh) if given else self.model.axes(number), device
-        return _axes(self.mesh), get_device(self.device, kind)
+            return _axes(self.mesh[0]) if self.mesh and not self.compares else self.model.axes(number), device
+        return _axes(self.mesh[0]), get_device(self.device, kind)
 
     def _step_problems(self) -> list[str]:
         """Problems of the flags that name a step and its budget."""
@@ -196,14 +198,16 @@ class _OfTarget:
     def _check(self) -> None:
         """Raises for flags that contradict each other."""
         problems = self._step_problems()
+        problems += ["--mesh several times, or auto: is for fzero plan"] if self.compares else []
         if self.devices is None and not self.mesh:
             problems.append("--mesh wants axes with their sizes, --mesh AXIS=SIZE ...; or give --devices NUMBERxNAME")
         if self.devices is not None and self.device is not None:
             problems.append(f"both --devices {self.devices} and --device {self.device}")
-        elif self.devices is not None and self.mesh:
+        elif self.devices is not None and self.mesh and not self.compares:
             number, _ = get_devices(self.devices)
-            if math.prod(_axes(self.mesh).values()) != number:
-                problems.append(f"--devices {self.devices} and --mesh {' '.join(self.mesh)}: another number of devices")
+            if math.prod(_axes(self.mesh[0]).values()) != number:
+                mesh = " ".join(self.mesh[0])
+                problems.append(f"--devices {self.devices} and --mesh {mesh}: another number of devices")
         if problems:
             fix = "e.g. fzero plan --hf DIR --devices 8xh100, or fzero plan FILE.py:FUNCTION --mesh data=8"
             raise UsageError("target", "a step and its devices are wanted", problems, fix)
@@ -259,20 +263,16 @@ class PlanCommand(_OfTarget):
     picture: Annotated[Path | None, _FILE] = None
     """draw memory over the lines of the step, as .png or .svg"""
     experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
-    """with --mesh auto: the parameters of experts, such as 'layers.*.experts.*', so that meshes have an axis of them"""
-    seconds: Annotated[float | None, arg(metavar="SECONDS", help_behavior_hint=_SEARCH_HINT)] = None
-    """with --mesh auto: wall-clock seconds after which no other mesh is begun; inf looks at all"""
+    """when comparing meshes: the parameters of experts, such as 'layers.*.experts.*', so that meshes have their axis"""
 
     def run(self) -> int:
         with _usage():
             _check_files(trace=self.trace, picture=self.picture)
-        if self.mesh == ("auto",):
-            return self._choose()
+        if self.compares:
+            return self._compare()
         if self.experts:
             fix = "give --mesh auto, or fz.expert_parallel in the target's code"
             raise UsageError("mesh", "--experts is about --mesh auto", fix=fix)
-        if self.seconds is not None:
-            raise UsageError("mesh", "--seconds is about --mesh auto", fix="give --mesh auto, or leave it out")
         try:
             lowered, made, interpreter, short = self.lowered()
         except BudgetError as error:
@@ -308,20 +308,25 @@ class PlanCommand(_OfTarget):
             report.print_plan(lowered, plan, memory, short)
         return 0 if memory is None or fits(plan, memory) else 1
 
-    def _choose(self) -> int:
-        """Plans every mesh, with the parallel transforms for each. Returns the exit status: 1 if none fits."""
+    def _compare(self) -> int:
+        """Plans several meshes, with the parallel transforms for each. Returns the exit status: 1 if none fits."""
         problems = self._step_problems()
         problems += [] if self.devices else ["--devices NUMBERxNAME is wanted, such as 64xh100"]
         given = {"device": self.device, "host-budget": self.host_budget, "disk-budget": self.disk_budget}
-        problems += [f"--{name} does not go with --mesh auto" for name, value in given.items() if value is not None]
+        given |= {"trace": self.trace, "picture": self.picture}
+        problems += [f"--{name} is for one mesh" for name, value in given.items() if value is not None]
         if problems or self.devices is None:
             fix = "e.g. fzero plan FILE.py:FUNCTION --mesh auto --devices 64xh100"
-            raise UsageError("mesh", "--mesh auto plans every mesh of a number of devices", problems, fix)
+            raise UsageError("mesh", "several meshes of a number of devices are planned", problems, fix)
         with _usage():
             number, device = get_devices(self.devices, "cuda" if torch.cuda.is_available() else "cpu")
             budget = self.budget_bytes
+            meshes = [] if self.mesh == (("auto",),) else [AbstractMesh(**_axes(mesh)) for mesh in self.mesh]
+            for mesh in meshes:
+                if mesh.size != number:
+                    raise UsageError("mesh", f"--devices {self.devices}: --mesh {mesh} has another number of devices")
         unknown = list[str]()
-        with _told_at_the_end(unknown), shown("fzero.plan", lambda: "planning every mesh"):
+        with _told_at_the_end(unknown), shown("fzero.plan", lambda: "planning several meshes"):
             made = None
             if self.target is not None:
                 step, params, batch = load(self.target)
@@ -332,31 +337,25 @@ class PlanCommand(_OfTarget):
                 made, (step, params, batch, _) = planned(of, {"data": 1}, device.devices_per_host, {})
                 unknown += made.unknown
             if not isinstance(step, Step):
-                raise UsageError(
-                    "mesh", f"{self.target} returns an evaluation", fix="--mesh auto is for training steps"
-                )
+                fix = "give one --mesh"
+                raise UsageError("mesh", f"{self.target} returns an evaluation; meshes are for training steps", fix=fix)
             with users_code(self.target or ""):
                 found = choose_mesh(
                     step,
                     params,
                     batch,
                     devices=number,
+                    meshes=meshes,
                     device=device,
                     memory_budget=budget,
                     experts=_named(self.experts, params),
                     backend=self.backend,
-                    seconds=_SEARCH_SECONDS if self.seconds is None else self.seconds,
                 )
-        fits = found.found[0].plan is not None
-        if fits and self.trace is not None:
-            found.best.planned.save_trace(self.trace)
-        if fits and self.picture is not None:
-            found.best.planned.save_picture(self.picture, found.budget)
         if self.json:
-            print(json_.dumps(found.data() | ({} if made is None else {"model": made.model}), indent=1))
+            print(json_.dumps(report.meshes_data(found) | ({} if made is None else {"model": made.model}), indent=1))
         else:
-            report.print_meshes(found, "" if made is None else made.model)
-        return 0 if fits else 1
+            print(found if made is None else f"{made.model}\n{found}")
+        return 0 if found.found[0].plan is not None else 1
 
 
 def _named(patterns: Sequence[str], params: Any) -> Callable[[str, torch.Tensor], bool] | None:

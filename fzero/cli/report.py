@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from fzero.cli.answer import Answer
-from fzero.errors import FzeroError
+from fzero.lowering.choose_mesh import MeshPlans
 from fzero.lowering.lowered import Lowered
-from fzero.lowering.mesh_plans import MeshPlans
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan
 from fzero.plan.render import TextTable, draw, plain, tables
@@ -48,15 +47,13 @@ def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: s
     return _print(tables(plan), "\n".join(fits))
 
 
-def print_meshes(found: MeshPlans, model: str = "") -> None:
-    """Prints the fastest of the meshes that were planned, as code, and then all of them. `model`: code that makes the
-    step, to stand before it."""
-    try:
-        text = f"{found.sentence}\n\n{model}{found.code}"
-    except FzeroError as error:  # the table below has its reasons
-        lines = str(error).splitlines()
-        text = f"{lines[0]}\n{lines[-1]}\n"
-    _print(found.tables(), first=text)
+def meshes_data(found: MeshPlans) -> dict[str, Any]:
+    """The meshes that were planned, as JSON has them."""
+    rows = list[dict[str, Any]]()
+    for x in found.found:
+        row: dict[str, Any] = {"axes": dict(x.mesh.axes), "transforms": [*x.code], "text": x.text}
+        rows.append(row if x.plan is None else {**row, "step_seconds": x.plan.step_seconds})
+    return {"meshes": rows, "left_out": [*found.left_out], "budget": found.budget}
 
 
 def print_answer(found: Answer) -> None:

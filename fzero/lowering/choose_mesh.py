@@ -1,257 +1,150 @@
-"""Chooses the mesh of a step with its parallel transforms: plans candidates, and takes the fastest that fits.
-
-A candidate (mesh_candidates.py) is lowered as if the user had written it, so what is chosen is what runs.
-
-[Note: best first] Planning a candidate takes seconds to minutes, and a lower bound of its seconds and bytes
-(mesh_bounds.py) one trace for all candidates with the same cut of values. Candidates are looked at in order of their
-bounds, ZeRO alone before all others. One whose bound is no more than 2 % below the fastest plan is left out: so the
-first of the table takes at most 2 % longer than the best of all. A search that ends early has a plan, and a bound on
-the untried candidates.
-"""
+"""Plans a step on several meshes, each with parallel transforms for its axes, and sorts the meshes by time."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-import time
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
-from fzero.arguments import keywords, number
-from fzero.errors import BudgetError, FzeroError, FzeroTypeError, FzeroValueError, TransformError
-from fzero.lowering.at_rest import shortage
+from fzero.errors import FzeroError, FzeroValueError
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import abstract
 from fzero.lowering.lower import resolve_and_lower
-from fzero.lowering.mesh_bounds import MeshBounds, brief
-from fzero.lowering.mesh_candidates import ROWS, MeshCandidate, MeshRequest, Where, candidates, meshes, with_all
-from fzero.lowering.mesh_plans import MeshPlan, MeshPlans
-from fzero.lowering.search import GAIN
-from fzero.plan.cost import check_backend_name
+from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, get_device
+from fzero.plan.plan import Plan
 from fzero.plan.process import INTERPRETER, room
-from fzero.progress import within
-from fzero.step import Step
-from fzero.transforms.accumulate import Accumulate
+from fzero.plan.render import TextTable, plain
+from fzero.progress import shown
+from fzero.step import Step, compose
+from fzero.transforms import accumulate, expert, pipeline, remat, sequence, shard, tensor
 from fzero.transforms.base import find
-from fzero.transforms.cutting import Cutting
-from fzero.transforms.local_sgd import LocalSGD
-from fzero.transforms.once_a_step import OnceAStep
-from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.precision import with_first_dtype
-from fzero.transforms.redundant import Redundant
-from fzero.transforms.shard import Parallel
-from fzero.transforms.tensor import Rules
-from fzero.units import duration, parse_bytes
+from fzero.units import as_argument, duration, parse_bytes, size
 
-_SEARCHED = (Parallel, Cutting, Pipeline, Accumulate, OnceAStep, Redundant)
-_OF_A_REPLICA = "leave it out, and choose a mesh for the devices of one replica"
+AXES, MOST = ("node", "data", "pipe", "seq", "expert", "model"), 16  # the axes of meshes; how many meshes are planned
 
 
-@keywords
+class MeshPlan(NamedTuple):
+    """A mesh, the transforms for it as code, and the plan of the step with them; `text`: its cost, or why none."""
+
+    mesh: AbstractMesh
+    code: tuple[str, ...]
+    step: Step
+    plan: Plan | None
+    text: str
+
+
+class MeshPlans(NamedTuple):
+    """The planned meshes, the fastest first and those without a plan last; the names of the meshes left out."""
+
+    found: tuple[MeshPlan, ...]
+    left_out: tuple[str, ...]
+    budget: int
+
+    @property
+    def best(self) -> MeshPlan:
+        """The fastest mesh. Raises a `FzeroValueError` with all reasons if no mesh has a plan."""
+        if self.found[0].plan is None:
+            why = [f"{x.mesh}: {x.text}" for x in self.found]
+            raise FzeroValueError("choose_mesh", "no mesh fits the step", why, "more devices, a batch that they divide")
+        return self.found[0]
+
+    @property
+    def code(self) -> str:
+        """The fastest mesh, as code to paste."""
+        made = f"mesh = fz.make_mesh({self.best.mesh})\nstep = fz.compose({', '.join(self.best.code)})(step)\n"
+        budget = as_argument(self.budget)
+        return f'{made}train = fz.compile(step, mesh, batch=batch, memory_budget="{budget}")  # a rank\'s batch\n'
+
+    def __str__(self) -> str:
+        rows = [(str(x.mesh), ", ".join(x.code), x.text) for x in self.found]
+        why = f"left out: at most {MOST} meshes are planned, those with the fewest axes first"
+        rows += [("; ".join(self.left_out), "", why)] * bool(self.left_out)
+        title, columns = f"meshes with {size(self.budget)} for each rank", ("mesh", "with", "step, peak of a rank")
+        return plain([TextTable(title, columns, rows, True)]) + (f"\n{self.code}" if self.found[0].plan else "")
+
+
 def choose_mesh(
     step: Step,
     params: Any,
     batch: Any,
     *,
-    devices: int,
+    devices: int = 1,
+    meshes: Sequence[AbstractMesh] = (),
     device: Device | str | None = None,
     memory_budget: str | int | None = None,
-    rules: Rules | None = None,
-    experts: Where | None = None,
+    experts: Callable[[str, torch.Tensor], bool] | None = None,
     backend: str = "inductor",
-    seconds: float | None = None,
 ) -> MeshPlans:
-    """Plans a step on the meshes of a number of devices, with the parallel transforms for each. No device is touched.
+    """Plans a training step without parallel transforms on the meshes of some devices (at most 16), or on `meshes`.
 
-    Candidates have a data axis with ZeRO-1 or ZeRO-3, also over the axes node and data, `pipeline` with 1F1B or "zb",
-    and within a host `tensor_parallel` (with `sequence=True` and without), `sequence_parallel` and `expert_parallel`:
-    all factorisations of `devices`. Without `remat` of its own the step gets `remat("auto")`, which keeps as many
-    activations as fit. Where one micro-batch does not fit, more are tried. Not planned is a candidate whose state and
-    waiting activations do not fit, or whose least seconds are no more than 2 % below the fastest.
-
-    Args:
-        step: a training step with its precision and optimizer, and none of these transforms.
-        params: a pytree of tensors with whole leaves (meta tensors will do), or a function of a key that returns one.
-        batch: the whole batch of a step: a pytree of tensors (meta tensors will do) with as many rows in dim 0.
-        devices: their number.
-        device: that the plans are for, as for `lower`; by default this machine's.
-        memory_budget: bytes of each rank, or text ("80GB"); by default the device's memory without what the process
-            takes.
-        rules: of `tensor_parallel`; by default they are chosen for each size.
-        experts: `where` of `expert_parallel`: which parameters are of experts; without it there is no axis of experts.
-        backend: as for `lower`.
-        seconds: wall-clock time after which no other candidate is begun. The answer then says how much faster the
-            untried may be. It depends on the speed of this machine: choose once, not on every rank. By default no
-            candidate stays untried.
-
-    Returns:
-        The candidates, the fastest first, then those left out: `.best.step` and `.best.axes` to go on with, `.code` to
-        paste, `str` for a table, `.sentence` for whether ZeRO alone is as fast.
-
-    Raises:
-        FzeroTypeError: no training step; `devices` that are no whole number.
-        FzeroValueError: a batch whose leaves have different numbers of rows; `seconds` that is not a number above 0.
-        TransformError: a step that has parallel transforms of its own.
-        FzeroError: whatever is wrong with the step on one device.
+    `data` and `node` get ZeRO, `pipe` `pipeline`, `seq` `sequence_parallel`, `model` `tensor_parallel`, and `expert`
+    `expert_parallel(where=experts)`. `batch` is that of all ranks; other arguments are as for `lower`. `.best` is the
+    fastest mesh with its step, `.code` the code to paste, `str` a table. Each mesh takes as long as `lower`.
 
     Example:
         >>> import torch, fzero as fz
-        >>> layer = fz.block(lambda w, x: torch.tanh(x @ w))
-        >>> def loss(params, x):
-        ...     for w in params:
-        ...         x = layer(w, x)
-        ...     return x.square().mean()
-        >>> params, x = [torch.empty(256, 256, device="meta")] * 4, torch.empty(64, 256, device="meta")
-        >>> step = fz.train_step(loss, fz.optim.adamw(1e-3))
-        >>> found = choose_mesh(step, [w.clone() for w in params], x, devices=4, device="h100")
-        >>> found.best.mesh, found.best.title
-        ('data=4', 'ZeRO-3')
+        >>> step = fz.train_step(lambda w, x: (x @ w).mean(), fz.optim.sgd(0.1))
+        >>> w, x = torch.empty(4, 4, device="meta"), torch.empty(8, 4, device="meta")
+        >>> print(choose_mesh(step, w, x, meshes=[fz.AbstractMesh(data=2)], device="h100").best.mesh)
+        data=2
     """
-    if not isinstance(step, Step):
-        fix = "make one with fz.train_step"
-        raise FzeroTypeError("choose_mesh", f"chooses for a training step, not {type(step).__name__}", fix=fix)
-    if type(devices) is not int or devices < 1:
-        raise FzeroTypeError("choose_mesh", f"devices={devices!r}: their number, at least 1", fix="e.g. devices=8")
-    if there := [str(t) for t in step.transforms if isinstance(t, _SEARCHED)]:
-        fix = "leave them out: they are what is searched for"
-        raise TransformError("choose_mesh", "the step is parallel already", there, fix)
-    if (spec := find(step.transforms, LocalSGD)) is not None:
-        raise TransformError("choose_mesh", "replicas are not searched for", [str(spec)], fix=_OF_A_REPLICA)
-    check_backend_name("choose_mesh", backend)
-    begun = time.monotonic()
-    if problems := [] if seconds is None else number("seconds", seconds, above=0):
-        raise FzeroValueError("choose_mesh", "invalid arguments", problems, "e.g. seconds=300; None looks at all")
-    params = abstract(params) if callable(params) else params
-    rows = _rows(batch)
+    step, params = with_first_dtype(step, None), abstract(params) if callable(params) else params
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
-    interpreter = rates.process_bytes or INTERPRETER
-    budget = room(rates, devices > 1, interpreter) if memory_budget is None else parse_bytes(memory_budget)
-    asked = MeshRequest(
-        with_first_dtype(step, None), params, batch, rows, rates, budget, rules, experts, backend, devices
-    )
-    search = _Search(asked)
-    found = search.run(math.inf if seconds is None else begun + seconds)
-    untried = search.untried
-    return MeshPlans(
-        devices,
-        rates,
-        budget,
-        rows,
-        tuple(sorted(found, key=_order)),
-        num_planned=search.num_planned,
-        stopped=seconds if untried else None,
-        num_untried=len(untried),
-        least_untried=min(untried, default=0.0),
-    )
+    nbytes = parse_bytes(memory_budget or room(rates, True, rates.process_bytes or INTERPRETER))
+    wanted, found = meshes or _meshes(devices, rates.devices_per_host, experts is not None), list[MeshPlan]()
+    leaves, structure = tree.flatten(batch)
+    rows = next((len(x) for x in leaves if isinstance(x, torch.Tensor) and x.ndim), 1)
+    with shown("fzero.choose_mesh", lambda: f"{len(found)} of {len(wanted[:MOST])} planned"):
+        for mesh in (x.of_type(rates.type) for x in wanted[:MOST]):
+            parts = math.prod(mesh.axes.get(axis, 1) for axis in ("node", "data", "expert"))
+            meta = [x.to("meta")[: len(x) // parts] if isinstance(x, torch.Tensor) and x.ndim else x for x in leaves]
+            added = dict(_transforms(step, mesh.axes, rows // parts, experts))
+            full = compose(*added.values())(step)
+            try:
+                if rows % parts:
+                    raise FzeroValueError("choose_mesh", f"{rows} rows do not divide into {parts} parts")
+                part = tree.unflatten(structure, meta)
+                plan = resolve_and_lower(full, mesh, params, part, Budget(nbytes, rates, backend), draft=True).plan
+                peak = size(max(x.peak_bytes for x in (plan, *plan.stages)))
+                found.append(MeshPlan(mesh, tuple(added), full, plan, f"{duration(plan.step_seconds)}, {peak}"))
+            except FzeroError as error:
+                found.append(MeshPlan(mesh, tuple(added), full, None, " ".join(str(error).split("\n")[:3])))
+    found.sort(key=lambda x: math.inf if x.plan is None else x.plan.step_seconds)
+    return MeshPlans(tuple(found), tuple(map(str, wanted[MOST:])), nbytes)
 
 
-def _rows(batch: Any) -> int:
-    found = {path: x.shape[0] for path, x in _tensors(batch).items() if x.ndim}
-    if len({*found.values()}) != 1:
-        problems = [f"batch{path}: {n} rows" for path, n in found.items()] or ["no tensor has rows"]
-        raise FzeroValueError("choose_mesh", "the batch has no one number of rows", problems, "give the whole batch")
-    return next(iter(found.values()))
+def _meshes(devices: int, per_host: int, experts: bool) -> list[AbstractMesh]:
+    """All meshes of some devices; `seq`, `expert` and `model` stay within a host, `node` is for `data` alone."""
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    sizes = {1, devices // per_host or 1}, divisors, divisors, divisors, divisors if experts else [1], divisors
+    able = (n for n in itertools.product(*sizes) if math.prod(n) == devices and per_host % math.prod(n[3:]) == 0)
+    meshes = (dict[str, Any](x for x in zip(AXES, n, strict=True) if x[1] > 1) or {"data": 1} for n in able)
+    found = [AbstractMesh(**axes) for axes in meshes if "node" not in axes or {*axes} == {"node", "data"}]
+    return sorted(found, key=lambda x: (len({*x.axes} - {"node", "data"}), devices // x.axes.get("data", 1)))
 
 
-def _tensors(batch: Any) -> dict[str, torch.Tensor]:
-    pairs = zip(tree.paths(batch), tree.leaves(batch), strict=True)
-    return {path: x for path, x in pairs if isinstance(x, torch.Tensor)}
-
-
-class _Search:
-    """See [Note: best first].
-
-    Attributes:
-        num_planned: how many candidates were planned.
-        untried: for each candidate that may be faster and that there was no time for, the least seconds of its step.
-    """
-
-    def __init__(self, asked: MeshRequest):
-        self.asked, self.bounds = asked, MeshBounds(asked)
-        self.num_planned, self.untried = 0, list[float]()
-
-    def run(self, until: float = math.inf) -> list[MeshPlan]:
-        """The candidates, of each family one: see [Note: best first].
-
-        Args:
-            until: time of `time.monotonic` after which none is begun that takes a trace or a plan.
-        """
-        self.bounds.check()
-        asked, found, fastest = self.asked, dict[Any, list[MeshPlan]](), math.inf
-        left: list[tuple[bool, float, int, bool, MeshCandidate]] = []
-        order = itertools.count()
-
-        def push(candidate: MeshCandidate, least: float, bounded: bool) -> None:
-            heapq.heappush(left, (not {*candidate.axes} <= {*ROWS}, least, next(order), bounded, candidate))
-
-        def leave(made: MeshPlan, candidate: MeshCandidate) -> None:
-            found.setdefault(candidate.family, []).append(made)
-            if made.too_large and candidate.later:
-                next_one = candidate._replace(micro=candidate.later[0], later=candidate.later[1:])
-                push(next_one, self.bounds.first(next_one), False)
-
-        for axes in meshes(asked.devices, asked.device.devices_per_host, asked.experts is not None):
-            for candidate in candidates(axes, asked.rows):
-                if isinstance(candidate, MeshCandidate):
-                    push(candidate, self.bounds.first(candidate), False)
-                else:
-                    found[candidate, *axes.items()] = [MeshPlan(axes, (), "", asked.step, None, refused=candidate)]
-        while left:
-            _, seconds, _, bounded, candidate = heapq.heappop(left)
-            if seconds > (1 - GAIN) * fastest:
-                leave(self._without_plan(candidate, f"it takes at least {duration(seconds)}", seconds), candidate)
-                continue
-            if time.monotonic() >= until and (bounded or self.bounds.traces(candidate)):
-                self.untried.append(seconds)
-                leave(self._without_plan(candidate, f"no time; at least {duration(seconds)}", seconds), candidate)
-                continue
-            with within("planning", f"{self.num_planned} planned, {len(left) + 1} left"):
-                least = self.bounds.least(candidate)
-                if least.refused:
-                    leave(self._without_plan(candidate, least.refused, too_large=least.too_large), candidate)
-                    continue
-                if not bounded:
-                    push(candidate, max(seconds, least.seconds), True)
-                    continue
-                made = self._planned(candidate)
-            self.num_planned += 1
-            if made.plan is None:
-                leave(made, candidate)
-            else:
-                found.setdefault(candidate.family, []).append(made)
-                fastest = min(fastest, made.plan.step_seconds)
-        return [min(reversed(of), key=_order) for of in found.values()]
-
-    def _planned(self, candidate: MeshCandidate) -> MeshPlan:
-        asked = self.asked
-        found = replace(self._without_plan(candidate), batch=asked.part(asked.rows // candidate.parts))
-        try:
-            step, mesh = with_all(asked.step, asked.added(candidate)), asked.mesh(candidate.axes)
-            found = replace(found, step=step)
-            budget = Budget(asked.budget, asked.device, asked.backend)
-            # nothing is traced where the state alone is too large
-            if candidate.pipe == 1 and (short := shortage(step, mesh, asked.params, budget)) is not None:
-                return replace(found, refused=short[0][0], too_large=True)
-            lowered = resolve_and_lower(step, mesh, asked.params, found.batch, budget, draft=True)
-            return replace(found, plan=lowered.plan)
-        except FzeroError as error:
-            if too_large := isinstance(error, BudgetError):
-                self.bounds.short.append(candidate)
-            return replace(found, refused=brief(error), too_large=too_large)
-
-    def _without_plan(
-        self, candidate: MeshCandidate, why: str = "", seconds: float | None = None, too_large: bool = False
-    ) -> MeshPlan:
-        added = self.asked.added(candidate)
-        title, codes = ", ".join(x.title for x in added if x.title), tuple(x.code for x in added)
-        return MeshPlan(candidate.axes, codes, title, self.asked.step, None, None, why, seconds, too_large)
-
-
-def _order(x: MeshPlan) -> tuple[bool, bool, float]:
-    """Plans, the fastest first; then what was left out by its seconds; then what cannot be had."""
-    return x.plan is None, x.seconds is None, x.seconds or 0.0
+def _transforms(step: Step, axes: Mapping[str, int], rows: int, experts: Any) -> Iterator[tuple[str, Any]]:
+    """The transforms for the axes of a mesh, with the code of each. `rows`: of a rank."""
+    over = [axis for axis in ("expert", "data", "seq", "node") if axis in axes]  # the fastest links first
+    if axis := tuple(over) if len(over) > 1 else "".join(over):
+        zero = shard.shard_opt_state if "pipe" in axes else shard.shard_params
+        yield f"fz.{zero.__name__}(axis={axis!r})", zero(axis=axis)
+    if "pipe" in axes:
+        yield "fz.pipeline()", pipeline.pipeline()
+        if find(step.transforms, accumulate.Accumulate) is None:
+            micro = max(n for n in range(1, 4 * axes["pipe"] + 1) if max(rows, 1) % n == 0)
+            yield f"fz.accumulate({micro}, vertical=True)", accumulate.accumulate(micro, vertical=True)
+    if "seq" in axes:
+        yield "fz.sequence_parallel()", sequence.sequence_parallel()
+    if "expert" in axes and experts is not None:
+        yield "fz.expert_parallel(where=experts)", expert.expert_parallel(where=experts)
+    if "model" in axes:
+        yield "fz.tensor_parallel()", tensor.tensor_parallel()
+    if find(step.transforms, remat.Remat) is None:
+        yield 'fz.remat("auto")', remat.remat("auto")

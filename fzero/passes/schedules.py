@@ -33,7 +33,7 @@ class Unit(NamedTuple):
 
 Table = tuple[tuple[Unit, ...], ...]
 Message = TypeVar("Message")
-"""What a unit hands another rank: stages.py and least_pipeline.py each have a type of it."""
+"""What a unit hands another rank, of any type."""
 
 
 def table(schedule: str | Sequence[Sequence[str]], ranks: int, chunks: int, micro: int) -> Table:

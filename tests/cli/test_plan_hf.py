@@ -389,8 +389,8 @@ def test_every_mesh_of_a_model_is_planned(saved: Any, capsys: pytest.CaptureFixt
     asked = ["plan", "--hf", saved("llama"), "--mesh", "auto", "--devices", "2xh100"]
     assert main([*asked, "--batch", "2", "--accumulate", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    best = found["candidates"][0]
-    assert found["rows"] == 2 * 2 * 2 and best["axes"] == {"data": 2}
+    best = found["meshes"][0]
+    assert best["axes"] == {"data": 2}
     made: dict[str, Any] = {}
     exec(found["model"], made)
     step = fz.compose(*(eval(code, {"fz": fz}) for code in best["transforms"]))(made["step"])
