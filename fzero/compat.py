@@ -935,10 +935,6 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-COMPILER = "torch._dynamo"
-"""The module that PyTorch imports when it first compiles, for seconds."""
-
-
 def native_bf16(device: torch.device) -> bool:
     """Whether matrix products in bfloat16 run at full speed on the device, or crawl (../docs/design.md, bf16 on a
     CPU)."""

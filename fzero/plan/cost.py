@@ -272,12 +272,6 @@ def _fewest(mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...], devices_pe
 # --- a step ---
 
 
-def hardware_flops(program: Program) -> float:
-    """FLOPs of products that a rank runs in one step, recomputation included."""
-    called = (times * cost_of(program.functions[line.fn]).total_flops for line, times in program.walk() if line.fn)
-    return sum(called) + _flops_of_ops(program)
-
-
 def model_flops(program: Program) -> float:
     """FLOPs of products that a rank's part of the batch takes in one step, without recomputation: the numerator of
     model FLOPs utilisation.
@@ -333,7 +327,6 @@ __all__ = [
     "channel",
     "cost_of",
     "direct_link",
-    "hardware_flops",
     "host_bytes",
     "link_bandwidth",
     "local_bytes",

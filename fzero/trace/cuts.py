@@ -691,8 +691,3 @@ def _copied(node: fx.Node) -> fx.Node:
 def _said(node: fx.Node) -> str:
     """An operation of one input, without it."""
     return f"{node.target}{fx.map_arg((node.args, node.kwargs), lambda _: None)}"
-
-
-def collectives(graph: Recorded) -> Iterator[fx.Node]:
-    """The markers of a graph, in order."""
-    return (x for x in graph.graph.nodes if x.target in MARKERS)

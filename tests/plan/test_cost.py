@@ -107,18 +107,9 @@ def test_model_flops_do_not_depend_on_what_is_recomputed(policy):
     assert cost.model_flops(program) == cost.model_flops(gpt())
 
 
-def test_hardware_flops_count_recomputation():
-    kept, recomputed = (cost.hardware_flops(gpt(fz.remat(p))) for p in ("none", "full"))
-    attention = 4 * BATCH * SEQ**2 * WIDTH
-    layer_forward = 24 * WIDTH**2 * BATCH * SEQ + attention
-    assert kept == cost.model_flops(gpt()) + 2 * attention / 2  # fused attention's backward computes its scores again
-    # every layer's forward runs twice, but for its last product, which no gradient reads
-    assert recomputed == kept + 2 * (layer_forward - 8 * WIDTH**2 * BATCH * SEQ)
-
-
 def test_accumulation_multiplies_by_the_number_of_micro_batches():
     whole, parts = gpt(), gpt(fz.accumulate(2))
-    assert cost.hardware_flops(parts) == cost.hardware_flops(whole)
+    assert cost.model_flops(parts) == cost.model_flops(whole)
 
 
 def test_flops_of_convolution_and_batched_products_are_torchs():
@@ -476,7 +467,7 @@ def test_a_program_of_a_thousand_layers_costs_as_many_times_what_two_do():
     deep = dataclasses.replace(program, lines=program.lines * 500)
     few, many = (sum(times * cost.seconds(line, p, DEVICE) for line, times in p.walk()) for p in (program, deep))
     assert many == pytest.approx(500 * few)
-    assert cost.hardware_flops(deep) == 500 * cost.hardware_flops(program)
+    assert cost.model_flops(deep) == 500 * cost.model_flops(program)
 
 
 @pytest.mark.parametrize("name", list(models.MODELS))
