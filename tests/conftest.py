@@ -155,6 +155,12 @@ def run_ranks(pool: Pool) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
+def run_or_call(run_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """As `run_ranks`, but one rank needs no process: the function is called."""
+    return lambda n, fn, *args, **kwargs: [fn(*args, **kwargs)] if n == 1 else run_ranks(n, fn, *args, **kwargs)
+
+
+@pytest.fixture
 def ops() -> Iterator[None]:
     """The op table, as it was before."""
     table = cast("dict[str, Op]", OPS)

@@ -213,10 +213,10 @@ def _byol() -> tuple[list[float], Any]:
 
 @pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_teacher_that_the_forward_updates_trains_as_in_pytorch(run_ranks: Any, ranks: int) -> None:
+def test_a_teacher_that_the_forward_updates_trains_as_in_pytorch(run_or_call: Any, ranks: int) -> None:
     torch.manual_seed(0)
     want, params = _in_pytorch(Byol(), *(X + i for i in range(3)), loss=_own)
-    for losses, found in [_byol()] if ranks == 1 else run_ranks(ranks, _byol):
+    for losses, found in run_or_call(ranks, _byol):
         torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-6)
         for name, x in params.items():
             torch.testing.assert_close(found[name], x, rtol=1e-5, atol=1e-6)

@@ -309,11 +309,11 @@ def _as_born(place: str, spread: str, path: str, whole: bool, mesh: fz.Mesh) -> 
 @pytest.mark.full(keep=["whole-1-half"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("spread", "size"), [("whole", 1), ("sharded", 2)])
-def test_a_state_is_born_where_it_rests(run_ranks: Any, place: str, spread: str, size: int, tmp_path: Path) -> None:
+def test_a_state_is_born_where_it_rests(run_or_call: Any, place: str, spread: str, size: int, tmp_path: Path) -> None:
     key = fz.random.key(3)
     want = plain().init(init, key)
     for whole in (False, True):
-        for rank, found in enumerate(run_ranks(size, _born, place, spread, str(tmp_path), whole, size)):
+        for rank, found in enumerate(run_or_call(size, _born, place, spread, str(tmp_path), whole, size)):
             assert equal(found.whole, want), rank
             assert ("disk" in found.tiers.values()) == (place not in ("host", "host state")) == bool(found.files)
             assert found.tiers["opt_state.mu['w']"] != "device" or place == "half"
@@ -325,9 +325,9 @@ def test_a_state_is_born_where_it_rests(run_ranks: Any, place: str, spread: str,
 @pytest.mark.full(keep=["whole-1-half", "whole-1-host state"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("spread", "size"), [("whole", 1), ("sharded", 2)])
-def test_large_leaves_are_made_in_parts(run_ranks: Any, place: str, spread: str, size: int, tmp_path: Path) -> None:
+def test_large_leaves_are_made_in_parts(run_or_call: Any, place: str, spread: str, size: int, tmp_path: Path) -> None:
     want = plain().init(init, fz.random.key(3))
-    for found in run_ranks(size, _born, place, spread, str(tmp_path), False, size, part=64):
+    for found in run_or_call(size, _born, place, spread, str(tmp_path), False, size, part=64):
         assert equal(found.whole, want)
 
 
@@ -344,7 +344,7 @@ def _restored(place: str, spread: str, path: str, root: str, size: int) -> Any:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("spread", "size"), [("whole", 1), ("sharded", 2)])
 def test_a_checkpoint_goes_to_any_tier_and_back(
-    run_ranks: Any, place: str, spread: str, size: int, tmp_path: Path
+    run_or_call: Any, place: str, spread: str, size: int, tmp_path: Path
 ) -> None:
     (tmp_path / "scratch").mkdir()
     train = fz.compile(plain(), fz.make_mesh(data=1), backend="eager")
@@ -352,7 +352,7 @@ def test_a_checkpoint_goes_to_any_tier_and_back(
     state, _ = train(state, BATCH)
     fz.checkpoint.save(tmp_path / "plain", state)
     want = train.gather(state)
-    for found in run_ranks(size, _restored, place, spread, str(tmp_path / "scratch"), str(tmp_path), size):
+    for found in run_or_call(size, _restored, place, spread, str(tmp_path / "scratch"), str(tmp_path), size):
         assert equal(found, want)
     fz.checkpoint.verify(tmp_path / place)
     assert equal(train.gather(train.restore(tmp_path / place)), want)
@@ -665,10 +665,10 @@ def _moved(place: str, spread: str, path: str, size: int, unified: bool) -> list
 @pytest.mark.parametrize("place", ["host", "disk", "both", "half"])
 @pytest.mark.parametrize(("spread", "size", "unified"), [("whole", 1, True), ("whole", 1, False), ("sharded", 2, True)])
 def test_a_state_is_moved_and_brought_home(
-    run_ranks: Any, place: str, spread: str, size: int, unified: bool, tmp_path: Path
+    run_or_call: Any, place: str, spread: str, size: int, unified: bool, tmp_path: Path
 ) -> None:
     want = plain().init(init)
-    for found in run_ranks(size, _moved, place, spread, str(tmp_path), size, unified):
+    for found in run_or_call(size, _moved, place, spread, str(tmp_path), size, unified):
         assert all(equal(x, want) for x in found)
 
 

@@ -257,11 +257,11 @@ def run_init(stage: int) -> Any:
 
 @pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_init_of_a_function_of_a_tree_and_of_the_plain_step_are_one(run_ranks, num_ranks):
+def test_init_of_a_function_of_a_tree_and_of_the_plain_step_are_one(run_or_call, num_ranks):
     key = fz.random.key(11)
     want = fz.train_step(init_loss, optim.adamw(1e-2)).init(init_fn, key)
     for stage in (1, 3):
-        for pair in [run_init(stage)] if num_ranks == 1 else run_ranks(num_ranks, run_init, stage):
+        for pair in run_or_call(num_ranks, run_init, stage):
             for got in pair:
                 assert fz.tree.paths(got) == fz.tree.paths(want)
                 for path, a, b in zip(fz.tree.paths(want), fz.tree.leaves(got), fz.tree.leaves(want), strict=True):
@@ -372,12 +372,11 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize(
     ("saved", "restored"), [((3, 3), (2, 1)), ((1, 0), (3, 3)), ((2, 1), (3, 2)), ((2, 3), (1, 3))]
 )
-def test_restore_onto_any_mesh_and_stage(run_ranks, tmp_path, saved, restored):
+def test_restore_onto_any_mesh_and_stage(run_or_call, tmp_path, saved, restored):
     """(ranks, stage) to (ranks, stage), bit for bit, and training goes on from it."""
     path = str(tmp_path / "checkpoint")
-    run = lambda ranks, *job: run_ranks(ranks, *job) if ranks > 1 else [job[0](*job[1:])]  # noqa: E731
-    (want, *_) = run(saved[0], run_save, path, saved[1], 3)
-    results = run(restored[0], run_restore, path, restored[1], 2)
+    (want, *_) = run_or_call(saved[0], run_save, path, saved[1], 3)
+    results = run_or_call(restored[0], run_restore, path, restored[1], 2)
     for got, later in results:
         assert same(got, want)
         assert later.step == 5 and same(later, results[0][1])

@@ -158,9 +158,8 @@ def moved_at_a_restore(directory: Any, name: str) -> Any:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "num_ranks"), [("plain", 1), ("zero 1", 2), ("zero 3", 2), ("offload", 2)])
-def test_a_block_that_overflows_moves_when_its_state_is_restored(run_ranks, num_ranks, name, tmp_path):
-    job = (moved_at_a_restore, tmp_path / "run", name)
-    for got in [job[0](*job[1:])] if num_ranks == 1 else run_ranks(num_ranks, *job):
+def test_a_block_that_overflows_moves_when_its_state_is_restored(run_or_call, num_ranks, name, tmp_path):
+    for got in run_or_call(num_ranks, moved_at_a_restore, tmp_path / "run", name):
         assert all(got["said"]) and got["unmoved"] and got["equal"]
         assert got["blocks"] == ("first", "rms", "last", "rms_loss")
         # lowered for nothing, and begun anew with the blocks that it was lowered for

@@ -652,11 +652,9 @@ def saved_and_restored(directory: Any) -> Any:
 
 @pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_scale_is_part_of_a_checkpoint(run_ranks, num_ranks, tmp_path):
+def test_the_scale_is_part_of_a_checkpoint(run_or_call, num_ranks, tmp_path):
     """One rank restores without offload what was saved with it."""
-    saved = tmp_path / "run"
-    ranks = [saved_and_restored(saved)] if num_ranks == 1 else run_ranks(num_ranks, saved_and_restored, saved)
-    for equal, one, other, still in ranks:
+    for equal, one, other, still in run_or_call(num_ranks, saved_and_restored, tmp_path / "run"):
         assert equal and still and same(one, other) and one["loss_scale"].skipped == len(SCRIPT)
 
 

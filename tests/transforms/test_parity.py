@@ -111,11 +111,11 @@ def test_the_grid_has_every_pair():
 @pytest.mark.full(keep=["mixed-clipped-1"])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize(("model", "optimizer"), TRAINED)
-def test_every_stage_equals_the_plain_step(run_ranks, num_ranks, model, optimizer):
+def test_every_stage_equals_the_plain_step(run_or_call, num_ranks, model, optimizer):
     cases = grid(num_ranks, model, optimizer)
     want = plain(model, optimizer)
     assert want["losses"][-4:].mean() < want["losses"][:4].mean()  # it trains
-    for results in [run_cases(cases)] if num_ranks == 1 else run_ranks(num_ranks, run_cases, cases):
+    for results in run_or_call(num_ranks, run_cases, cases):
         for case, got in zip(cases, results, strict=True):
             assert difference(got["losses"], want["losses"]) < 1e-5, case
             assert difference(got["norms"], want["norms"]) < 1e-5, case

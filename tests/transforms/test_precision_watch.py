@@ -152,8 +152,8 @@ def overflowing(value: float) -> Any:
 
 @pytest.mark.full(keep=["nan-1", "-500.0-1", "500.0-1"])
 @pytest.mark.parametrize(("value", "num_ranks"), [(500.0, 1), (-500.0, 1), (float("nan"), 1), (500.0, 2)])
-def test_an_overflow_shows_where_it_begins(run_ranks, num_ranks, value):
-    for found, names in [overflowing(value)] if num_ranks == 1 else run_ranks(num_ranks, overflowing, value):
+def test_an_overflow_shows_where_it_begins(run_or_call, num_ranks, value):
+    for found, names in run_or_call(num_ranks, overflowing, value):
         assert names == ("layers.0", "layers.1", "layers.2", "scaled_loss")
         begins = 0 if value != value else 1
         assert found["output_max"].isfinite().tolist() == [i < begins for i in range(4)]

@@ -221,9 +221,9 @@ def run_plain(case: Case) -> Any:
 
 @pytest.mark.full(keep=["1-3"])
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, 3), (3, 0), (3, 3)])
-def test_any_tree(run_ranks, num_ranks, stage):
+def test_any_tree(run_or_call, num_ranks, stage):
     names = list(CASES)
-    for results in [run_trees(names, stage)] if num_ranks == 1 else run_ranks(num_ranks, run_trees, names, stage):
+    for results in run_or_call(num_ranks, run_trees, names, stage):
         for name, (losses, whole, ties, whole_ties, resting) in zip(names, results, strict=True):
             want, state = run_plain(CASES[name])
             torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
