@@ -490,19 +490,6 @@ def ranks_along(mesh: Mesh, axis: str) -> list[int]:
     return [base + i * stride for i in range(mesh.axes[axis])]
 
 
-def ranks_by_index(mesh: Mesh, axis: str) -> list[list[int]]:
-    """For each index along an axis the ranks that have it.
-
-    Example:
-        >>> ranks_by_index(Mesh({"data": 2, "pipe": 2}, 0, torch.device("cpu")), "pipe")
-        [[0, 2], [1, 3]]
-    """
-    found: list[list[int]] = [[] for _ in range(mesh.axes[axis])]
-    for rank in range(mesh.size):
-        found[Mesh(mesh.axes, rank, mesh.device).index(axis)].append(rank)
-    return found
-
-
 def along(mesh: Mesh, axis: str) -> Mesh:
     """The mesh of the ranks that differ from this one in their place along an axis only, with the process groups of the
     whole mesh. Each such line of ranks has notes and turns of its own."""

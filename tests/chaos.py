@@ -45,7 +45,6 @@ SAVE_EVERY = 10  # steps
 GONE = {"torchrun": 5.0, "term": 30.0}  # seconds in which all processes have ended
 IDLE = 60.0  # seconds a fault may cost on an idle machine
 STUCK = 240.0  # seconds without a step after which the run is taken to hang
-REPLAY = 5  # of so many steps one is done again
 CLOSE = 1e-5  # by which losses on other numbers of ranks may differ
 CPU = {"replacement": 10.0, "survivor": 2.0}  # seconds to the next step, the median
 RESIZED = 5  # steps on one rank less
@@ -69,14 +68,11 @@ KINDS = {
     "disk": "there is no room for a checkpoint",
     "memory": "a rank is killed, and when it comes back the host's memory is full",
     "slot": "a bit of what a rank kept is flipped, and the rank is killed",
-    "params": "a bit of a live parameter is flipped, before a step that is done again",
-    "gradient": "a gradient is another one than the model's, once, in a step that is done again",
     "host": "a host is lost: its rank, its keeper and its memory",
     "ward": "a bit of what another host sent is flipped, and the rank that has it is killed",
     "resize": "all ranks are ended, a host is lost; the run goes on with one rank less, and then with all",
 }
-LIVE = ("params", "gradient")
-FLIPS = ("slot", "ward", *LIVE)
+FLIPS = ("slot", "ward")
 LEGS = {
     "disk": [k for k in KINDS if k not in ("host", "ward", "resize")],
     "hosts": ["trainer", "transfer", "two", "all", "mesh", "init", "build", "keeper", "stop", "raise", "memory", "slot",
@@ -110,13 +106,9 @@ def draw(kills: int, ranks: int, steps: int, seed: int, kinds: list[str]) -> lis
         drawn = kinds + chance.choices(kinds, [RARE.get(k, 1.0) for k in kinds], k=kills - len(kinds))
     else:
         drawn = chance.sample(kinds, kills)
-    live = sorted(k for k in drawn if k in LIVE)
-    again = chance.sample([s for s in range(2, steps - 2) if (s + 1) % REPLAY == 0], len(live))
-    others = [k for k in drawn if k not in LIVE]
-    chance.shuffle(others)
-    quiet = {s + i for s in again for i in (-1, 0, 1)}  # else a flipped bit may go with its rank, before it is found
-    at = chance.sample([s for s in range(2, steps - 2) if s not in quiet], len(others))
-    for fault, (step, kind) in enumerate(sorted(zip([*again, *at], [*live, *others], strict=True))):
+    chance.shuffle(drawn)
+    at = chance.sample(range(2, steps - 2), len(drawn))
+    for fault, (step, kind) in enumerate(sorted(zip(at, drawn, strict=True))):
         strikes += _strikes(chance, fault, kind, step, ranks)
     return strikes
 
@@ -142,8 +134,6 @@ def _strikes(chance: random.Random, fault: int, kind: str, step: int, ranks: int
             add(rank, "step", "kill")
     elif kind in ("save", "disk"):
         add(one, "save", "kill" if kind == "save" else "full", late=False)
-    elif kind in LIVE:
-        add(one, "live", kind, late=False)
     elif kind == "commit":
         add(0, "commit", "kill", late=False, nth=chance.randrange(2))
     else:
@@ -191,13 +181,6 @@ class Struck:
             if strike.where == where and strike.nth == nth and (strike.after or strike.step <= self.step):
                 full |= self._act(strike)
         return full
-
-    def live(self, step: int) -> tuple[bool, str]:
-        """Whether a gradient of any rank is another one in this step, and what is to be flipped here."""
-        mine = [s for s in self._mine if s.where == "live" and s.step == step and self._takes(s)]
-        for strike in mine:
-            self.note("flipped", strike.kind, self._rank, step)
-        return any(s.step == step and s.kind == "gradient" for s in self._all), mine[0].kind if mine else ""
 
     def _takes(self, strike: Strike) -> bool:
         """Whether a strike that is due comes now: once."""
@@ -272,24 +255,6 @@ def flip_kept(memory: Path, kind: str, rank: int) -> tuple[int, int]:
     return owner, seen
 
 
-def flip_gradient(built: Any) -> None:
-    """Has what makes this rank's gradients give something else, once."""
-    lowered, run = built
-    lines = [line for line, _ in lowered.program.walk()]
-    summed = next(line.args for line in lines if line.op == "reduce_scatter_start")
-    name = next(x.fn for x in lines if x.fn and {v.name for v in x.out} & {*summed})
-    right, left = run.namespace[name], [1]
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        out = right(*args, **kwargs)
-        if left[0]:
-            left[0] = 0
-            max(out if isinstance(out, (tuple, list)) else [out], key=lambda x: x.numel()).view(-1)[5] += 0.5
-        return out
-
-    run.namespace[name] = wrong
-
-
 def no_room(*_: Any, **__: Any) -> Any:
     raise OSError(28, "No space left on device")
 
@@ -336,7 +301,6 @@ def plant(struck: Struck) -> None:
 
 def worker(args: argparse.Namespace) -> None:
     import survivor
-    import torch
 
     import fzero as fz
     from fzero.ranks import turns
@@ -356,13 +320,8 @@ def worker(args: argparse.Namespace) -> None:
         for step in run.steps(state, args.steps):
             struck.begin(step)
             batch = survivor.batch_at(step, **run.place)
-            wrong, flips = struck.live(step)
-            built = train.built(state, batch) if wrong else None  # which all ranks do together
-            if flips == "gradient":
-                flip_gradient(built)
-            elif flips == "params":
-                max(fz.tree.leaves(state.params), key=torch.Tensor.numel).view(torch.int32)[3] ^= 1 << 22
-            state, metrics = run.step(train, state, batch)
+            state, metrics = train(state, batch)
+            run.keep(state)
             struck.note("done", step + 1, float(metrics["loss"]))
             struck.note("kept", step + 1)
             if path is not None and (step + 1) % SAVE_EVERY == 0 and run.save(state, keep=2) is not None:
@@ -371,7 +330,7 @@ def worker(args: argparse.Namespace) -> None:
             whole = fz.tree.leaves(train.gather(state))
             struck.note("end", hashlib.sha256(b"".join(x.numpy().tobytes() for x in whole)).hexdigest())
 
-    fz.run(main, timeout=120, health=fz.Health(replay=REPLAY))
+    fz.run(main, timeout=120)
 
 
 def keeper(args: list[str]) -> None:
@@ -707,7 +666,6 @@ def found_flips(driver: Driver) -> tuple[int, list[str]]:
     named = {
         "slot": "what rank {0} kept after {1} batches has changed in memory",
         "ward": "what rank {0} sent of its state after {1} batches has changed in memory",
-        **dict.fromkeys(LIVE, "batch {1} came to other bits on rank {0} when done again"),
     }
     flips, output = [x[4:] for lines in driver.notes().values() for x in lines if x[3] == "flipped"], driver.output()
     silent = [f"{driver.leg}: nobody said: {text}" for kind, *whose in flips
@@ -841,7 +799,7 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
     )
     flips = [found_flips(d) for d in drivers]
     condition(
-        "a flipped bit in what was kept or sent, a parameter or a gradient is found, and its rank named",
+        "a flipped bit in what was kept or sent is found, and its rank named",
         "the line of the log with the rank and the batch of each",
         sum(n for n, _ in flips),
         [text for _, texts in flips for text in texts],

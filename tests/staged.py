@@ -106,11 +106,11 @@ def main() -> None:
     lives = out / f"lives-{os.environ.get('RANK', '0')}"
     with lives.open("a") as f:
         f.write("x")
-    life, health = len(lives.read_text()) - 1, fz.Health(sent=2)
+    life = len(lives.read_text()) - 1
     apart: dict[str, Any] = {"shared_memory": False} if "SURVIVOR_HOST" in os.environ else {}
     print(
         "returned",
-        fz.run(lambda run: train(run, out, steps, faults, life), timeout=120, health=health, **AXES, **apart),
+        fz.run(lambda run: train(run, out, steps, faults, life), timeout=120, **AXES, **apart),
     )
 
 

@@ -112,8 +112,7 @@ def main() -> None:
     with lives.open("a") as f:
         f.write("x")
     life = len(lives.read_text()) - 1
-    health = fz.Health(sent=2)  # of states that are sent every other is compared
-    print("returned", fz.run(lambda run: train(run, out, steps, faults, life), timeout=120, health=health))
+    print("returned", fz.run(lambda run: train(run, out, steps, faults, life), timeout=120))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,6 @@ class ProcessGroups:
         self._mesh = mesh
         self._names: list[str] = []  # of the programs, in the order of their pools
         self._under_way: set[PendingTransfer] = set()
-        self.slept: dict[int | None, float] = {None: 0.0}  # seconds that the host waited: it does not know for whom
         self._sends: dict[str, Any] = {}  # by axis
         self._free: list[torch.Tensor] = []  # memory for the parts of other ranks, which no reduction uses now
         self._registered: list[weakref.finalize[..., Any]] = []  # what ends the registration of pools, once each
@@ -283,9 +282,7 @@ class ProcessGroups:
         if not on_host:
             work.wait()
             return
-        began = time.monotonic()
         finish(self._mesh, work)
-        self.slept[None] += time.monotonic() - began
 
 
 def _ends(values: Sequence[torch.Tensor]) -> list[int]:

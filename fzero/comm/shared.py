@@ -77,8 +77,6 @@ class SharedMemory:
         self._pool: _Pool | None = None
         self._names: list[str] = []  # of the programs, by the number of their pool
         self._runs = 0
-        # seconds, by the rank that was waited for; None: for what is handed, it is not known for whom
-        self.slept: dict[int | None, float] = {None: 0.0, **dict.fromkeys(peers, 0.0)}
         weakref.finalize(
             self,
             _close,
@@ -86,7 +84,6 @@ class SharedMemory:
             [p.connection for p in peers.values()],
         )
         self._messages = ProcessGroups(mesh)  # for what is handed from one place to another
-        self._messages.slept = self.slept
         self.connect_pairs, self.hand_start = self._messages.connect_pairs, self._messages.hand_start
         self.take_start = self._messages.take_start
         self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
@@ -327,14 +324,12 @@ class SharedMemory:
         poll = select.poll()
         poll.register(peer.theirs, select.POLLIN)
         poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
-        began = time.monotonic()
-        deadline = began + self._mesh.timeout
+        deadline = time.monotonic() + self._mesh.timeout
         while (
             not (ready := dict(poll.poll(1000 * min(self._mesh.turns.pause, self._mesh.timeout))))
             and time.monotonic() < deadline
         ):
             self._mesh.turns.look("step")
-        self.slept[peer.rank] += time.monotonic() - began
         if peer.theirs in ready:
             return
         self._mesh.turns.look("step")

@@ -21,16 +21,15 @@ from fzero.checkpoint.places import Url
 from fzero.checkpoint.saving import not_private
 from fzero.comm.transport import transport
 from fzero.data.steps import Steps
-from fzero.elastic import host, memories, replay
-from fzero.elastic.compare_sent import Sent
-from fzero.elastic.health import Finding, Health, Pace
+from fzero.elastic import host, memories
+from fzero.elastic.health import Finding, Health
 from fzero.elastic.joining import STOPPED, Signals
 from fzero.elastic.vault import Damage, Vault
 from fzero.elastic.wards import Ward
 from fzero.errors import CheckpointError, FzeroValueError, StorageError
 from fzero.layout import extent_of
 from fzero.lowering.layouts import zero_of
-from fzero.mesh import Mesh, ranks_by_index
+from fzero.mesh import Mesh
 from fzero.processes import Processes
 from fzero.ranks import agreement, turns
 from fzero.ranks.notes import STRANGERS, proven, signed
@@ -40,7 +39,6 @@ from fzero.step import State
 from fzero.train_state import check_whole
 from fzero.transforms.base import find
 from fzero.transforms.local_sgd import LocalSGD
-from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.redundant import Redundant
 
 logger = logging.getLogger("fzero")
@@ -80,18 +78,13 @@ class Run:
         self._on_resize, self._warned = on_resize, False
         self._stops = False  # a rank was told to stop before the ranks have come together
         self.health: list[Finding] = []
-        alone = mesh.size == 1 or mesh.device_type == "cuda"  # there the host does not wait for others
-        self._care = health
+        self._replicas = health.replicas
         self._kept: int | None = None  # how many batches what this run has kept last has seen
-        # what is asked for and only `step` does, until it is called
-        self._unasked = [n for n in ("replay", "replicas") if getattr(health, n) is not None]
-        self._pace = None if alone or health.stragglers is None else Pace(mesh, health.stragglers)
         self._memory, self._every, self._signals = memory, every, signals
         here = Processes.of()
         first = here.rank - here.local
         self._host = range(first, first + here.num_local)
         self._vault = None if memory is None else Vault(memory, mesh.rank, mesh.size, self._host)
-        self._sent: Sent | None = None  # once there is a state
         self._newest: State | None = None
         self._train: CompiledStep | None = None
         self._data: Steps | None = None
@@ -193,8 +186,6 @@ class Run:
             raise FzeroValueError("run.state", "a run has one state, and this one has it already", fix=fix)
         self._path, self._train, self._data, self._private = path, train, data, private
         self._cursor = None if data is None else data.cursor(0)
-        if self._pace is not None and (stages := find(train.resolved.transforms, Pipeline)) is not None:
-            self._pace.alike = ranks_by_index(self.mesh, stages.axis)
         kept, lost, reached = self._in_memory()
         self._signals.free = kept is None
         if self._stops and kept is None:  # there is nothing to save
@@ -240,8 +231,6 @@ class Run:
             if ward is not None:  # all are here; a step would wait for one that is lost meanwhile
                 transport(self.mesh).connect(ward.spec.axis)
             self.mesh.context.wards = vault.wards
-            if ward is not None and self._care.sent is not None:
-                self._sent = Sent(self.mesh, vault, ward, self._care.sent)
             if self.source != "memory" or not vault.has(self._seen):  # another host's, or of another number of ranks
                 vault.keep(state, self._seen)
         self._newest, self._signals.free = state, self.source != "memory" and not self._signals.came
@@ -281,8 +270,6 @@ class Run:
                 break
             if turns.watcher is not None:
                 turns.watcher.say(host.STEPPING, batch)
-            for finding in self._pace.step(batch) if self._pace else ():
-                self._note(finding)
             self._seen, self._calls = batch, None if self._train is None else self._train.calls
             if self._vault is not None and self._vault.wards is not None:
                 self._vault.wards.begin(batch)
@@ -303,20 +290,17 @@ class Run:
         """Copies this rank's part of a state to its host's memory, from where the run goes on if a process is lost.
 
         Memory: on each host twice what its ranks hold; with `redundant` three times that, and twice what is sent to
-        them. Communication: none.
+        them. Communication: none, except for the comparison that `fz.Health(replicas=)` asks for.
 
         Raises:
             FzeroValueError: leaves rest on disk, which are not kept in memory; or it is not the run's state.
+            DivergenceError: with `fz.Health(replicas=)`, values that ranks hold in common and that differ, by leaf and
+                rank.
         """
         if not isinstance(state, State):
             what = f"{type(state).__name__} is not a state"
             raise FzeroValueError("run.keep", what, fix="state, metrics = train(state, batch); run.keep(state)")
         check_whole(state, "run.keep")
-        if self._unasked:
-            asked = " and ".join(f"{name}=" for name in self._unasked)
-            if self.mesh.rank == 0:
-                logger.warning("fzero.run: fz.Health's %s does nothing for train(...) and run.keep: run.step", asked)
-            self._unasked = []
         kept = self._vault is not None and self._batches() % self._every == 0
         if kept or not state.step.is_cuda:  # else the host would wait for the step
             self._count(state, "keep")
@@ -326,6 +310,8 @@ class Run:
             fix = "leave run.keep out and call run.save(state), or let them rest elsewhere"
             raise FzeroValueError("run.keep", what, self._on_disk[:5], fix)
         seen = self._batches()
+        if self._replicas is not None and self._train is not None and seen % self._replicas == 0:
+            self._train.check_replicas(state)
         if self._vault is not None and self._vault.wards is not None and self._vault.has(seen - 1):
             self._vault.wards.seal(seen)
         if self._vault is not None and seen % self._every == 0:
@@ -333,8 +319,6 @@ class Run:
             self._vault.keep(state, seen)
             self._kept = seen
             self._say_owed()
-        for finding in self._sent.kept(seen) if self._sent else ():
-            self._note(finding)
 
     def _look_for_files(self, vault: Vault) -> None:
         """Makes the files of kept states anew where somebody has removed them, and says so."""
@@ -347,39 +331,6 @@ class Run:
             if not self._warned:
                 logger.warning("%s, and they cannot be made anew (%s): a loss goes back to disk", who, error)
                 self._warned = True
-
-    def step(self, train: CompiledStep, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
-        """`train(state, batch)` and `run.keep(state)`, looked after as `fz.run(health=...)` says: done again now and
-        then.
-
-        Args:
-            train, state, batch: as in a step.
-
-        Communication: with `replay` as much as the steps that are done again, and about a kilobyte.
-        Memory: none besides that of a step.
-
-        Raises:
-            FzeroValueError: leaves rest on disk, which are not kept.
-            DivergenceError: with `replicas`, values that ranks hold in common and that differ, by leaf and rank.
-        """
-        if not isinstance(train, CompiledStep) or not isinstance(state, State):
-            what = f"run.step({shown(train)}, {shown(state)}, batch)"
-            fix = "state, metrics = run.step(train, state, batch), with train of fz.compile and a state of its own"
-            raise FzeroValueError("run.step", what, fix=fix)
-        self._unasked = []
-        seen, care = self._batches(), self._care
-        if care.replay is None or (seen + 1) % care.replay:
-            state, metrics = train(state, batch)
-        else:
-            if self._kept != seen:  # of another number of ranks, or by nobody
-                self.keep(state)
-            metrics, finding = replay.twice(train, state, batch, seen, self._memory, self._host)
-            if finding is not None:
-                self._note(finding)
-        if care.replicas is not None and (seen + 1) % care.replicas == 0:
-            train.check_replicas(state)
-        self.keep(state)
-        return state, metrics
 
     @plain_numbers
     def save(

@@ -72,7 +72,7 @@ def run(
         every: of so many steps one is kept. Steps since the last one are done again.
         stop_on: signals that end the run after the step under way. The process then exits with code 143.
         timeout: of `make_mesh`: seconds in which all ranks must have come, and for which they wait in a transfer.
-        health: the care taken of slow ranks, and of memory and arithmetic that go wrong.
+        health: what the run checks while it trains.
         on_resize: a state that another number of ranks has trained is gone on from, and what `run.place` and
             `run.micro_batches` say keeps the global batch; "refuse": it is an error.
         mesh: further arguments of `make_mesh`.
@@ -159,11 +159,6 @@ def _problems(main: Any, memory: Any, every: Any, stop_on: Any, timeout: Any, he
     ):
         problems.append(f"main={shown(main)}: a generator, or an async function: calling it runs nothing of it")
     here, keeper, torchrun = Processes.of(), host.KEEPER in os.environ, launcher.under_torchrun()
-    if not problems and health.replay is not None:
-        if every != 1:
-            problems.append(f"every={every}: health goes back to the state before a step, which every=1 keeps")
-        if memory is None and not (keeper or torchrun):
-            problems.append("health goes back to the state before a step, which nothing keeps here: give memory=DIR")
     if memory is not None and keeper:
         problems.append("memory: its keeper says where a rank keeps states: python -m fzero.run --memory DIR")
     elif memory is not None and here.world > 1 and not torchrun:

@@ -68,7 +68,6 @@ class Vault:
         self._directory = memory / f"of-{size:05d}"
         self._leaves: list[_KeptSlot] = []
         self._form: list[tuple[str, torch.Size, torch.dtype]] = []
-        self._names: list[str] = []
         self._sealed: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._sent: int | None = None
@@ -103,7 +102,7 @@ class Vault:
             self._sent, self.wards = ward.spec.every, Wards(self._directory, plan, mesh, ward, step)
             self._files.append(self.wards.files)
         order = {name: i for i, name in enumerate(plan.tensors)}
-        self._form, self._names = _form(state), list(mine)
+        self._form = _form(state)
         self._leaves = [_KeptSlot(order[n], boxes.numel, [s.tensors[n] for s in slots]) for n, boxes in mine.items()]
         self._sealed = [s.tensors[SEALED] for s in slots]
         self._sums = [s.tensors[SUMS] for s in slots]
@@ -127,11 +126,6 @@ class Vault:
     def has(self, step: int) -> bool:
         """Whether this rank keeps the state of a step."""
         return any(int(sealed) == step + 1 for sealed in self._sealed)
-
-    def sums(self, step: int) -> dict[str, int] | None:
-        """The sums of the words of each leaf that this rank keeps of a state; None: it does not keep that."""
-        slot = next((i for i, sealed in enumerate(self._sealed) if int(sealed) == step + 1), None)
-        return None if slot is None else dict(zip(self._names, self._sums[slot].tolist(), strict=True))
 
     def keep(self, state: Any, step: int) -> None:
         """Copies this rank's part of a state into the slot that is needed least.
@@ -261,13 +255,6 @@ def _summed(note: Path, content: Mapping[str, Any]) -> dict[str, tuple[int, int]
         (part,) = index.parts[name] or (None,)
         places[name] = (0, 0) if part is None else (part.offset, part.boxes.numel * index.leaves[name][1].itemsize)
     return places
-
-
-def serves(index: Index, size: int, mesh_size: int, host: Sequence[int]) -> bool:
-    """Whether the ranks of a host can go on from what its memory has of a state that `size` ranks kept: all of it, or
-    on as many ranks as before what each of them had."""
-    ranks = {name.partition(".")[0] for name in index.files}
-    return is_whole(index) or (size == mesh_size and ranks >= {_file(r, 0).partition(".")[0] for r in host})
 
 
 def is_whole(index: Index) -> bool:

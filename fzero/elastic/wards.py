@@ -47,10 +47,6 @@ class Ward(NamedTuple):
         here, axis = mesh.coordinate, self.spec.axis
         return {**here, axis: (here[axis] - self.shift) % mesh.axes[axis]}
 
-    def rank_of_owner(self, mesh: Mesh) -> int:
-        """The rank that sends to this one."""
-        return _index(mesh, tuple(mesh.axes), self.owner(mesh))
-
 
 class Wards:
     """The slots for what one other rank sends. Existing slots keep their states up to the step from which the run goes
@@ -67,7 +63,6 @@ class Wards:
         seen: of the state that the run goes on from.
 
     Attributes:
-        names: of the leaves that are sent.
         files: of the slots.
 
     Raises:
@@ -81,7 +76,6 @@ class Wards:
             if name not in plan.aliases and (tag := leaf_of(x)) is not None and ward.spec.sends(tag[0])
             if tag[0].is_on(mesh)  # the ranks along the axis are of one stage
         }
-        self.names = list(leaves)
         owner = ward.owner(mesh)
         boxes = {name: _boxes_of(leaf, mesh, owner) for name, (leaf, _) in leaves.items()}
         self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # of which there are sums
@@ -149,21 +143,6 @@ class Wards:
         self._sums[slot].copy_(torch.stack([word_sum(held[leaf][:num]) for leaf, num in self._numel.items()]))
         self._sealed[slot].fill_(seen)
         self._coming, self._last = None, slot
-
-    def sums(self, seen: int) -> dict[str, int] | None:
-        """The sums of the words of each leaf that its owner kept of the state after so many batches, as they have come;
-        None: they have not."""
-        slot = self._of(seen)
-        return None if slot is None else dict(zip(self.names, self._sums[slot].tolist(), strict=True))
-
-    def unseal(self, seen: int) -> None:
-        """Lets go of what has come of a state."""
-        if (slot := self._of(seen)) is not None:
-            self._sealed[slot].fill_(0)
-            self._last = None if slot == self._last else self._last
-
-    def _of(self, seen: int) -> int | None:
-        return next((i for i, sealed in enumerate(self._sealed) if int(sealed) == seen + 1), None)
 
 
 class WardFiles:

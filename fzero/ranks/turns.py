@@ -57,7 +57,6 @@ class Turns:
         self._rank, self._size = rank, size
         self._number, self._kind, self._about, self._said = 0, "", "", False
         self._last_go: str | None = None
-        self.slept = 0.0  # seconds that this rank waited for notes of others
         self._ended = ""  # why there is no further turn, as far as this rank knows
         self._world = dist.group.WORLD if dist.is_initialized() else None
         if store is not None:
@@ -116,7 +115,6 @@ class Turns:
                     self.look(owner)
                     patience, looked = min(2 * patience, self.pause), time.monotonic()
                 time.sleep(nap)
-                self.slept += nap
                 nap = min(1.5 * nap, _LONGEST_NAP)
         except (dist.DistError, RuntimeError) as error:
             if isinstance(error, DivergenceError):

@@ -31,10 +31,6 @@ class BetweenSteps(abc.ABC):
     def after(self, state: State) -> dict[str, torch.Tensor]:
         """Acts behind a step that was taken. Metrics of that."""
 
-    @abc.abstractmethod
-    def rewound(self, state: State) -> None:
-        """Notes that the last step is done again, from the state before it."""
-
     def lowered(self, choice: Choice, state: State) -> None:  # noqa: B027
         """Notes the choice of the program that the next step runs."""
 

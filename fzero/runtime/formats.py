@@ -4,8 +4,7 @@
 together. The first rank plans the programs of all formats with its rates, and tells the others what to take. Formats
 change at the beginning of a step, on all ranks at once, if two decisions in a row are for the same others. A slot of
 the state has the decisions as text, each with the number of steps taken before it. So checkpoints have them, and
-whoever goes on with a state has its formats; one rank alone decides nothing and keeps them. A step that is done again
-(elastic/replay.py) has the formats that it had.
+whoever goes on with a state has its formats; one rank alone decides nothing and keeps them.
 """
 
 from __future__ import annotations
@@ -73,10 +72,6 @@ class FormatsOfRun(BetweenSteps):
     def after(self, state: State) -> dict[str, torch.Tensor]:
         self._taken += 1
         return {}
-
-    def rewound(self, state: State) -> None:
-        self._taken -= 1
-        self._write(state)
 
     @property
     def _measures(self) -> bool:

@@ -79,9 +79,6 @@ class Outer(BetweenSteps):
         self._begin(state)
         return False
 
-    def rewound(self, state: State) -> None:
-        self._turn = object()  # what the state was before is looked at anew
-
     def _begin(self, state: State) -> None:
         """Looks at a state before it is carried on: at its number of steps, and whether replicas have left their
         anchor."""

@@ -617,11 +617,6 @@ class CompiledStep(Compiled):
         found = [] if self._formats is None else self._formats.history
         return [(step, {x.axis: (x.params, x.grads) for x in formats}) for step, formats in found]
 
-    def rewound(self, state: State) -> None:
-        """Has the last step be done again, from the state before it, in the formats that it had."""
-        for x in self._between:
-            x.rewound(state)
-
     def _decided(self) -> Decided | None:
         return None if self._formats is None else self._formats.decided
 

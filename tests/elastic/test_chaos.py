@@ -7,7 +7,6 @@ import argparse
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ pytestmark = pytest.mark.forks
 
 @pytest.mark.full
 def test_runs_go_on_as_if_there_were_no_faults(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tests" / "chaos.py"), "--kills", "5", "--steps", "40", "--seed", "5"]
-    flags = ["--ranks", "2", "--kinds", "transfer,disk,slot,gradient,host", "--out", str(tmp_path / "out")]
+    command = [sys.executable, str(ROOT / "tests" / "chaos.py"), "--kills", "5", "--steps", "40", "--seed", "0"]
+    flags = ["--ranks", "2", "--kinds", "transfer,disk,slot,build,host", "--out", str(tmp_path / "out")]
     flags += ["--results", str(tmp_path)]
     done = subprocess.run([*command, *flags], env=environment(), capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,8 +28,8 @@ def test_runs_go_on_as_if_there_were_no_faults(tmp_path: Path) -> None:
     verdicts = {c["number"]: c["verdict"] for c in found["conditions"]}
     assert verdicts == {n: "not exercised" if n in (5, 6) else "held" for n in range(1, 11)}, done.stdout
     struck = {kind: sum(n) for kind, n in found["kinds"].items() if any(n)}
-    assert struck == dict.fromkeys(("transfer", "disk", "slot", "gradient", "host"), 1)
-    assert [c["times"] for c in found["conditions"]][-1] == 2, "a flipped bit in a slot, and one in a gradient"
+    assert struck == dict.fromkeys(("transfer", "disk", "slot", "build", "host"), 1)
+    assert [c["times"] for c in found["conditions"]][-1] == 1, "a flipped bit in a slot"
 
 
 def test_a_plan_is_of_its_seed() -> None:
@@ -43,10 +42,6 @@ def test_a_plan_is_of_its_seed() -> None:
         assert plans[0] == plans[1] and (plans[0] != plans[2] or leg == "resized")
         assert {s.kind for s in plans[0]} == set(kinds) and len({s.fault for s in plans[0]}) == num
         assert all(s.rank < 3 and 0 < s.step < steps - 2 for s in plans[0])
-        live = {s.step for s in plans[0] if s.kind in chaos.LIVE}
-        assert all((step + 1) % chaos.REPLAY == 0 for step in live)
-        near = Counter(s.step for s in plans[0] for step in live if abs(s.step - step) <= 1)
-        assert set(near) == live, "no other fault beside a live flip"
 
 
 def noted(driver: chaos.Driver, losses: dict[int, float], *more: Any) -> None:

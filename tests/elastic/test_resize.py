@@ -25,7 +25,7 @@ def plainly(out: str, steps: int) -> int:
 
 def until(out: Path, steps: int) -> None:
     deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline and not ((out / "log").exists() and logged(out)[-1][0] >= steps):
+    while time.monotonic() < deadline and not ((out / "log").exists() and any(x[0] >= steps for x in logged(out))):
         time.sleep(0.05)
 
 

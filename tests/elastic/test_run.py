@@ -520,15 +520,14 @@ def test_wrong_arguments() -> None:
             for a in ("5", 5.0, True)
         ),
         (lambda: looped(lambda run, step, state: list(run.steps(None, 5))), "state=None: must be what run.state"),
-        (lambda: looped(lambda run, step, state: run.step(state, step, 1)), "with train of fz.compile"),
         (
             lambda: looped(lambda run, step, state: run.save(None, meta=[1]), path=Path("x")),
             r"(?s)state=None.*meta=\[1",
         ),
         (lambda: looped(lambda run, step, state: run.save(state, meta={"fzero.run": 1}), path=Path("x")), "run's own"),
         (
-            lambda: looped(lambda run, step, state: 1, health=care(replay=True, sent="no")),
-            "(?s)replay=True.*'no'",
+            lambda: looped(lambda run, step, state: 1, health=care(replicas=True)),
+            "replicas=True: must be a whole number",
         ),
     ]
     for call, words in wrong:

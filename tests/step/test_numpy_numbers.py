@@ -49,7 +49,7 @@ NUMBERS: dict[str, Callable[[Number], Any]] = {
     "sequence_parallel": lambda n: fz.sequence_parallel(whole_bytes=n(4096)),
     "tensor_parallel": lambda n: fz.tensor_parallel(rules={"w": n(0), "v": (n(1), n(2))}, whole_bytes=n(4096)),
     "LossScale": lambda n: fz.LossScale(initial=n(8), growth_interval=n(3), hysteresis=n(2)),
-    "Health": lambda n: fz.Health(stragglers=n(5), replay=n(7)),
+    "Health": lambda n: fz.Health(replicas=n(7)),
     "run": lambda n: fz.run(lambda run: run.micro_batches(n(24), rows=n(5)), every=n(1), timeout=n(60), device="cpu"),
     "weighted": lambda n: fz.weighted(torch.ones(()), n(3)),
     "adamw": lambda n: optim.adamw(n(1), b1=n(0), b2=n(0), eps=n(1)).update(

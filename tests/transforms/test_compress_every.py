@@ -145,31 +145,6 @@ def test_one_decision_alone_changes_nothing(on_ranks: Any) -> None:
     assert on_ranks(flapping) == [([(0, CODED)], 8)] * 2
 
 
-def redone(patch: pytest.MonkeyPatch) -> Any:
-    """Before the step 4 formats change; it is done again, as elastic/replay.py does it."""
-    run = Run(patch)
-    state = run.steps(run.train.init(params(64)), 1)
-    run.rate = FAST
-    state = run.steps(state, 3)
-    kept = [x.clone() for x in fz.tree.leaves(state)]
-    found = list[Any]()
-    for _ in range(3):
-        if found:
-            for x, y in zip(fz.tree.leaves(state), kept, strict=True):
-                x.copy_(y)
-            run.train.rewound(state)
-        state = run.steps(state, 1)
-        found.append(([x.clone() for x in fz.tree.leaves(state)], run.measured, run.train.formats))
-    return found
-
-
-def test_a_step_that_is_done_again_has_its_formats(on_ranks: Any) -> None:
-    for first, *others in on_ranks(redone):
-        assert first[2] == [(0, CODED), (4, PLAIN)]
-        for other in others:
-            assert other[1:] == first[1:] and all(torch.equal(x, y) for x, y in zip(other[0], first[0], strict=True))
-
-
 # --- checkpoints ---
 
 

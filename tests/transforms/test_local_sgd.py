@@ -323,31 +323,6 @@ def test_a_state_goes_from_step_to_step(run_ranks: Any) -> None:
         assert "extras['anchor'][0]['w']: in the state, not in this step" in found["said"]["plain"]
 
 
-def redone() -> list[Any]:
-    """The step behind which replicas meet, three times from one state, as elastic/replay.py does it."""
-    mesh, found = fz.make_mesh(replica=2, data=1), list[Any]()
-    train = fz.compile(composed("shard_params", every=2, wire=None), mesh, backend="eager")
-    given = [{"x": each[mesh.index("replica")]["x"]} for each in batches(2, 1)]
-    state, _ = train(train.init(first(12)), given[0])
-    kept = [x.clone() for x in tree.leaves(state)]
-    for _ in range(3):
-        if found:
-            for x, y in zip(tree.leaves(state), kept, strict=True):
-                x.copy_(y)
-            train.rewound(state)
-        state, metrics = train(state, given[1])
-        found.append((sorted(metrics), [x.clone() for x in tree.leaves(state)]))
-    state, metrics = train(state, given[2])
-    return [*found, "outer_loss" in metrics]
-
-
-def test_a_step_that_is_done_again_meets_again(run_ranks: Any) -> None:
-    for *found, met_behind_the_next in run_ranks(2, redone):
-        assert "outer_loss" in found[0][0] and not met_behind_the_next
-        for names, leaves in found[1:]:
-            assert names == found[0][0] and all(map(torch.equal, leaves, found[0][1]))
-
-
 def far(stage: str) -> list[float]:
     """The distances of a few syncs; one parameter is empty."""
     mesh = fz.make_mesh(replica=2, data=2)

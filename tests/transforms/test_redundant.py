@@ -18,7 +18,6 @@ import fzero as fz
 from fzero import optim
 from fzero.checkpoint.index import Index
 from fzero.comm.transport import transport
-from fzero.elastic.compare_sent import Sent
 from fzero.elastic.vault import Vault, held, is_whole
 from fzero.elastic.wards import Ward
 from fzero.errors import FzeroValueError, VerifyError
@@ -191,62 +190,6 @@ def test_a_run_whose_state_is_lost_does_not_begin_anew_in_silence(tmp_path: Path
     assert [code for code, _ in texts] == [1, 1] and "run.state: the state of this run is lost" in text, text
     assert "of the state after 3 batches no host's memory has what rank 1 had" in text, text
     assert not re.search(r"\[rank\d\]: \[rank", text), "ranks that joined twice say once who they are"
-
-
-def compared(memory: str, sends: int, odd: int | None, nodes: int = 0) -> list[Any]:
-    """What is found in ten steps of which every so manyeth sends a state, of which rank 1 gets one damaged, and whether
-    that is let go of; one in three is compared, or in four where every other is sent. `nodes`: hosts of two ranks that
-    have their shards in common: one of the two keeps each leaf, and both send it."""
-    mesh = fz.make_mesh(node=nodes, data=2) if nodes else fz.make_mesh(data=2)
-    step = fz.shard_params(fz.train_step(loss_fn, adamw()), axis="node" if nodes else "data")
-    step = fz.redundant(fz.data_parallel(step) if nodes else step, axis="node" if nodes else "data", every=sends)
-    train = fz.compile(step, mesh, backend="eager")
-    state = train.init(init, fz.random.key(0))
-    here = Path(memory) / f"host-{mesh.rank}"
-    here.mkdir()
-    host = [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1] if nodes else [mesh.rank]
-    vault, ward = Vault(here, mesh.rank, mesh.size, host), Ward(step.transforms[-1], 1)
-    vault.open(state, 0, 1, mesh, ward)
-    vault.keep(state, 0)
-    mesh.context.wards = wards = vault.wards
-    assert wards is not None
-    sent, found = Sent(mesh, vault, ward, 3), list[Any]()
-    for seen in range(10):
-        wards.begin(seen)
-        state, _ = train(state, batch_at(seen, mesh))
-        if seen == odd and mesh.rank == 1:
-            assert wards._coming is not None
-            wards._slots[wards._coming]["params['scale']"][0] += 1
-        wards.seal(seen + 1)
-        vault.keep(state, seen + 1)
-        found += sent.kept(seen + 1)
-        if seen == odd:
-            found.append(wards.sums(seen) is None)
-    wards.begin(10)
-    fz.close_mesh()
-    return found
-
-
-@pytest.mark.full(keep=["1-5"])
-@pytest.mark.parametrize(("sends", "odd"), [(1, 6), (1, 5), (1, None), (2, 8)])
-def test_what_was_sent_is_compared_with_what_was_kept(
-    run_ranks: Any, tmp_path: Path, sends: int, odd: int | None
-) -> None:
-    """One of so many states, by whom it was sent to; all know of it, and it is not used."""
-    zero, one = run_ranks(2, compared, str(tmp_path), sends, odd)
-    if odd is None:
-        assert zero == one == []
-    elif odd == 5:  # not compared: its own sums are of what has come
-        assert zero == one == [False]
-    else:
-        (used, there), (let_go, here) = zero, one
-        assert (used, let_go) == (False, True) and there == here
-        assert there[:3] == ("sent", odd, (0,))
-        assert f"rank 0 sent of its state after {odd} batches is not what it kept" in there[3]
-
-
-def test_leaves_that_ranks_of_a_host_have_in_common_are_no_alarm(run_ranks: Any, tmp_path: Path) -> None:
-    assert run_ranks(4, compared, str(tmp_path), 1, None, 2) == [[]] * 4
 
 
 def turn_by_turn(memory: str) -> tuple[list[int], list[str]]:
