@@ -629,9 +629,9 @@ def redone(notes: Notes) -> list[tuple[float, str, int, int]]:
 
 
 def needless(driver: Driver, notes: Notes) -> list[str]:
-    """Steps that were done again without need: what was in memory is lost with torchrun, and what was on disk never. A
-    rank that is lost while the run is told to stop comes back to save, for which there may be no time. One step more is
-    done again for a state that was damaged, or was in the memory of a lost host alone."""
+    """Steps that were done again without need: what was in memory is lost with torchrun, and what was on disk never. If
+    a rank is lost after the run was told to stop, nothing is saved any more. One step more is done again for a state
+    that was damaged, or was in the memory of a lost host alone."""
     struck, problems, last = driver.struck(), [], 0.0
     for at, source, step, num in redone(notes):
         saved = max([x[4] for lines in notes.values() for x in lines if x[3] == "saved" and x[0] < at], default=0)

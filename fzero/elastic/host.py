@@ -192,8 +192,6 @@ class Seen(NamedTuple):
         beats: a number that grows whenever the rank does something together with others.
         waited: when it last waited for another rank, in seconds of the clock that all processes of a host have.
         phase: of `STARTING`, `COMING`, `JOINING`, `BUILDING`, `STEPPING` and `FINISHED`.
-        owes: whether the newest state in memory is not on disk, and there is a place for it: a run that is told to stop
-            does not end without saving it.
     """
 
     step: int
@@ -201,7 +199,6 @@ class Seen(NamedTuple):
     beats: int
     waited: float
     phase: int
-    owes: bool
 
     @property
     def has_stepped(self) -> bool:
@@ -218,8 +215,7 @@ class RankProgress:
     """The progress of a rank, in memory that it shares with its keeper. Where the file is removed, the keeper makes
     another with the same content, and the rank goes on in that."""
 
-    _FORM = struct.Struct("<qqqdq?")
-    _TOLD, _PID = 256, 264  # where its keeper says that the run is told to stop, and which process it is
+    _FORM = struct.Struct("<qqqdq")
 
     def __init__(self, directory: Path, rank: int):
         self._path = directory / f"progress-{rank:05d}"
@@ -250,18 +246,6 @@ class RankProgress:
                     self._map = self._open(new)
                     self._map[:] = content
                     os.replace(new, self._path)
-
-    def tell(self, told: bool = True) -> None:
-        """The keeper says that the run is told to stop: also to a process that cannot hear a signal yet."""
-        self._map[self._TOLD] = told
-
-    def kept_by(self, pid: int) -> None:
-        """Says which process keeps this rank."""
-        self._map[self._PID : self._PID + 8] = pid.to_bytes(8, "little")
-
-    @property
-    def told(self) -> bool:
-        return bool(self._map[self._TOLD])
 
     def leave(self) -> bool:
         """Removes the file when its keeper ends. Whether it was the last of its host."""
@@ -301,11 +285,6 @@ class RankProgress:
         """A program is made, which may take long."""
         self.say(BUILDING)
 
-    def owe(self, owes: bool) -> None:
-        """Says whether the newest state is in memory alone."""
-        if owes != self._seen.owes:
-            self._write(owes=owes)
-
     def beat(self) -> None:
         self._write(beats=self._seen.beats + 1)
 
@@ -317,14 +296,3 @@ class RankProgress:
         self.follow()
         self._seen = self._seen._replace(**changes)
         self._FORM.pack_into(self._map, 0, *self._seen)
-
-
-def keeper_lives(directory: Path, rank: int) -> bool:
-    """Whether the keeper of a rank of this host, which removes its file when it ends, is alive."""
-    try:
-        with (directory / f"progress-{rank:05d}").open("rb") as f:
-            f.seek(RankProgress._PID)
-            pid = int.from_bytes(f.read(8), "little")
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +21,12 @@ from fzero import launcher
 from fzero.elastic import host
 from fzero.errors import CheckpointError, DivergenceError, FzeroError, FzeroValueError, RankLost, StorageError
 from fzero.mesh import Mesh, close_mesh, make_mesh
-from fzero.processes import Processes
 from fzero.ranks import agreement, turns
 
 logger = logging.getLogger("fzero")
 
 STOPPED = 143  # the exit code of a process that SIGTERM ends
 _PATIENCE = 5.0  # seconds in which a rank that others were torn away from turns out to have died
-_SEEN = 1.0  # seconds in which a rank that has died is seen to be gone
 _TRIES = 3  # to come together, of which all but one end with the loss of a rank
 _ANSWER = 5.0  # seconds in which the host of the store answers
 _RAISED = "fzero/run/raised"
@@ -66,12 +63,11 @@ class Signals:
 
 def joined(signals: Signals, again: bool, timeout: float, axes: Mapping[str, Any]) -> Mesh:
     """The mesh of all ranks. One that is lost while they come together is waited for, too."""
-    owes = again and signals.came and turns.watcher is not None and turns.watcher.read().owes
-    if signals.came and not owes:
+    if signals.came:
         sys.exit(STOPPED)
     if turns.watcher is not None:
         turns.watcher.say(host.COMING)
-    tries, signals.free = _TRIES if again else 1, not owes
+    tries, signals.free = _TRIES if again else 1, True
     while True:
         try:
             mesh = make_mesh(timeout=timeout, **axes)
@@ -122,19 +118,6 @@ def lost(mesh: Mesh, error: Exception) -> bool:
             break
         time.sleep(0.05)
     return False
-
-
-def come_back(memory: Path, mesh: Mesh) -> bool:
-    """Whether the ranks that are lost after a signal are started again, to save: their keepers are of this host, and
-    live. torchrun, which signals all when one of them ends, has seen that one's end before."""
-    here, gone = Processes.of(), set[int]()
-    first = here.rank - here.local
-    deadline = time.monotonic() + _SEEN
-    with contextlib.suppress(RuntimeError):  # the store is gone too
-        while not (gone := mesh.turns.gone()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    mine = range(first, first + here.num_local)
-    return bool(gone) and all(rank in mine and host.keeper_lives(memory, rank) for rank in gone)
 
 
 def leave() -> None:

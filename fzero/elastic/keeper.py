@@ -55,11 +55,6 @@ class Keeper:
         self._rank = int(os.environ.get("RANK", "0"))
         self._progress = host.RankProgress(memory, self._rank)
         self._progress.say(host.STARTING, 0)
-        self._progress.owe(False)
-        self._progress.tell(False)
-        self._progress.kept_by(os.getpid())
-        self._begun = 0  # beats of the rank before its process has come to `fz.run`
-        self._saves = False  # its process is there to save what the one before it has not
         self._parent, self._told = os.getppid(), False
         self._process: subprocess.Popen[bytes] | None = None
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
@@ -102,8 +97,7 @@ class Keeper:
             if code == 0 and not finished:
                 self._say(f"ended in step {step}, before the run had: the others wait for it, and the run ends here")
                 return 1
-            self._saves = self._progress.told and self._progress.read().owes and code != -signal.SIGTERM
-            if code >= 0 or (self._told and not self._saves) or finished:
+            if code >= 0 or self._told or finished:
                 return code if code >= 0 else 128 - code
             losses = 1 if step > last else losses + 1
             last, name = step, signal.Signals(-code).name
@@ -111,11 +105,11 @@ class Keeper:
             if losses >= self._max_losses:
                 self._say(f"died of {name} {losses} time{'s' * (losses > 1)} {where}: the run ends here")
                 return 128 - code
-            self._say(f"died of {name} {where}{', told to stop' if self._saves else ''}; it is started again")
+            self._say(f"died of {name} {where}; it is started again")
 
     def _watch(self) -> int:
         """Starts the rank and returns its exit code; that of a signal is negative."""
-        self._begin()
+        self._progress.begin()
         own = {host.MEMORY: str(self._memory), host.KEEPER: str(os.getpid())}
         self._process = subprocess.Popen(
             self._command,
@@ -123,7 +117,7 @@ class Keeper:
             preexec_fn=host.die_with_parent,
             process_group=host.own_group(),
         )
-        if self._told and not self._hears():  # between two lives
+        if self._told:  # since the process before has ended
             self._process.send_signal(signal.SIGTERM)
         beats, since = -1, time.monotonic()
         while self._process.poll() is None:
@@ -194,20 +188,8 @@ class Keeper:
             host.remove(self._memory)
             os._exit(128 + number)
         self._told = True
-        if number == signal.SIGTERM:
-            self._progress.tell()
-            if self._hears():
-                return
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
-
-    def _begin(self) -> None:
-        self._progress.begin()
-        self._begun = self._progress.read().beats
-
-    def _hears(self) -> bool:
-        """Whether the process, which a signal would still kill, will ask whether the run is told to stop."""
-        return self._saves and self._progress.read().beats == self._begun
 
     def _say(self, text: str) -> None:
         print(f"fzero.run: rank {self._rank} {text}", file=sys.stderr, flush=True)

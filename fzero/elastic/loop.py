@@ -3,10 +3,8 @@ calls `main` with (`fz.Run`)."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from fzero.comm.transport import transport
 from fzero.data.steps import Steps
 from fzero.elastic import host, memories
 from fzero.elastic.health import Finding, Health
-from fzero.elastic.joining import STOPPED, Signals
+from fzero.elastic.joining import Signals
 from fzero.elastic.vault import Damage, Vault
 from fzero.elastic.wards import Ward
 from fzero.errors import CheckpointError, FzeroValueError, StorageError
@@ -76,10 +74,8 @@ class Run:
     ):
         self.mesh, self.source, self.stopping = mesh, "", False
         self._on_resize, self._warned = on_resize, False
-        self._stops = False  # a rank was told to stop before the ranks have come together
         self.health: list[Finding] = []
         self._replicas = health.replicas
-        self._kept: int | None = None  # how many batches what this run has kept last has seen
         self._memory, self._every, self._signals = memory, every, signals
         here = Processes.of()
         first = here.rank - here.local
@@ -188,8 +184,6 @@ class Run:
         self._cursor = None if data is None else data.cursor(0)
         kept, lost, reached = self._in_memory()
         self._signals.free = kept is None
-        if self._stops and kept is None:  # there is nothing to save
-            sys.exit(STOPPED)
         on_disk = None if path is None or checkpoint.find(path) is None else checkpoint.describe(path, self.mesh)
         seen = None if on_disk is None else self._seen_by(on_disk)
         if lost:
@@ -236,7 +230,6 @@ class Run:
         self._newest, self._signals.free = state, self.source != "memory" and not self._signals.came
         self._known = self._seen, int(state.step)
         self._safe = self._known if seen == self._seen else None
-        self._say_owed()
         return state
 
     @plain_numbers
@@ -317,8 +310,6 @@ class Run:
         if self._vault is not None and seen % self._every == 0:
             self._look_for_files(self._vault)
             self._vault.keep(state, seen)
-            self._kept = seen
-            self._say_owed()
 
     def _look_for_files(self, vault: Vault) -> None:
         """Makes the files of kept states anew where somebody has removed them, and says so."""
@@ -380,7 +371,6 @@ class Run:
             self._behind = saved, self._known
         else:
             self._safe = self._known
-            self._say_owed()
         return saved
 
     def _settle(self) -> None:
@@ -390,7 +380,6 @@ class Run:
             try:
                 saving.wait()
                 self._safe = known
-                self._say_owed()
             except StorageError as error:
                 self._without(error)
 
@@ -428,24 +417,6 @@ class Run:
             raise type(error)("run", what, problems, fix or None) from error
         if self.mesh.rank == 0:
             logger.warning("fzero.run: the state after %d batches is saved: %s", self._known[0], saved)
-
-    def _say_owed(self) -> None:
-        """Tells the keeper whether this run's newest state is in memory alone."""
-        if turns.watcher is not None:
-            new = self._kept is not None or self.source == "memory"
-            turns.watcher.owe(self._path is not None and self._vault is not None and new and self._known != self._safe)
-
-    def say_unsaved(self, unless: str) -> None:
-        """Says, once for all ranks that are left, that the newest state of a run that is told to stop is not saved."""
-        if self._newest is None or self._path is None or self._known == self._safe:
-            return
-        gone: set[int] = set()
-        with contextlib.suppress(RuntimeError):  # the store is gone too
-            gone = self.mesh.turns.gone()
-        if self.mesh.rank == min({*range(self.mesh.size)} - gone, default=0):
-            text = "fzero.run: told to stop, and a rank is lost: the state after %d batches is not saved%s: "
-            text += "the next start goes on from the last checkpoint under %s"
-            logger.warning(text, self._known[0], unless, self._path)
 
     def _next_start(self) -> str:
         """A line on where the next start goes on from, if the last state is not on disk. All ranks call it."""
@@ -509,8 +480,8 @@ class Run:
     def _told_to_stop(self, step: int) -> bool:
         """Whether the run ends before this step: a rank that was told tells the others before it begins one, and none
         can end that without it."""
-        if self.mesh.size == 1 or self._stops:
-            return self._signals.came or self._stops
+        if self.mesh.size == 1:
+            return self._signals.came
         store, secret = self.mesh.store, self.mesh.secret
         found = store.get(_STOP) if store.check([_STOP]) else b""
         said = proven(secret, _STOP, found)
@@ -563,8 +534,7 @@ class Run:
             return None, "", 0
         memory, here = self._memory, Processes.of()
         mine = 0 if turns.watcher is None else turns.watcher.reached
-        everyones = agreement.everyones(self.mesh, "run", lambda: [mine, self._signals.came])  # nobody keeps meanwhile
-        reached, self._stops = max(seen for seen, _ in everyones), any(came for _, came in everyones)
+        reached = max(agreement.everyones(self.mesh, "run", lambda: mine))  # nobody keeps meanwhile
         what = "cannot check the memory of a host"
         look = lambda: memories.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
         damaged = together(world(), "run", what, look, form=list[Damage])

@@ -25,7 +25,6 @@ from fzero.elastic.joining import (
     Signals,
     alike,
     cause,
-    come_back,
     in_different_runs,
     joined,
     leave,
@@ -35,7 +34,7 @@ from fzero.elastic.joining import (
 )
 from fzero.elastic.loop import Run
 from fzero.elastic.stuck import freed
-from fzero.errors import DivergenceError, FzeroValueError, RankLost
+from fzero.errors import DivergenceError, FzeroValueError
 from fzero.mesh import close_mesh
 from fzero.processes import Processes
 from fzero.ranks import agreement, turns
@@ -115,7 +114,6 @@ def run(
     try:
         with Signals(stop_on) as signals:
             if keeper:
-                signals.came |= turns.watcher is not None and turns.watcher.told and signal.SIGTERM in stop_on
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
             result, stopped = _until_it_returns(
                 main, kept_in, every, signals, keeper and here.world > 1, timeout, health, on_resize, mesh
@@ -206,18 +204,16 @@ def _until_it_returns(
             why = ""
             if not (again and lost(mesh, error)) or alike(error, why := said_why(mesh)):
                 say_why(mesh, error)
-                if signals.came and isinstance(error, RankLost):
-                    run.say_unsaved("")
                 raise
             if why:
                 logger.warning("fzero.run: %s, which ends the run", why)
+            elif signals.came:
+                text = (
+                    "fzero.run: told to stop, and a rank was lost (%s): steps since the last checkpoint are not saved"
+                )
+                logger.warning(text, cause(error))
             else:
                 logger.warning("fzero.run: a rank was lost (%s); joining again", cause(error))
-            if signals.came and memory is not None:
-                comes = not why and come_back(memory, mesh)
-                turns.watcher.owe(comes and turns.watcher.read().owes)
-                unless = ", unless the rank comes back before torchrun kills all, 30 s after its signal"
-                run.say_unsaved(unless if comes else "")
         else:
             raise unlike
         del mesh, run
