@@ -8,8 +8,6 @@ weight_files.py reads other people's files by it. This file knows neither checkp
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import hashlib
 import json
 import math
@@ -32,8 +30,6 @@ CHUNK = 1 << 20
 
 BLOCK = 16 * CHUNK
 """Bytes of the staging buffer: one read or write."""
-
-_MAP_FIXED = 0x10  # linux/mman.h
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -124,52 +120,11 @@ def write(
 
 
 class Reserved(NamedTuple):
-    """A file whose tensors are memory: each flat, by name, and where it lies in the file; its size; its bytes; and
-    which file has its name."""
+    """A file whose tensors are memory: each flat, by name, and where it lies in the file; and the file's size."""
 
     tensors: Mapping[str, torch.Tensor]
     offsets: Mapping[str, int]
     bytes: int
-    path: Path
-    data: torch.Tensor
-    inode: tuple[int, int]
-
-    def put_back(self) -> Reserved:
-        """This file, or one like it in its place if somebody has removed it: its tensors are the same memory then.
-
-        Memory: until it returns, the file's once more.
-
-        Raises:
-            OSError: not enough space, or no directory.
-        """
-        if inode_of(self.path) == self.inode:
-            return self
-        new = self.path.with_suffix(".new")
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, self.bytes)
-            data = memoryview(self.data.numpy())  # type: ignore[arg-type]
-            while len(data):
-                data = data[os.pwrite(fd, data, self.bytes - len(data)) :]
-            _map_over(self.data.data_ptr(), self.bytes, fd)
-            os.replace(new, self.path)
-            found = os.fstat(fd)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-        _let_go(self.inode)
-        return self._replace(inode=(found.st_dev, found.st_ino))
-
-
-def inode_of(path: Path) -> tuple[int, int] | None:
-    """The device and inode of the file of this name; None if there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def reserve(path: Path, entries: Sequence[Entry]) -> Reserved:
@@ -192,39 +147,14 @@ def reserve(path: Path, entries: Sequence[Entry]) -> Reserved:
             os.pwrite(fd, header, 0)
             os.replace(where, path)
         data = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
-        found = os.fstat(fd)
     except OSError:
         if is_new:
             where.unlink(missing_ok=True)
         raise
     finally:
         os.close(fd)
-    return Reserved(
-        {e.name: data[offsets[e.name] : offsets[e.name] + e.nbytes].view(e.dtype) for e in entries},
-        offsets,
-        size,
-        path,
-        data,
-        (found.st_dev, found.st_ino),
-    )
-
-
-def _map_over(address: int, nbytes: int, fd: int) -> None:
-    """Makes memory that is mapped from one file that of another."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype, sizes = ctypes.c_void_p, (ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
-    how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    if libc.mmap(*sizes, *how, fd, ctypes.c_long(0)) != address:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _let_go(inode: tuple[int, int]) -> None:
-    """Frees the pages of a file without a name, which Python's `mmap` holds open as long as it lives."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found = os.fstat(int(name))
-            if (found.st_dev, found.st_ino) == inode and not found.st_nlink:
-                os.ftruncate(int(name), 0)
+    tensors = {e.name: data[offsets[e.name] : offsets[e.name] + e.nbytes].view(e.dtype) for e in entries}
+    return Reserved(tensors, offsets, size)
 
 
 def _begins(path: Path, header: bytes, size: int) -> bool:

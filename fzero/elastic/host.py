@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import struct
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ MEMORY, KEEPER = "FZERO_RUN_MEMORY", "FZERO_RUN_KEEPER"
 
 _NAMES = 100  # of a directory, that are tried
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LAST_SYSTEM_USER = 999
+_LOGINCTL = 5.0  # seconds in which it answers
 
 
 def memory(given: str | os.PathLike[str] | None = None) -> Path:
@@ -89,25 +92,42 @@ def _root(roots: Sequence[Path], name: str) -> Path:
     raise PermissionError(problems[-1])
 
 
-def make_directory(directory: Path) -> bool:
-    """Makes a directory of a run's memory if it is not there: whoever has removed it is not its owner. Whether this
-    process has made it.
+def make_directory(directory: Path) -> None:
+    """Makes a directory of a run's memory if it is not there: whoever has removed it is not its owner.
 
     Raises:
         OSError: it cannot be made.
     """
-    if directory.is_dir():
-        return False
     missing = [d for d in (directory, *directory.parents) if not d.is_dir()]
-    new = False
     for one in reversed(missing):
         with contextlib.suppress(FileExistsError):  # another rank was faster
             one.mkdir(mode=0o700)
-            new = True
     for root in (d for d in missing if d.name.startswith(f"fzero-{os.getuid()}")):
         if (why := exposed(root, 0o077)) is not None:
             raise PermissionError(why)
-    return new
+
+
+def logout_removes(memory: Path) -> bool:
+    """Whether systemd-logind removes files of this user in /dev/shm when the user's last session ends (RemoveIPC=yes).
+    It leaves alone system users, and users who linger."""
+    if not memory.is_relative_to("/dev/shm") or os.getuid() <= _LAST_SYSTEM_USER:
+        return False
+
+    def shown(*what: str) -> str:
+        command = ["loginctl", *what]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_LOGINCTL, check=False).stdout.strip()
+
+    try:  # without a session, show-session has the properties of logind itself
+        removes = shown("show-session", "--property=RemoveIPC") == "RemoveIPC=yes"
+        return removes and shown("show-user", str(os.getuid()), "--property=Linger") != "Linger=yes"
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+LOGOUT = (
+    "systemd-logind removes this user's files in /dev/shm when the last session ends (RemoveIPC=yes), and with them "
+    "the states in memory: run `loginctl enable-linger` once to prevent it"
+)
 
 
 def of_run(memory: Path, ended: int) -> Path:
@@ -212,40 +232,22 @@ a step on; and after all have returned from `main`."""
 
 
 class RankProgress:
-    """The progress of a rank, in memory that it shares with its keeper. Where the file is removed, the keeper makes
-    another with the same content, and the rank goes on in that."""
+    """The progress of a rank, in memory that it shares with its keeper."""
 
     _FORM = struct.Struct("<qqqdq")
 
     def __init__(self, directory: Path, rank: int):
         self._path = directory / f"progress-{rank:05d}"
-        self._map = self._open(self._path)
+        self._map = self._opened()
         self._seen = self.read()
 
-    def _open(self, path: Path) -> mmap.mmap:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _opened(self) -> mmap.mmap:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, mmap.PAGESIZE)
-            found = os.fstat(fd)
-            self._inode = found.st_dev, found.st_ino
             return mmap.mmap(fd, mmap.PAGESIZE)
         finally:
             os.close(fd)
-
-    def follow(self, make: bool = False) -> None:
-        """Goes on in the file that has the name now. `make`: one like it, if there is none."""
-        try:
-            found = os.stat(self._path)
-            if (found.st_dev, found.st_ino) != self._inode:
-                self._map = self._open(self._path)
-        except OSError:
-            if make:
-                with contextlib.suppress(OSError):  # there may be no room: what both have open stays
-                    make_directory(self._path.parent)
-                    new, content = self._path.with_suffix(".new"), self._map[:]
-                    self._map = self._open(new)
-                    self._map[:] = content
-                    os.replace(new, self._path)
 
     def leave(self) -> bool:
         """Removes the file when its keeper ends. Whether it was the last of its host."""
@@ -268,8 +270,12 @@ class RankProgress:
         self._write(phase=phase, step=step, first=first, beats=self._seen.beats + 1)
 
     def begin(self) -> None:
-        """A process begins that is this rank, and has taken no step yet."""
-        self.follow(make=True)
+        """A process begins that is this rank, and has taken no step yet. If the file was removed, it gets another one
+        with the same content."""
+        if not self._path.exists():
+            make_directory(self._path.parent)
+            content, self._map = self._map[:], self._opened()
+            self._map[:] = content
         self._seen = self.read()
         self.say(STARTING)
 
@@ -293,6 +299,5 @@ class RankProgress:
         self._write(waited=time.monotonic())
 
     def _write(self, **changes: Any) -> None:
-        self.follow()
         self._seen = self._seen._replace(**changes)
         self._FORM.pack_into(self._map, 0, *self._seen)

@@ -69,6 +69,8 @@ class Keeper:
             if os.getppid() != self._parent:
                 host.remove(self._memory)
                 return 1
+        if os.environ.get("LOCAL_RANK", "0") == "0" and host.logout_removes(self._memory):
+            self._say(host.LOGOUT)
         if host.elastic() and os.environ.get("LOCAL_RANK", "0") == "0" and not hosts.environment():
             self._say(
                 "cannot be started on another number of hosts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun "
@@ -123,7 +125,6 @@ class Keeper:
         while self._process.poll() is None:
             time.sleep(_LOOK)
             seen = self._progress.read()
-            self._progress.follow(make=not self._told and seen.phase != host.FINISHED)
             if seen.beats != beats:
                 beats, since = seen.beats, time.monotonic()
             if seen.phase != host.FINISHED and (why := self._alone(time.monotonic() - since)):

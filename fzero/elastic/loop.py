@@ -73,7 +73,7 @@ class Run:
         on_resize: str = "keep_batch",
     ):
         self.mesh, self.source, self.stopping = mesh, "", False
-        self._on_resize, self._warned = on_resize, False
+        self._on_resize = on_resize
         self.health: list[Finding] = []
         self._replicas = health.replicas
         self._memory, self._every, self._signals = memory, every, signals
@@ -308,20 +308,7 @@ class Run:
         if self._vault is not None and self._vault.wards is not None and self._vault.has(seen - 1):
             self._vault.wards.seal(seen)
         if self._vault is not None and seen % self._every == 0:
-            self._look_for_files(self._vault)
             self._vault.keep(state, seen)
-
-    def _look_for_files(self, vault: Vault) -> None:
-        """Makes the files of kept states anew where somebody has removed them, and says so."""
-        who = f"fzero.run: somebody has removed files of rank {self.mesh.rank} under {self._memory} while it ran"
-        try:
-            if vault.put_back():
-                logger.warning("%s, %s: they are made anew", who, _REMOVERS)
-                self._warned = False
-        except OSError as error:
-            if not self._warned:
-                logger.warning("%s, and they cannot be made anew (%s): a loss goes back to disk", who, error)
-                self._warned = True
 
     @plain_numbers
     def save(

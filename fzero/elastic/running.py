@@ -105,6 +105,8 @@ def run(
         kept_in = host.memory(memory) if keeper or torchrun or memory is not None else None
         if kept_in is not None:
             host.make_directory(host.of_run(kept_in, _ended[kept_in]))
+            if not keeper and here.local == 0 and host.logout_removes(kept_in):
+                logger.warning("fzero.run: %s", host.LOGOUT)
             turns.watcher = host.RankProgress(kept_in, here.rank)
             if not keeper or turns.watcher.read().phase == host.FINISHED:  # no steps are of this run
                 turns.watcher.say(host.COMING, 0)

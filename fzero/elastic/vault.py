@@ -33,8 +33,7 @@ from fzero.checkpoint import format
 from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.saving import make_plan, written_by
 from fzero.comm.replicas import word_sum
-from fzero.elastic.host import make_directory
-from fzero.elastic.wards import SEALED, SUMS, Ward, WardFiles, Wards, write_note
+from fzero.elastic.wards import SEALED, SUMS, Ward, Wards, write_note
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
 from fzero.read_json import read
@@ -72,7 +71,6 @@ class Vault:
         self._sums: list[torch.Tensor] = []
         self._sent: int | None = None
         self._count = 0
-        self._files: list[WardFiles] = []
         self.wards: Wards | None = None
 
     def open(self, state: Any, step: int, every: int = 1, mesh: Mesh | None = None, ward: Ward | None = None) -> None:
@@ -96,11 +94,9 @@ class Vault:
         num = 2 if ward is None else 3 if ward.spec.every == every else 4
         slots = [format.reserve(self._directory / _file(self._rank, i), entries) for i in range(num)]
         write_note(self._directory / f"rank-{self._rank:05d}.json", plan, mine, slots)
-        self._files = [WardFiles(slots, self._directory / f"rank-{self._rank:05d}.json")]
         if ward is not None:
             assert mesh is not None
             self._sent, self.wards = ward.spec.every, Wards(self._directory, plan, mesh, ward, step)
-            self._files.append(self.wards.files)
         order = {name: i for i, name in enumerate(plan.tensors)}
         self._form = _form(state)
         self._leaves = [_KeptSlot(order[n], boxes.numel, [s.tensors[n] for s in slots]) for n, boxes in mine.items()]
@@ -109,19 +105,6 @@ class Vault:
         for sealed in self._sealed:
             if int(sealed) > step + 1:
                 sealed.fill_(0)
-
-    def put_back(self) -> bool:
-        """Makes anew, with what they held, the files that somebody has removed. Whether there were any.
-
-        Raises:
-            OSError: there is not enough memory: what is kept from here on is seen by this process alone.
-        """
-        if all(files.are_there() for files in self._files):
-            return False
-        make_directory(self._directory)
-        for files in self._files:
-            files.put_back()
-        return True
 
     def has(self, step: int) -> bool:
         """Whether this rank keeps the state of a step."""

@@ -62,9 +62,6 @@ class Wards:
         ward: what comes.
         seen: of the state that the run goes on from.
 
-    Attributes:
-        files: of the slots.
-
     Raises:
         OSError: there is not enough memory.
     """
@@ -84,7 +81,6 @@ class Wards:
         entries += [format.Entry(SEALED, torch.int64, (1,)), format.Entry(SUMS, torch.int64, (len(leaves),))]
         slots = [format.reserve(directory / f"{stem}.{i}.safetensors", entries) for i in range(_SLOTS)]
         write_note(directory / f"{stem}.json", plan, boxes, slots)
-        self.files = WardFiles(slots, directory / f"{stem}.json")
         self._slots = [{leaf.path: slot.tensors[name] for name, (leaf, _) in leaves.items()} for slot in slots]
         self._sealed, self._sums = ([s.tensors[name] for s in slots] for name in (SEALED, SUMS))
         for sealed in self._sealed:
@@ -143,26 +139,6 @@ class Wards:
         self._sums[slot].copy_(torch.stack([word_sum(held[leaf][:num]) for leaf, num in self._numel.items()]))
         self._sealed[slot].fill_(seen)
         self._coming, self._last = None, slot
-
-
-class WardFiles:
-    """The files of some slots and their note, which somebody may remove: a cleaner, or logind at the user's logout."""
-
-    def __init__(self, slots: Sequence[format.Reserved], note: Path):
-        self._slots, self._note, self._text = list(slots), note, note.read_text()
-
-    def are_there(self) -> bool:
-        return self._note.exists() and all(format.inode_of(s.path) == s.inode for s in self._slots)
-
-    def put_back(self) -> None:
-        """Makes anew what is not there, with the same content.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
-        for i, slot in enumerate(self._slots):
-            self._slots[i] = slot.put_back()
-        _write(self._note, self._text)
 
 
 def write_note(path: Path, plan: SavePlan, boxes: Any, slots: Sequence[format.Reserved]) -> None:

@@ -119,30 +119,14 @@ def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) 
 
 
 @pytest.mark.full
-def test_a_memory_that_somebody_removes_is_made_anew(run_ranks: Any, tmp_path: Path) -> None:
-    """By a step that keeps its state there as before; then a rank is lost, and one is stopped, and found."""
-    out, calm = tmp_path / "struck", tmp_path / "calm"
-    out.mkdir()
-    calm.mkdir()
-    run_ranks(2, plainly, str(calm), 8)
-    faults = ["1.0.2:gone", "1.0.4:kill", "0.0.6:stop"]
-    with keepers(out, 8, *faults, flags=("--hang", "6"), env={"SURVIVOR_NOWHERE": ""}) as started:
-        texts = [ended(one) for one in started]
-    text = "\n".join(text for _, text in texts)
-    assert [code for code, _ in texts] == [0, 0], text
-    assert re.search("somebody has removed files of rank 1 .*RemoveIPC.*: they are made anew", text), text
-    assert "rank 0 has done nothing for 6 s in step 6; its stacks:" in text
-    assert (out / "sources-1").read_text().split("\n")[:-1] == ["init 0", "memory 4", "memory 6"], text
-    assert logged(out) == logged(calm)
-    assert not [*out.glob("memory-*/*")]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("path", [False, True])
-def test_a_memory_that_is_removed_with_a_rank_is_named(tmp_path: Path, path: bool) -> None:
-    """The others know how far they were: it is no first start."""
+@pytest.mark.parametrize(
+    ("path", "faults"),
+    [(False, ["1.0.5:goner"]), (True, ["1.0.5:goner"]), (True, ["1.0.3:gone", "1.0.5:kill"])],
+)
+def test_a_memory_that_is_removed_before_a_rank_is_lost_is_named(tmp_path: Path, path: bool, faults: list[str]) -> None:
+    """With the rank or before it. The others know how far they were: it is no first start."""
     env = {"SURVIVOR_SAVES": ""} if path else {"SURVIVOR_NOWHERE": ""}
-    with keepers(tmp_path, 6, "1.0.5:goner", env=env) as started:
+    with keepers(tmp_path, 6, *faults, env=env) as started:
         texts = [ended(one) for one in started]
     text = "\n".join(text for _, text in texts)
     lost = re.search(r"of the state after 5 batches no host's memory has what ranks? (0, )?1 had", text)
@@ -663,6 +647,29 @@ def test_memory_is_the_users_alone_and_swept(tmp_path: Path) -> None:
     found.parent.chmod(0o755)
     with pytest.raises(PermissionError, match="is open to other users"):
         host.memory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("removes", "lingers", "user", "warned"),
+    [("yes", "no", 1000, True), ("no", "no", 1000, False), ("yes", "yes", 1000, False), ("yes", "no", 999, False)],
+)
+def test_a_logout_that_removes_kept_states_is_foreseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removes: str, lingers: str, user: int, warned: bool
+) -> None:
+    script = tmp_path / "loginctl"
+    script.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$*" = "show-session --property=RemoveIPC" ]; then echo RemoveIPC={removes}\n'
+        f'elif [ "$*" = "show-user {user} --property=Linger" ]; then echo Linger={lingers}\n'
+        "else exit 1; fi\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    assert host.logout_removes(Path("/dev/shm/fzero-1000/run")) == warned
+    assert not host.logout_removes(tmp_path), "only what is in /dev/shm"
+    monkeypatch.setenv("PATH", "")
+    assert not host.logout_removes(Path("/dev/shm/fzero-1000/run"))
 
 
 def test_a_store_that_is_gone_ends_the_run_by_name() -> None:
