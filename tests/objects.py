@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 
 import fsspec
@@ -26,13 +27,14 @@ class Objects(AbstractFileSystem):
     parts: ClassVar[list[int]] = []  # bytes sent at a time
     refuse: ClassVar[Callable[[str, str], Exception | None] | None] = None  # of an act and an object
     lags: ClassVar[bool] = False
+    age: ClassVar[float] = 0.0  # seconds since all objects were written
     _listed: ClassVar[list[str]] = []
     _lock: ClassVar[Any] = threading.RLock()
 
     @classmethod
     def reset(cls) -> None:
         cls.store, cls.calls, cls.parts, cls._listed = {"bucket/": b""}, [], [], []
-        cls.refuse, cls.lags = None, False
+        cls.refuse, cls.lags, cls.age = None, False, 0.0
 
     @classmethod
     def ask(cls, act: str, path: str, start: int = 0, stop: int = 0) -> None:
@@ -69,6 +71,10 @@ class Objects(AbstractFileSystem):
         if path in self.store:
             return {"name": path, "size": len(self.store[path]), "type": "file"}
         raise FileNotFoundError(path)
+
+    def modified(self, path: str) -> datetime:
+        self.ask("head", self._strip_protocol(path))
+        return datetime.now(UTC) - timedelta(seconds=self.age)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         path = self._strip_protocol(path)

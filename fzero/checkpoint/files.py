@@ -7,20 +7,17 @@ import contextlib
 import functools
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from fzero.checkpoint import writers
 from fzero.checkpoint.places import GIVE, INDEX, LATEST, SET_ASIDE, STEP, TEMPORARY, Place
-from fzero.checkpoint.storage import Draft, Reader, Storage
-from fzero.checkpoint.writers import WRITER
+from fzero.checkpoint.storage import ABANDONED, Draft, Reader, Storage
 from fzero.errors import CheckpointError
 from fzero.read_json import open_regular
 
 _PRIVATE = 0o700  # permissions of a directory
-
-_NOTE = 1 << 12  # bytes of a writer's note that are read
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -109,11 +106,10 @@ class Files(Storage):
         if not root.is_dir():
             root.mkdir(_PRIVATE if private else 0o777, parents=True)
             sync(root.parent)
-        if (other := self._another(root)) is not None:
-            raise other
         for entry in list(root.iterdir()):
             if entry.name.startswith(TEMPORARY):
-                _remove(entry)
+                if time.time() - _written(entry) > ABANDONED:
+                    _remove(entry)
             elif entry.name.startswith(STEP) and entry.name.endswith(SET_ASIDE):
                 if entry.with_name(entry.name.removesuffix(SET_ASIDE)).exists():
                     self.retire(root, entry)
@@ -121,13 +117,6 @@ class Files(Storage):
                     os.rename(entry, entry.with_name(entry.name.removesuffix(SET_ASIDE)))
         directory = root / f"{TEMPORARY}{name}.{uuid.uuid4().hex[:8]}"
         directory.mkdir(_PRIVATE if private else 0o777)
-        try:
-            self.write(directory / WRITER, writers.note())
-            if (other := self._another(root)) is not None:  # which began at the same moment
-                raise other
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
         return Draft(directory, "")
 
     def publish(
@@ -136,7 +125,7 @@ class Files(Storage):
         temporary, target = draft.directory, root / name
         assert isinstance(temporary, Path)
         self.write(temporary / INDEX, index)
-        for one in (*spare, WRITER):
+        for one in spare:
             os.unlink(temporary / one)
         sync(temporary)
         pointer = _pointer(root, draft)  # written before the rename: a full disk must not come between the two
@@ -157,28 +146,11 @@ class Files(Storage):
             shutil.rmtree(draft.directory, ignore_errors=True)
             _pointer(root, draft).unlink(missing_ok=True)
 
-    def taken(self, root: Path, draft: Draft) -> CheckpointError | None:
-        if os.path.isdir(draft.directory):
-            return None
-        notes = [self._note(entry) for entry in root.glob(TEMPORARY + STEP + "*")]
-        return writers.another(root, next((n for n in notes if n is not None), None))
-
-    def _another(self, root: Path) -> CheckpointError | None:
-        """The error that a living process of this host, which is not this one, is writing a checkpoint here."""
-        notes = (self._note(entry) for entry in root.glob(TEMPORARY + STEP + "*"))
-        found = next((n for n in notes if n is not None and writers.is_another(n)), None)
-        return None if found is None else writers.another(root, found)
-
-    def _note(self, directory: Path) -> bytes | None:
-        try:
-            return self.read(directory / WRITER, _NOTE)
-        except OSError:
-            return None
-
     def retire(self, root: Path, directory: Path) -> None:
-        gone = root / f"{TEMPORARY}old-{directory.name}"
-        os.rename(directory, gone)
-        _remove(gone)
+        gone = root / f"{TEMPORARY}old-{directory.name}.{uuid.uuid4().hex[:8]}"
+        with contextlib.suppress(FileNotFoundError):  # another job has deleted it
+            os.rename(directory, gone)
+            _remove(gone)
 
 
 def _mode(directory: Path) -> int:
@@ -189,6 +161,14 @@ def _mode(directory: Path) -> int:
 def _pointer(root: Path, draft: Draft) -> Path:
     """The file that becomes `latest`."""
     return root / f"{TEMPORARY}{LATEST}{Path(draft.directory).suffix}"
+
+
+def _written(path: Path) -> float:
+    """When a file, or a directory or a file in it, was last written to, in seconds of the epoch."""
+    times = [time.time()]
+    with contextlib.suppress(FileNotFoundError):  # it is published at this moment
+        times = [p.lstat().st_mtime for p in (path, *(path.iterdir() if path.is_dir() else ()))]
+    return max(times)
 
 
 def _remove(path: Path) -> None:

@@ -8,22 +8,21 @@ import functools
 import os
 import re
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint import writers
 from fzero.checkpoint.places import INDEX, LATEST, LONGEST_INDEX, STEP, Place, Url
-from fzero.checkpoint.storage import Draft, Reader, Storage
-from fzero.checkpoint.writers import WRITER
+from fzero.checkpoint.storage import ABANDONED, Draft, Reader, Storage
 from fzero.errors import CheckpointError, StorageError
+from fzero.read_json import Malformed, parsed
 
 _PART = 16 << 20  # bytes of an object that are sent at a time
 _PARTS = 9000  # stores take 10000 of one object
 _THREADS = 8
-_NOTE = 1 << 12  # bytes of a writer's note that are read
 _REFUSED = re.compile(
     r"credential|denied|forbidden|unauthorized|(expired|invalid|security|access)[ _-]?token|token (has |is )?expired",
     re.I,
@@ -146,15 +145,11 @@ class Objects(Storage):
         here = [root / n for n in self.names(root) if n.startswith(STEP)]
         with ThreadPool(_THREADS) as pool:
             complete = pool.map(self.is_published, here)
-        begun = [directory for directory, whole in zip(here, complete, strict=True) if not whole]
-        for note in self._notes(begun):
-            if writers.is_another(note):
-                raise writers.another(root, note)
-        for directory in begun:
-            self._delete([directory / n for n in self.names(directory)])
-        draft = Draft(root / name, f".{uuid.uuid4().hex[:8]}")
-        self.write(root / name / draft.name(WRITER), writers.note())
-        return draft
+        for directory in (directory for directory, whole in zip(here, complete, strict=True) if not whole):
+            files = [directory / n for n in self.names(directory)]
+            if all(time.time() - self._written(file) > ABANDONED for file in files):
+                self._delete(files)
+        return Draft(root / name, f".{uuid.uuid4().hex[:8]}")
 
     def publish(
         self, root: Url, draft: Draft, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
@@ -168,7 +163,9 @@ class Objects(Storage):
             with ThreadPool(_THREADS) as pool:  # from now on nobody takes them for those of a save that was killed
                 there = pool.map(self.has, here)
             if not all(there):
-                raise self._another(root, draft)
+                what = f"objects of this save to {root} were deleted while it was under way"
+                fix = "give each job a URL of its own; a save may not take longer than an hour for one object"
+                raise CheckpointError("checkpoint.save", what, fix=fix)
             self.write(root / LATEST, f"{name}\n".encode())
         except BaseException:
             with contextlib.suppress(Exception):
@@ -178,8 +175,7 @@ class Objects(Storage):
                     self._delete([target / INDEX])
             raise
         with contextlib.suppress(CheckpointError):  # they are in nobody's way
-            old = [n for n in self.names(target) if n != INDEX and draft.mark not in n]  # of this step before
-            self._delete([target / n for n in (*spare, draft.name(WRITER), *old)])
+            self._delete([target / n for n in (*spare, *_files_of(before))])
         return []
 
     def undo(self, root: Url, draft: Draft) -> None:
@@ -190,23 +186,13 @@ class Objects(Storage):
                     return  # the store did not say that it had written it
             self._delete([home / n for n in self.names(home) if draft.mark in n])
 
-    def taken(self, root: Url, draft: Draft) -> CheckpointError | None:
-        home: Any = draft.directory
-        return None if self.has(home / draft.name(WRITER)) else self._another(root, draft)
-
-    def _another(self, root: Url, draft: Draft) -> CheckpointError:
-        """The error that another job, whose draft may be there, has removed this one's."""
-        steps = [root / n for n in self.names(root) if n.startswith(STEP)]
-        return writers.another(root, next(iter(self._notes(steps, draft.mark)), None))
-
-    def _notes(self, directories: Iterable[Url], but: str | None = None) -> list[bytes]:
-        """The notes of those that write in these places."""
-        stem, found = WRITER.partition(".")[0] + ".", []
-        for file in (d / n for d in directories for n in self.names(d) if n.startswith(stem)):
-            with contextlib.suppress(FileNotFoundError):
-                if but is None or but not in file.name:
-                    found.append(self.read(file, _NOTE))
-        return found
+    def _written(self, file: Url) -> float:
+        """When an object was written, in seconds of the epoch; now if its store does not say."""
+        try:
+            with self._asked("read", file):
+                return self._fs.modified(self._path(file)).timestamp()
+        except (FileNotFoundError, NotImplementedError):
+            return time.time()
 
     def retire(self, root: Url, directory: Url) -> None:
         self._delete([directory / INDEX])
@@ -245,6 +231,14 @@ class Objects(Storage):
             else:
                 fix = "see whether the store can be reached from here; its options are read from fsspec's configuration"
             raise StorageError("checkpoint", f"cannot {to} {url}", [said], fix) from error
+
+
+def _files_of(index: bytes | None) -> list[str]:
+    """The names of the files of a checkpoint, of which this is the index; none of a damaged one."""
+    try:
+        return [n for n in parsed(index or b"", dict[str, Any]).get("files", ()) if "/" not in n and n != INDEX]
+    except (Malformed, TypeError):
+        return []
 
 
 def _said(error: Exception) -> str:

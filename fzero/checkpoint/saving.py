@@ -18,7 +18,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, overload
 
@@ -274,8 +274,7 @@ def carry_out(job: Job) -> Place:
                 fix = "meet the replicas of fz.local_sgd before a save: state = train.sync(state)"
             what = f"{job.what}: the ranks hold different values of the same leaves"
             raise CheckpointError("checkpoint.save", what, problems, fix)
-    with_draft = lambda: _with_draft(job.root, job.draft, lambda: write_rank_file(job.draft, plan, ranks.rank))  # noqa: E731
-    together(ranks, "checkpoint.save", job.what, with_draft, job.undo)
+    together(ranks, "checkpoint.save", job.what, lambda: write_rank_file(job.draft, plan, ranks.rank), job.undo)
     done = together(
         ranks,
         "checkpoint.save",
@@ -407,7 +406,7 @@ def commit(
 ) -> Place:
     """Makes the files that all ranks have written the latest checkpoint."""
     storage, target = storage_of(root), root / step_name(plan.step)
-    notes = _with_draft(root, draft, lambda: [_read_note(draft, rank, plan.size) for rank in range(plan.size)])
+    notes = [_read_note(draft, rank, plan.size) for rank in range(plan.size)]
     names = [draft.name(file_name(rank, plan.size)) for rank in range(plan.size)]
     files = {name: File(n["bytes"], n["sha256"], n["crc32"]) for name, n in zip(names, notes, strict=True)}
     parts = {
@@ -468,16 +467,6 @@ def _before(root: Place) -> _Saved | Index | None:
 
 def _absolute(root: Place) -> str:
     return str(root if isinstance(root, Url) else root.absolute())
-
-
-def _with_draft(root: Place, draft: Draft, act: Callable[[], T]) -> T:
-    """The result of `act`; its error is that another job saves here, if that has removed the draft."""
-    try:
-        return act()
-    except (OSError, CheckpointError) as error:
-        if (other := storage_of(root).taken(root, draft)) is not None:
-            raise other from error
-        raise
 
 
 def _not_deleted(root: str, why: str) -> None:

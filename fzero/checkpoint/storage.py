@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.checkpoint.places import Place
-from fzero.errors import CheckpointError
 from fzero.read_json import MOST, Malformed
+
+ABANDONED = 3600.0
+"""Seconds after which a draft to which nobody has written is taken to be left by a save that was killed."""
 
 
 class Draft(NamedTuple):
@@ -104,11 +106,9 @@ class Storage(ABC):
 
     @abstractmethod
     def begin(self, root: Any, name: str, private: bool = False) -> Draft:
-        """Makes room for a checkpoint of this name, after finishing or removing what saves that were killed left. One
-        process calls it. `private`: its files are for this user alone.
-
-        Raises:
-            CheckpointError: a process of another job, alive on this host, is writing one there (writers.py).
+        """Makes room for a checkpoint of this name, after finishing or removing what saves that were killed left:
+        drafts to which nobody has written for an hour. One process calls it. `private`: its files are for this user
+        alone.
         """
 
     @abstractmethod
@@ -126,10 +126,6 @@ class Storage(ABC):
     @abstractmethod
     def undo(self, root: Any, draft: Draft) -> None:
         """Leaves nothing of a draft that was not published. Does not fail."""
-
-    @abstractmethod
-    def taken(self, root: Any, draft: Draft) -> CheckpointError | None:
-        """The error that another job saves here, which has removed a draft; None: the draft is there."""
 
     @abstractmethod
     def retire(self, root: Any, directory: Any) -> None:

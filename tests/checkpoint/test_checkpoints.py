@@ -30,12 +30,12 @@ from torch import nn
 
 import fzero as fz
 from fzero import checkpoint, optim, tree
-from fzero.checkpoint import format, index, reading, saving, skeleton, writers
+from fzero.checkpoint import format, index, reading, saving, skeleton
 from fzero.checkpoint.weight_files import entries_of
 from fzero.errors import CheckpointError, FzeroError
 from fzero.layout import Layout, Leaf, leaf_of, place, shard
 from fzero.mesh import Mesh, make_mesh
-from fzero.ranks.together import Ranks
+from fzero.ranks.together import Ranks, world
 from fzero.read_json import dumped, parsed
 
 pytestmark = pytest.mark.forks
@@ -788,7 +788,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, error: int, when: Any) -
         ("write", errno.ENOSPC, "rank-00002.json", "rank 2: OSError"),
         ("write", errno.ENOSPC, "index.json", "rank 0: OSError"),
         ("write", errno.ENOSPC, ".tmp-latest", "rank 0: OSError"),
-        ("write", errno.ENOSPC, "writer.json", "rank 0: OSError"),
         ("rename", errno.EIO, ".tmp-step-00000002", "rank 0: OSError"),
         ("mkdir", errno.EACCES, ".tmp-step-00000002", "rank 0: PermissionError"),
     ],
@@ -833,43 +832,39 @@ def test_several_failures_and_divergent_states_name_their_ranks(
     assert not list(tmp_path.iterdir())
 
 
-def of_writer(draft: Path, **said: Any) -> None:
-    """The draft of another job's save."""
-    draft.mkdir(parents=True)
-    (draft / "writer.json").write_bytes(json.dumps({**json.loads(writers.note()), **said}).encode())
-
-
-def test_a_job_that_is_saving_there_is_named_and_left_alone(tmp_path: Path) -> None:
-    state, draft = State(1, {"a": torch.ones(2)}), tmp_path / ".tmp-step-00000007.0123abcd"
-    with subprocess.Popen(["sleep", "100"]) as other:
-        of_writer(draft, pid=other.pid, born=writers._born(other.pid))
-        text = raises(lambda: checkpoint.save(tmp_path, state), f"another job saves to {tmp_path}", "of its own")
-        assert f"process {other.pid} on host " in text and "which saves since 20" in text
-        assert os.listdir(tmp_path) == [draft.name]
-        other.kill()
-        other.wait()
-        assert checkpoint.save(tmp_path, state) == checkpoint.find(tmp_path)  # it was killed: what it left is removed
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
-
-
-@pytest.mark.parametrize("moment", ["write_rank_file", "commit"])
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_job_of_another_host_that_takes_a_save_for_a_killed_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, ended: bool
+def test_drafts_of_two_jobs_do_not_touch_each_other_and_the_last_rename_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    act = getattr(saving, moment)
+    """Another job saves the same step while this one writes its files."""
+    ours, theirs = (State(2, {"a": torch.full((2,), value)}) for value in (1.0, 2.0))
+    commit = saving.commit
 
     def after_the_other(*args: Any, **kwargs: Any) -> Any:
-        (mine,) = tmp_path.glob(".tmp-step-*")
-        shutil.rmtree(mine)
-        if not ended:
-            of_writer(tmp_path / ".tmp-step-00000002.0123abcd", host="elsewhere", here="another", pid=77)
-        return act(*args, **kwargs)
+        monkeypatch.setattr(saving, "commit", commit)
+        assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 1
+        draft = saving.begin(world(), tmp_path, theirs)
+        assert len(list(tmp_path.glob(".tmp-step-00000002.*"))) == 2
+        saving.carry_out(draft)
+        assert read_whole(tmp_path)["params.a"].tolist() == [2.0, 2.0]
+        return commit(*args, **kwargs)
 
-    monkeypatch.setattr(saving, moment, after_the_other)
-    text = raises(lambda: checkpoint.save(tmp_path, State(2, {"a": torch.ones(2)})), "another job saves to")
-    assert "filesystem" not in text and ("process 77 on host elsewhere" in text) != ended
-    assert len(os.listdir(tmp_path)) == (not ended), "what is not this job's is left alone"
+    monkeypatch.setattr(saving, "commit", after_the_other)
+    assert checkpoint.save(tmp_path, ours) == checkpoint.find(tmp_path)
+    assert read_whole(tmp_path)["params.a"].tolist() == [1.0, 1.0] and checkpoint.verify(tmp_path).step == 2
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002"]
+
+
+def test_only_drafts_older_than_an_hour_are_removed(tmp_path: Path) -> None:
+    hour = 3600
+    for name, age in (("old", 2 * hour), ("new", hour // 2), ("written", 2 * hour)):
+        (draft := tmp_path / f".tmp-step-00000007.{name}").mkdir()
+        (draft / "rank").write_bytes(b"1")
+        for path in (draft / "rank", draft):
+            os.utime(path, (time.time() - age,) * 2)
+    os.utime(tmp_path / ".tmp-step-00000007.written" / "rank")  # a file of the draft is still written to
+    checkpoint.save(tmp_path, State(1, {"a": torch.ones(2)}))
+    left = [".tmp-step-00000007.new", ".tmp-step-00000007.written", "latest", "step-00000001"]
+    assert sorted(os.listdir(tmp_path)) == left
 
 
 def test_the_newest_whole_one_is_found_where_latest_was_deleted(
@@ -957,7 +952,9 @@ KILLS = """
             assert got in ((1, 1.0), (second, 2.0)), (second, k, got)
             names = {p.name for p in root.iterdir()}
             assert "latest" in names
-            checkpoint.save(root, state(3, 3.0))  # clears what the kill left
+            for place in [q for p in root.glob(".tmp-*") for q in (p, *p.glob("*"))]:
+                os.utime(place, (0, 0))
+            checkpoint.save(root, state(3, 3.0))  # clears what the kill left, as it is old
             assert now(root) == (3, 3.0)
             rest = {p.name for p in root.iterdir()}
             assert rest <= {"latest", "step-00000001", "step-00000002", "step-00000003"}, rest
@@ -1014,7 +1011,8 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     step = checkpoint.verify(tmp_path).step
     assert read_whole(tmp_path)["params.0"].unique().tolist() == [float(step)]
     checkpoint.save(tmp_path, State(step + 1, [torch.ones(1)]), keep=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", f"step-{step + 1:08d}"]
+    left = sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".tmp-"))  # a young draft is left alone
+    assert left == ["latest", f"step-{step + 1:08d}"]
 
 
 def act_in_processes(root: Path) -> None:

@@ -31,6 +31,7 @@ from fzero.checkpoint import saving, storage
 from fzero.checkpoint.places import Url, as_path
 from fzero.errors import CheckpointError, StorageError
 from fzero.layout import Layout, Leaf
+from fzero.ranks.together import world
 
 RUN = "objects://bucket/run"
 
@@ -119,7 +120,9 @@ def test_a_save_that_stops_anywhere_is_no_checkpoint() -> None:
                 assert had is None
             else:
                 assert any(found.name.endswith(f"-{x[0]:08d}") and holds(RUN, *x) for x in (had, new) if x)
+            Objects.age = 7200.0  # seconds
             assert all(isinstance(d, Url) for d in saved(RUN, 3)) and holds(RUN, 3)
+            Objects.age = 0.0
             left = {k.split("/")[2] for k in Objects.store if k.startswith("bucket/run/step-")}
             assert left <= {f"step-{n:08d}" for n in (1, 2, 3)}
             for name in left:  # what was begun and did not end is gone
@@ -213,7 +216,7 @@ def test_a_reader_that_gives_little_at_a_time_fills_what_there_is() -> None:
 def test_errors_are_said_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = State(torch.tensor(1), {"a": torch.ones(3)})
+    state, Objects.age = State(torch.tensor(1), {"a": torch.ones(3)}), 7200.0  # what a save has left is swept
     save = lambda path: lambda: checkpoint.save(path, state)  # noqa: E731
     raises(save("nosuch://bucket/run"), "cannot open nosuch://bucket", "Protocol not known: nosuch")
     raises(save("simplecache::s3://bucket/run"), "chains of protocols")
@@ -337,24 +340,41 @@ def test_a_checkpoint_is_no_place_for_checkpoints(root: str, tmp_path: Path) -> 
     assert checkpoint.verify(done).step == 6
 
 
-@pytest.mark.parametrize("theirs", [False, True])
-def test_another_job_that_saves_to_the_same_url_is_named(theirs: bool) -> None:
-    """It takes what this one has written for what a killed save left; or it has saved the same step, which stays."""
-    state, before, key = State(torch.tensor(6), {"a": torch.ones(3)}), dict(Objects.store), "/step-00000006/"
-    checkpoint.save(RUN, State(torch.tensor(6), {"a": torch.zeros(3)}))
-    whole, Objects.store = Objects.store, before
+def test_a_save_whose_objects_are_deleted_meanwhile_says_so() -> None:
+    state, key = State(torch.tensor(6), {"a": torch.ones(3)}), "/step-00000006/"
 
     def interfere(act: str, path: str) -> None:
         if act == "head" and key + "rank-" in path and any(key + "index" in name for name in Objects.store):
             Objects.refuse = None
-            for name in [name for name in Objects.store if key in name and (theirs or "index" not in name)]:
+            for name in [name for name in Objects.store if key + "rank-" in name]:
                 del Objects.store[name]
-            if theirs:
-                Objects.store.update(whole)
 
     Objects.refuse = interfere
-    raises(lambda: checkpoint.save(RUN, state), f"another job saves to {RUN}", "URL, of its own")
-    if theirs:
-        assert read_whole(RUN)["params.a"].tolist() == [0.0] * 3
-    else:
-        assert checkpoint.find(RUN) is None
+    raises(lambda: checkpoint.save(RUN, state), "objects of this save", "URL of its own")
+    assert checkpoint.find(RUN) is None
+
+
+def test_two_jobs_that_save_one_step_delete_only_what_they_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other job saves step 6 while this one writes its objects: the index that is written last counts."""
+    ours, theirs = (State(torch.tensor(6), {"a": torch.full((3,), value)}) for value in (1.0, 2.0))
+    checkpoint.save(RUN, State(torch.tensor(6), {"a": torch.zeros(3)}))
+    number, commit = len(Objects.store), saving.commit
+
+    def after_the_other(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(saving, "commit", commit)
+        saving.carry_out(saving.begin(world(), RUN, theirs))
+        assert read_whole(RUN)["params.a"].tolist() == [2.0] * 3
+        return commit(*args, **kwargs)
+
+    monkeypatch.setattr(saving, "commit", after_the_other)
+    checkpoint.save(RUN, ours)
+    assert read_whole(RUN)["params.a"].tolist() == [1.0] * 3 and len(Objects.store) == number
+
+
+def test_only_unpublished_objects_older_than_an_hour_are_deleted() -> None:
+    names = [f"bucket/run/step-00000007/rank-0000{i}.5c1ab3f0.json" for i in range(2)]
+    Objects.store |= dict.fromkeys(names, b"{}")
+    for age, left in ((1800.0, True), (7200.0, False)):
+        Objects.age = age
+        checkpoint.save(RUN, State(torch.tensor(1), {"a": torch.ones(3)}))
+        assert all((name in Objects.store) == left for name in names)
