@@ -11,13 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -106,10 +103,10 @@ def write(
     Memory: one buffer of `BLOCK` bytes, or of the file if that is smaller.
     """
     entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
-    header, offsets = _header(entries, metadata or {})
-    size = len(header) + sum(e.nbytes for e in entries)
+    head, offsets = header(entries, metadata or {})
+    size = len(head) + sum(e.nbytes for e in entries)
     with storage_of(path).writer(path, size) as put, _Sink(put, size) as sink:
-        sink.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        sink.add(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for entry in entries:
             for block in blocks(entry):
                 sink.add(block)
@@ -117,53 +114,6 @@ def write(
         if sink.written != size:
             raise FormatError(f"{sink.written} bytes were produced where the header announces {size}")
     return Written(size, sink.sha256.hexdigest(), "".join(sink.crc32), offsets)
-
-
-class Reserved(NamedTuple):
-    """A file whose tensors are memory: each flat, by name, and where it lies in the file; and the file's size."""
-
-    tensors: Mapping[str, torch.Tensor]
-    offsets: Mapping[str, int]
-    bytes: int
-
-
-def reserve(path: Path, entries: Sequence[Entry]) -> Reserved:
-    """A safetensors file to be overwritten in place, on a filesystem in memory. One that is there and has the same
-    header is taken as it is; a new one is zeros, and has its name when it is complete.
-
-    Raises:
-        OSError: not enough space, before anything has its name.
-    """
-    entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
-    header, offsets = _header(entries, {})
-    size = len(header) + sum(e.nbytes for e in entries)
-    is_new = not _begins(path, header, size)
-    where = path.with_suffix(".new") if is_new else path
-    fd = os.open(where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if is_new:
-            os.ftruncate(fd, 0)
-            os.posix_fallocate(fd, 0, size)
-            os.pwrite(fd, header, 0)
-            os.replace(where, path)
-        data = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
-    except OSError:
-        if is_new:
-            where.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
-    tensors = {e.name: data[offsets[e.name] : offsets[e.name] + e.nbytes].view(e.dtype) for e in entries}
-    return Reserved(tensors, offsets, size)
-
-
-def _begins(path: Path, header: bytes, size: int) -> bool:
-    """Whether there is a file of this size with this header."""
-    try:
-        with path.open("rb") as f:
-            return f.read(len(header)) == header and os.fstat(f.fileno()).st_size == size
-    except FileNotFoundError:
-        return False
 
 
 @dataclass
@@ -269,19 +219,20 @@ def _crc(data: Any) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The bytes of a file before its first tensor, for tensors in this order, and where each tensor begins."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at, starts = 0, {}
     for entry in entries:
-        if entry.name in header:
+        if entry.name in fields:
             raise FormatError(f"two tensors are named {entry.name!r}, or the name is reserved")
-        header[entry.name] = {
+        fields[entry.name] = {
             "dtype": CODES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [at, at + entry.nbytes],
         }
         starts[entry.name] = at
         at += entry.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}

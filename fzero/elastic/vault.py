@@ -33,6 +33,7 @@ from fzero.checkpoint import format
 from fzero.checkpoint.index import File, Index, parse
 from fzero.checkpoint.saving import make_plan, written_by
 from fzero.comm.replicas import word_sum
+from fzero.elastic.memory_files import reserve
 from fzero.elastic.wards import SEALED, SUMS, Ward, Wards, write_note
 from fzero.errors import FzeroValueError
 from fzero.mesh import Mesh
@@ -92,7 +93,7 @@ class Vault:
         entries += [format.Entry(name, plan.leaves[name][1], (boxes.numel,)) for name, boxes in mine.items()]
         self._directory.mkdir(mode=0o700, exist_ok=True)
         num = 2 if ward is None else 3 if ward.spec.every == every else 4
-        slots = [format.reserve(self._directory / _file(self._rank, i), entries) for i in range(num)]
+        slots = [reserve(self._directory / _file(self._rank, i), entries) for i in range(num)]
         write_note(self._directory / f"rank-{self._rank:05d}.json", plan, mine, slots)
         if ward is not None:
             assert mesh is not None

@@ -23,6 +23,7 @@ from fzero.checkpoint import format
 from fzero.checkpoint.index import StoredPart, to_json
 from fzero.checkpoint.saving import SavePlan
 from fzero.comm.replicas import word_sum
+from fzero.elastic.memory_files import MemoryFile, reserve
 from fzero.layout import Leaf, leaf_of
 from fzero.mesh import Mesh
 from fzero.transforms.redundant import Redundant
@@ -79,7 +80,7 @@ class Wards:
         stem = f"ward-{_index(mesh, tuple(mesh.axes), owner):05d}"
         entries = [format.Entry(name, x.dtype, tuple(x.shape)) for name, (_, x) in leaves.items()]
         entries += [format.Entry(SEALED, torch.int64, (1,)), format.Entry(SUMS, torch.int64, (len(leaves),))]
-        slots = [format.reserve(directory / f"{stem}.{i}.safetensors", entries) for i in range(_SLOTS)]
+        slots = [reserve(directory / f"{stem}.{i}.safetensors", entries) for i in range(_SLOTS)]
         write_note(directory / f"{stem}.json", plan, boxes, slots)
         self._slots = [{leaf.path: slot.tensors[name] for name, (leaf, _) in leaves.items()} for slot in slots]
         self._sealed, self._sums = ([s.tensors[name] for s in slots] for name in (SEALED, SUMS))
@@ -141,7 +142,7 @@ class Wards:
         self._coming, self._last = None, slot
 
 
-def write_note(path: Path, plan: SavePlan, boxes: Any, slots: Sequence[format.Reserved]) -> None:
+def write_note(path: Path, plan: SavePlan, boxes: Any, slots: Sequence[MemoryFile]) -> None:
     """Says in a file of JSON what slots hold, of a state of this plan: these elements of each leaf."""
     offsets = slots[0].offsets
     parts = {n: [StoredPart("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}
