@@ -88,9 +88,9 @@ WATCHED = [  # every case in float32 on two ranks or one, every dtype on both
 
 @pytest.mark.full(keep=["fp32-offload-1"])
 @pytest.mark.parametrize(("dtype", "case", "num_ranks"), WATCHED)
-def test_statistics_are_those_of_plain_autograd(run_ranks, num_ranks, dtype, case):
+def test_statistics_are_those_of_plain_autograd(run_or_call, num_ranks, dtype, case):
     """Besides, the step is the same to the bit as without them."""
-    results = run_ranks(num_ranks, both, case, dtype)
+    results = run_or_call(num_ranks, both, case, dtype)
     tolerance = {"fp32": 1e-5, "bf16": 4e-2, "fp16": 5e-3}[dtype]
     for (first, said, last, names), (_, plain, last_plain, no_names) in results:
         assert names == NAMES and no_names == ()
