@@ -48,7 +48,6 @@ from fzero.passes.device_waits import mark
 from fzero.passes.hoist_updates import hoist_updates
 from fzero.passes.overlap import overlap, sharable
 from fzero.passes.rename import rename_functions
-from fzero.passes.reuse_cut import cut_as
 from fzero.passes.speculate import speculate
 from fzero.passes.zero import Zero, keeps_gathers
 from fzero.program.ir import Function, Line, Program
@@ -164,14 +163,6 @@ def _tiers_of_leaves(made: Made, *_: Any) -> tuple[int, ...]:
     return tuple(map(present.index, numbers))
 
 
-def _cut(program: Program, asked: Asked, _: Any) -> Program:
-    """Cuts an update; one that was cut before in a program whose leaves rest on the same tiers, as it was."""
-    on = "cut", tuple(leaf.layout.tier for leaf in program.leaves.values())
-    cut = (cut_as(program, *asked.known[on]) if on in asked.known else None) or cut_update(program)
-    asked.known.setdefault(on, (program, cut))
-    return cut
-
-
 def _cast_once(made: Made, choice: Choice) -> tuple[str, ...]:
     """The leaves that may be cast once for all micro-batches."""
     leaves = _now(made).leaves.values()
@@ -277,7 +268,7 @@ PASSES = (
     ),
     Pass(
         "cut_update",
-        _cut,
+        lambda program, *_: cut_update(program),
         wanted=_trains,
         option=_tiers_of_leaves,
         behind=rules.is_cut,

@@ -21,9 +21,7 @@ from fzero.errors import BudgetError, FzeroValueError
 from fzero.lowering.variants import Variants
 from fzero.passes import pipeline
 from fzero.passes.choice import Choice
-from fzero.passes.cut_update import cut_update
 from fzero.passes.overlap import Order, coalescable, overlap, sharable
-from fzero.passes.reuse_cut import cut_as
 from fzero.program.ir import Program
 from fzero.program.ops import transfer_bytes
 from fzero.program.show import source
@@ -175,35 +173,6 @@ def test_a_state_that_does_not_fit_is_not_made() -> None:
 def test_budgets_that_are_none(wrong: Any) -> None:
     with pytest.raises(FzeroValueError, match="not an amount of memory"):
         fz.compile(make(), fz.make_mesh(data=1), memory_budget=wrong)
-
-
-@pytest.mark.full
-def test_one_cut_of_the_update_serves_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    least, most = span()
-    budgets = [least, (least + most) // 2, most + 4096]
-    cuts: list[Program] = []
-    monkeypatch.setattr(pipeline, "cut_update", lambda program: cuts.append(program) or cut_update(program))
-    spliced = [source(lower(budget).program) for budget in budgets]
-    assert len(cuts) == len(budgets) and len(set(spliced)) > 1
-    monkeypatch.setattr(pipeline, "cut_as", lambda *_: None)
-    assert [source(lower(budget).program) for budget in budgets] == spliced
-    assert len(cuts) > 2 * len(budgets)
-
-
-def test_an_update_that_reads_other_values_is_cut_anew() -> None:
-    def spread_and_cut(transforms: Any) -> tuple[Program, Program]:
-        found: list[Program] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline, "cut_update", lambda program: found.append(program) or cut_update(program))
-            fz.lower(
-                transforms(fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())), MESH, MODELS["gpt"].init, batch(2)
-            )
-        return found[0], cut_update(found[0])
-
-    sharded, whole = spread_and_cut(fz.shard_params()), spread_and_cut(fz.data_parallel())
-    assert cut_as(whole[0], *sharded) is None
-    again = cut_as(sharded[0], *sharded)
-    assert again is not None and source(again) == source(sharded[1]) and again.functions == sharded[1].functions
 
 
 def test_shares_that_keep_the_same_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
