@@ -78,7 +78,6 @@ def rehearse(program: Program) -> Told:
         mock.patch.object(building.inductor, "compiled", _calls(told)),
         mock.patch.object(scaled_matmul, "_emulated", scaled_matmul._native),
         mock.patch.object(execute, "host_pool", lambda nbytes, mesh: torch.empty(nbytes, dtype=torch.uint8)),
-        mock.patch.object(execute, "limits_of", return_value=None),  # marks of time, a few a transfer
     ):
         mesh = _Mesh(program.mesh.axes, 0, _cuda())
         mesh.context.transport, mesh.context.copies = ProcessGroups(mesh), _Copies()

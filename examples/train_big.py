@@ -129,32 +129,21 @@ def gb(nbytes: float) -> str:
 
 
 def described(r: dict[str, Any]) -> str:
-    disk = r["links"]["disk"]
-    text = (
-        f"loss {r['loss']:.4f}  {r['tokens_per_s']:,.0f} tokens/s  disk {gb(disk['bytes_per_second'])}/s  waits "
-        f"{disk['stalled']:.0%}"
-    )
-    return f"{text}  bound by {r['bound_by']}  resident {gb(r['resident_bytes'])}"
+    return f"loss {r['loss']:.4f}  {r['tokens_per_s']:,.0f} tokens/s  resident {gb(r['resident_bytes'])}"
 
 
 def tiers(state: fz.State, memory: int) -> Callable[[dict[str, Any]], Table]:
-    """What a terminal shows below the progress: what rests where, what moves, and how long compute waits for it."""
+    """What a terminal shows below the progress: what rests where, and how full the memory is."""
     rests = {"disk": 0, "device": 0}
     for x in fz.tree.leaves(state):
         found = leaf_of(x)
         rests[found[0].layout.tier if found else "device"] += x.nbytes
 
     def below(r: dict[str, Any]) -> Table:
-        disk, full = r["links"]["disk"], min(20, round(20 * r["resident_bytes"] / memory))
-        table = Table("tier", "rests", "moves a step", "while busy", "busy", "compute waits")
-        table.caption = (
-            f"resident {'█' * full}{'░' * (20 - full)} {gb(r['resident_bytes'])} of {gb(memory)}; bound by "
-            f"{r['bound_by']}"
-        )
-        speed = f"{gb(disk['bytes_per_second'])}/s"
-        table.add_row(
-            "disk", gb(rests["disk"]), gb(disk["bytes"]), speed, f"{disk['busy']:.0%}", f"{disk['stalled']:.0%}"
-        )
+        full = min(20, round(20 * r["resident_bytes"] / memory))
+        table = Table("tier", "rests")
+        table.caption = f"resident {'█' * full}{'░' * (20 - full)} {gb(r['resident_bytes'])} of {gb(memory)}"
+        table.add_row("disk", gb(rests["disk"]))
         table.add_row("memory", gb(rests["device"]))
         return table
 

@@ -88,11 +88,6 @@ class DiskFiles(Protocol):
 
     def write(self, runs: Sequence[tuple[int, torch.Tensor]]) -> Any: ...
 
-    @property
-    def busy_seconds(self) -> float:
-        """Wall time during which something was being read or written."""
-        ...
-
 
 @dataclass(frozen=True, eq=False)
 class Extent:

@@ -95,7 +95,7 @@ class Log:
 
         Args:
             step: the state that the step returned, or the step's number, from 1.
-            metrics: the step's. Scalars and `aux` are recorded, `links` and `bound_by` as they are.
+            metrics: the step's. Scalars and `aux` are recorded.
             more: further entries: numbers, 0-dim tensors, texts.
         """
         now = time.perf_counter()
@@ -206,8 +206,8 @@ def log(
 
     A record has `step`, the scalars of the metrics (`loss`, `grad_norm`, `finite`, ...) and of `aux` by dotted names,
     `step_s` (seconds since the record before) and `peak_bytes` (of the device; on a CPU, of the process). If given,
-    `tokens_per_s` and `lr`. `mfu` on a device of known peak (model FLOPs utilisation, as `Plan.mfu`); `links` and
-    `bound_by` with leaves off the device; and the call's own keywords.
+    `tokens_per_s` and `lr`. `mfu` on a device of known peak (model FLOPs utilisation, as `Plan.mfu`),
+    and the call's own keywords.
 
     Args:
         train: the compiled step: its mesh says which rank writes, its plan how many FLOPs a step has. None: every
@@ -276,7 +276,6 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "tokens_per_s": lambda x: f"{x:,.0f} tokens/s",
     "mfu": lambda x: f"MFU {x:.1%}",
     "peak_bytes": lambda x: f"{x / 2**20:,.0f} MiB",
-    "bound_by": lambda x: f"bound by {x}",
 }
 """The entries of a record that a line shows, in order."""
 

@@ -26,13 +26,10 @@ from fzero.ranks.notes import exchanged
 
 @dataclass(frozen=True)
 class TierCopy:
-    """A copy in flight: its wait, the values it makes unless they have a place, its events, the bytes it reads from
-    disk or writes there, and a wait of the device alone."""
+    """A copy in flight: its wait, the values it makes unless they have a place, and a wait of the device alone."""
 
     done: Callable[[], object]
     values: Sequence[torch.Tensor]
-    span: tuple[Any, Any] | None = None
-    disk_bytes: int = 0
     hold: Callable[[], object] | None = None
 
     def wait(self, into: Sequence[torch.Tensor], host: bool = True) -> Sequence[torch.Tensor]:
@@ -58,11 +55,11 @@ class TierTransport:
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> TierCopy:
         copy = self._copies.to_host_start(sources, _shaped(into, sources))
-        return TierCopy(copy.wait, sources, copy.span, hold=copy.hold)
+        return TierCopy(copy.wait, sources, hold=copy.hold)
 
     def to_device_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> TierCopy:
         copy = self._copies.to_device_start(sources, _shaped(into, sources))
-        return TierCopy(copy.wait, sources, copy.span)
+        return TierCopy(copy.wait, sources)
 
     def begin(self, guesses: bool) -> None:
         """Called before a step runs, with whether it may guess: every leaf that it would write so has a spare
@@ -104,7 +101,7 @@ class TierTransport:
         extents = [_extent(x) for x in leaves]
         transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
         self._on_disk.append(transfer.wait)
-        return TierCopy(lambda: self._kept(transfer.wait), into, disk_bytes=sum(e.nbytes for e in extents))
+        return TierCopy(lambda: self._kept(transfer.wait), into)
 
     def disk_write_start(
         self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False
@@ -118,7 +115,7 @@ class TierTransport:
         runs = [(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)]
         transfer = extents[0].files.write(runs)
         self._on_disk.append(transfer.wait)
-        return TierCopy(lambda: self._kept(transfer.wait), (), disk_bytes=sum(e.nbytes for e in extents))
+        return TierCopy(lambda: self._kept(transfer.wait), ())
 
     def settled(
         self, function: Callable[..., Any], written: Callable[..., Iterable[torch.Tensor | None]]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from fzero.measure.roofline import clock_of
 from fzero.plan.cost import channel
 from fzero.plan.timeline import COMPUTE, Event
 from fzero.program.ir import Line
@@ -17,6 +17,48 @@ from fzero.read_json import read
 
 LinePlace = tuple[Line, int, int]
 """A line, its number as `Program.walk` counts, and the turn of the loop around it."""
+
+
+class Clock(Protocol):
+    def mark(self) -> Any:
+        """This moment."""
+        ...
+
+    def wait(self, mark: Any) -> None: ...
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two moments that have come."""
+        ...
+
+
+class HostClock:
+    mark = staticmethod(time.perf_counter)
+
+    def wait(self, mark: float) -> None:
+        pass
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class DeviceClock:
+    """Moments in the queue of work of the current CUDA device."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a device's work."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 class Timer:

@@ -416,7 +416,7 @@ class Compiled:
             functions = build(
                 {n: f for n, f in lowered.program.functions.items() if n in used}, self.backend, self.mesh
             )
-            how = {"pairs": handed(lowered.programs), "graphs": self.graphs, "backend": self.backend}
+            how = {"pairs": handed(lowered.programs), "graphs": self.graphs}
             return functools.partial(executable, lowered.program, functions, self.mesh, **how)
 
         return lowered, built

@@ -16,14 +16,12 @@ from fzero.comm.host import host_pool
 from fzero.comm.tiers import TierCopy, TierTransport
 from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
-from fzero.measure.roofline import limits_of
 from fzero.mesh import Mesh
 from fzero.program.ir import Function, Program
 from fzero.program.ops import COPIES, DISK, OPS, batch_axes_of, from_to, sends_of
 from fzero.program.show import name_of, source
 from fzero.ranks import agreement
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
-from fzero.runtime.observe import observed
 from fzero.runtime.places import places_of
 from fzero.runtime.told_errors import indices_explained
 
@@ -34,11 +32,9 @@ def executable(
     mesh: Mesh,
     graphs: bool | None = False,
     pairs: Iterable[tuple[str, int, int]] = (),
-    backend: str = "eager",
 ) -> Callable[..., tuple[Any, ...]]:
     """The program as a Python function of the trees it names. All ranks of the mesh make it together. `graphs`: whether
-    its runs are captured and replayed, where it can be; None: if a capture does not fail. `pairs`: as of `handed`.
-    `backend`: that compiled the functions."""
+    its runs are captured and replayed, where it can be; None: if a capture does not fail. `pairs`: as of `handed`."""
     text = source(program)
     batch_axes = batch_axes_of(program)
     carrier = transport(mesh)
@@ -63,9 +59,6 @@ def executable(
         "wards": sends_of(program),
     }
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
-    limits = limits_of(program, mesh, backend) if "train" in namespace else None
-    if limits is not None:
-        namespace.update(observed({name: namespace[name] for name in limits.names}, limits.before, limits.after))
 
     on = graphs_of(mesh) if graphs is not False and not obstacles(program) else None
     replayed = None if on is None else Replayed(run, namespace, mesh, on, required=graphs is True)
@@ -75,8 +68,6 @@ def executable(
     def whole_run(*trees: Any, guesses: bool = False) -> tuple[Any, ...]:
         if replayed is not None:
             replayed.prepare(*trees)
-        if limits is not None:
-            limits.begin()
         with agreement.unbroken(mesh), indices_explained(owner, trees[-1]):
             carrier.begin(memory)
             tiers.begin(guesses)
@@ -86,8 +77,6 @@ def executable(
                 if mesh.size == 1:  # else it is the last call on this mesh
                     tiers.abandon()
                 raise
-            if limits is not None:
-                limits.end()
             failed = tiers.end()
         if failed is not None:  # on every rank, each at the end of its run
             raise failed
@@ -97,7 +86,6 @@ def executable(
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # whose functions observe.py acts around
     whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
     whole_run.replayed = replayed  # type: ignore[attr-defined]  # a GPU's, if its runs can be captured
-    whole_run.limits = limits  # type: ignore[attr-defined]  # entries that a training step adds to its metrics
     return whole_run
 
 

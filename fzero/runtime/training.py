@@ -491,9 +491,8 @@ class CompiledStep(Compiled):
 
         Returns: the new state, and the metrics: `loss`, `grad_norm` (before clipping), `finite` and, with `has_aux`,
             `aux`, over the whole mesh, as 0-dim tensors that have not been waited for; with a loss scale also
-            `loss_scale`, `skipped` and `loss_scale_at_minimum`. A step with leaves or activations off the device also
-            says what binds it on this rank: `speed_of_light`, a number, `links`, a dict of dicts of numbers, and
-            `bound_by`, a name. Which entries are scalars: docs/tutorial.md, "What metrics hold".
+            `loss_scale`, `skipped` and `loss_scale_at_minimum`. Which entries are scalars: docs/tutorial.md, "What
+            metrics hold".
 
         Raises:
             FzeroTypeError: more arguments than a state and one batch.
@@ -531,7 +530,7 @@ class CompiledStep(Compiled):
                 raise_out_of_memory(error, self.owner, lambda: self._advice(lowered))
             raise
         self.calls += 1
-        metrics, limits = tree.unflatten(lowered.structure, outputs), run.limits  # type: ignore[attr-defined]
+        metrics = tree.unflatten(lowered.structure, outputs)
         no_backward(metrics["loss"])
         if "raised" in metrics:
             self._raised(metrics.pop("raised"), lowered.raises, state)
@@ -545,7 +544,6 @@ class CompiledStep(Compiled):
                 lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"
             ]
             self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
-        more_metrics.append(limits.metrics if limits is not None else {})
         return state, {k: x for found in (metrics, *more_metrics) for k, x in found.items()}
 
     @alone("sync")

@@ -21,7 +21,6 @@ EXAMPLE = Script(
     ("--memory", "600MB", "--params", "200K", "--width", "64", "--seq", "32", "--batch", "2", "--backend", "eager"),
 )
 KEYS = {"step", "loss", "grad_norm", "finite", "tokens_per_s", "step_s", "resident_bytes", "peak_bytes"}
-KEYS |= {"speed_of_light", "links", "bound_by"}
 P = 4 * (12 * 64**2 + 2 * 64) + 513 * 64  # parameters: 4 layers
 
 
@@ -39,9 +38,6 @@ def test_what_a_run_prints_and_leaves_behind(straight):
     log = records(folder / "log")
     assert [r["step"] for r in log] == [1, 2, 3, 4] and all(set(r) == KEYS for r in log)
     assert all(5 < r["loss"] < 7 and 0 < r["resident_bytes"] < 600e6 for r in log), "log(256) is 5.545"
-    assert all(r["links"]["disk"]["bytes"] > 6 * 4 * P for r in log), (
-        "three numbers a parameter read and written by the update, and what the blocks read"
-    )
     assert f"a GPT of {P / 1e6:.1f} M parameters: 4 layers, 64 wide" in printed
     assert re.search(
         r"^state on disk: 0.00 GB; peak memory of each process: 0.0\d GB planned and 0.30 GB for the compiler, of 0.60 "
@@ -50,8 +46,7 @@ def test_what_a_run_prints_and_leaves_behind(straight):
         re.M,
     )
     steps = re.findall(
-        r"^step (\d)/4  loss ([\d.]+)  [\d,]+ tokens/s  disk [\d.]+ GB/s  waits \d+%  bound by \w+  resident 0\.\d\d "
-        r"GB$",
+        r"^step (\d)/4  loss ([\d.]+)  [\d,]+ tokens/s  resident 0\.\d\d GB$",
         printed,
         re.M,
     )
@@ -66,7 +61,7 @@ def test_what_a_run_prints_and_leaves_behind(straight):
 def test_two_processes_share_the_state(run_ranks, straight, tmp_path):
     done = EXAMPLE.on(run_ranks, "--steps", 4, "--path", tmp_path, "--json", tmp_path / "log", ranks=2)
     assert losses(tmp_path / "log") == pytest.approx(losses(straight[0] / "log"), rel=1e-4)
-    assert records(tmp_path / "log")[0]["links"]["gather:data"]["bytes"] > 0 and done.stdout.count("state on disk") == 1
+    assert done.stdout.count("state on disk") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["log"]
 
 

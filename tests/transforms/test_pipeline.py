@@ -246,8 +246,6 @@ def on_ranks(axes: dict[str, int], more: list[Any], how: Any, path: str, backend
     state, metrics = train(state, rows)
     train.check_replicas(state)
     assert len(train.plan.stages) == axes["pipe"] and train.plan.bubble > 0
-    passing = [link["stalled"] for name, link in metrics["links"].items() if name in ("hand:pipe", "take:pipe")]
-    assert len(passing) == 2 and 0 < sum(passing) == metrics["bubble"] < 1
     return train.gather(state), {k: metrics[k] for k in ("loss", "grad_norm")}, held
 
 
