@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from own_gradients import own_gradients
 
 import fzero as fz
-from fzero.passes.own_gradients import own_gradients
 from fzero.transforms.base import Transform
 from fzero.transforms.slots import Local
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import slot_users as users
 import torch
+from own_gradients import own_gradients
 from slot_users import Average, Feedback, Outer
 
 import fzero as fz
@@ -22,7 +23,6 @@ from fzero.layout import leaf_of
 from fzero.lowering.at_rest import at_rest
 from fzero.lowering.layouts import params_inputs
 from fzero.optim.loss_scale import LossScale
-from fzero.passes.own_gradients import own_gradients
 from fzero.transforms.base import Transform
 from fzero.transforms.slots import Local, StepResults
 
