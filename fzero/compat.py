@@ -18,6 +18,7 @@ import re
 import shlex
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,33 @@ def raising() -> frozenset[CodeType]:
 def raise_unless(holds: torch.Tensor, error: type[Exception], said: Callable[[], str]) -> None:
     """Raises unless all elements of a tensor hold; in a trace it is a condition under which the function raises."""
     torch._check_tensor_all_with(error, holds, said)
+
+
+class _UncheckedDistributions:
+    """The traces that run now, in any thread, and the default of the argument checks of distributions before them."""
+
+    lock = threading.Lock()
+    traces = 0
+    before = True
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Inside, `torch.distributions` does not check arguments, unless `validate_args=True` asks for it. The default is
+    one for all threads: the first of several traces changes it, and the last one restores it."""
+    of, distribution = _UncheckedDistributions, torch.distributions.Distribution
+    with of.lock:
+        if of.traces == 0:
+            of.before = distribution._validate_args
+            distribution.set_default_validate_args(False)
+        of.traces += 1
+    try:
+        yield
+    finally:
+        with of.lock:
+            of.traces -= 1
+            if of.traces == 0:
+                distribution.set_default_validate_args(of.before)
 
 
 @contextmanager

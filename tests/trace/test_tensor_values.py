@@ -100,6 +100,22 @@ def indefinite(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(torch.stack([y.T @ y + torch.eye(4), y.T @ y - 3 * torch.eye(4)]))
 
 
+def test_distributions_do_not_check_arguments_while_a_step_is_traced():
+    seen: list[bool] = []
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x @ p["w"])
+        seen.append(torch.distributions.Distribution._validate_args)
+        return torch.distributions.Normal(y, F.softplus(y) + 0.5).log_prob(x).mean()
+
+    trains_as_pytorch(fz.block(loss), W, X)
+    lowered = fz.lower(fz.train_step(loss, optim.sgd(0.1)), fz.AbstractMesh(data=1), W, X)
+    assert not lowered.raises and False in seen and torch.distributions.Distribution._validate_args
+    with pytest.raises(ZeroDivisionError):
+        fz.lower(fz.train_step(lambda p, x: 1 / 0, optim.sgd(0.1)), fz.AbstractMesh(data=1), W, X)
+    assert torch.distributions.Distribution._validate_args
+
+
 RAISING = {
     negative_variance: "gaussian_nll_loss",
     no_scale: "Normal",

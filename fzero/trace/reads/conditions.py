@@ -80,7 +80,8 @@ class Waiting(NamedTuple):
 
 @contextmanager
 def collected(owner: str) -> Iterator[Conditions]:
-    """The conditions noted inside. `owner` names the traced function in errors.
+    """The conditions noted inside. `owner` names the traced function in errors. Checks of the arguments of
+    distributions are off, because each of them would be a condition.
 
     Raises:
         TraceError: the body raises after a test that was answered only so that the next one is asked.
@@ -88,7 +89,8 @@ def collected(owner: str) -> Iterator[Conditions]:
     noted = Conditions()
     token = _noted.set(noted)
     try:
-        yield noted
+        with compat.distributions_unchecked():
+            yield noted
     except Exception as error:
         if places := _failed(error, noted):
             what = "raises if several tests fail, of which the first needs the value of a tensor"
