@@ -210,7 +210,7 @@ def test_the_trainer_says_that_it_needs_accelerate(monkeypatch: pytest.MonkeyPat
         _ = fz.hf.Trainer
 
 
-@pytest.mark.full
+@pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_stage_is_over_all_axes_of_the_mesh(run: Any, saved: Any, stage: int) -> None:
     """The fast one first; `model` is tensor parallelism's."""
@@ -224,7 +224,6 @@ def test_a_stage_is_over_all_axes_of_the_mesh(run: Any, saved: Any, stage: int) 
     assert "make_mesh(node=2, data=2, model=2)" in out
 
 
-@pytest.mark.full
 def test_a_file_and_several_devices(run: Any, saved: Any) -> None:
     file = f"{saved('llama')}/config.json"
     code, out, _ = run("--hf", file, "--devices", "16xh100", "--zero", "1", "--precision", "fp16")

@@ -16,6 +16,7 @@ import fzero as fz
 from fzero import cores
 from fzero.build import share
 from fzero.cores import cores_at_start, cores_of_host, keep_beside, listed, own_cores, share_of, spelled
+from fzero.mesh import unjoined
 
 GPU = torch.device("cuda", 0)
 
@@ -127,6 +128,19 @@ def test_cores_of_a_host_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPat
     assert cores_of_host() == EIGHT
     gone = True
     assert cores_of_host() == {0, 1}
+
+
+@pytest.mark.parametrize("launcher", [range(8), range(2)])
+def test_ranks_that_are_bound_to_their_own_cores_are_not_too_many(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launcher: range
+) -> None:
+    """Two ranks of two threads, each on two cores: too many only if both have the same two."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*launcher} if pid else {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    unjoined(device="cpu")
+    assert ("compute with 2 threads each" in caplog.text) == (len(launcher) == 2)
 
 
 def told() -> int:

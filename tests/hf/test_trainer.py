@@ -527,6 +527,10 @@ def test_a_forward_that_draws(tmp_path: Path) -> None:
     first, again = (ours.predict(settings["rows"]).predictions for _ in range(2))
     assert first.shape == (12, 3) and len(set(first.flatten().tolist())) == 36
     assert 0 <= first.min() and first.max() < 1 and (first == again).all()
+    with pytest.MonkeyPatch.context() as patch:  # another rank draws other numbers for its rows
+        patch.setattr(type(ours.accelerator), "process_index", 1)
+        other = ours.predict(settings["rows"]).predictions
+    assert not {*other.flatten().tolist()} & {*first.flatten().tolist()}
 
 
 @pytest.mark.full

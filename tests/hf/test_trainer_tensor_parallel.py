@@ -97,6 +97,15 @@ def ours_on_ranks(path: Path, mesh: dict[str, int], resumed: str | None) -> dict
     return said
 
 
+def test_weights_that_were_never_laid_out_are_evaluated_over_all_axes(tmp_path: Path) -> None:
+    """Before training each rank has all weights, so every axis of the mesh divides data."""
+    trainer = made(Trainer, tmp_path, ROWS, backend="eager", lengths=[40], mesh=fz.make_mesh(data=1, model=1))
+    expected = made(transformers.Trainer, tmp_path, ROWS).evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    (evaluation,) = trainer._evaluations.values()
+    assert {x.axis for x in evaluation._transforms} == {"data", "model"}
+
+
 def alike(mine: Any, theirs: Any) -> None:
     if isinstance(theirs, dict):
         assert mine.keys() == theirs.keys()

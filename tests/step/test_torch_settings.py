@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,8 +89,8 @@ def test_a_step_trains_whatever_is_around_it(around: str) -> None:
     assert [x.dtype for x in found] == [x.dtype for x in plain] and all(map(torch.equal, found, plain))
 
 
-def test_a_default_device_that_the_mesh_has_not(made: Any) -> None:
-    """Before anything is made; what `fz.lower` plans needs no values."""
+def test_a_default_device_that_the_mesh_has_not(made: Any, tmp_path: Path) -> None:
+    """Before anything is made; what `fz.lower` plans needs no values, and checkpoints make no tensors there."""
     train, state, run = made
     step = fz.train_step(_loss, optim.adam(0.1))
     for device in ("meta", "cuda"):
@@ -105,6 +106,9 @@ def test_a_default_device_that_the_mesh_has_not(made: Any) -> None:
                     call()
     with torch.device("meta"):
         assert fz.lower(step, fz.AbstractMesh(data=1), {"w": torch.empty(4, 4)}, torch.empty(2, 4)).program.lines
+        fz.checkpoint.save(str(tmp_path), state)
+        restored = train.restore(str(tmp_path))
+    assert torch.equal(train.gather(restored).params["w"], train.gather(state).params["w"])
 
 
 ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
