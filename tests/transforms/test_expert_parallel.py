@@ -316,7 +316,7 @@ class Mixture(nn.Module):
         return x + fz.experts.combine(y, back).view_as(x)
 
 
-@pytest.mark.full
+@pytest.mark.full(keep=["False"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_module_with_experts(norm):
     torch.manual_seed(0)

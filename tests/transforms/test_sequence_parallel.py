@@ -351,7 +351,7 @@ MIXED = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.full(keep=["parameters over both axes"])
 @pytest.mark.parametrize("way", MIXED)
 def test_gradients_of_what_reads_all_positions(way):
     """They are whole on every rank along the axis: the reduction over it has one summand of each."""
