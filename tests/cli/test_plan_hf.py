@@ -155,7 +155,6 @@ def test_a_mixture_computes_rows_of_fixed_size(run: Any, saved: Any) -> None:
     assert other.breakdown["saved"] > 2 * copies > copies > saved_bytes > 0
 
 
-@pytest.mark.full
 def test_a_key_that_the_configuration_does_not_have_is_named(run: Any, saved: Any) -> None:
     """With the key that is meant, if the file leaves that one out. Keys that the library has read, and old ones that
     are no numbers, are not named."""
