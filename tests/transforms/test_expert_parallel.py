@@ -192,7 +192,7 @@ TWO = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.full(keep=["alone"])
 @pytest.mark.parametrize("way", TWO)
 def test_positions_are_cut_over_another_axis(way):
     """Each rank numbers the rows of its positions: no operation has all of them."""
