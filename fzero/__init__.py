@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fzero.elastic.loop import Run
     from fzero.elastic.resharding import reshard
     from fzero.elastic.running import run
-    from fzero.loss import weighted
+    from fzero.loss import chunked_cross_entropy, weighted
     from fzero.lowering.choose_mesh import choose_mesh
     from fzero.lowering.lower import lower
     from fzero.lowering.lowered import Lowered
@@ -95,6 +95,7 @@ _HOME = {
     "sequence_parallel": "transforms.sequence",
     "tensor_parallel": "transforms.tensor",
     "train_step": "step",
+    "chunked_cross_entropy": "loss",
     "weighted": "loss",
 }
 """The module that defines each public name; a name that is not here is a module itself."""
@@ -155,6 +156,7 @@ __all__ = [
     "testing",
     "train_step",
     "tree",
+    "chunked_cross_entropy",
     "weighted",
 ]
 

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from fzero import tree
+from fzero.arguments import count as whole_number
 from fzero.arguments import number, plain_numbers, shown
 from fzero.errors import FzeroTypeError, TraceError
 from fzero.layout import ties
+from fzero.trace.block import block
 
 
 class Weighted(NamedTuple):
@@ -262,5 +265,215 @@ def weighted(total: torch.Tensor, count: torch.Tensor | int | float) -> Weighted
     return Weighted(total, count)
 
 
+@plain_numbers
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunks: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """Cross entropy of the linear head of a language model, computed without ever holding the logits of all rows.
+
+    Equal, up to the order of sums, to::
+
+        logits = F.linear(hidden, weight, bias)                       # [..., vocabulary]
+        logits = softcap * torch.tanh(logits / softcap)               # if softcap is given
+        F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ...)
+
+    The rows (positions) are divided into chunks. For each chunk in turn the forward computes the logits, the loss and
+    the gradients of the loss with respect to `hidden`, `weight` and `bias`, and then frees the logits. The backward
+    multiplies these gradients by the gradient of the result. No product is computed twice.
+
+    Args:
+        hidden: floating point [..., features], the input of the head. At least two dimensions.
+        weight: floating point [vocabulary, features], as in `torch.nn.Linear` and `torch.nn.Embedding`.
+        targets: int64 [...], the index of the right word for each row, or `ignore_index`.
+        bias: floating point [vocabulary].
+        chunks: the number of chunks. By default chunks have about as many rows as there are features, and at least
+            1024, so that the logits of a chunk are about as large as `weight`.
+        ignore_index: rows with this target do not contribute to the loss, the gradient or the count.
+        label_smoothing: between 0.0 and 1.0, as in `torch.nn.functional.cross_entropy`.
+        softcap: logits are limited to the range from -softcap to softcap, as in Gemma 2.
+        reduction: "mean", over the targets that are not ignored (NaN if there is none); "sum"; or "weighted", which
+            returns `fz.weighted(sum, count)`: the loss of a step whose micro-batches and ranks have different numbers
+            of such targets.
+
+    Returns: float32[], float64[] if the logits are float64; or a `fz.weighted` result.
+
+    Communication: none of its own. If `tensor_parallel` shards the vocabulary of `weight`, each chunk sends what the
+        unchunked loss would send for its rows. With `sequence_parallel`, `chunks` must divide the positions of a rank.
+    Memory: the logits of one chunk and their gradient, in the dtype of `hidden` and in float32; the gradient of
+        `hidden`; a copy of `weight`; and, in float32, the sum of the gradients of `weight` before and after a chunk.
+
+    Raises:
+        FzeroTypeError: arguments that are not such tensors and numbers, all of them listed. From the backward, if the
+            gradient of the gradient is asked for (`create_graph=True`).
+
+    In float16 a chunk's gradient of `weight` is computed for a loss scale of 1 per target, and scaled in float32.
+
+    References: Hsu et al., Liger Kernel: Efficient Triton kernels for LLM training, 2024; Wijmans et al., Cut your
+        losses in large-vocabulary language models, ICLR 2025, which never materialize logits at all.
+
+    Example:
+        >>> import torch
+        >>> hidden, head = torch.zeros(6, 4), torch.zeros(10, 4)
+        >>> chunked_cross_entropy(hidden, head, torch.arange(6), chunks=3)
+        tensor(2.3026)
+    """
+    _check_head(hidden, weight, targets, bias, chunks, ignore_index, label_smoothing, softcap, reduction)
+    rows, length = targets.numel(), targets.shape[-1]
+    if chunks is None:
+        least = max(1, -(-rows // max(hidden.shape[-1], 1024)))
+        chunks = next((n for n in range(least, 2 * least) if length % n == 0), least)
+    options = (softcap, ignore_index, label_smoothing)
+    head = (weight,) if bias is None else (weight, bias)
+    total: Any = _ChunkedSum.apply(hidden, targets, (max(1, min(chunks, rows)), options), *head)
+    if reduction == "sum":
+        return total
+    count = (targets != ignore_index).sum()
+    return weighted(total, count) if reduction == "weighted" else total / count
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """The sum of the losses of all rows. Its gradient is linear in the gradient of the sum, so the forward computes it
+    chunk by chunk, for a gradient of 1."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # [..., length, features]
+        targets: torch.Tensor,  # int64[..., length]
+        settings: tuple[int, tuple[Any, ...]],
+        *head: torch.Tensor,  # the weight, and the bias if there is one
+    ) -> torch.Tensor:
+        chunks, options = settings
+        of_hidden, _, _, *of_head = ctx.needs_input_grad
+        # A copy is a value of the step: a sharded parameter is gathered once, and not again for each chunk.
+        copies = [x.clone() for x in head] if chunks > 1 else [*head]
+        total = torch.zeros((), dtype=_summed(hidden.dtype), device=hidden.device)
+        sums = [torch.zeros_like(x, dtype=_summed(x.dtype)) for x, need in zip(head, of_head, strict=True) if need]
+        rows: list[torch.Tensor] = []
+        for h, t in zip(_divided(hidden, -2, chunks), _divided(targets, -1, chunks), strict=True):
+            total, grads, sums = _chunk((), h, t, copies, total, sums, (of_hidden, *of_head), options)
+            rows += grads
+        ctx.save_for_backward(*([_joined(rows, hidden)] if rows else []), *sums)
+        given = (hidden, targets, targets, *head)
+        ctx.given = [(i, x.dtype) for i, x in enumerate(given) if ctx.needs_input_grad[i]]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, seed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            what, fix = "has no gradient of its gradient", "F.cross_entropy of all logits, which has"
+            raise FzeroTypeError("chunked_cross_entropy", what, fix=fix)
+        grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for x, (i, dtype) in zip(ctx.saved_tensors, ctx.given, strict=True):
+            # in float32: a loss scale may be larger than the largest float16
+            grads[i] = (x.to(_summed(dtype)) * seed).to(dtype)
+        return tuple(grads)
+
+
+@block
+def _chunk(
+    params: tuple[()],
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: Sequence[torch.Tensor],
+    total: torch.Tensor,
+    sums: Sequence[torch.Tensor],
+    needs: tuple[bool, ...],
+    options: tuple[Any, ...],
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """The total with the loss of a chunk; its gradient with respect to `hidden`, if it is needed; and `sums` with those
+    with respect to `head`. It is a block so that a compiled step frees the logits of a chunk before it computes the
+    next."""
+    softcap, ignore_index, label_smoothing = options
+    given = [x.detach().requires_grad_(need) for x, need in zip((hidden, *head), needs, strict=True)]
+    with torch.enable_grad():
+        logits = F.linear(*given)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        loss = F.cross_entropy(
+            logits.to(_summed(logits.dtype)).flatten(0, -2),
+            targets.flatten(),
+            reduction="sum",
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+        )
+    wanted = [x for x in given if x.requires_grad]
+    grads = [*torch.autograd.grad(loss, wanted)] if wanted else []
+    own = grads[: len(grads) - len(sums)]
+    return total + loss.detach(), own, [x + g for x, g in zip(sums, grads[len(own) :], strict=True)]
+
+
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _divided(x: torch.Tensor, dim: int, chunks: int) -> Sequence[torch.Tensor]:
+    """The rows of each chunk. If `chunks` divides the length of the sequences, a chunk has every `chunks`-th position
+    of each sequence, so that with `sequence_parallel` every rank has some of its positions."""
+    if x.shape[dim] % chunks == 0:
+        return x.unflatten(dim, (-1, chunks)).unbind(dim)
+    return x.flatten(0, dim).tensor_split(chunks)
+
+
+def _joined(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    if like.shape[-2] % len(parts) == 0:
+        return torch.stack([*parts], -2).flatten(-3, -2)
+    return torch.cat([*parts]).view_as(like)
+
+
 def _operand(x: Any) -> str:
     return "fz.weighted too" if isinstance(x, Weighted) else shown(x)
+
+
+def _check_head(
+    hidden: Any,
+    weight: Any,
+    targets: Any,
+    bias: Any,
+    chunks: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    softcap: Any,
+    reduction: Any,
+) -> None:
+    """Raises FzeroTypeError listing the arguments of `chunked_cross_entropy` that it cannot use."""
+    problems = [
+        f"{name}: {type(x).__name__}, not a tensor"
+        for name, x in (("hidden", hidden), ("weight", weight), ("targets", targets), ("bias", bias))
+        if not isinstance(x, torch.Tensor) and (name != "bias" or x is not None)
+    ]
+    if not problems:
+        problems += [
+            f"{name}: {shown(x)}, not floating point"
+            for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias))
+            if x is not None and not x.is_floating_point()
+        ]
+        if hidden.dim() < 2:
+            problems.append(f"hidden: {shown(hidden)}, not [..., features] of at least two dimensions")
+        elif weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+            problems.append(f"weight: {shown(weight)}, not [vocabulary, {hidden.shape[-1]}] as hidden {shown(hidden)}")
+        elif bias is not None and bias.shape != weight.shape[:1]:
+            problems.append(f"bias: {shown(bias)}, not [{weight.shape[0]}]")
+        if targets.dtype != torch.int64 or targets.shape != hidden.shape[:-1]:
+            problems.append(f"targets: {shown(targets)}, not int64{list(hidden.shape[:-1])} as the rows of hidden")
+    problems += whole_number("chunks", chunks) if chunks is not None else []
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        problems.append(f"ignore_index={shown(ignore_index)}: must be a whole number")
+    problems += number("label_smoothing", label_smoothing, at_least=0) or (
+        [f"label_smoothing={label_smoothing}: must be at most 1"] if label_smoothing > 1 else []
+    )
+    problems += number("softcap", softcap, above=0, below=math.inf) if softcap is not None else []
+    if reduction not in ("mean", "sum", "weighted"):
+        problems.append(f"reduction={shown(reduction)}: must be 'mean', 'sum' or 'weighted'")
+    if problems:
+        fix = "fz.chunked_cross_entropy(hidden, head.weight, targets), of the input of the head and not of its logits"
+        raise FzeroTypeError("chunked_cross_entropy", "invalid arguments", problems, fix)

@@ -125,15 +125,18 @@ def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
 def work_of_blocks(program: Program, numbers: Sequence[int]) -> list[float]:
     """The operations of each block's products, forward and backward, with what comes before the first block and behind
     the last."""
-    found, seen = dict.fromkeys(numbers, 0.0), 0
+    found: dict[int | None, float] = dict.fromkeys(numbers, 0.0)
+    seen = 0
     flops: dict[str, float] = {}
     for line in program.lines:
         if line.op != "call":
             continue
         if line.fn not in flops:
             flops[line.fn] = sum(product_flops(node) for node in program.functions[line.fn].graph.graph.nodes)
-        seen += line.block is not None
-        number = line.block.number if line.block else numbers[0 if not seen or seen >= 2 * len(numbers) else -1]
+        number = None if line.block is None else line.block.number
+        seen += number in found
+        if number not in found:
+            number = numbers[0 if not seen or seen >= 2 * len(numbers) else -1]
         found[number] += flops[line.fn]
     return [*found.values()]
 

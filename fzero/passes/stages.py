@@ -60,8 +60,12 @@ def num_stages(program: Program) -> int:
 
 
 def block_numbers(program: Program) -> list[int]:
-    """The numbers of a program's blocks, in their order."""
-    return [*dict.fromkeys(line.block.number for line in program.lines if line.block is not None)]
+    """The numbers of a program's blocks, in their order. Blocks behind the last one that has a backward, such as the
+    chunks of `chunked_cross_entropy`, are part of the loss."""
+    blocks = [line.block for line in program.lines if line.block is not None]
+    numbers = [*dict.fromkeys(block.number for block in blocks)]
+    last = max((block.number for block in blocks if block.part != "forward"), default=None)
+    return numbers if last is None else numbers[: numbers.index(last) + 1]
 
 
 def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]:
@@ -149,7 +153,7 @@ class _Places:
         of_step = line.micro is None
         if line.op == "update":
             place: Place = EVERY
-        elif line.block is not None:
+        elif line.block is not None and line.block.number in self._of_block:
             place = self._of_block[line.block.number]
         elif line.op in STARTS and of_step:
             self._started[line.out[0].name], place = line, EVERY
@@ -185,7 +189,7 @@ class _Places:
                 continue
             stages = [s for a in line.args if (s := self._stage(a)) is not None]
             stages += [readers[v.name] for v in line.out if v.name in readers]
-            if line.block is not None:
+            if line.block is not None and line.block.number in self._of_block:
                 stages = [self._of_block[line.block.number]]
             if stages:
                 found[i] = max(stages)
