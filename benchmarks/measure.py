@@ -86,8 +86,8 @@ CASES = {
         small={**FEW, "only": ["fzero_zero3", "ddp"]},
     ),
     "peers_vocabulary": Case(
-        "memory of a step with a vocabulary of 65 thousand", 8, peers.peers, contestants.worker,
-        flags={**PEERS, "vocab": 65536, "rounds": 1, "turns": True, "only": list(peers.VOCABULARY)},
+        "a step with a vocabulary of 65 thousand, its loss in chunks", 15, peers.peers, contestants.worker,
+        flags={**PEERS, "vocab": 65536, "rounds": 3, "turns": True, "only": list(peers.VOCABULARY)},
         small={**FEW, "vocab": 512, "rounds": 1, "only": list(peers.VOCABULARY[:2])},
     ),
     "peers_offload": Case(

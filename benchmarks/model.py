@@ -52,14 +52,18 @@ def _head(p: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 embed, layer, head = fz.block(_embed), fz.block(_layer), fz.block(_head)
 
 
-def make_loss(config: Config) -> Any:
-    """The loss as a pure function of parameters and batch."""
+def make_loss(config: Config, chunks: int | None = None) -> Any:
+    """The loss as a pure function of parameters and batch; with `chunks`, without the logits of all rows."""
 
     def loss_fn(params: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         tokens, targets = batch
         x = embed(params["embed"], tokens)
         for p in params["layers"]:
             x = layer(p, x, config.heads)
+        if chunks is not None:
+            p = params["head"]
+            x = F.layer_norm(x, p["ln"].shape, p["ln"])
+            return fz.chunked_cross_entropy(x, p["out"], targets, chunks=chunks)
         return head(params["head"], x, targets)
 
     return loss_fn

@@ -113,9 +113,6 @@ SHAPES = [
     Case("vocabulary of 256", 1, [BF16], sizes={"vocab": 256}),
     Case("vocabulary of 32000", 1, [BF16], sizes=HEAD, compiled=True),
     Case("vocabulary of 50257", 1, [BF16], sizes={**HEAD, "vocab": 50257}),
-    Case("vocabulary of 32000, 256 rows", 1, [BF16, fz.remat("full", head_rows=256)], sizes=HEAD, compiled=True),
-    Case("vocabulary of 50257, 128 rows", 1, [BF16, fz.remat("none", head_rows=128)],
-         sizes={**HEAD, "vocab": 50257}),
     Case("8 layers of 1024, 4 sequences of 1024", 1, [BF16], sizes=HOUR, compiled=True),
     Case("8 layers of 1024, 4 sequences of 1024, remat full", 1, [BF16, fz.remat("full")], sizes=HOUR, compiled=True),
     Case("params in bf16, width 768", 1, [fz.mixed_precision("bf16", params="bf16")],
@@ -129,8 +126,6 @@ SHAPES = [
     Case("ZeRO-3, width 768, 1 MiB gathered", 2, [BF16, fz.shard_params(gather_bytes="1MiB")],
          sizes={"width": 768, "heads": 12}),
     Case("ZeRO-3, vocabulary of 32000, 4 MiB gathered", 2, [BF16, fz.shard_params(gather_bytes="4MiB")], sizes=HEAD),
-    Case("ZeRO-3, vocabulary of 32000, 256 rows", 2, [BF16, fz.shard_params(), fz.remat("full", head_rows=256)],
-         sizes=HEAD),
     Case("ZeRO-2, 12 layers of 384", 2, [BF16, fz.shard_grads()], sizes={"layers": 12, "width": 384, "heads": 6}),
 ]  # fmt: skip
 

@@ -26,7 +26,6 @@ from fzero import optim
 OURS = {
     "fzero ZeRO-3": [],
     "fzero ZeRO-3, bf16": [fz.mixed_precision("bf16")],
-    "fzero ZeRO-3, head in rows": [fz.remat(head_rows=64)],
 }
 PEERS = ("FSDP2", "FSDP2, bf16")
 STEPS = 3

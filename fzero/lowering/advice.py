@@ -92,7 +92,7 @@ def _least(transform: Any) -> Any:
     """The transform with least memory for what it leaves open."""
     if not isinstance(transform, remat.Remat) or transform.policy != "auto":
         return transform
-    return replace(transform, policy=0.0, head_rows="auto" if transform.rows_open else transform.head_rows)
+    return replace(transform, policy=0.0)
 
 
 def _with(step: Step, transform: Any) -> Step | None:
@@ -135,9 +135,6 @@ def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
     about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
     micro = find(step.transforms, accumulate.Accumulate)
     about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))
-    kept = find(step.transforms, remat.Remat) or remat.Remat()
-    if kept.head_rows is None:
-        about(("temporaries", "activations"), replace(kept, head_rows="auto"))
     if micro and not micro.vertical:
         about(("gradients",), replace(micro, vertical=True))
     if not mesh.unified_memory:

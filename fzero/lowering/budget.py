@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from fzero.errors import BudgetError
 from fzero.passes.choice import Choice
-from fzero.passes.head_rows import NOTE, open_rows
 from fzero.passes.off_device import blocks_updated_on_host
 from fzero.passes.overlap import Order
 from fzero.passes.split_gathers import NOTE as PARTS
@@ -87,7 +86,7 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Pl
         auto = spec is not None and spec.policy == "auto"
         why = "the share of activation memory that fits and is fastest" if auto else "the step says so"
         kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
-        found = [PlanDecision("remat", kept, why), *_of_head(program), *found, *_of_order(choice.order)]
+        found = [PlanDecision("remat", kept, why), *found, *_of_order(choice.order)]
     found += _of_parts(program, choice)
     if choice.grads != "update":
         host = choice.grads == "host"
@@ -103,12 +102,6 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Pl
         where = sides.get(on_host, f"{on_host} of {num} blocks on the host")
         found.append(PlanDecision("update_on", where, choice.share_because))
     return tuple(found)
-
-
-def _of_head(program: Program) -> Iterator[PlanDecision]:
-    if open_rows(program.transforms):
-        made = next((x.removeprefix(NOTE) for x in program.notes if x.startswith(NOTE)), "all at once")
-        yield PlanDecision("head rows", made, "as many at once as fit")
 
 
 def _of_parts(program: Program, choice: Choice) -> Iterator[PlanDecision]:

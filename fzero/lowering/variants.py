@@ -15,7 +15,7 @@ from fzero.errors import FzeroValueError, VerifyError
 from fzero.lowering.budget import Budget
 from fzero.lowering.search import ENDS
 from fzero.mesh import AbstractMesh
-from fzero.passes import head_rows, off_device, split_gathers
+from fzero.passes import off_device, split_gathers
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FIRST, Asked, Pass, check_after, passes_of, sides
 from fzero.passes.speculate import TIERS, num_guessable
@@ -242,8 +242,7 @@ def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> Choice:
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
     once = find(step.transforms, OnceAStep)
     stay = 0.0 if once is None else once.least if limited else once.most
-    rows = head_rows.first_rows(step.transforms, limited)
-    choice = Choice(0.0 if policy == "auto" and limited else policy, stay=stay, head_rows=rows)
+    choice = Choice(0.0 if policy == "auto" and limited else policy, stay=stay)
     return choice if limited or mesh.device_type == "cpu" else few_launches(choice)
 
 

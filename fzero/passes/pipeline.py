@@ -1,7 +1,7 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
     recorded program -- fuse, copies --> base program -- remat, cut, split_backward, split_gathers, accumulate, shard,
-    head_rows, compress, cut_update --> lines in the base program's order
+    compress, cut_update --> lines in the base program's order
 
     lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
     rename, pool, batch, device_waits --> finished program
@@ -29,7 +29,6 @@ from fzero.passes import (
     cut,
     fuse,
     halves,
-    head_rows,
     off_device,
     pool,
     redundant,
@@ -231,9 +230,7 @@ PASSES = (
         "split_gathers",
         lambda program, asked, how: split_gathers.rewrite(program, how),
         wanted=lambda program, asked, how: how is not None,
-        option=lambda made, asked, choice: split_gathers.gathers_of(
-            _now(made), asked.zero, choice.gather_bytes, choice.head_rows, asked.known
-        ),
+        option=lambda made, asked, choice: split_gathers.gathers_of(_now(made), asked.zero, choice.gather_bytes),
     ),
     Pass(
         "accumulate",
@@ -249,15 +246,6 @@ PASSES = (
         tried=lambda choice, program, _: [replace(choice, whole_grads=True)] if _loops(program) else (),
         grows=lambda choice, program, _: choice.shares("stay") if _stays_open(program) else (),
         needed="without it every rank would train by itself",
-    ),
-    Pass(
-        "head_rows",
-        lambda program, asked, rows: head_rows.rewrite(program, rows),
-        wanted=lambda program, asked, rows: rows is not None,
-        option=lambda made, asked, choice: head_rows.rows_of(_now(made), choice.head_rows, asked.known),
-        grows=lambda choice, program, _: (
-            [replace(choice, head_rows=n) for n in head_rows.LADDER] if head_rows.open_rows(program.transforms) else ()
-        ),
     ),
     Pass(
         "compress",

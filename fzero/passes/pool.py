@@ -66,9 +66,7 @@ class _Placer:
             a: line.says(ScatterAttrs).grid or line.axes for line in self._with("scatter").values() for a in line.args
         }
         self.adds = {
-            a: v.name
-            for line in self._with("sum", "product").values()
-            for a, v in zip(line.args, line.out, strict=False)
+            a: v.name for line in self._with("sum").values() for a, v in zip(line.args, line.out, strict=False)
         }
         self.slots: dict[str, RegionSlot] = {}  # values that lie in the pool
         self.into: dict[int, list[RegionSlot | None]] = {}
@@ -78,7 +76,7 @@ class _Placer:
         self.together: set[int] = set()  # waits that return when all ranks are done with them
 
     def run(self) -> Program:
-        totals = {"total": self._total, "sum": self._sum, "product": lambda _, line: self._sums(line)}
+        totals = {"total": self._total, "sum": self._sum}
         for i, line in self._with(*totals).items():
             totals[OPS[line.op].pool](i, line)
         kinds = {

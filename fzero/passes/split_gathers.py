@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fzero.errors import FzeroValueError
-from fzero.passes.head_rows import rows_of
 from fzero.passes.pieces import Groups, calls
 from fzero.passes.zero import Zero
 from fzero.program.ir import Line, Program, local_bytes
@@ -34,12 +32,10 @@ SMALL = 16
 
 @dataclass(frozen=True)
 class Gathers:
-    """The gathers of a program in parts: bytes at once, the leaves that come to their readers, and the function that is
-    left as it is."""
+    """The gathers of a program in parts: bytes at once, and the leaves that come to their readers."""
 
     at_most: int
     leaves: frozenset[str]
-    left: str = ""
 
 
 def asked_bytes(transforms: tuple[object, ...]) -> int:
@@ -48,15 +44,13 @@ def asked_bytes(transforms: tuple[object, ...]) -> int:
     return min(asked, default=0)
 
 
-def gathers_of(program: Program, zero: Zero, at_most: int, head_rows: int, known: dict[Any, Any]) -> Gathers | None:
+def gathers_of(program: Program, zero: Zero, at_most: int) -> Gathers | None:
     """The gathers that are wanted of a program, None if as they are.
 
     Args:
         program: before it is spread over the mesh.
         zero: the demands of its parallel transforms.
         at_most: bytes at once, 0 for all of a function.
-        head_rows: rows of the head that are computed at once: that function is cut in rows instead.
-        known: facts about functions of this program from earlier calls.
 
     Raises:
         FzeroValueError: the step asks for it, and keeps what is gathered.
@@ -67,10 +61,7 @@ def gathers_of(program: Program, zero: Zero, at_most: int, head_rows: int, known
     if asked and _stay_whole(program, zero):
         what = "gather_bytes does nothing: the parameters of a stage stay whole until its last micro-batch"
         raise FzeroValueError("shard_params", what, fix='fz.pipeline(gather="micro"), or leave gather_bytes out')
-    if not leaves:
-        return None
-    rows = rows_of(program, head_rows, known) if head_rows else None
-    return Gathers(at_most, leaves, rows.fn if rows is not None else "")
+    return Gathers(at_most, leaves) if leaves else None
 
 
 def limits(program: Program, zero: Zero) -> list[int]:
@@ -104,7 +95,7 @@ def rewrite(program: Program, how: Gathers) -> Program:
         if id(line) in moved:
             continue
         made = [line]
-        if _may_be_cut(line) and Groups.of(line) in large and line.fn != how.left:
+        if _may_be_cut(line) and Groups.of(line) in large:
             read = {i: bytes_of(a) for i, a in enumerate(line.args) if a in sources and counts(a)}
             out = {i: bytes_of(v.name) for i, v in enumerate(line.out) if v.name in gradients and counts(v.name)}
             key = line.fn, frozenset(read), frozenset(out)

@@ -168,17 +168,7 @@ def seconds(line: Line, program: Program, device: Device, backend: str = "induct
         return cost_of(program.functions[line.fn], compiler(program.mesh, backend)).seconds(device)
     if line.op in TRANSFERS:
         return transfer_seconds(line, program, device)
-    row, values = OPS[line.op], program.values_by_name
-    touched = row.touched(line, values, program.mesh)
-    if flops := row.flops(line, values, program.mesh):
-        return Cost(flops, bytes=touched, product_bytes=touched).seconds(device)
-    return touched / device.memory_bandwidth
-
-
-def _flops_of_ops(program: Program) -> float:
-    """FLOPs of the products of lines that call no function."""
-    rows = ((OPS[line.op], line, times) for line, times in program.walk() if not line.fn)
-    return sum(times * sum(row.flops(line, program.values_by_name, program.mesh).values()) for row, line, times in rows)
+    return OPS[line.op].touched(line, program.values_by_name, program.mesh) / device.memory_bandwidth
 
 
 def transfer_seconds(line: Line, program: Program, device: Device) -> float:
@@ -281,7 +271,7 @@ def model_flops(program: Program) -> float:
     computes again. For a chain of layers that is three times the forward. Of a block whose values are cut a rank has
     its share.
     """
-    total = _flops_of_ops(program)
+    total = 0.0
     ranks = math.prod(
         program.mesh.axes[t.axis] for t in program.transforms if isinstance(t, Cutting) and not t.cuts_batch
     )

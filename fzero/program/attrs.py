@@ -208,11 +208,6 @@ class AddAttrs(JoinAttrs, Repeated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductAttrs(Repeated):
-    """A product that is added to a total."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class AssignAttrs(Guessed):
     """`restores`: that it takes a guess back."""
 

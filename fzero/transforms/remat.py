@@ -9,9 +9,9 @@ block is not split: its vjp follows its forward at once, and both are one functi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from fzero.arguments import count, keywords
+from fzero.arguments import keywords
 from fzero.errors import FzeroValueError
 from fzero.transforms.base import Transform, applied
 
@@ -21,22 +21,15 @@ POLICIES = ("full", "min_cut", "none", "auto")
 @dataclass(frozen=True)
 class Remat(Transform):
     policy: str | float = "min_cut"
-    head_rows: int | Literal["auto"] | None = None
     order: ClassVar[int] = 40
     name: ClassVar[str] = "remat"
 
-    @property
-    def rows_open(self) -> bool:
-        """Whether the rows of the head are left to the memory budget."""
-        return self.head_rows == "auto" or (self.head_rows is None and self.policy == "auto")
-
 
 @keywords
-def remat(step: Any = None, policy: str | float = "min_cut", *, head_rows: int | Literal["auto"] | None = None) -> Any:
-    """Chooses what each block recomputes in its backward, and how many rows of the head are computed at once.
+def remat(step: Any = None, policy: str | float = "min_cut") -> Any:
+    """Chooses what each block recomputes in its backward.
 
-    Equal to the untransformed step: bit for bit on the eager backend, recomputation repeats the same operations. With
-    `head_rows` up to the order of sums over rows.
+    Equal to the untransformed step: bit for bit on the eager backend, recomputation repeats the same operations.
 
     Args:
         step: a step, or the policy when called without one: `remat("full")`, `remat(0.5)`.
@@ -47,31 +40,25 @@ def remat(step: Any = None, policy: str | float = "min_cut", *, head_rows: int |
             choice that recomputes the fewest FLOPs, for each distinct block. 1.0 is "none", 0.0 is "full". More never
             recomputes more. "auto" leaves the share to the memory budget of `fz.compile`, in steps of 1/16; without a
             budget it is "min_cut".
-        head_rows: at most so many rows (positions of all sequences that a rank computes with at once) of the head: its
-            product with the vocabulary, the loss, and the backward of both, which are one function
-            (fzero/trace/head_rows.py). Parts are equal. "auto", also the default under the policy "auto", leaves it to
-            the memory budget; without one, and by default, all rows are computed at once.
 
     Communication: none of its own. With `shard_params` parameters are gathered again for the backward under any policy,
         but for the last block.
     Memory: "full" holds each block's inputs, and one block's intermediates while its backward runs; a fraction f holds
         besides at most f times what "none" does. The last block keeps nothing under any policy: its forward and
-        backward are one function. With `head_rows=n` it has the logits of n rows, not of all, and adds up the gradient
-        of its matrix in place, in float32 where the step computes in less.
+        backward are one function.
 
     Raises:
-        FzeroValueError: an unknown policy, a number that is not a fraction, or rows below 1; when the step is lowered,
-            naming the user's line, rows of a head that computes something of all rows together.
+        FzeroValueError: an unknown policy, or a number that is not a fraction.
 
     Papers: Chen et al., Training deep nets with sublinear memory cost, 2016. Kirisame et al., Dynamic tensor
         rematerialization, ICLR 2021, for choosing by cost and size. He and Yu, Transcending runtime-memory tradeoffs in
-        checkpointing by being fusion aware, MLSys 2023, for the cut. Hsu et al., Liger kernel, 2024, for the head.
+        checkpointing by being fusion aware, MLSys 2023, for the cut.
 
     Example:
         >>> import torch, fzero as fz
         >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
-        >>> print(*remat("full", head_rows=1024)(step).transforms)
-        remat(policy='full', head_rows=1024)
+        >>> print(*remat("full")(step).transforms)
+        remat(policy='full')
     """
     if isinstance(step, (str, int, float)):
         step, policy = None, step
@@ -87,7 +74,4 @@ def remat(step: Any = None, policy: str | float = "min_cut", *, head_rows: int |
             f"unknown policy {policy!r}",
             fix=f"one of {', '.join(map(repr, POLICIES))}, or a fraction: remat(0.5)",
         )
-    if head_rows is not None and head_rows != "auto" and (problems := count("head_rows", head_rows)):
-        fix = 'rows that are computed at once, such as head_rows=1024, or "auto" under a memory budget'
-        raise FzeroValueError("remat", "invalid argument", problems, fix)
-    return applied(Remat(policy, head_rows), step)
+    return applied(Remat(policy), step)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import test_expert_parallel as experts
 import torch
-from test_mutations import APART, PARAMS, last_block_loss_fn, loss_fn, params_of
+from test_mutations import APART, PARAMS, loss_fn, params_of
 
 import fzero as fz
 from fzero import optim
@@ -35,7 +35,6 @@ STEPS = {
     "whole": (fz.shard_params(), fz.AbstractMesh(data=2)),
     "parts": (fz.compose(fz.shard_params(gather_bytes=64), fz.remat("full")), fz.AbstractMesh(data=2)),
     "codes": (fz.compose(fz.shard_params(), fz.compress()), fz.AbstractMesh(data=2)),
-    "head": (fz.compose(fz.shard_params(), fz.remat(head_rows=1)), fz.AbstractMesh(data=2)),
     "cpu": (
         fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params"))),
         APART.of_type("cuda"),
@@ -62,8 +61,7 @@ def lower(name: str, *more: Any, **kwargs: Any) -> Lowered:
         return fz.lower(step, fz.AbstractMesh(expert=2), experts.params(), experts.batch(), **kwargs)
     transform, mesh = STEPS[name]
     last = optim.muon(0.1, other=optim.adamw(0.1)) if name == "whole" else optim.adamw(0.1)
-    loss = last_block_loss_fn if name == "head" else loss_fn
-    step = fz.train_step(loss, optim.chain(optim.clip_by_global_norm(1.0), last))
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), last))
     size = 64 if name == "codes" else 4
     return fz.lower(fz.compose(transform, *more)(step), mesh, params_of(size), torch.ones(6, size), **kwargs)
 
@@ -72,7 +70,6 @@ RAN = {
     "experts": "fuse halves remat cut shard cut_update hoist_updates overlap pool",
     "plain": "fuse remat cut_update hoist_updates pool",
     "zero-3": "fuse remat shard cut_update hoist_updates overlap pool",
-    "head": "fuse remat shard head_rows cut_update hoist_updates overlap pool",
     "whole": "fuse remat shard cut_update deal hoist_updates overlap pool",
     "parts": "fuse split_gathers shard cut_update hoist_updates overlap pool",
     "codes": "fuse remat shard compress cut_update hoist_updates overlap pool",

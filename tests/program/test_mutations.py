@@ -37,14 +37,6 @@ def loss_fn(params: Any, x: torch.Tensor, *, key: torch.Tensor) -> torch.Tensor:
     return fz.weighted((fz.random.dropout(key, x, 0.1) * params["scale"]).pow(2).sum(), x.numel())
 
 
-def last_block_loss_fn(params: Any, x: torch.Tensor, *, key: torch.Tensor) -> torch.Tensor:
-    """Nothing but the last block reads parameters behind it."""
-    x = fz.random.dropout(key, x, 0.1) * params["scale"]
-    for p in params["layers"]:
-        x = layer(p, x)
-    return fz.weighted(x.pow(2).sum(), x.numel())
-
-
 def params_of(size: int) -> Any:
     layers = [{"w": torch.eye(size), "b": torch.zeros(size)} for _ in range(2)]
     return {"layers": layers, "scale": torch.ones(size)}
@@ -61,7 +53,6 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.compose(fz.shard_params(), fz.mixed_precision("bf16", params="bf16")),
         fz.AbstractMesh(data=3),
     ),
-    "stage_3_head_rows": (fz.compose(fz.shard_params(), fz.remat(head_rows=3)), fz.AbstractMesh(data=2)),
     "stage_3_vertical": (fz.compose(fz.shard_params(), fz.accumulate(3, vertical=True)), fz.AbstractMesh(data=2)),
     "hsdp_fp16": (
         fz.compose(fz.shard_params(), fz.data_parallel(axis="replica"), fz.mixed_precision("fp16")),
@@ -112,8 +103,7 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
 def program_of(name: str) -> Program:
     transform, mesh = PROGRAMS[name]
     last = optim.muon(0.1, other=optim.adamw(0.1)) if name == "whole" else optim.adamw(0.1)
-    loss = last_block_loss_fn if name.endswith("head_rows") else loss_fn
-    step = fz.train_step(loss, optim.chain(optim.clip_by_global_norm(1.0), last))
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), last))
     size = 64 if name.startswith("codes") else 4
     return fz.lower(transform(step), mesh, params_of(size), torch.ones(6, size)).program
 

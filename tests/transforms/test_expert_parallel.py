@@ -144,9 +144,9 @@ def test_an_evaluation_returns_means_over_the_mesh_and_values_of_its_rows(axes):
 
 STAGED = {
     "halves of what ranks send each other": ({"pipe": 2}, [fz.pipeline(schedule="zb")], {"chunks": 2, "ranks": 2}),
-    "the head in rows": (
+    "interleaved": (
         {"data": 2, "pipe": 2},
-        [fz.pipeline(schedule="interleaved", chunks=2), fz.shard_params(axis=BOTH), fz.remat("none", head_rows=8)],
+        [fz.pipeline(schedule="interleaved", chunks=2), fz.shard_params(axis=BOTH), fz.remat("none")],
         {"chunks": 2, "ranks": 2},
     ),
     "positions": ({"seq": 2, "pipe": 2}, [fz.pipeline(), fz.sequence_parallel()], {"ranks": 2}),

@@ -122,7 +122,7 @@ BESIDE = {
         [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0, "by": 0})],
         {"schedule": "zb", "gather": "micro"},
     ),
-    "tied head in rows": ({"pipe": 2}, [fz.remat("full", head_rows=8)], {"schedule": "zb"}),
+    "recomputed": ({"pipe": 2}, [fz.remat("full")], {"schedule": "zb"}),
     "bf16": ({"pipe": 2}, [fz.mixed_precision("bf16")], {}),
     "tensor": ({"pipe": 2, "model": 2}, [fz.tensor_parallel(rules={"w": 1, "b": 0, "by": 0})], {}),
     "all": (

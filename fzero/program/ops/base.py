@@ -28,7 +28,6 @@ _WORDS = {
     "pool": {
         "total",
         "sum",
-        "product",
         "gather",
         "scatter",
         "reduce",
@@ -151,8 +150,8 @@ class Op(Generic[A]):
         settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA
             the device alone waits, so these do before they write.
         skipped: whether, on a guess, it is not carried out at all if the step does not guess.
-        pool: how its results lie in the pool (fzero/passes/pool.py): "total", "sum", "product", "gather", "scatter",
-            "reduce", "exchange", "fetch", "send", "leaves", "results" or "".
+        pool: how its results lie in the pool (fzero/passes/pool.py): "total", "sum", "gather", "scatter", "reduce",
+            "exchange", "fetch", "send", "leaves", "results" or "".
         in_place: whether its results are its first arguments, written.
         outlives: whether its results are read after the loop that it is in, and grow with each turn.
         makes_own: whether its results share memory with nothing.
@@ -238,10 +237,6 @@ class Op(Generic[A]):
     def touched(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
         """Bytes of memory that a line which calls no function reads and writes where it computes."""
         return 0.0
-
-    def flops(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> Mapping[torch.dtype, float]:
-        """Floating point operations of products of a line that calls no function, by the dtype they run in."""
-        return {}
 
     def inside(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
         """Temporary bytes of a line that calls no function, beside its arguments and results."""

@@ -10,7 +10,7 @@ import torch
 
 from fzero import compat
 from fzero.mesh import AbstractMesh
-from fzero.program.attrs import AddAttrs, AssignAttrs, JoinAttrs, ProductAttrs, TurnsAttrs, UpdateAttrs
+from fzero.program.attrs import AddAttrs, AssignAttrs, JoinAttrs, TurnsAttrs, UpdateAttrs
 from fzero.program.ir import Line, Program, Value, local_bytes
 from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told, called, into, join_text
 
@@ -214,76 +214,6 @@ class Add(Op[AddAttrs]):
                 of.total(value.name, total, part)
 
 
-BLOCK = 32 << 20
-"""Bytes of a product that is made at once, where it is added in another dtype than its own."""
-
-
-class AddProduct(Op[ProductAttrs]):
-    """Adds a product over rows to a total in place: `total[i, j] += sum of a[r, i] * b[r, j] over r`. The result is a
-    new name of the total, which may have a wider dtype than `a` and `b`."""
-
-    name = "add_product"
-    args = 3
-    out = 1
-    attrs = ProductAttrs
-    settles = True
-    pool = "product"
-    in_place = True
-
-    def check(self, line: Line[ProductAttrs], args: list[Value], rules: Rules) -> None:
-        total, a, b = args
-        shapes = a.shape[:1] == b.shape[:1] and (*a.shape[1:], *b.shape[1:]) == total.shape and len(total.shape) == 2
-        if not shapes or a.dtype != b.dtype or any(x.placement.is_cut or x.placement.partial for x in (a, b)):
-            rules.bad(line, f"adds the product of {a} and {b} to {total}")
-        rules.pairs(line, line.out, [total], "the total of a product")
-        lost = {*a.placement.own, *b.placement.own} - {*line.out[0].placement.own}
-        if lost:
-            rules.bad(line, f"{line.out[0]} is of rows of which each rank along {', '.join(sorted(lost))} has its own")
-        rules.overwritten |= {line.args[0]}
-
-    def shares(self, line: Line[ProductAttrs]) -> Iterable[tuple[str, str]]:
-        return [(line.out[0].name, line.args[0])]
-
-    def touched(self, line: Line[ProductAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        total, *operands = (values[a] for a in line.args)
-        product = 2 * local_bytes(total, mesh) // total.dtype.itemsize * operands[0].dtype.itemsize
-        read = sum(local_bytes(v, mesh) for v in operands) + 2 * local_bytes(total, mesh)
-        return read + product * (total.dtype != operands[0].dtype)
-
-    def flops(self, line: Line[ProductAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> Mapping[Any, float]:
-        _, a, b = (values[x] for x in line.args)
-        return {a.dtype: 2.0 * a.numel * b.shape[1]}
-
-    def inside(self, line: Line[ProductAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        total, a, _ = (values[x] for x in line.args)
-        return 0 if total.dtype == a.dtype else min(local_bytes(total, mesh), BLOCK)
-
-    def text(self, line: Line[ProductAttrs], program: Program) -> Text:
-        return Text(f"add_product({', '.join(line.args)})", "in place")
-
-    def runs(self, on: Running) -> Callable[..., Any]:
-        return on.tiers.settled(add_product, lambda *args: args[:1])
-
-    def means(
-        self, line: Line[ProductAttrs], args: list[torch.Tensor], told: Told, turn: int
-    ) -> Sequence[torch.Tensor]:
-        return [add_product(args[0].clone(), *args[1:])]
-
-
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`total`, to which the product of two matrices over their rows is added; one of lower precision is rounded to its
-    own dtype first, block by block."""
-    if total.dtype == a.dtype:
-        return total.addmm_(a.t(), b)
-    native = {torch.bfloat16: compat.native_bf16, torch.float16: compat.native_fp16}.get(a.dtype, lambda _: True)
-    size = max(1, BLOCK // (b.shape[1] * total.dtype.itemsize))
-    if not native(a.device):  # the same sums, in float32 wherever they run
-        b = b.to(total.dtype)
-    for rows, columns in zip(total.split(size), a.split(size, 1), strict=True):
-        rows.add_(columns.t().to(b.dtype) @ b)
-    return total
-
-
 def _joins(line: Line[JoinAttrs], args: list[Value], rules: Rules) -> None:
     """Checks that micro-batches join a partial value by the same operation by which ranks reduce it."""
     for v in args:
@@ -341,4 +271,4 @@ class Assign(Op[AssignAttrs]):
         of.written(line.writes)
 
 
-ROWS: Sequence[Op[Any]] = (Update(), Loop(), Redo(), Accumulation(), Add(), AddProduct(), Assign())
+ROWS: Sequence[Op[Any]] = (Update(), Loop(), Redo(), Accumulation(), Add(), Assign())
