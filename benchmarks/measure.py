@@ -228,12 +228,6 @@ CASES = {
         small={"layers": 4, "pipe": 2, "micro": [4], "smaller": 64},
         how="Planned",
     ),
-    "expert_plans": Case(
-        "plans of experts, whose rows are exchanged in two parts", 1, plans.expert_plans,
-        flags={"layers": 4, "smaller": 1},
-        small={"layers": 1, "smaller": 8},
-        how="Planned",
-    ),
     "compressed_plans": Case(
         "plans of 1,024 devices over five networks, with codes on the wire", 8, wire.compressed_plans,
         flags={"layers": int, "seq": 4096, "nodes": 128, "only": [str]},

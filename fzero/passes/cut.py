@@ -69,12 +69,6 @@ def calls_on_parts(
         yield line, made
 
 
-def expected(program: Program, spec: Cutting, zero: Zero) -> dict[str, Place]:
-    """The place along the axis of a transform of each value of a base program that is a parameter or is wanted cut;
-    None of any other."""
-    return _ToParts(program, spec, zero).expected()
-
-
 def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
     """The cuts of the inputs and outputs of each block's call of a base program, by its number, along each axis that
     cuts any; as far as they are known before functions are cut."""

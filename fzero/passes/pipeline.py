@@ -28,7 +28,6 @@ from fzero.passes import (
     copies,
     cut,
     fuse,
-    halves,
     off_device,
     pool,
     redundant,
@@ -201,11 +200,6 @@ PASSES = (
         wanted=lambda program, asked, _: asked.copies,
         option=lambda made, asked, choice: tuple(asked.copies),
         needed="the state has copies of masters in the dtype of compute, which the step reads and writes",
-    ),
-    Pass(
-        "halves",
-        lambda program, asked, _: halves.rewrite(program, asked.zero),
-        wanted=lambda program, asked, _: halves.spec_of(asked.zero),
     ),
     Pass(
         "remat",

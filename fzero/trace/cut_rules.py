@@ -23,8 +23,6 @@ aten = torch.ops.aten
 Place = Dim | Literal["partial"] | None
 """The place of a value along an axis: cut, a summand on each rank, or whole."""
 PARTIAL: Literal["partial"] = "partial"
-HALF = "half"
-"""The key under which the meta data of a node has the number of its half of the rows (fzero/trace/halves.py)."""
 OWN: Literal["own"] = "own"
 """The place of a value that each rank has its own of: of its rows of the batch."""
 

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.boxes import Dim
-from fzero.trace.cut_rules import HALF, PARTIAL, Met, Place, part, positional, shape_of
+from fzero.trace.cut_rules import PARTIAL, Met, Place, part, positional, shape_of
 from fzero.trace.meta_cache import FakeResults
 
 aten = torch.ops.aten
@@ -51,7 +51,6 @@ class GraphWriter:
         self.last_input: fx.Node | None = None
         self.device = torch.device("cpu")
         self.place: Any = None  # the user's line that is written
-        self.half: int | None = None  # of the rows that are exchanged (fzero/trace/halves.py)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if target in RESHAPES:
@@ -104,8 +103,6 @@ class GraphWriter:
             x = self.packed(x)
         node = self._placed(self.graph.call_function(marker, (x, *extra)))
         node.meta["val"] = compat.new_fake(self._mode, shape, value.dtype, value.device)
-        if self.half is not None:
-            node.meta[HALF] = self.half
         return node
 
     def index(self) -> fx.Node:

@@ -23,7 +23,6 @@ from fzero.errors import FzeroValueError
 from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER
 from fzero.trace.cut_layers import rule_of
 from fzero.trace.cut_rules import (
-    HALF,
     OWN,
     PARTIAL,
     Anywhere,
@@ -229,7 +228,7 @@ class _RowPropagation:
 
     def _of_experts(self, node: Any) -> bool:
         """Whether a value is a cut parameter, or a view of one."""
-        while node.op == "call_function" and node.target in VIEWS | set(ORDERS):
+        while node.op == "call_function" and node.target in VIEWS | set(_ORDERS):
             (node,) = node.all_input_nodes
         return node.op == "placeholder" and self.form[node] == Dim(0)
 
@@ -299,7 +298,6 @@ class _RowPropagation:
 
     def _get(self, node: fx.Node, form: Form) -> fx.Node:
         made = self.made[node]
-        self.write.half = node.meta.get(HALF)
         if form not in made:
             natural = self.form[node]
             way = self._in_view(node, form) if isinstance(form, Met) and natural is None else None
@@ -324,20 +322,20 @@ class _RowPropagation:
 
     def _in_view(self, node: fx.Node, met: Met) -> Way | None:
         """A view of a value that has all rows in its turn: so that it is exchanged once, and kept so."""
-        if node.op != "call_function" or node.target not in VIEWS | set(ORDERS):
+        if node.op != "call_function" or node.target not in VIEWS | set(_ORDERS):
             return None
         (x,) = node.all_input_nodes
-        if node.target in ORDERS:
-            order = ORDERS[node.target](self._op(node))
+        if node.target in _ORDERS:
+            order = _ORDERS[node.target](self._op(node))
             return Way({x: Met(order[met.dim], order[met.rows])}, (met,))
-        at = [same_dim(node, list(node.meta["val"].shape), shape_of(x), d) for d in (met.dim, met.rows)]
+        at = [_same_dim(node, list(node.meta["val"].shape), shape_of(x), d) for d in (met.dim, met.rows)]
         if at[0] is None or at[1] is None:
             return None
         return next((way for way in self._views(node, Met(at[0], at[1])) if way.out == (met,)), None)
 
     def _remade(self, node: fx.Node) -> fx.Node | None:
         """The value that another is a view of, where that is as it was recorded."""
-        if node.op != "call_function" or node.target not in VIEWS | set(ORDERS):
+        if node.op != "call_function" or node.target not in VIEWS | set(_ORDERS):
             return None
         (source,) = node.all_input_nodes
         return source if None in self.made[source] else None
@@ -352,11 +350,11 @@ class _RowPropagation:
             yield from self._products(node)
         elif target in VIEWS:
             yield from self._views(node)
-        elif target in ORDERS:
+        elif target in _ORDERS:
             yield from self._orders(node)
         elif target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default):
             yield from self._reduced(node)
-        elif target in ALONG:
+        elif target in _ALONG:
             yield from self._along(node)
         elif rule_of(target) is pointwise:
             yield from self._pointwise(node)
@@ -415,7 +413,7 @@ class _RowPropagation:
         (x,) = node.all_input_nodes
         old, new = shape_of(x), list(node.meta["val"].shape)
         for m in (*(m for _, m in self._met(node)), *more):
-            at = [same_dim(node, old, new, d) for d in (m.dim, m.rows)]
+            at = [_same_dim(node, old, new, d) for d in (m.dim, m.rows)]
             if at[0] is not None and at[1] is not None:
                 met = Met(at[0], at[1])
                 size = part(new, met, self.n)
@@ -426,7 +424,7 @@ class _RowPropagation:
 
     def _orders(self, node: fx.Node) -> Iterator[Way]:
         (x,) = node.all_input_nodes
-        order = ORDERS[node.target](self._op(node))
+        order = _ORDERS[node.target](self._op(node))
         for _, m in self._met(node):
             yield Way({x: m}, (Met(order.index(m.dim), order.index(m.rows)),))
 
@@ -465,7 +463,7 @@ def _is_sum(node: fx.Node) -> bool:
     return node.target in _ADDS and all(isinstance(a, fx.Node) for a in added)  # type: ignore[union-attr]
 
 
-def same_dim(node: fx.Node, old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
+def _same_dim(node: fx.Node, old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
     """The dim of a view that is a dim of what it is a view of; or the other way."""
     if node.target is aten.expand.default:  # dims are lined up at the last
         at = dim + len(new) - len(old)
@@ -481,13 +479,13 @@ def _transposed(op: WholeOp) -> list[int]:
     return order
 
 
-ORDERS: dict[Any, Callable[[WholeOp], list[int]]] = {
+_ORDERS: dict[Any, Callable[[WholeOp], list[int]]] = {
     aten.permute.default: lambda op: [d % len(op["dims"]) for d in op["dims"]],
     aten.transpose.int: _transposed,
 }
 _PRODUCTS = {aten.bmm.default, aten.baddbmm.default, EXPERT_MM}
 """Operations whose last two arguments are rows and a parameter of experts."""
-ALONG = {
+_ALONG = {
     aten._softmax.default,
     aten._log_softmax.default,
     aten._softmax_backward_data.default,
@@ -502,7 +500,7 @@ ALONG = {
 }
 _LINEAR = {
     *VIEWS,
-    *ORDERS,
+    *_ORDERS,
     aten._to_copy.default,
     aten.clone.default,
     aten.neg.default,

@@ -8,14 +8,14 @@ another reads is contiguous, for compiled code relies on strides; a view is made
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 
-from fzero.trace.cut_rules import HALF, OWN, Anywhere
+from fzero.trace.cut_rules import OWN, Anywhere
 from fzero.trace.cuts import MARKERS, PARTIAL, CutFunction, all_gather, all_reduce, reduce_scatter
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
@@ -105,31 +105,21 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
     _cross(graph, made, {*outputs})
     places = given | {*markers}
     steps: list[CallStep | ExchangeStep | WaitStep] = []
-    pending: list[ExchangeStep] = []
-
-    def wait(ended: Iterable[ExchangeStep]) -> None:
-        for x in [*ended]:
-            pending.remove(x)
-            steps.append(WaitStep(x))
-
-    for number in range(3 * (max(made.values(), default=0) // 3 + 1)):
+    begun: list[ExchangeStep] = []
+    for number in range(2 * (max(made.values(), default=0) // 2 + 1)):
         here = [x for x in graph.nodes if made.get(x) == number]
         leaving = [x for x in here if _leaves(x, made, {*outputs})]
         started = [m for m in markers if made[m] == number]
         if leaving:
             needed = ancestors(leaving, stop=places)
             inputs = tuple(x for x in graph.nodes if x in needed and x in places)
-            wait(x for x in pending if not needed.isdisjoint(x.markers))
             steps.append(CallStep(extract(cut.graph, inputs, leaving), inputs, tuple(leaving)))
             places |= {*leaving}
-        sent = {m.args[0] for m in started}
-        wait(x for x in pending if not sent.isdisjoint(x.markers))
-        begun = _grouped(started)
-        steps += begun
-        pending += begun
-        if number % 3 == 2:
-            wait(x for x in pending if not _half(x.markers[0]))
-    wait(pending)
+        if number % 2:
+            steps += [WaitStep(x) for x in begun]
+        else:
+            begun = _grouped(started)
+            steps += begun
     own = {*cut.varies}
     for x in graph.nodes:  # results of these collectives are the same on every rank
         same = x.target in (all_reduce, all_gather) or x.op == "output"
@@ -282,14 +272,8 @@ def _copied(graph: fx.Graph, source: fx.Node) -> fx.Node:
         return _clone(graph, source)
 
 
-def _half(marker: fx.Node) -> int:
-    """The half of the rows that a collective exchanges; 0 also where these are not halved."""
-    return marker.meta.get(HALF, 0)
-
-
 def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The segment of each operation. Of those behind k collectives: 3k; 3k + 1 for what the second half of rows is
-    exchanged behind, while the first is; 3k + 2 if the next need not wait for it."""
+    """The segment of each operation: of those behind k collectives 2k, or 2k + 1 if the next need not wait for it."""
     marked, level = {*markers}, dict[fx.Node, int]()
     for x in graph.graph.nodes:
         level[x] = max((level[a] + (a in marked) for a in x.all_input_nodes), default=0)
@@ -297,23 +281,15 @@ def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]
     body = [x for x in graph.graph.nodes if x.op == "call_function"]
     for k in sorted({level[x] for x in body}):
         here = [x for x in body if level[x] == k and x not in marked]
-        for half in range(2):
-            sources = [m.args[0] for m in markers if level[m] == k and _half(m) == half]
-            first = ancestors(sources, stop=marked)  # type: ignore[arg-type]
-            for x in here:
-                if x in first:
-                    made.setdefault(x, 3 * k + (half if k else 0))
-        rest = [x for x in here if x not in made]
-        after = any(level[m] == k for m in markers)
-        late = after and any(product_flops(x) for x in rest)  # what takes no time waits with the others
-        for x in rest:
-            read = max((made.get(a, 0) for a in x.all_input_nodes if a not in marked), default=0)
-            made[x] = 3 * k + 2 if late else max(3 * k, read)
+        sources = [m.args[0] for m in markers if level[m] == k]
+        first = ancestors(sources, stop=marked) if sources else {*here}  # type: ignore[arg-type]
+        late = any(product_flops(x) for x in here if x not in first)  # what takes no time waits with the others
+        made.update((x, 2 * k + (late and x not in first)) for x in here)
     for x in body:  # what an operation makes several of leaves with it
         if x.target is operator.getitem:
             made[x] = made[x.all_input_nodes[0]]
     for m in markers:
-        made[m] = 3 * level[m] + (_half(m) if level[m] else 0)
+        made[m] = 2 * level[m]
     return made
 
 
@@ -408,5 +384,5 @@ def _grouped(markers: Sequence[fx.Node]) -> list[ExchangeStep]:
     """Collectives that go together, those of one kind."""
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for m in markers:
-        groups.setdefault((m.target, _half(m), *m.args[1:]), []).append(m)
+        groups.setdefault((m.target, *m.args[1:]), []).append(m)
     return [ExchangeStep(tuple(group)) for group in groups.values()]

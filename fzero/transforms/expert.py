@@ -15,7 +15,6 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.cutting import Cutting
-from fzero.transforms.sequence import SequenceParallel
 from fzero.transforms.tensor import TensorParallel
 from fzero.tree import dotted
 from fzero.units import parse_bytes, size
@@ -28,7 +27,6 @@ class ExpertParallel(Cutting):
     order: ClassVar[int] = 43
     name: ClassVar[str] = "expert_parallel"
     cuts_batch: ClassVar[bool] = True
-    chunks: int = 1
     way_out: ClassVar[str] = (
         "let `where` accept the parameters of products alone: torch.bmm(rows, w), w [experts, ...]; let `ranks` of "
         "dispatch be a multiple of the axis"
@@ -37,8 +35,6 @@ class ExpertParallel(Cutting):
     def conflict(self, other: Transform) -> str | None:
         if isinstance(other, TensorParallel):
             return "values are cut over one axis: leave one out"
-        if isinstance(other, SequenceParallel) and self.chunks > 1:
-            return "rows are cut by position already: leave chunks out"
         return super().conflict(other)
 
     def cut(self, leaf: Leaf) -> Dim | None:
@@ -60,8 +56,7 @@ class ExpertParallel(Cutting):
 
     def __str__(self) -> str:
         where = getattr(self.where, "__name__", repr(self.where))
-        said = [] if self.chunks == 1 else [f"chunks={self.chunks}"]
-        said += [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
+        said = [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
         return f"{self.name}({', '.join([f'axis={self.axis!r}', f'where={where}', *said])})"
 
 
@@ -71,7 +66,6 @@ def expert_parallel(
     *,
     where: Callable[[str, torch.Tensor], bool],
     axis: str = "expert",
-    chunks: int = 1,
     whole_bytes: int | str = "1MiB",
 ) -> Any:
     """Cuts experts' parameters and the batch over `axis`; around products with these parameters ranks exchange rows.
@@ -86,8 +80,6 @@ def expert_parallel(
         step: a training or evaluation step; without one a transform is returned.
         where: a predicate of a parameter's path and a meta tensor like it: whether it is of experts, by its first dim.
         axis: the mesh axis. It cuts the batch.
-        chunks: 2 computes the rows of a block in two halves: one is exchanged while the other is multiplied. Sums over
-            rows are then sums of two.
         whole_bytes: an operation for which more bytes of experts than this are gathered is an error instead.
 
     Communication: of a block with two products, 2 all_to_alls in the forward and 2 in the backward, of its rows:
@@ -97,9 +89,9 @@ def expert_parallel(
 
     Raises:
         FzeroTypeError: a `where` that cannot be called, an `axis` that is not a name.
-        FzeroValueError: when the program is built, a number of experts that does not divide; a `where`, or two chunks,
-            with nothing to act on; an operation above `whole_bytes`.
-        TransformError: `tensor_parallel` or `fp8`; `sequence_parallel` beside two chunks; one of two tied names.
+        FzeroValueError: when the program is built, a number of experts that does not divide; a `where` with
+            nothing to act on; an operation above `whole_bytes`.
+        TransformError: `tensor_parallel` or `fp8`; one of two tied names.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
 
@@ -120,10 +112,9 @@ def expert_parallel(
         ['all_to_all_start', 'all_to_all_start']
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
-    problems += [] if chunks in (1, 2) and type(chunks) is int else [f"chunks={chunks!r}: 1 or 2"]
     problems += amount("whole_bytes", whole_bytes)
     problems += [] if callable(where) else [f"where={where!r}: a predicate (path, leaf) -> bool"]
     if problems:
         fix = "e.g. fz.expert_parallel(where=lambda path, leaf: 'experts' in path)"
         raise FzeroTypeError("expert_parallel", "invalid arguments", problems, fix)
-    return applied(ExpertParallel(axis=axis, whole_bytes=parse_bytes(whole_bytes), where=where, chunks=chunks), step)
+    return applied(ExpertParallel(axis=axis, whole_bytes=parse_bytes(whole_bytes), where=where), step)

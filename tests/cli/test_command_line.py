@@ -369,7 +369,7 @@ def test_a_pass_that_is_not_there(run):
         code == 2
         and not out
         and "--after sahrd: there is no such pass" in err
-        and "in order: trace, fuse, copies, halves, remat" in err
+        and "in order: trace, fuse, copies, remat" in err
         and "None" not in err
     )
 
@@ -395,8 +395,7 @@ def test_passes_one_by_one(run):
         (
             ["--skip", "sahrd"],
             2,
-            "sahrd: no such pass\nFix: one of fuse, halves, remat, split_gathers, deal, speculate, "
-            "hoist_updates, overlap",
+            "sahrd: no such pass\nFix: one of fuse, remat, split_gathers, deal, speculate, hoist_updates, overlap",
         ),
         (["--skip", "batch"], 1, "batch: has nothing to do here"),
     ],

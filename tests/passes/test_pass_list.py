@@ -57,7 +57,7 @@ STEPS = {
 
 def lower(name: str, *more: Any, **kwargs: Any) -> Lowered:
     if name == "experts":
-        step = fz.compose(*more)(experts.step(chunks=2))
+        step = fz.compose(*more)(experts.step())
         return fz.lower(step, fz.AbstractMesh(expert=2), experts.params(), experts.batch(), **kwargs)
     transform, mesh = STEPS[name]
     last = optim.muon(0.1, other=optim.adamw(0.1)) if name == "whole" else optim.adamw(0.1)
@@ -67,7 +67,7 @@ def lower(name: str, *more: Any, **kwargs: Any) -> Lowered:
 
 
 RAN = {
-    "experts": "fuse halves remat cut shard cut_update hoist_updates overlap pool",
+    "experts": "fuse remat cut shard cut_update hoist_updates overlap pool",
     "plain": "fuse remat cut_update hoist_updates pool",
     "zero-3": "fuse remat shard cut_update hoist_updates overlap pool",
     "whole": "fuse remat shard cut_update deal hoist_updates overlap pool",
@@ -110,7 +110,7 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: pipeline.Pass, monkeypatch
     if passed.needed:
         with pytest.raises(
             FzeroValueError,
-            match=f"(?s)cannot be skipped.*{passed.name}: .*Fix: one of fuse, halves, remat, split_gathers",
+            match=f"(?s)cannot be skipped.*{passed.name}: .*Fix: one of fuse, remat, split_gathers",
         ):
             lower(name, skip=(passed.name,))
     elif passed.name == "speculate":

@@ -143,32 +143,30 @@ def test_an_evaluation_returns_means_over_the_mesh_and_values_of_its_rows(axes):
 
 
 STAGED = {
-    "halves of what ranks send each other": ({"pipe": 2}, [fz.pipeline(schedule="zb")], {"chunks": 2, "ranks": 2}),
+    "weights apart": ({"pipe": 2}, [fz.pipeline(schedule="zb")]),
     "interleaved": (
         {"data": 2, "pipe": 2},
         [fz.pipeline(schedule="interleaved", chunks=2), fz.shard_params(axis=BOTH), fz.remat("none")],
-        {"chunks": 2, "ranks": 2},
     ),
-    "positions": ({"seq": 2, "pipe": 2}, [fz.pipeline(), fz.sequence_parallel()], {"ranks": 2}),
+    "positions": ({"seq": 2, "pipe": 2}, [fz.pipeline(), fz.sequence_parallel()]),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("way", STAGED)
 def test_stages_with_experts(way):
-    axes, transforms, how = STAGED[way]
-    loss = loss_of(ranks=how["ranks"])
-    made = step(fz.accumulate(2, vertical=True), *transforms, loss=loss, chunks=how.get("chunks", 1))
+    axes, transforms = STAGED[way]
+    made = step(fz.accumulate(2, vertical=True), *transforms, loss=loss_of(ranks=2))
     mesh = AbstractMesh(expert=2, **axes)
     twice = {"x": torch.cat([batch()["x"]] * 2)}
     fz.testing.check_equivalent(made, params(4), twice, mesh, steps=1)
 
 
 def staged(schedule: str | None) -> Any:
-    """The parameters of a few steps with halves, on stages or on none."""
+    """The parameters of a few steps, on stages or on none."""
     mesh = fz.make_mesh(expert=2) if schedule is None else fz.make_mesh(expert=2, pipe=2)
     stages = [] if schedule is None else [fz.pipeline(schedule=schedule)]
-    made = step(fz.accumulate(2, vertical=True), *stages, loss=loss_of(ranks=2), chunks=2)
+    made = step(fz.accumulate(2, vertical=True), *stages, loss=loss_of(ranks=2))
     part = batch(mesh.index("expert"), 2)
     train = fz.compile(made, mesh, backend="eager", batch=part)
     state = train.init(params())
@@ -178,7 +176,7 @@ def staged(schedule: str | None) -> Any:
 
 
 @pytest.mark.full
-def test_stages_with_halves_have_the_bits_of_micro_batches_alone(run_ranks):
+def test_stages_with_experts_have_the_bits_of_micro_batches_alone(run_ranks):
     want = run_ranks(2, staged, None)[0]
     assert all(map(torch.equal, run_ranks(4, staged, "zb")[0], want))
 
@@ -228,33 +226,6 @@ def test_rows_of_a_rank_are_of_all_its_experts(way):
     sent = [program.values_by_name[a] for x, _ in program.walk() if x.op == "all_to_all_start" for a in x.args]
     assert sum(v.dtype == torch.int64 for v in sent) == 2 * times
     fz.testing.check_equivalent(made, params(), batch(), at, steps=2)
-
-
-HALVES = {
-    "everything kept": ({"expert": 2}, [fz.remat(policy="none")], 0),
-    "parameters over both": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2)], 4),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("way", HALVES)
-def test_rows_in_two_halves(way):
-    """As many bytes are exchanged. The second half travels while the first is multiplied, and the other way."""
-    axes, transforms, ranks = HALVES[way]
-    shapes, at = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (params(), batch())), AbstractMesh(**axes)
-    made = {n: step(*transforms, loss=loss_of(ranks=ranks), chunks=n) for n in (1, 2)}
-    one, two = (fz.lower(made[n], at, *shapes).program for n in (1, 2))
-    sent = [
-        [p.values_by_name[a] for x, _ in p.walk() if x.op == "all_to_all_start" for a in x.args] for p in (one, two)
-    ]
-    one_size, two_size = (sum(v.numel for v in values if v.dtype == torch.float32) for values in sent)
-    assert one_size == two_size
-    if not ranks:
-        assert len(sent[1]) == 2 * len(sent[0]) == 16
-        at_block = next(i for i, x in enumerate(two.lines) if x.fn == "layer_seg0")
-        said = [x.op.removeprefix("all_to_all_") for x in two.lines[at_block : at_block + 11]]
-        assert " ".join(said) == "call start start wait call start wait call start wait wait"
-    fz.testing.check_equivalent(made[2], params(), batch(), at, steps=2)
 
 
 def test_groups_that_do_not_divide_are_named():
@@ -324,7 +295,7 @@ def test_a_module_with_experts(norm):
     names = ("['up']", "['down']", "['bias']", "['scale']")
     plain = fz.train_step(lambda p, x: model.apply(p, x).square().mean(), tensor.OPTIMIZER)
     where = lambda path, leaf: path.endswith(names) and "router" not in path and "[2]" not in path  # noqa: E731
-    experts = fz.expert_parallel(plain, where=where, chunks=2 if norm else 1)
+    experts = fz.expert_parallel(plain, where=where)
     made = fz.compose(fz.shard_params(axis=BOTH), fz.accumulate(2))(experts)
     x, at = torch.randn(8, 3, WIDTH), AbstractMesh(data=2, expert=2)
     assert not fz.lower(made, at, model.params, x).program.notes
@@ -484,16 +455,15 @@ def on_ranks(
     backend: str,
     tolerance: float = 1e-5,
     ranks: int = 0,
-    chunks: int = 1,
     **options: Any,
 ) -> str:
     mesh = fz.make_mesh(**axes, **options)
     batch_axes = tuple(axis for axis in axes if axis != "seq")
     part = (mesh.index(batch_axes), mesh.axis_size(batch_axes))
     loss_fn = loss_of(ranks=ranks)
-    made = step(*transforms, loss=loss_fn, chunks=chunks)
+    made = step(*transforms, loss=loss_fn)
     report = fz.testing.check_equivalent(made, params(), batch(*part), mesh, backend=backend, steps=2)
-    evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_fn), where=of_experts, chunks=chunks))
+    evaluation = fz.compose(*transforms)(fz.expert_parallel(fz.eval_step(loss_fn), where=of_experts))
     state = fz.compile(made, mesh, backend=backend).init(params())
     loss = fz.compile(evaluation, mesh, backend=backend)(state.params, batch(*part))
     torch.testing.assert_close(loss, loss_fn(params(), batch(*part)), rtol=tolerance, atol=tolerance)
@@ -511,13 +481,13 @@ def test_on_ranks(run_ranks, shared):
         run_ranks(2, on_ranks, {"expert": 2}, [fz.accumulate(2)], "eager")
         more = [*both, fz.mixed_precision("bf16"), fz.accumulate(2)]
         run_ranks(4, on_ranks, {"data": 2, "expert": 2}, more, "eager", 3e-2, 4)
-        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, [*both, fz.offload("cpu")], "eager", chunks=2)
+        run_ranks(4, on_ranks, {"data": 2, "expert": 2}, [*both, fz.offload("cpu")], "eager")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ranks", "chunks"), [(0, 1), pytest.param(2, 2, marks=pytest.mark.exhaustive)])
-def test_compiled(run_ranks, ranks, chunks):
-    run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", ranks=ranks, chunks=chunks, timeout=300)
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_compiled(run_ranks, ranks):
+    run_ranks(2, on_ranks, {"expert": 2}, [], "inductor", ranks=ranks, timeout=300)
 
 
 def test_what_cannot_be_cut():
@@ -529,15 +499,6 @@ def test_what_cannot_be_cut():
         lowered(AbstractMesh(data=2), fz.data_parallel())
     with pytest.raises(TransformError, match="leave one out"):
         step(fz.tensor_parallel(rules={"qkv": (1, 3)}))
-    with pytest.raises(TransformError, match="leave chunks out"):
-        step(fz.sequence_parallel(), chunks=2)
-    flat = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))
-    with pytest.raises(FzeroValueError, match="chunks=2 does nothing: no block"):
-        made = fz.expert_parallel(flat, where=lambda path, leaf: True, chunks=2)
-        fz.lower(made, AbstractMesh(expert=2), {"w": torch.ones(2, 4, 4)}, torch.ones(2, 4, 4))
-    for wrong in (0, 3, True):
-        with pytest.raises(FzeroTypeError, match=rf"chunks={wrong}: 1 or 2"):
-            step(chunks=wrong)
     with pytest.raises(FzeroTypeError, match=r"where='up': a predicate"):
         fz.expert_parallel(where="up")
     with pytest.raises(FzeroTypeError, match=r"where"):

@@ -33,7 +33,6 @@ MESHES = {
     "expert=2 x seq=2": {"expert": 2, "seq": 2},
     "expert=2, capacity of ranks": {"expert": 2},
     "expert=2 x seq=2, capacity of ranks": {"expert": 2, "seq": 2},
-    "data=2 x expert=2, two chunks": {"data": 2, "expert": 2},
 }
 STAGES = ("none", "shard_opt_state", "shard_grads", "shard_params")
 TURNS = {"once": [], "accumulate(2)": [fz.accumulate(2)], "vertical": [fz.accumulate(2, vertical=True)]}
@@ -58,8 +57,7 @@ class Case:
             made = fz.data_parallel(made)
         made = fz.tensor_parallel(made, rules=RULES) if "model" in axes else made
         made = fz.sequence_parallel(made) if "seq" in axes else made
-        chunks = 2 if "chunks" in self.mesh else 1
-        made = fz.expert_parallel(made, where=experts.of_experts, chunks=chunks) if "expert" in axes else made
+        made = fz.expert_parallel(made, where=experts.of_experts) if "expert" in axes else made
         return fz.compose(*TURNS[self.turns])(made)
 
     def norms(self) -> list[float]:
