@@ -19,7 +19,6 @@ from fzero.operators import quant_blocks
 from fzero.plan.cost import check_backend_name
 from fzero.program.ir import Function
 from fzero.trace.device import by_operation, on_device, on_host, substituted
-from fzero.trace.picked_losses import picked_losses
 from fzero.trace.reads import deterministic
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
@@ -86,7 +85,7 @@ def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[s
         if backend == "eager" or not _worth_compiling(graph, device):
             built[name] = as_called(function, by_operation(into_buffers(graph, function.into)))
         else:
-            graph = substituted(graph if device.type == "cpu" else picked_losses(graph), _expanded(device))
+            graph = substituted(graph, _expanded(device))
             waiting.setdefault(device, {})[name] = function, graph
     for device in sorted(waiting, key=str):
         built |= inductor.compiled(waiting[device], mesh, device)

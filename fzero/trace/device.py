@@ -104,12 +104,9 @@ def _nowhere(value: Any) -> Any:
     )
 
 
-def substituted(
-    graph: Recorded, rules: Mapping[Any, Callable[..., Any]], nodes: Mapping[fx.Node, Callable[..., Any]] | None = None
-) -> Recorded:
-    """The graph with each operation of `rules`, and each of `nodes`, replaced by what its rule does."""
-    nodes = nodes or {}
-    if not nodes and not any(n.target in rules for n in graph.graph.nodes):
+def substituted(graph: Recorded, rules: Mapping[Any, Callable[..., Any]]) -> Recorded:
+    """The graph with each operation of `rules` replaced by what its rule does."""
+    if not any(n.target in rules for n in graph.graph.nodes):
         return graph
     places = graph.inputs
     recorder = Recorder("compile")
@@ -120,7 +117,7 @@ def substituted(
                 return super().run_node(n)
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             target: Any = n.target
-            run = nodes.get(n) or rules.get(target) or AGAIN.get(target, target)
+            run = rules.get(target) or AGAIN.get(target, target)
             return run(*args, **kwargs)
 
     with compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:

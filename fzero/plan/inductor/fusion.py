@@ -30,17 +30,15 @@ import torch.fx as fx
 
 from fzero.mesh import AbstractMesh
 from fzero.operators.base import buffers_of
-from fzero.operators.picked import PICKED
 from fzero.plan.inductor.nodes import by_locality, contiguous, in_order, maker_of, nbytes, numel
 from fzero.trace.flops import PRODUCTS, packet, transcendentals
-from fzero.trace.picked_losses import picked_losses
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import is_view, storage_of, writes
 from fzero.trace.subgraph import into_buffers
 
 aten = torch.ops.aten
 
-_GATHERS = {aten.index, aten.embedding, aten.gather, aten.index_select, PICKED.overloadpacket}
+_GATHERS = {aten.index, aten.embedding, aten.gather, aten.index_select}
 _WRITES = {
     aten.index_put,
     aten.scatter,
@@ -50,7 +48,6 @@ _WRITES = {
     aten.embedding_dense_backward,
     aten.sort,
     aten.topk,
-    PICKED.overloadpacket,
 }
 _WRITES |= {aten.cumsum, aten.cat, aten.stack}
 # read nothing
@@ -145,8 +142,6 @@ def compiler(mesh: AbstractMesh, backend: str) -> str:
 def given_to(compiler: str, graph: Recorded, into: Sequence[int]) -> Recorded:
     """A function's graph as a `compiler` gets it. Except on a CPU it copies results into the buffers that it is given
     for them; `into` has these results, as in `Function.into`."""
-    if compiler == "triton":
-        graph = picked_losses(graph)
     return graph if compiler == "inductor" else into_buffers(graph, into)
 
 
