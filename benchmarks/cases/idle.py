@@ -23,7 +23,7 @@ LARGE: dict[str, tuple[tuple[int, ...], int, str, int, dict[str, str]]] = {
     "Llama 3 70B, 64 x H100": (SIZES["Llama 3 70B"], 64, "h100", 4096, {}),
     **{
         f"837 B, 128 x A100, {budget}": (GIANT, 128, "a100", 2048, {"memory_budget": budget})
-        for budget in ("80GB", "50GB", "40GB", "24GB")
+        for budget in ("80GB", "50GB", "40GB")
     },
 }
 """Sizes, ranks, device, tokens a rank and budgets."""

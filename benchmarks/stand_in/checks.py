@@ -123,9 +123,6 @@ SHAPES = [
          sizes={"width": 768, "heads": 12}),
     Case("ZeRO-3, width 520", 2, [BF16, fz.shard_params()], sizes={"width": 520, "heads": 5}, compiled=True),
     Case("ZeRO-3, width 768", 2, [BF16, fz.shard_params()], sizes={"width": 768, "heads": 12}),
-    Case("ZeRO-3, width 768, 1 MiB gathered", 2, [BF16, fz.shard_params(gather_bytes="1MiB")],
-         sizes={"width": 768, "heads": 12}),
-    Case("ZeRO-3, vocabulary of 32000, 4 MiB gathered", 2, [BF16, fz.shard_params(gather_bytes="4MiB")], sizes=HEAD),
     Case("ZeRO-2, 12 layers of 384", 2, [BF16, fz.shard_grads()], sizes={"layers": 12, "width": 384, "heads": 6}),
 ]  # fmt: skip
 

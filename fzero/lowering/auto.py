@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -133,13 +133,13 @@ def resolve(
     with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: told[-1]):
         least = first_choice(left, mesh, budget.nbytes is not None)
         tiers = lambda least: _Tiers(variants, least, auto, budget, mesh.unified_memory, told.append)  # noqa: E731
-        *able, last = [least, *traced.variants.narrower(least)]
-        for choice in able:
-            with suppress(BudgetError):
-                rests, why = tiers(choice).best()
-                break
-        else:
-            rests, why = tiers(last).best()
+        try:
+            rests, why = tiers(least).best()
+        except BudgetError:
+            narrow = traced.variants.narrowed(least)
+            if narrow == least:
+                raise
+            rests, why = tiers(narrow).best()
     chosen = PlanDecision("offload", _names(rests) if rests else "nothing", why)
     return Resolved(_with_records(left, rests, auto), (chosen,), built[rests])
 

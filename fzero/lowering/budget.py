@@ -10,7 +10,6 @@ from fzero.errors import BudgetError
 from fzero.passes.choice import Choice
 from fzero.passes.off_device import blocks_updated_on_host
 from fzero.passes.overlap import Order
-from fzero.passes.split_gathers import NOTE as PARTS
 from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan, PlanDecision
@@ -87,7 +86,6 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Pl
         why = "the share of activation memory that fits and is fastest" if auto else "the step says so"
         kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
         found = [PlanDecision("remat", kept, why), *found, *_of_order(choice.order)]
-    found += _of_parts(program, choice)
     if choice.grads != "update":
         host = choice.grads == "host"
         why = "wherever their update runs: the device has no room for them"
@@ -102,15 +100,6 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Pl
         where = sides.get(on_host, f"{on_host} of {num} blocks on the host")
         found.append(PlanDecision("update_on", where, choice.share_because))
     return tuple(found)
-
-
-def _of_parts(program: Program, choice: Choice) -> Iterator[PlanDecision]:
-    made = next((x.removeprefix(PARTS) for x in program.notes if x.startswith(PARTS)), None)
-    if made is not None:
-        why = (
-            "no other fits; each is gathered by every part that reads it" if choice.gather_bytes else "the step says so"
-        )
-        yield PlanDecision("gathers", made, why)
 
 
 def _gathered_once(program: Program, choice: Choice, limited: bool) -> Iterator[PlanDecision]:
@@ -199,9 +188,7 @@ def filling(program: Program, found: Plan) -> list[str]:
     """The roles that fill the device's memory at the peak, the largest first, and the reason why many gradients wait,
     if they do."""
     why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
-    parts = next((x.removeprefix(PARTS) for x in program.notes if x.startswith(PARTS)), None)
-    lines = [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
-    return [*lines, *([f"gathers are in parts already: {parts}"] if parts else [])]
+    return [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
 
 
 def filling_host(found: Plan) -> list[str]:

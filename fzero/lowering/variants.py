@@ -15,7 +15,7 @@ from fzero.errors import FzeroValueError, VerifyError
 from fzero.lowering.budget import Budget
 from fzero.lowering.search import ENDS
 from fzero.mesh import AbstractMesh
-from fzero.passes import off_device, split_gathers
+from fzero.passes import off_device
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FIRST, Asked, Pass, check_after, passes_of, sides
 from fzero.passes.speculate import TIERS, num_guessable
@@ -54,7 +54,6 @@ class Variants:
         numbers = {x.name: i for i, x in enumerate(self.passes)}
         # passes before `gradients` make the same of the same lines, wherever leaves rest; many choices share `tiers`
         self._at_base, self._at_cut, self._at_order = numbers["remat"], numbers["gradients"], numbers["tiers"] + 1
-        self._at_split = numbers["split_gathers"]
         self._leaves = {**recorded.leaves, **{leaf.path: leaf for leaf in asked.copies.values()}}
         # by pass, lines and option: the program before, which has the lines, the one after, and whose leaves that has
         self._shared: dict[Any, tuple[Program, Program, Variants]] = {} if like is None else like._shared
@@ -72,15 +71,13 @@ class Variants:
             return [starts]
         *sooner, last = self._grads(least)
         found = [[replace(c, grads=where) for c in starts for where in grads] for grads in (sooner, [last]) if grads]
-        return [*found, *([*way] for way in zip(*map(self.narrower, found[-1]), strict=True))]
+        narrow = [self.narrowed(c) for c in found[-1]]
+        return found if narrow == found[-1] else [*found, narrow]
 
-    def narrower(self, least: Choice) -> list[Choice]:
-        """Choices that take less memory than the least one does, and are slower: first with as little on the way at a
-        time as can be, then with fewer and fewer bytes of parameters gathered at once."""
-        made = self._made(least, self._at_split)
-        narrow = least.narrow() if self.asked.zero.batch_axes else least
-        limits = split_gathers.limits(next(reversed(made.values())), self.asked.zero)
-        return [*([narrow] if narrow != least else []), *(replace(narrow, gather_bytes=n) for n in limits)]
+    def narrowed(self, least: Choice) -> Choice:
+        """The choice with as little on the way at a time as can be, which takes less memory than the least one and is
+        slower; the same one if nothing is gathered or reduced."""
+        return least.narrow() if self.asked.zero.batch_axes else least
 
     def _guesses(self, least: Choice, copies: bool) -> list[Choice]:
         """A choice with updates on a guess for each set of tiers by which more of them can be. `copies`: whether the

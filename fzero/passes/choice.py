@@ -21,9 +21,8 @@ class Choice:
     and take the room; `host_share`: how much of what rests off the device is updated on the host, by bytes,
     `share_because`; `grads`: which gradients wait in host memory (`waiting_on_host` of passes/off_device.py); `guess`:
     the tiers whose leaves are updated on a guess (passes/speculate.py); `rests`: what `offload("auto")` moves off the
-    device, and where (lowering/auto.py); `stage`: of a pipeline, whose program it is; `gather_bytes`: bytes of a
-    function's parameters that are gathered at once, 0 for all (passes/split_gathers.py); `wire`: the formats over each
-    axis that `compress("auto")` may choose for, `wire_because`."""
+    device, and where (lowering/auto.py); `stage`: of a pipeline, whose program it is; `wire`: the formats
+    over each axis that `compress("auto")` may choose for, `wire_because`."""
 
     remat: str | float = "min_cut"
     whole_grads: bool = False
@@ -35,7 +34,6 @@ class Choice:
     guess: tuple[str, ...] = ()
     rests: tuple[Any, ...] = field(default=(), repr=False)
     stage: int = 0
-    gather_bytes: int = 0
     wire: Formats = ()
     because: str = field(default="", compare=False)
     share_because: str = field(default="", compare=False)

@@ -259,7 +259,7 @@ class _Hoisting:
         fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
         self.hops = _hops(lines)  # the first of several starts so many blocks sooner, as the last is there then
         self.updates = {id(x) for x in lines if _is_update(x)}
-        first = lambda x: x.segment.index == 0 or x.segment.alone  # noqa: E731
+        first = lambda x: x.segment.index == 0  # noqa: E731
         own = lambda x: x.fn and not x.writes and not x.of_codes  # noqa: E731
         reads = lambda x: own(x) and first(x) and not fetched.isdisjoint(x.args)  # noqa: E731
         self.calls = {id(x) for x in lines if x.begins_block or reads(x)}
@@ -453,7 +453,7 @@ class _Sinking:
 
     def _counted(self, line: Line) -> set[str]:
         """The transfers for which a line is a block that passes."""
-        if (line.begins_block or line.segment.alone) and not repeats(line):
+        if line.begins_block and not repeats(line):
             return self.reduced
         return set() if not _is_update(line) else self.kept if line.on_host else self.here
 

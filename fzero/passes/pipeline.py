@@ -1,6 +1,6 @@
 """Lists the passes that make a finished program of a recorded one, in their one order.
 
-    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, split_gathers, accumulate, shard,
+    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, accumulate, shard,
     compress, cut_update --> lines in the base program's order
 
     lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
@@ -35,7 +35,6 @@ from fzero.passes import (
     rules,
     shard,
     split_backward,
-    split_gathers,
     stages,
     tiers,
 )
@@ -219,12 +218,6 @@ PASSES = (
         lambda program, *_: split_backward.rewrite(program),
         wanted=lambda program, *_: split_backward.wanted(program),
         needed="the schedule has units that make gradients of parameters alone",
-    ),
-    Pass(
-        "split_gathers",
-        lambda program, asked, how: split_gathers.rewrite(program, how),
-        wanted=lambda program, asked, how: how is not None,
-        option=lambda made, asked, choice: split_gathers.gathers_of(_now(made), asked.zero, choice.gather_bytes),
     ),
     Pass(
         "accumulate",

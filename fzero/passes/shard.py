@@ -75,16 +75,8 @@ class _Rewrite:
         self.reads_of: dict[int, dict[str, None]] = defaultdict(dict)
         self.gathered_for: dict[tuple[int, tuple[int, int] | None], dict[str, str]] = {}
         for line, _ in program.walk():
-            if line.segment.count > 1 and not line.segment.alone:
+            if line.segment.count > 1:
                 self.reads_of[line.segment.of].update(dict.fromkeys(line.args))
-        # of what a segment with gathers of its own makes, and of casts and sums of it, the segment
-        self.made_by: dict[str, tuple[int, int]] = {}
-        for line, _ in program.walk():
-            if line.segment.alone:
-                self.made_by.update((v.name, (line.segment.of, line.segment.index)) for v in line.out)
-            elif line.op in ("cast", "add"):
-                made = zip(line.out, line.args, strict=False)
-                self.made_by.update((v.name, self.made_by[a]) for v, a in made if a in self.made_by)
         self._name_sums()
 
     def _name_sums(self) -> None:
@@ -124,10 +116,10 @@ class _Rewrite:
 
     def _lines(self, lines: Sequence[Line]) -> list[Line]:
         out: list[Line] = []
-        # gradients that are reduced together: those of a block, or of a segment
-        together = {g: self.made_by.get(g, self._owner(leaf)) for g, leaf in self.grads.items()}
+        # gradients that are reduced together: those of a block
+        together = {g: self._owner(leaf) for g, leaf in self.grads.items()}
         awaited = Counter(together.values())  # gradients that each still lacks
-        ready: dict[int | tuple[int, int], list[str]] = defaultdict(list)
+        ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
         scales = [line for line in lines if line.scales]
         for line in lines:

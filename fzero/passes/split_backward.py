@@ -8,11 +8,14 @@ Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch.fx as fx
+
 from fzero.errors import FzeroValueError
-from fzero.passes.pieces import Groups, calls
-from fzero.program.ir import Line, Program
+from fzero.program.attrs import Segment
+from fzero.program.ir import WHOLE, Line, Placement, Program, Value
 from fzero.program.lines import Functions
 from fzero.program.names import Names
 from fzero.trace.segments import Pieces, in_two
@@ -34,7 +37,7 @@ def rewrite(program: Program) -> Program:
     """
     functions, names, values = Functions(program.functions), Names(program.values()), program.values_by_name
     onward, split = _onward(program), dict[tuple[str, tuple[int, ...]], Pieces]()
-    lines, groups = list[Line](), Groups()
+    lines, calls = list[Line](), dict[int | str, list[int]]()  # the numbers of the lines that call each function
     for line in program.lines:
         made = [line]
         first = tuple(i for i, v in enumerate(line.out) if v.name in onward)
@@ -43,11 +46,15 @@ def rewrite(program: Program) -> Program:
             if key not in split:
                 split[key] = in_two(program.functions[line.fn].graph, first)
             args, fn = [values[a] for a in line.args], line.fn
-            made = calls(line, args, split[key], functions, names, (fn, f"{fn}_weights").__getitem__)
+            made = _calls(line, args, split[key], functions, names, (fn, f"{fn}_weights").__getitem__)
             made[1:] = [x.saying(weights=True) for x in made[1:]]
-        groups.add(line, range(len(lines), len(lines) + len(made)))
+        if line.op == "call":
+            of = line.segment.of if line.segment.count > 1 else line.out[0].name if line.out else ""
+            calls.setdefault(of, []).extend(range(len(lines), len(lines) + len(made)))
         lines += made
-    groups.number(lines)
+    for of, at in enumerate(calls.values()):
+        for index, i in enumerate(at if len(at) > 1 else ()):
+            lines[i] = lines[i].saying(segment=Segment(of, index, len(at)))
     if not split:
         what = "the schedule has units of weights, and no block has gradients that nothing else waits for"
         raise FzeroValueError("pipeline", what, fix="schedule='1f1b'")
@@ -64,3 +71,39 @@ def _onward(program: Program) -> set[str]:
         if line.op != "update" and (line.block is not None or any(v.name in found for v in line.out)):
             found.update(line.args)
     return found
+
+
+def _calls(
+    line: Line, args: Sequence[Value], of: Pieces, functions: Functions, names: Names, named: Callable[[int], str]
+) -> list[Line]:
+    """The lines of a call in pieces.
+
+    Args:
+        line: the call.
+        args: its arguments.
+        of: its function in pieces.
+        functions: of the program, which get more.
+        names: of its values, likewise.
+        named: the name of the function that a piece is, by its number.
+    """
+    made = dict(zip(of.inputs, args, strict=True))
+    made.update((x, v) for x, v in zip(of.outputs, line.out, strict=True) if x not in made)
+    own: dict[fx.Node, tuple[str, ...]] = {x: v.placement.own for x, v in zip(of.inputs, args, strict=True)}
+    for x in of.inputs[0].graph.nodes:  # a rank has its own of a value along the axes of what that is made of
+        if x not in own:
+            own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))
+    assert line.block is not None
+    stem = f"{line.fn}_{line.block.number}"
+    lines = list[Line]()
+    for number, (step, positions) in enumerate(zip(of.steps, of.positions, strict=True)):
+        out = list[Value]()
+        for x, position in zip(step.outputs, positions, strict=True):
+            if position is not None:
+                out.append(line.out[position])
+                continue
+            at, value = Placement("local", own[x]) if own[x] else WHOLE, x.meta["val"]
+            made[x] = Value(names(f"{stem}_{x.name}"), tuple(value.shape), value.dtype, at)
+            out.append(made[x])
+        fn = functions.add(named(number), step.graph)
+        lines.append(replace(line, fn=fn, args=tuple(made[x].name for x in step.inputs), out=tuple(out)))
+    return lines

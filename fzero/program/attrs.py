@@ -105,14 +105,11 @@ class BlockCall(Attrs):
 
 
 class Segment(NamedTuple):
-    """The part of a function that was cut: `index` of `count`; `of` is the function's own number; `alone`: parameters
-    are gathered for it, and its gradients reduced behind it; otherwise, as for a function that was cut at collectives
-    alone, for all of them together."""
+    """The part of a function that was cut: `index` of `count`; `of` is the function's own number."""
 
     of: int
     index: int
     count: int
-    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Cuts a function at its collectives: into functions, and what ranks tell each other between them. Or into pieces
+"""Cuts a function at its collectives: into functions, and what ranks tell each other between them. Or into two pieces
 that run one after the other.
 
 Operations that need not wait for a collective run between its start and its wait. A value that one segment makes and
@@ -8,7 +8,7 @@ another reads is contiguous, for compiled code relies on strides; a view is made
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from fzero.trace.cut_rules import OWN, Anywhere
 from fzero.trace.cuts import MARKERS, PARTIAL, CutFunction, all_gather, all_reduce, reduce_scatter
 from fzero.trace.flops import product_flops
 from fzero.trace.recorder import Recorded
-from fzero.trace.storages import is_view, storage_of, strides_guessed
+from fzero.trace.storages import is_view, strides_guessed
 from fzero.trace.subgraph import ancestors, extract
 
 aten = torch.ops.aten
@@ -129,13 +129,13 @@ def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
 
 
 class Pieces(NamedTuple):
-    """A function in pieces.
+    """A function in two pieces.
 
     Attributes:
         inputs, outputs: of the whole function.
-        steps: the pieces; each reads what those before it make.
+        steps: the pieces; the second reads what the first makes.
         positions: of each piece, for each of its outputs the number among the whole function's; None of what is made
-            for a later piece.
+            for the second.
     """
 
     inputs: Sequence[fx.Node]
@@ -148,66 +148,15 @@ def in_two(source: Recorded, first: Sequence[int]) -> Pieces:
     """A function in two: the first piece makes the outputs with these numbers, and what comes with them; the second
     makes the others."""
     whole = extract(source, source.inputs, source.outputs)  # a copy, which is written to
-    needed = ancestors([whole.outputs[i] for i in first], stop=set())
-    made = {x: int(x not in needed) for x in whole.graph.nodes if x.op == "call_function"}
-    return _in_pieces(whole, made)
-
-
-def by_leaves(source: Recorded, leaves: Mapping[int, int], grads: Mapping[int, int], at_most: int) -> Pieces | None:
-    """A function in pieces, in the order of its operations, that read leaves of so many bytes at most, and make
-    gradients of so many; None where one piece is enough. A larger leaf has pieces for itself. What is made of leaves
-    alone is as large as they are: each piece that reads it makes it again.
-
-    Args:
-        source: the function.
-        leaves: bytes of the inputs that are leaves, by their numbers. The others count for nothing.
-        grads: bytes of the outputs that are gradients, by their numbers.
-        at_most: bytes of a piece.
-    """
-    whole = extract(source, source.inputs, source.outputs)  # a copy, which is written to
-    outputs = {*whole.outputs}
-    nbytes = {whole.inputs[i]: n for i, n in leaves.items()}
-    made_of: dict[fx.Node, frozenset[fx.Node]] = {x: frozenset((x,)) for x in nbytes}
-    sizes = {storage_of(whole.outputs[i]): n for i, n in grads.items()}
-    here, size, out = frozenset[fx.Node](), 0, 0
-    made, number = dict[fx.Node, int](), 0
-    for x in whole.graph.nodes:
-        if x.op != "call_function":
-            continue
-        if x not in outputs and x.all_input_nodes and all(a in made_of for a in x.all_input_nodes):
-            made_of[x] = frozenset[fx.Node]().union(*(made_of[a] for a in x.all_input_nodes))
-            continue
-        read = frozenset[fx.Node]().union(*(made_of.get(a, ()) for a in x.all_input_nodes))
-        more, grad = sum(nbytes[a] for a in read - here), sizes.get(x, 0)
-        if (here and more and size + more > at_most) or (out and grad and out + grad > at_most):
-            number, here, size, out = number + 1, frozenset(), 0, 0
-            more = sum(nbytes[a] for a in read)
-        here, size, out, made[x] = here | read, size + more, out + grad, number
-    if not number:
-        return None
-    again = {x for x in made_of if x not in nbytes}
-    for x in reversed(whole.graph.nodes):
-        if x in again:
-            made[x] = min((made[u] for u in x.users if u in made), default=0)
-    pieces = _in_pieces(whole, made, again)
-    return pieces if len(pieces.steps) > 1 else None
-
-
-def _in_pieces(whole: Recorded, made: dict[fx.Node, int], again: Collection[fx.Node] = ()) -> Pieces:
-    """A function in pieces.
-
-    Args:
-        whole: the function, which is written to.
-        made: the piece that each operation belongs to; it reads none of a later one.
-        again: operations that each piece that reads them repeats.
-    """
     graph, outputs = whole.graph, whole.outputs
+    needed = ancestors([outputs[i] for i in first], stop=set())
+    made = {x: int(x not in needed) for x in graph.nodes if x.op == "call_function"}
     for x in made:  # what an operation makes several of comes with it
         if x.target is operator.getitem:
             made[x] = made[x.all_input_nodes[0]]
-    _cross(graph, made, {*outputs}, again)
+    _cross(graph, made, {*outputs})
     steps, positions, places = list[CallStep](), list[list[int | None]](), {*whole.inputs}
-    for number in range(max(made.values(), default=0) + 1):
+    for number in range(2):
         at = [i for i, x in enumerate(outputs) if made.get(x, 0) == number]
         leaving = [
             x for x in graph.nodes if made.get(x) == number and x not in outputs and _leaves(x, made, {*outputs})
@@ -301,18 +250,15 @@ def _leaves(node: fx.Node, made: dict[fx.Node, int], outputs: set[fx.Node]) -> b
     return node in outputs or any(read)
 
 
-def _cross(
-    graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node], repeated: Collection[fx.Node] = ()
-) -> None:
-    """Makes views, and what is `repeated`, again for later segments that read them, and their other arguments
-    contiguous."""
+def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> None:
+    """Makes views again for later segments that read them, and their other arguments contiguous."""
     again: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def here(x: fx.Node, number: int) -> fx.Node:
         """The node that a segment reads for a value of another."""
         if x.op != "call_function" or x.target in MARKERS or made[x] == number or x in outputs:
             return x
-        if x not in repeated and not _is_part(x):
+        if not _is_part(x):
             return x
         if (x, number) not in again:
             inputs = {a: here(a, number) for a in x.all_input_nodes}

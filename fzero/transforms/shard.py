@@ -6,11 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fzero.arguments import Predicate, accepts, amount, keywords, predicate
-from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.arguments import Predicate, accepts, keywords, predicate
+from fzero.errors import FzeroTypeError
 from fzero.layout import Leaf
 from fzero.transforms.base import Transform, applied
-from fzero.units import parse_bytes
 
 Where = Predicate
 
@@ -71,7 +70,6 @@ class ShardGrads(Parallel):
 
 @dataclass(frozen=True)
 class ShardParams(Parallel):
-    gather_bytes: int | None = None
     name: ClassVar[str] = "shard_params"
     stage: ClassVar[int] = 3
 
@@ -175,7 +173,6 @@ def shard_params(
     *,
     axis: str | tuple[str, ...] = "data",
     where: Where | None = None,
-    gather_bytes: int | str | None = None,
 ) -> Any:
     """ZeRO-3: parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it runs.
 
@@ -185,26 +182,17 @@ def shard_params(
         where: predicate `(path, leaf)` of the parameters that are sharded, by default all. Keep small ones whole with
             `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than there are shards are
             always whole.
-        gather_bytes: at most so many bytes, a number or text ("2GB"), of a block's parameters are whole at once, in the
-            compute dtype, and of its gradients before they are reduced. The block runs in parts then, each with its own
-            gather and its own reduction: cut where its forward or backward reads the next large parameter
-            (fzero/passes/split_gathers.py). A parameter of more is gathered by itself; one of 1/16 or less does not
-            count. By default a block's parameters are gathered together, and in parts only where nothing else fits a
-            memory budget.
 
     Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype,
         and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch
         under `accumulate` unless `vertical`. Over several axes as for `shard_opt_state`; `once_a_step` has what crosses
-        the last of them cross it once a step. With `gather_bytes` a parameter is gathered by each part that reads it:
-        three times, where the backward computes the forward again, so 4 x 4P bytes.
+        the last of them cross it once a step.
     Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most
-        two blocks' gathered parameters and one block's gradients besides. With `gather_bytes` they are those of parts.
+        two blocks' gathered parameters and one block's gradients besides.
 
-    Raises: as `shard_opt_state`. With `gather_bytes`, when the program is built: in a pipeline whose stages keep what
-        they gather.
+    Raises: as `shard_opt_state`.
 
-    Papers: Rajbhandari et al., ZeRO, SC 2020. ZeRO-Infinity, SC 2021, for parts of a layer: there its products are
-        tiled.
+    Paper: Rajbhandari et al., ZeRO, SC 2020.
 
     Example:
         >>> import torch, fzero as fz
@@ -214,13 +202,7 @@ def shard_params(
         >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_params"]
         ['all_gather_start', 'reduce_scatter_start']
     """
-    fix = "bytes, or text, such as the largest matrix of a block has; or leave it out"
-    if problems := [] if gather_bytes is None else amount("gather_bytes", gather_bytes):
-        raise FzeroValueError("shard_params", "invalid arguments", problems, fix)
-    nbytes = None if gather_bytes is None else parse_bytes(gather_bytes)
-    if nbytes == 0:
-        raise FzeroValueError("shard_params", "gather_bytes=0: nothing could be gathered", fix=fix)
-    return applied(_checked(ShardParams(axis, where, nbytes)), step)
+    return applied(_checked(ShardParams(axis, where)), step)
 
 
 def _checked(spec: Parallel) -> Parallel:

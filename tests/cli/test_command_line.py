@@ -395,7 +395,7 @@ def test_passes_one_by_one(run):
         (
             ["--skip", "sahrd"],
             2,
-            "sahrd: no such pass\nFix: one of fuse, remat, split_gathers, deal, speculate, hoist_updates, overlap",
+            "sahrd: no such pass\nFix: one of fuse, remat, deal, speculate, hoist_updates, overlap",
         ),
         (["--skip", "batch"], 1, "batch: has nothing to do here"),
     ],

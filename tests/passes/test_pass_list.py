@@ -33,7 +33,6 @@ STEPS = {
     "plain": (fz.compose(), fz.AbstractMesh(data=1)),
     "zero-3": (fz.shard_params(), fz.AbstractMesh(data=2)),
     "whole": (fz.shard_params(), fz.AbstractMesh(data=2)),
-    "parts": (fz.compose(fz.shard_params(gather_bytes=64), fz.remat("full")), fz.AbstractMesh(data=2)),
     "codes": (fz.compose(fz.shard_params(), fz.compress()), fz.AbstractMesh(data=2)),
     "cpu": (
         fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params"))),
@@ -71,7 +70,6 @@ RAN = {
     "plain": "fuse remat cut_update hoist_updates pool",
     "zero-3": "fuse remat shard cut_update hoist_updates overlap pool",
     "whole": "fuse remat shard cut_update deal hoist_updates overlap pool",
-    "parts": "fuse split_gathers shard cut_update hoist_updates overlap pool",
     "codes": "fuse remat shard compress cut_update hoist_updates overlap pool",
     "cpu": "fuse copies remat shard cut_update hoist_updates tiers overlap pool batch device_waits",
     "nvme": "fuse remat shard cut_update gradients hoist_updates tiers overlap pool device_waits",
@@ -80,7 +78,7 @@ RAN = {
 }
 
 
-@pytest.mark.full(keep=["plain", "zero-3", "parts"])
+@pytest.mark.full(keep=["plain", "zero-3"])
 @pytest.mark.parametrize("name", RAN)
 def test_the_passes_that_are_wanted_run(name: str) -> None:
     lowered = lower(name)
@@ -110,7 +108,7 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: pipeline.Pass, monkeypatch
     if passed.needed:
         with pytest.raises(
             FzeroValueError,
-            match=f"(?s)cannot be skipped.*{passed.name}: .*Fix: one of fuse, remat, split_gathers",
+            match=f"(?s)cannot be skipped.*{passed.name}: .*Fix: one of fuse, remat, deal",
         ):
             lower(name, skip=(passed.name,))
     elif passed.name == "speculate":

@@ -45,7 +45,6 @@ NUMBERS: dict[str, Callable[[Number], Any]] = {
     "pipeline": lambda n: fz.pipeline(schedule="interleaved", stages=[n(1), n(2)], chunks=n(2)),
     "redundant": lambda n: fz.redundant(every=n(2)),
     "remat": lambda n: fz.remat(n(1)),
-    "shard_params": lambda n: fz.shard_params(gather_bytes=n(4096)),
     "sequence_parallel": lambda n: fz.sequence_parallel(whole_bytes=n(4096)),
     "tensor_parallel": lambda n: fz.tensor_parallel(rules={"w": n(0), "v": (n(1), n(2))}, whole_bytes=n(4096)),
     "LossScale": lambda n: fz.LossScale(initial=n(8), growth_interval=n(3), hysteresis=n(2)),

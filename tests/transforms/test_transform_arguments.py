@@ -156,16 +156,17 @@ def test_what_is_no_whole_number_is_rejected_by_the_name_of_the_argument(wrong: 
         fz.accumulate(wrong)
 
 
-AMOUNTS = [fz.shard_params, fz.tensor_parallel, fz.sequence_parallel, fz.expert_parallel]
+AMOUNTS = [fz.tensor_parallel, fz.sequence_parallel, fz.expert_parallel]
 
 
 @pytest.mark.parametrize("transform", AMOUNTS)
 def test_a_negative_size_names_the_transform_and_the_argument(transform: Any) -> None:
-    name = "gather_bytes" if transform is fz.shard_params else "whole_bytes"
     more = {"rules": {"w": 0}} if transform is fz.tensor_parallel else {}
     more |= {"where": bool} if transform is fz.expert_parallel else {}
-    with pytest.raises(FzeroError, match=f"fzero.{transform.__name__}: .*\n  {name}=-1: must be a number of bytes"):
-        transform(**{name: -1}, **more)
+    with pytest.raises(
+        FzeroError, match=f"fzero.{transform.__name__}: .*\n  whole_bytes=-1: must be a number of bytes"
+    ):
+        transform(whole_bytes=-1, **more)
 
 
 VECTOR, ROWS = {"b": torch.ones(4), "w": torch.ones(4)}, torch.ones(8, 4)
