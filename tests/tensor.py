@@ -11,7 +11,7 @@ import fzero as fz
 from fzero import optim, tree
 from fzero.lowering.layouts import zero_of
 from fzero.mesh import AbstractMesh
-from fzero.testing.simulate import interpreted, ranks_of
+from fzero.testing.simulate import Simulation, ranks_of
 
 HEADS, WIDTH, WORDS, LENGTH = 4, 16, 24, 6
 RULES: dict[str, Any] = {"emb": 0, "qkv": (1, 3), "bias": (0, 3), "out": 0, "up": 1, "down": 0, "head": 1}
@@ -71,5 +71,6 @@ def evaluated(step: Any, mesh: AbstractMesh, params: Any, *arguments: Any) -> li
     part = lambda rank, x: x.chunk(mesh.axis_size(axes))[rank.index(axes)] if axes else x  # noqa: E731
     parts = [tree.map(lambda x, rank=rank: part(rank, x), arguments) for rank in ranks]
     lowered = fz.lower(step, mesh, params, parts[0])
-    ran = interpreted(lowered, ranks, dict(tree.with_paths(params, "params")), parts)
+    simulation = Simulation(lowered, ranks)
+    ran = simulation.run(simulation.shards(dict(tree.with_paths(params, "params"))), parts)
     return [tree.unflatten(lowered.structure, [x.values[name] for name in x.program.outputs]) for x in ran]

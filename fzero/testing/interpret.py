@@ -7,6 +7,7 @@ recorded, operation by operation.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,22 @@ from fzero.trace.device import by_operation, on_device
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+class BuiltFunctions:
+    """The functions of a program as Python code, each built when it is first called. Building one takes far longer than
+    running it on small tensors, so all ranks and steps of a simulation share them."""
+
+    def __init__(self, program: Program, device: torch.device):
+        self._program, self._device = program, device
+        self._built: dict[str, Callable[..., Any]] = {}
+        self._lock = threading.Lock()  # ranks are threads, which come to a function at the same time
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        with self._lock:
+            if name not in self._built:
+                self._built[name] = by_operation(on_device(self._program.functions[name].graph, self._device))
+            return self._built[name]
+
+
 class Interpreter:
     """Runs the lines of one program on this rank, all ranks of the mesh together.
 
@@ -35,15 +52,23 @@ class Interpreter:
         mesh: that it is for.
         leaves: the state's tensors and the batch's, by the names of the program's inputs.
         part: what `part_index` gives, if it is not to be worked out.
+        functions: the program's functions, if another interpreter of it on such a device has built them.
     """
 
-    def __init__(self, program: Program, mesh: Mesh, leaves: Mapping[str, torch.Tensor], part: int | None = None):
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        leaves: Mapping[str, torch.Tensor],
+        part: int | None = None,
+        functions: BuiltFunctions | None = None,
+    ):
         self.program, self.mesh, self._part = program, mesh, part
+        self._functions = BuiltFunctions(program, mesh.device) if functions is None else functions
         self.values: dict[str, torch.Tensor] = {v.name: leaves[v.name].detach().clone() for v in program.inputs}
         self.started: dict[str, tuple[Line, list[torch.Tensor]]] = {}
         self._axes = batch_axes_of(program)
         self._handed: list[Any] = []  # kept until they are taken
-        self._functions: dict[str, Callable[..., Any]] = {}
 
     def run(self, line: Line, turn: int = 0) -> None:
         """One line, in the given turn of the loop around it."""
@@ -58,8 +83,6 @@ class Interpreter:
         return boxes.start, boxes.stop
 
     def function(self, name: str) -> Callable[..., Any]:
-        if name not in self._functions:
-            self._functions[name] = by_operation(on_device(self.program.functions[name].graph, self.mesh.device))
         return self._functions[name]
 
     def write(self, names: Sequence[str], new: Sequence[torch.Tensor]) -> None:

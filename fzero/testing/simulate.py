@@ -25,7 +25,7 @@ from fzero.program.ir import Line, Program
 from fzero.step import State, Step
 from fzero.step.checks import check_batch
 from fzero.testing.check import check_rows, leaves_of, rows
-from fzero.testing.interpret import Interpreter
+from fzero.testing.interpret import BuiltFunctions, Interpreter
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
 from fzero.transforms.pipeline import Pipeline
@@ -93,16 +93,16 @@ def simulated(
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """The first state, and then each that follows with its metrics. Arguments and errors: as of `simulate`."""
     step = with_first_dtype(step, torch.device("cpu"))
-    ranks = ranks_of(mesh)
     whole = step.init(params, key)
     parts = parts_of(step, mesh, batch)
     lowered = lower(step, mesh, whole.params, parts[0])
     if kept := sorted(name for name in lowered.program.leaves if name.startswith("extras")):
         fix = "leave out the transform that keeps them, or check_equivalent on ranks of fz.make_mesh"
         raise FzeroValueError("simulate", "the state has more than parameters and optimizer state", kept, fix)
+    simulation = Simulation(lowered, ranks_of(mesh))
     yield whole, {}
     for _ in range(steps):
-        whole, metrics = _one_step(lowered, ranks, whole, parts)
+        whole, metrics = _one_step(lowered, simulation, whole, parts)
         yield whole, metrics
 
 
@@ -158,8 +158,10 @@ class _Board:
 class _Rank(Interpreter):
     """The interpreter of one rank, which exchanges values through the board."""
 
-    def __init__(self, program: Program, mesh: Mesh, leaves: Mapping[str, torch.Tensor], board: _Board):
-        super().__init__(program, mesh, leaves)
+    def __init__(
+        self, program: Program, mesh: Mesh, leaves: Mapping[str, torch.Tensor], board: _Board, functions: BuiltFunctions
+    ):
+        super().__init__(program, mesh, leaves, functions=functions)
         self._board = board
         self._times = {id(line): times for line, times in program.walk()}
 
@@ -184,49 +186,69 @@ class _Rank(Interpreter):
                 self.lines(line.body, again)
 
 
-def interpreted(
-    lowered: Lowered, ranks: Sequence[Mesh], leaves: Mapping[str, torch.Tensor], parts: Sequence[Any]
-) -> list[_Rank]:
-    """Interprets a lowered step once, each rank in a thread. Returns the ranks with all their values.
+class Simulation:
+    """A lowered step on all ranks of a mesh, which are threads of this process.
 
     Args:
         lowered: a training step or an evaluation.
-        ranks: the mesh as each rank sees it.
-        leaves: the whole leaves of the state, by name.
-        parts: the batch of each rank.
+        ranks: the mesh as each rank sees it, on CPUs.
+
+    Attributes:
+        programs: of each rank.
     """
-    board, axis = _Board(ranks), find(lowered.program.transforms, Pipeline)
 
-    def run(mesh: Mesh) -> _Rank:
-        program = lowered.programs[mesh.index(axis.axis) if axis else 0]
-        batch = dict(tree.with_paths(parts[mesh.rank], "batch"))
-        held = {name: shard(leaves[name], leaf, mesh) for name, leaf in program.leaves.items()}
-        rank = _Rank(program, mesh, {**held, **batch}, board)
-        try:
-            rank.lines(program.lines)
-        except BaseException:
-            board.abort()
-            raise
-        return rank
+    def __init__(self, lowered: Lowered, ranks: Sequence[Mesh]):
+        axis = find(lowered.program.transforms, Pipeline)
+        stages = [mesh.index(axis.axis) if axis else 0 for mesh in ranks]
+        functions = [BuiltFunctions(program, ranks[0].device) for program in lowered.programs]
+        self.ranks = ranks
+        self.programs = [lowered.programs[stage] for stage in stages]
+        self._functions = [functions[stage] for stage in stages]
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        done = [pool.submit(run, mesh) for mesh in ranks]
-    errors = [e for e in (f.exception() for f in done) if e is not None]
-    if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return [f.result() for f in done]
+    def shards(self, leaves: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Each rank's shards of the whole leaves of a state, by name."""
+        return [
+            {name: shard(leaves[name], leaf, mesh) for name, leaf in program.leaves.items()}
+            for program, mesh in zip(self.programs, self.ranks, strict=True)
+        ]
+
+    def run(self, held: Sequence[Mapping[str, torch.Tensor]], parts: Sequence[Any]) -> list[_Rank]:
+        """Interprets the step once. Returns the ranks with all their values.
+
+        Args:
+            held: each rank's shards of the state.
+            parts: the batch of each rank.
+        """
+        board = _Board(self.ranks)
+
+        def interpret(i: int) -> _Rank:
+            batch = dict(tree.with_paths(parts[i], "batch"))
+            rank = _Rank(self.programs[i], self.ranks[i], {**held[i], **batch}, board, self._functions[i])
+            try:
+                rank.lines(rank.program.lines)
+            except BaseException:
+                board.abort()
+                raise
+            return rank
+
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            done = [pool.submit(interpret, i) for i in range(len(self.ranks))]
+        errors = [e for e in (f.exception() for f in done) if e is not None]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return [f.result() for f in done]
 
 
 def _one_step(
-    lowered: Lowered, ranks: Sequence[Mesh], whole: State, parts: Sequence[Any]
+    lowered: Lowered, simulation: Simulation, whole: State, parts: Sequence[Any]
 ) -> tuple[State, dict[str, Any]]:
     leaves = leaves_of(whole, {})
     table = {name: leaf for program in lowered.programs for name, leaf in program.leaves.items()}
-    ran = interpreted(lowered, ranks, leaves, parts)
-    put_together = {name: _whole(leaf, ran, leaves[name]) for name, leaf in table.items()}
+    ran = simulation.run(simulation.shards(leaves), parts)
+    put_together = {name: whole_leaf(leaf, ran, leaves[name]) for name, leaf in table.items()}
     problems = [problem for _, found in put_together.values() for problem in found]
     metrics = [tree.unflatten(lowered.structure, [rank.values[name] for name in rank.program.outputs]) for rank in ran]
-    problems += _unequal(metrics)
+    problems += unequal(metrics)
     if problems:
         fix = "a reduction is missing, or over too few axes: look for the gradient or metric in print(fz.lower(...))"
         raise DivergenceError("simulate", f"ranks of mesh {lowered.program.mesh} hold different values", problems, fix)
@@ -238,7 +260,7 @@ def _one_step(
     return State(after["step"], params, opt_state, after["key"], {}), metrics[0]
 
 
-def _unequal(metrics: Sequence[Any]) -> list[str]:
+def unequal(metrics: Sequence[Any]) -> list[str]:
     """The metrics that are not the same on every rank."""
     first, paths = tree.leaves(metrics[0]), tree.paths(metrics[0], "metrics")
     return [
@@ -249,7 +271,7 @@ def _unequal(metrics: Sequence[Any]) -> list[str]:
     ]
 
 
-def _whole(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+def whole_leaf(leaf: Leaf, ran: Sequence[_Rank], before: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
     """A leaf put together from the parts of all ranks, and who holds other values of the same elements."""
     numbers = torch.arange(1, leaf.numel + 1).reshape(leaf.shape)  # 0 is padding
     out, first = before.new_zeros(leaf.numel), torch.full((leaf.numel,), -1)

@@ -13,6 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds the helpers of tests
 
 from gate_programs import PROGRAMS
 from gate_record import FROZEN, differences, flat, frozen, record_named, recording_processes, relative_difference

@@ -24,10 +24,11 @@ import multiprocessing
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import simulated
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
@@ -35,14 +36,8 @@ from gate_programs import PROGRAMS, Case
 
 import fzero as fz
 from fzero import tree
-from fzero.layout import shard
-from fzero.lowering.layouts import COMPUTE
-from fzero.lowering.slots import declared
-from fzero.mesh import Mesh
 from fzero.program.ir import Line, Program, local_bytes
 from fzero.step import Step
-from fzero.testing.simulate import _Board, _Rank, _whole, parts_of
-from fzero.transforms.slots import Local
 
 STEPS = 3
 DEVICE = "h100"
@@ -59,7 +54,14 @@ ENVIRONMENT = {
 
 def record(case: Case) -> dict[str, Any]:
     """Everything the gate compares, of one case."""
-    lowered = fz.lower(case.step, case.mesh, case.params, local_batch(case), device=DEVICE, **case.options)
+    lowered = fz.lower(
+        case.step,
+        case.mesh,
+        case.params,
+        simulated.batch_parts(case.step, case.mesh, case.batch)[0],
+        device=DEVICE,
+        **case.options,
+    )
     out: dict[str, Any] = {"torch": release(), "probe": probe(), "mesh": dict(case.mesh.axes)}
     out["canonical"] = [text for program in lowered.programs for text in canonical(program)]
     plan = lowered.plan
@@ -70,13 +72,6 @@ def record(case: Case) -> dict[str, Any]:
 def release() -> str:
     """PyTorch's minor release: another one may record other operations and use other kernels."""
     return ".".join(torch.__version__.split(".")[:2])
-
-
-def local_batch(case: Case) -> Any:
-    """One rank's rows of the batch."""
-    if isinstance(case.step, Step):
-        return parts_of(case.step, case.mesh, case.batch)[0]
-    return evaluated_parts(case)[0]
 
 
 # The canonical form
@@ -126,89 +121,14 @@ def graph_hash(recorded: Any) -> str:
 
 def numbers(case: Case, lowered: Any) -> dict[str, Any]:
     """The metrics of each step and the leaves after the last, computed on simulated ranks."""
-    ranks = [Mesh(dict(case.mesh.axes), rank, torch.device("cpu")) for rank in range(case.mesh.size)]
     is_training = isinstance(case.step, Step)
-    parts = parts_of(case.step, case.mesh, case.batch) if is_training else evaluated_parts(case)
-    programs = [lowered.programs[stage_of(lowered, mesh)] for mesh in ranks]
-    first = first_values(case, lowered, is_training)
-    held = [
-        {name: shard(first(leaf), leaf, mesh) for name, leaf in program.leaves.items()}
-        for program, mesh in zip(programs, ranks, strict=True)
-    ]
-    metrics = []
-    for _ in range(STEPS if is_training else 1):
-        ran = one_step(programs, ranks, held, parts)
-        held = [{name: rank.values[name] for name in rank.program.leaves} for rank in ran]
-        outputs = [[rank.values[name] for name in rank.program.outputs] for rank in ran]
-        names = tree.paths(tree.unflatten(lowered.structure, outputs[0]), "metrics")
-        for other in outputs[1:]:
-            assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(outputs[0], other, strict=True))
-        metrics.append({name: stored(x) for name, x in zip(names, outputs[0], strict=True)})
+    parts = simulated.batch_parts(case.step, case.mesh, case.batch)
+    ran = [*simulated.run(lowered, case.step, case.mesh, case.params, parts, STEPS if is_training else 1)]
+    metrics = [{name: stored(x) for name, x in tree.with_paths(found, "metrics")} for _, found in ran]
     if not is_training:
         return {"metrics": metrics, "leaves": {}}
-    leaves = {}
-    for program in lowered.programs:
-        for name, leaf in program.leaves.items():
-            if name not in leaves:
-                value, differing = _whole(leaf, ran, torch.zeros(leaf.shape, dtype=leaf.dtype))
-                assert not differing, differing  # ranks that should hold the same elements hold others
-                leaves[name] = stored(value, keep=leaf.role == "params")
-    return {"metrics": metrics, "leaves": leaves}
-
-
-def stage_of(lowered: Any, mesh: Mesh) -> int:
-    return mesh.index("pipe") if len(lowered.programs) > 1 else 0
-
-
-def first_values(case: Case, lowered: Any, is_training: bool) -> Any:
-    """A function that gives the whole value of a leaf before the first step."""
-    if not is_training:
-        known = dict(tree.with_paths(case.params, "params"))
-        return lambda leaf: known[leaf.path].to(leaf.dtype)
-    state = case.step.init(case.params)
-    roots = {"step": state.step, "params": state.params, "opt_state": state.opt_state, "key": state.key}
-    known = {path: x for name, value in roots.items() for path, x in tree.with_paths(value, name)}
-    for transform in case.step.transforms:
-        for slot, value in declared(case.step, transform, case.params).items():
-            known |= dict(tree.with_paths(value, f"extras['{slot}']"))
-
-    def first(leaf: Any) -> torch.Tensor:
-        if leaf.path.startswith(COMPUTE):  # what the model computes with: a cast copy of the parameter
-            return known[leaf.master].to(leaf.dtype)
-        value = known.get(leaf.path)
-        if value is None or isinstance(value, Local):
-            return torch.zeros(leaf.shape, dtype=leaf.dtype)
-        return value.to(leaf.dtype)
-
-    return first
-
-
-def one_step(programs: Any, ranks: Any, held: Any, parts: Any) -> list[_Rank]:
-    board = _Board(ranks)
-
-    def run(i: int) -> _Rank:
-        rank = _Rank(programs[i], ranks[i], {**held[i], **dict(tree.with_paths(parts[i], "batch"))}, board)
-        try:
-            rank.lines(programs[i].lines)
-        except BaseException:
-            board.abort()
-            raise
-        return rank
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        done = [pool.submit(run, i) for i in range(len(ranks))]
-    errors = [e for e in (f.exception() for f in done) if e is not None]
-    if errors:
-        raise next((e for e in errors if type(e).__name__ != "BrokenBarrierError"), errors[0])
-    return [f.result() for f in done]
-
-
-def evaluated_parts(case: Case) -> list[Any]:
-    """Each rank's rows of an evaluation's batch: they are divided among the ranks along `data` only."""
-    data = case.mesh.axes.get("data", 1)
-    ranks = [Mesh(dict(case.mesh.axes), rank, torch.device("cpu")) for rank in range(case.mesh.size)]
-    index = [mesh.index("data") if data > 1 else 0 for mesh in ranks]
-    return [(fz.tree.map(lambda x, i=i: x.chunk(data)[i], case.batch),) for i in index]
+    roles = {name: leaf.role for program in lowered.programs for name, leaf in program.leaves.items()}
+    return {"metrics": metrics, "leaves": {n: stored(x, keep=roles[n] == "params") for n, x in ran[-1][0].items()}}
 
 
 # Values and bits
