@@ -1,170 +1,229 @@
-"""Every pair of transforms, and triples with pipeline and tensor parallel: equal to the plain step, or refused by name.
+"""Every pair of transforms trains as the plain step does, or is rejected by the error it should be rejected by.
 
-Without --exhaustive a few. `python tests/transforms/test_pairs.py` writes docs/results/axes.md.
+Three steps of a small model on simulated ranks, two along each axis, are compared with one shared run of the plain
+step, within the tolerances of `check_equivalent`. The transforms are those of tests/pieces.py.
+`PYTHONPATH=tests python tests/transforms/test_pairs.py` writes docs/results/axes.md.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tensor
-import test_expert_parallel as experts
+import simulated
 import torch
+import torch.nn.functional as F
+from pieces import PIECES, composed
 
 import fzero as fz
-from fzero.errors import EquivalenceError, FzeroError
+from fzero import optim
+from fzero.errors import FzeroError, TransformError
 from fzero.mesh import AbstractMesh
 from fzero.runtime.graphs import obstacles
+from fzero.testing.check import Trajectory
+from fzero.testing.tolerance import Roundoff
+from fzero.transforms.tensor import TensorParallel
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "axes.md"
-RULES = {"emb": 0, "qkv": (1, 3), "out": 0, "head": 1}
-BOTH, INNER = ("node", "data"), ("data", "node")
-# by name: the axes that it needs, and what it puts on a step
-PIECES: dict[str, tuple[tuple[str, ...], Callable[[], list[Any]]]] = {
-    "ZeRO-1": (("data",), lambda: [fz.shard_opt_state()]),
-    "ZeRO-2": (("data",), lambda: [fz.shard_grads()]),
-    "ZeRO-3": (("data",), lambda: [fz.shard_params()]),
-    "two-axis ZeRO-3": (BOTH, lambda: [fz.shard_params(axis=BOTH)]),
-    "once_a_step": (BOTH, lambda: [fz.shard_params(axis=INNER), fz.accumulate(2), fz.once_a_step(axis="node")]),
-    "tensor": (("model",), lambda: [fz.tensor_parallel(rules=RULES)]),
-    "tensor, sequence": (("model",), lambda: [fz.tensor_parallel(rules=RULES, sequence=True)]),
-    "sequence": (("seq",), lambda: [fz.sequence_parallel()]),
-    "expert": (("expert",), lambda: [fz.expert_parallel(where=experts.of_experts)]),
-    "pipeline": (("pipe",), lambda: [fz.accumulate(2, vertical=True), fz.pipeline()]),
-    "accumulate, loop": ((), lambda: [fz.accumulate(2)]),
-    "accumulate, vertical": ((), lambda: [fz.accumulate(2, vertical=True)]),
-    "remat": ((), lambda: [fz.remat("full")]),
-    "bf16": ((), lambda: [fz.mixed_precision("bf16")]),
-    "fp8": ((), lambda: [fz.mixed_precision("bf16"), fz.fp8()]),
-    "offload, cpu": ((), lambda: [fz.offload("cpu", ("params", "opt_state"))]),
-    "offload, nvme": ((), lambda: [fz.offload("nvme", ("params", "opt_state"), path=tempfile.gettempdir())]),
-    "redundant": (("data",), lambda: [fz.shard_opt_state(), fz.redundant()]),
-}
-PAIRS = [*itertools.combinations(PIECES, 2)]
-TRIPLES = [("pipeline", "tensor", name) for name in PIECES if name not in ("pipeline", "tensor")]
-BATCH = {"x": torch.cat([experts.batch()["x"]] * 2)}  # 16 rows: one for each rank and micro-batch
-AXES = ("node", "data", "expert", "seq", "model", "pipe")
-FAULT = "FAULT"
+STEPS = 3
+WIDTH, HEADS, EXPERTS, LENGTH = 16, 2, 4, 8
+ROWS = 16  # one for each rank and micro-batch of the largest composition
+WORDS = 256  # embedding and head then have the 4,096 elements that `compress` needs
+RULES: dict[str, Any] = {"embedding": 0, "qkv": (1, 3), "out": 0, "up": 1, "down": 0, "head": 1}
+NAMES = [*PIECES]
+PAIRS = [*itertools.combinations(NAMES, 2)]
+TRIPLES = [("pipeline", "tensor", name) for name in NAMES if name not in ("pipeline", "tensor")]
 
 
-def composed(names: tuple[str, ...]) -> tuple[Any, AbstractMesh]:
-    """The step with all that pieces put on it, each once, and the mesh that it needs."""
-    axes = {axis: 2 for axis in AXES if any(axis in PIECES[name][0] for name in names)}
-    put: dict[str, Any] = {}
-    for name in names:
-        put |= {str(t): t for t in PIECES[name][1]()}
+@fz.block
+def layer(p: Any, x: torch.Tensor) -> torch.Tensor:  # float32[batch, seq, width]
+    """Attention, then a multi-layer perceptron or, if the parameters have a router, a mixture of experts."""
+    q, k, v = (F.layer_norm(x, (WIDTH,), p["norm"]) @ p["qkv"]).chunk(3, -1)
+    q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
+    x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ p["out"]
+    if "router" not in p:
+        return x + F.gelu(x @ p["up"]) @ p["down"]
+    rows = x.flatten(0, 1)
+    weights, chosen = (rows @ p["router"]).softmax(-1).topk(2, -1)
+    rows, back = fz.experts.dispatch(rows, chosen, weights, num_experts=EXPERTS, capacity=EXPERTS / 2)  # drops no row
+    rows = fz.experts.matmul(F.silu(fz.experts.matmul(rows, p["expert_up"], back)), p["expert_down"], back)
+    return x + fz.experts.combine(rows, back).view_as(x)
+
+
+def loss_fn(p: Any, batch: Any) -> torch.Tensor:
+    x = p["embedding"][batch["x"]]
+    for block in p["layers"]:
+        x = layer(block, x)
+    return F.cross_entropy((x @ p["head"]).flatten(0, 1), batch["y"].flatten())
+
+
+PLAIN = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)))
+
+
+@functools.cache
+def params(experts: bool) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator) * 0.3  # noqa: E731
+
+    def block() -> dict[str, torch.Tensor]:
+        attention = {"norm": draw(WIDTH) + 1, "qkv": draw(WIDTH, 3 * WIDTH), "out": draw(WIDTH, WIDTH)}
+        if not experts:
+            return attention | {"up": draw(WIDTH, 2 * WIDTH), "down": draw(2 * WIDTH, WIDTH)}
+        up, down = draw(EXPERTS, WIDTH, WIDTH), draw(EXPERTS, WIDTH, WIDTH)
+        return attention | {"router": draw(WIDTH, EXPERTS), "expert_up": up, "expert_down": down}
+
+    return {"embedding": draw(WORDS, WIDTH), "head": draw(WIDTH, WORDS), "layers": [block() for _ in range(2)]}
+
+
+@functools.cache
+def batch() -> Any:
+    generator = torch.Generator().manual_seed(2)
+    return {name: torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator) for name in ("x", "y")}
+
+
+@functools.cache
+def plain_run(experts: bool, size: Roundoff) -> Trajectory:
+    """The plain step, once for each kind of model and round-off."""
+    return simulated.plain_run(PLAIN, params(experts), batch(), STEPS, size)
+
+
+def step_of(names: Iterable[str]) -> tuple[Any, AbstractMesh]:
+    """The step with the transforms of some pieces, and the mesh that they need."""
+    transforms, axes = composed(names)
+    # Rules that are given save looking for them, which takes longer than three steps; the gate has chosen ones.
+    given = functools.partial(fz.tensor_parallel, rules=RULES)
+    transforms = [given(sequence=t.sequence) if isinstance(t, TensorParallel) else t for t in transforms]
     mesh = AbstractMesh(unified_memory=False, **(axes or {"data": 1}))
-    return fz.compose(*put.values())(fz.train_step(experts.loss_of(), tensor.OPTIMIZER)), mesh
+    return fz.compose(*transforms)(PLAIN), mesh
 
 
-def outcome(names: tuple[str, ...]) -> tuple[str, str]:
-    """What becomes of a composition, and whether a GPU's runs of it are captured."""
-    try:
-        step, mesh = composed(names)
-        graphs = captured(step, mesh)
-        alone = mesh.size == 1  # a real one then, which knows more of states than the simulated one
-        on = fz.make_mesh(data=1, unified_memory=False) if alone else mesh
-        fz.testing.check_equivalent(step, experts.params(), BATCH, on, steps=2)
-    except EquivalenceError as error:
-        return f"{FAULT}: {str(error).splitlines()[0]}", ""
-    except FzeroError as error:
-        return f"refused: {brief(error)}", ""
-    except Exception as error:  # none may come from within
-        return f"{FAULT}: {type(error).__name__}: {error}"[:300], ""
-    return "equal", graphs
+def differences(names: Iterable[str]) -> list[str]:
+    step, mesh = step_of(names)
+    experts = "expert" in names
+    plain = functools.partial(plain_run, experts)
+    return simulated.differences(step, mesh, params(experts), batch(), STEPS, plain)
 
 
-def captured(step: Any, mesh: AbstractMesh) -> str:
-    """ "captured", or the reasons why not."""
-    shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (experts.params(), BATCH))
-    parts = 1
-    for axis in ("node", "data", "expert"):
-        parts *= mesh.axes.get(axis, 1)
-    rows = {"x": shapes[1]["x"][: len(shapes[1]["x"]) // parts]}
-    lowered = fz.lower(step, mesh.of_type("cuda"), shapes[0], rows, device="h100")
-    return (
-        "; ".join(sorted({x.split(":")[0] for program in lowered.programs for x in obstacles(program)})) or "captured"
-    )
+PARAMS = ("zero_3", "zero_3_two_axes", "zero_3_state_two_axes", "zero_3_replicated", "once_a_step")
+STAGES = ("pipeline", "pipeline_zb")
+TWO_PARAMS = itertools.product(("zero_3", "zero_3_replicated"), ("zero_3_two_axes", "once_a_step"))
+REASONS: dict[str, Iterable[tuple[str, str]]] = {
+    "does nothing: no leaf is sharded over axis 'data'": [("data_parallel", "redundant")],
+    r"shard_grads \(ZeRO-2\) does all that shard_opt_state \(ZeRO-1\) does": [("zero_1", "zero_2")],
+    r"shard_params \(ZeRO-3\) does all that shard_(opt_state|grads) \(ZeRO-[12]\) does": [
+        *itertools.product(("zero_1", "zero_2"), PARAMS),
+        ("zero_3_state_two_axes", "once_a_step"),
+    ],
+    "two different shard_params": [*TWO_PARAMS, ("zero_3_two_axes", "zero_3_state_two_axes")],
+    "two different tensor_parallel": [("tensor", "tensor_sequence")],
+    "two axes would cut positions: leave sequence=True out": [("tensor_sequence", "sequence")],
+    "values are cut over one axis: leave one out": [("tensor", "expert"), ("tensor_sequence", "expert")],
+    "fp8 scales whole (parameters|values), and these are computed in parts": [
+        (name, "fp8") for name in ("tensor", "tensor_sequence", "sequence", "expert")
+    ],
+    "knows nothing of leaves that a rank does not have": [
+        *itertools.product(STAGES, ("fp8", "offload_host", "offload_disk")),
+        *(("once_a_step", name) for name in STAGES),
+    ],
+    "stages divide transfers value by value, and codes are made of several at once": [(x, "compress") for x in STAGES],
+    "two different pipeline": [STAGES],
+    "two different accumulate": [("accumulate", "accumulate_layerwise")],
+    "two different remat": [("remat_full", "remat_none")],
+    "two different mixed_precision": [*itertools.combinations(("bf16", "bf16_stored", "fp16"), 2)],
+    "opt_state, params: one tensor sent to two tiers": [("offload_host", "offload_disk")],
+    r"(?s)leaves rest on disk, and are not sent.*params\['embedding'\]": [("offload_disk", "redundant")],
+}
+REJECTED = {tuple(sorted(pair, key=NAMES.index)): reason for reason, pairs in REASONS.items() for pair in pairs}
 
 
-def brief(error: FzeroError) -> str:
-    """The first line of an error, with its first case."""
-    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("Fix:")]
-    return ": ".join(lines[:2]).removeprefix("fzero.")
+def cases(pairs: Iterable[tuple[str, str]]) -> list[Any]:
+    """Those with a piece that is not common are for --full."""
+    return [
+        pytest.param(pair, id="-".join(pair), marks=[] if all(PIECES[x].common for x in pair) else pytest.mark.full)
+        for pair in pairs
+    ]
 
 
-QUICK = [
-    ("ZeRO-3", "sequence"),
-    ("tensor", "redundant"),
-    ("expert", "offload, cpu"),
-    ("pipeline", "remat"),
-    ("sequence", "fp8"),
-    ("pipeline", "tensor", "expert"),
-]
+@pytest.mark.parametrize("pair", cases(pair for pair in PAIRS if pair not in REJECTED))
+def test_a_pair_trains_as_the_plain_step(pair: tuple[str, str]) -> None:
+    assert differences(pair) == []
+
+
+@pytest.mark.parametrize("pair", cases(REJECTED))
+def test_a_pair_that_does_not_compose_is_rejected(pair: tuple[str, str]) -> None:
+    with pytest.raises(FzeroError, match=REJECTED[pair]) as raised:
+        differences(pair)
+    assert "\nFix: " in str(raised.value)
+    if "conflicts with" in str(raised.value):  # in either order; of several conflicts, the first is named
+        with pytest.raises(TransformError, match="conflicts with"):
+            differences(pair[::-1])
 
 
 @pytest.mark.full
-def test_some_compositions() -> None:
-    assert {names: found for names in QUICK if (found := outcome(names)[0]).startswith(FAULT)} == {}
+@pytest.mark.parametrize("names", TRIPLES, ids="-".join)
+def test_with_pipeline_and_tensor(names: tuple[str, ...]) -> None:
+    inside = [pair for pair in REJECTED if {*pair} <= {*names}]
+    if not inside:
+        assert differences(names) == []
+    else:
+        with pytest.raises(FzeroError, match=REJECTED[inside[0]]):
+            differences(names)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", PIECES)
-def test_every_composition(first: str) -> None:
-    every = [names for names in (*PAIRS, *TRIPLES) if names[0] == first]
-    assert {names: found for names in every if (found := outcome(names)[0]).startswith(FAULT)} == {}
+# The page
 
 
-def page(found: Mapping[tuple[str, ...], tuple[str, str]], minutes: float) -> str:
-    """A matrix of pairs, the triples, and the reasons of refusals."""
+def outcome(names: tuple[str, ...]) -> tuple[str, str]:
+    """What becomes of a composition, and whether its runs on a GPU are captured."""
+    try:
+        if found := differences(names):
+            raise AssertionError("\n".join([" + ".join(names), *found]))
+    except FzeroError as error:
+        lines = [line.strip() for line in str(error).splitlines() if not line.startswith("Fix:")]
+        return ": ".join(lines[:2]).removeprefix("fzero."), ""
+    step, mesh = step_of(names)
+    parts = simulated.batch_parts(step, mesh, batch())
+    lowered = fz.lower(step, mesh.of_type("cuda"), params("expert" in names), parts[0], device="h100")
+    found = {x.split(":")[0] for program in lowered.programs for x in obstacles(program)}
+    return "equal", "; ".join(sorted(found))
+
+
+def page(found: Mapping[tuple[str, ...], tuple[str, str]]) -> str:
+    """A matrix of pairs, the triples, and the reasons of rejections."""
     reasons: dict[str, int] = {}
-    number = lambda text: reasons.setdefault(text, len(reasons) + 1)  # noqa: E731
-    cell = lambda text: "=" if text == "equal" else f"[{number(text)}]"  # noqa: E731
-    names = [*PIECES]
+
+    def cell(names: tuple[str, ...]) -> str:
+        text = found[names][0]
+        return "=" if text == "equal" else f"[{reasons.setdefault(text, len(reasons) + 1)}]"
+
     lines = ["# Compositions of transforms", ""]
-    lines += ["`=`: equal to the plain step. A number: refused, for a reason below.", ""]
-    lines += [f"| | {' | '.join(names[1:])} |", "|---|" + "---|" * (len(names) - 1)]
-    for i, a in enumerate(names[:-1]):
-        cells = [cell(found[a, b][0]) if j > i else "" for j, b in enumerate(names) if j]
-        lines.append(f"| {a} | {' | '.join(cells)} |")
+    lines += ["`=`: equal to the plain step. A number: rejected, for the reason below.", ""]
+    lines += [f"| | {' | '.join(NAMES[1:])} |", "|---|" + "---|" * (len(NAMES) - 1)]
+    for i, a in enumerate(NAMES[:-1]):
+        lines.append(f"| {a} | {' | '.join(cell((a, b)) if j > i else '' for j, b in enumerate(NAMES) if j)} |")
     lines += ["", "## With pipeline and tensor", "", "| and | |", "|---|---|"]
-    lines += [f"| {third} | {cell(found[a, b, third][0])} |" for a, b, third in TRIPLES]
-    lines += ["", "## Reasons", ""]
-    lines += [f"{n}. {text.removeprefix('refused: ')}" for text, n in reasons.items()]
+    lines += [f"| {names[2]} | {cell(names)} |" for names in TRIPLES]
+    lines += ["", "## Reasons", "", *(f"{number}. {text}" for text, number in reasons.items())]
+    lines += ["", "## CUDA graphs", "", "Lowered for GPUs, the runs of all equal compositions are captured except:", ""]
     kinds: dict[str, list[str]] = {}
-    for pair, (text, graphs) in found.items():
-        if text == "equal" and graphs != "captured":
-            kinds.setdefault(graphs, []).append(" + ".join(pair))
-    lines += [
-        "",
-        "## CUDA graphs",
-        "",
-        "By lowering for GPUs, runs of all equal compositions are captured but these:",
-        "",
-    ]
+    for names, (text, graphs) in found.items():
+        if text == "equal" and graphs:
+            kinds.setdefault(graphs, []).append(" + ".join(names))
     lines += [f"- {why}: {len(of)}, such as {of[0]}" for why, of in sorted(kinds.items())]
-    lines += [
-        "",
-        f"A GPT of 2 layers with 4 experts (test_expert_parallel.py), two ranks along each axis, two steps, AdamW and "
-        f"clipping, by `check_equivalent` on an AbstractMesh. torch {torch.__version__}, {minutes:.0f} CPU minutes.",
-        "",
-    ]
-    return "\n".join(lines)
+    model = "A GPT of 2 layers, with 4 experts where one is of experts, two ranks along each axis, three steps of AdamW"
+    return "\n".join([*lines, "", f"{model} with clipping, on simulated ranks. torch {torch.__version__}.", ""])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    begin, results = time.process_time(), {}
-    for names in (*PAIRS, *TRIPLES):
-        results[names] = outcome(names)
-        print(" + ".join(names), *results[names], sep=" | ", flush=True)
-    PAGE.write_text(page(results, (time.process_time() - begin) / 60))
-    sys.exit(any(text.startswith(FAULT) for text, _ in results.values()))
+    begin, outcomes = time.process_time(), {}
+    for each in (*PAIRS, *TRIPLES):
+        outcomes[each] = outcome(each)
+        print(" + ".join(each), *outcomes[each], sep=" | ", flush=True)
+    (Path(__file__).parents[2] / "docs" / "results" / "axes.md").write_text(page(outcomes))
+    print(f"{time.process_time() - begin:.0f} CPU seconds", file=sys.stderr)
