@@ -49,15 +49,11 @@ def plain() -> Any:
 
 
 STEPS = {
-    "replicas": [fz.data_parallel(), fz.data_parallel(axis="replica")],
     "zero-1": [fz.shard_opt_state(), fz.data_parallel(axis="replica")],
     "zero-3": [fz.shard_params(), fz.data_parallel(axis="replica"), fz.remat("full")],
-    "accumulate": [fz.shard_grads(axis="replica"), fz.data_parallel(), fz.accumulate(2)],
-    "vertical": [fz.shard_params(), fz.data_parallel(axis="replica"), fz.accumulate(2, vertical=True)],
 }
 
 
-@pytest.mark.full(keep=["zero-1", "zero-3"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_simulated_mesh_equals_the_plain_step(name: str) -> None:
     step = fz.compose(*STEPS[name])(plain())

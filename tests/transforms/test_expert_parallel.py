@@ -101,14 +101,10 @@ def moved(program: Any) -> Counter[tuple[str, str]]:
 
 
 WAYS = {
-    "experts alone": ({"expert": 4}, [fz.accumulate(2)]),
     "parameters over experts": ({"expert": 2}, [fz.shard_params(axis="expert")]),
-    "parameters over both": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2)]),
     "vertical": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)]),
     "gradients": ({"data": 2, "expert": 2}, [fz.shard_grads(axis=BOTH), fz.accumulate(2), fz.remat(policy="full")]),
-    "state over data": ({"data": 2, "expert": 2}, [fz.shard_opt_state(), fz.remat(policy="none")]),
     "data first": ({"data": 2, "expert": 2}, [fz.shard_opt_state(axis=("data", "expert"))]),
-    "data parallel": ({"data": 2, "expert": 2}, [fz.data_parallel(axis="data")]),
     "hosts": (
         {"node": 2, "data": 2, "expert": 2},
         [fz.shard_params(axis=("expert", "data")), fz.data_parallel(axis="node")],

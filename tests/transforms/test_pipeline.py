@@ -111,7 +111,6 @@ def test_alone_it_has_the_bits_of_accumulate() -> None:
 
 
 BESIDE = {
-    "replicas": ({"pipe": 2, "data": 2}, [fz.data_parallel()], {}),
     "zero-1": ({"data": 2, "pipe": 2}, [fz.shard_opt_state()], {"schedule": "gpipe"}),
     "interleaved": ({"data": 2, "pipe": 2}, [fz.shard_params()], {"schedule": "interleaved", "chunks": 2}),
     "zero-2": ({"pipe": 3, "data": 2}, [fz.shard_grads()], {}),
@@ -123,13 +122,6 @@ BESIDE = {
         {"schedule": "zb", "gather": "micro"},
     ),
     "recomputed": ({"pipe": 2}, [fz.remat("full")], {"schedule": "zb"}),
-    "bf16": ({"pipe": 2}, [fz.mixed_precision("bf16")], {}),
-    "tensor": ({"pipe": 2, "model": 2}, [fz.tensor_parallel(rules={"w": 1, "b": 0, "by": 0})], {}),
-    "all": (
-        {"pipe": 2, "data": 2, "model": 2},
-        [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0, "emb": 0})],
-        {},
-    ),
 }
 
 
