@@ -200,11 +200,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
 # Round trips
 
 
-@pytest.mark.full(keep=["{'data': 2}-{'data': 1}", "{'data': 2}-{'data': 2}", "{'data': 1}-{'data': 1}"])
-@pytest.mark.parametrize(
-    "saved", [{"data": 1}, {"data": 2}, {"data": 3}, {"replica": 2, "data": 2}, {"data": 2, "expert": 2}], ids=str
-)
-@pytest.mark.parametrize("loaded", [{"data": 1}, {"data": 2}, {"data": 3}, {"replica": 2, "data": 3}], ids=str)
+@pytest.mark.parametrize("saved", [{"data": 2}, {"replica": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize("loaded", [{"data": 1}, {"replica": 2, "data": 3}], ids=str)
 def test_any_mesh_to_any_mesh(tmp_path: Path, small_chunks: int, saved: dict[str, int], loaded: dict[str, int]) -> None:
     whole = whole_state()
     axes = tuple(a for a in saved if a != "replica")

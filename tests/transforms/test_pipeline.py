@@ -331,9 +331,8 @@ def test_checkpoints_of_other_stages(run_ranks: Any, tmp_path: Path) -> None:
     train = fz.compile(plain(), fz.make_mesh(data=1), backend="eager")
     state = train.init(params())
     fz.checkpoint.save(tmp_path, state)
-    for axes in ({"pipe": 2}, {"pipe": 4}):
-        for got in run_ranks(axes["pipe"], moved, str(tmp_path), axes):
-            equal(got, train.gather(state))
+    for got in run_ranks(2, moved, str(tmp_path), {"pipe": 2}):
+        equal(got, train.gather(state))
 
 
 # --- the programs together ---
