@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from fzero.transforms.compress import compress
     from fzero.transforms.expert import expert_parallel
     from fzero.transforms.fp8 import fp8
-    from fzero.transforms.local_sgd import local_sgd
     from fzero.transforms.offload import offload
     from fzero.transforms.once_a_step import once_a_step
     from fzero.transforms.pipeline import pipeline
@@ -67,7 +66,6 @@ _HOME = {
     "compile": "runtime.compile",
     "compose": "step",
     "compress": "transforms.compress",
-    "local_sgd": "transforms.local_sgd",
     "data_parallel": "transforms.shard",
     "eval_step": "step",
     "expert_parallel": "transforms.expert",
@@ -120,7 +118,6 @@ __all__ = [
     "compile",
     "compose",
     "compress",
-    "local_sgd",
     "data",
     "data_parallel",
     "deepspeed",

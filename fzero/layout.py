@@ -45,8 +45,6 @@ COMPUTE = "extras['compute']"
 """The path of what a model computes with, where its parameters are masters that rest off the device."""
 GRADIENTS = "extras['gradients']"
 """The path of what gradients wait in that wait on disk."""
-ANCHOR = "anchor"
-"""The role of the parameters that replicas had at their last sync (transforms/local_sgd.py)."""
 
 
 class Only(NamedTuple):

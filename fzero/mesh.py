@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import difflib
-import hashlib
 import itertools
 import logging
 import math
@@ -488,28 +487,6 @@ def ranks_along(mesh: Mesh, axis: str) -> list[int]:
         stride *= mesh.axes[name]
     base = mesh.rank - mesh.index(axis) * stride
     return [base + i * stride for i in range(mesh.axes[axis])]
-
-
-def along(mesh: Mesh, axis: str) -> Mesh:
-    """The mesh of the ranks that differ from this one in their place along an axis only, with the process groups of the
-    whole mesh. Each such line of ranks has notes and turns of its own."""
-    size = mesh.axes[axis]
-    if size == 1:
-        return Mesh({axis: 1}, 0, mesh.device, unified_memory=mesh.unified_memory)
-    name = f"fzero/along/{axis}/{ranks_along(mesh, axis)[0]}"
-    return Mesh(
-        {axis: size},
-        mesh.index(axis),
-        mesh.device,
-        mesh.device_mesh[axis],
-        mesh.timeout,
-        mesh.shared_memory,
-        {axis: mesh.gather_groups[axis]} if mesh.gather_groups else None,
-        mesh.unified_memory,
-        dist.PrefixStore(name, mesh.store),
-        hashlib.sha256(mesh.secret + name.encode()).digest(),
-        mesh.symmetric_memory,
-    )
 
 
 def close_mesh() -> None:

@@ -36,7 +36,7 @@ from fzero.checkpoint.storage import Draft, storage_of
 from fzero.comm import disk
 from fzero.comm.replicas import differing, digested, replicas_of
 from fzero.errors import CheckpointError
-from fzero.layout import ANCHOR, Cut, Only, extent_of, leaf_of
+from fzero.layout import Cut, Only, extent_of, leaf_of
 from fzero.mesh import Mesh
 from fzero.ranks.together import Ranks, together, world
 from fzero.read_json import parsed
@@ -270,8 +270,6 @@ def carry_out(job: Job) -> Place:
         if problems := differing(held, plan.axes, ranks.size, ranks.exchange):
             job.undo()
             fix = "go back to the last checkpoint; check_replicas=False saves what one of these ranks holds"
-            if any(tag[0].role == ANCHOR for x in plan.tensors.values() if (tag := leaf_of(x)) is not None):
-                fix = "meet the replicas of fz.local_sgd before a save: state = train.sync(state)"
             what = f"{job.what}: the ranks hold different values of the same leaves"
             raise CheckpointError("checkpoint.save", what, problems, fix)
     together(ranks, "checkpoint.save", job.what, lambda: write_rank_file(job.draft, plan, ranks.rank), job.undo)

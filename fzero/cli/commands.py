@@ -464,7 +464,7 @@ class Check:
                 raise UsageError(
                     "check", f"{self.target} returns an evaluation", fix="name a function that returns a training step"
                 )
-            part = mesh.index(zero_of(step, mesh).dealt_axes)
+            part = mesh.index(zero_of(step, mesh).batch_axes)
             params, batch, num_drawn = with_values(params, batch, part)
             far = (
                 shown("fzero.check", lambda: f"{self.steps} steps of both, leaf by leaf")

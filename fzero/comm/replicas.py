@@ -34,17 +34,15 @@ Held = Mapping[str, tuple["torch.Tensor | str", tuple[str, ...]]]
 """By name: what this rank holds, a tensor or a text, and the axes over which it is sharded."""
 
 
-def replicas_of(
-    named: Mapping[str, Any], apart: tuple[str, ...] = ()
-) -> dict[str, tuple[torch.Tensor | str, tuple[str, ...]]]:
+def replicas_of(named: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor | str, tuple[str, ...]]]:
     """The tensors of a state that are in memory and that another rank has too. One without a layout is taken to be
-    whole. `apart`: axes along which ranks have values of their own."""
+    whole."""
     out: dict[str, tuple[torch.Tensor | str, tuple[str, ...]]] = {}
     for name, x in named.items():
         if not isinstance(x, torch.Tensor) or x.is_meta:
             continue
         tag = leaf_of(x)
-        axes = (*(tag[0].layout.apart if tag else ()), *apart)
+        axes = tag[0].layout.apart if tag else ()
         if not tag or tag[1].axis_size(axes) < tag[1].size:
             out[name] = x, axes
     return out

@@ -36,7 +36,6 @@ from fzero.runtime.training import CompiledStep
 from fzero.step import State
 from fzero.train_state import check_whole
 from fzero.transforms.base import find
-from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.redundant import Redundant
 
 logger = logging.getLogger("fzero")
@@ -99,7 +98,7 @@ class Run:
     @property
     def place(self) -> dict[str, int]:
         if self._train is not None:
-            axes = zero_of(self._train.step, self.mesh).dealt_axes
+            axes = zero_of(self._train.step, self.mesh).batch_axes
         else:
             axes = tuple(name for name in self.mesh.axes if name in ("node", "replica", "data"))
         return {"rank": self.mesh.index(axes), "size": self.mesh.axis_size(axes)}
@@ -169,10 +168,6 @@ class Run:
         if problems:
             fix = "run.state(fz.compile(step, run.mesh), params, key, path='runs/gpt', data=fz.data.TokenDataset(...))"
             raise FzeroValueError("run.state", "invalid arguments", problems, fix)
-        if (replicas := find(train.resolved.transforms, LocalSGD)) is not None:  # of one rank too: more may come
-            what = f"{replicas}: replicas have states of their own, and hosts keep one of what ranks hold in common"
-            fix = "run it without fz.run: make_mesh, and fz.checkpoint.save(path, train.sync(state))"
-            raise FzeroValueError("run.state", what, fix=fix)
         if train.awaits_batch:  # a rank that starts again would have another layout than the others
             problems = ["batch: a run lays out its state before it sees the first batch"]
             fix = "fz.compile(step, run.mesh, batch=batch), where meta tensors will do"

@@ -17,7 +17,7 @@ from fzero.checkpoint.saving import SavePlan, make_plan
 from fzero.checkpoint.spread import Spread
 from fzero.comm import replicas
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.layout import ANCHOR, extent_of, leaf_of, leave
+from fzero.layout import extent_of, leaf_of, leave
 from fzero.mesh import Mesh
 from fzero.ranks import agreement
 from fzero.runtime.training import CompiledStep
@@ -122,9 +122,6 @@ def _plan(state: Any, mesh: Mesh) -> SavePlan:
     plan = agreement.everywhere(mesh, "reshard", act)
     held = {"the state's step, tree, shapes, dtypes or layouts": (plan.digest(), ())}
     replicas.same(mesh, "reshard", lambda: held, "give the same state on every rank")
-    if ANCHOR in state.extras:  # of `fz.local_sgd`, whose replicas may differ: a rank takes from any of them
-        fix = "meet the replicas of fz.local_sgd before: state = train.sync(state)"
-        replicas.same(mesh, "reshard", lambda: replicas.replicas_of(plan.tensors), fix)
     return plan
 
 

@@ -21,7 +21,6 @@ from transformers.trainer_utils import seed_worker  # pyright: ignore[reportMiss
 from fzero.hf.tensor_rules import tensor_rules
 from fzero.mesh import Mesh
 from fzero.transforms.base import Transform, find
-from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.sequence import SequenceParallel
 from fzero.transforms.tensor import TensorParallel, tensor_parallel
 
@@ -49,9 +48,9 @@ def problems(num: Any, mesh: Mesh | None, transforms: Any, args: Any) -> list[st
     if num is not None and (type(num) is not int or num < 1):
         return [f"tensor_parallel={num!r}: must be a whole number of at least 1"]
     name, size, spec = tensor_axis(num, mesh, transforms)
-    # parts of a sample, and replicas whose weights differ whenever a Trainer evaluates or saves
-    without = [x for kind in (SequenceParallel, LocalSGD) if (x := find(tuple(transforms or ()), kind))]
-    found = [f"transforms: {x.name} has no place in a Trainer: fz.compile a step" for x in without]
+    found = list[str]()
+    if (parts := find(tuple(transforms or ()), SequenceParallel)) is not None:  # a rank would read part of a sample
+        found.append(f"transforms: {parts.name} has no place in a Trainer: fz.compile a step")
     if mesh is not None and num is not None and mesh.axes.get(name, 1) != num:
         found.append(f"tensor_parallel={num}: the mesh has {mesh}; fz.make_mesh(data=-1, {name}={num}) has the axis")
     elif mesh is None and args.world_size % size:

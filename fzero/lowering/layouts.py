@@ -34,7 +34,6 @@ from fzero.transforms.base import find
 from fzero.transforms.compress import Compress
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
-from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.offload import Offload, tiers_of
 from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.pipeline import Pipeline
@@ -77,8 +76,8 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
     specs = tuple(t for t in step.transforms if isinstance(t, shard.Parallel))
     precision = find(step.transforms, MixedPrecision)
     cutting = tuple(t for t in step.transforms if isinstance(t, Cutting))
-    pipeline, replicas = find(step.transforms, Pipeline), find(step.transforms, LocalSGD)
-    for spec in (*cutting, *(x for x in (pipeline, replicas) if x)):
+    pipeline = find(step.transforms, Pipeline)
+    for spec in (*cutting, *((pipeline,) if pipeline else ())):
         if spec.axis not in mesh.axes:
             fix = f"name an axis of the mesh, or make one: make_mesh({spec.axis}=2)"
             raise FzeroValueError(spec.name, "unknown mesh axis", [f"{spec.axis!r}: the mesh has {mesh}"], fix)
@@ -89,7 +88,6 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
         find(step.transforms, OnceAStep),
         tuple(spec for spec in cutting if mesh.axes[spec.axis] > 1),
         pipeline and pipeline.axis,
-        replicas and replicas.axis,
     )
     zero.check()
     return zero

@@ -25,7 +25,6 @@ from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.choose_stages import choose_stages
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
 from fzero.lowering.lowered import Lowered, Reform
-from fzero.lowering.outer_steps import check_sync, outer_steps
 from fzero.lowering.search import Search
 from fzero.lowering.slots import check_used
 from fzero.lowering.traced import Traced, trace_step
@@ -202,9 +201,6 @@ def lower_inputs(
             stage=here,
             stages=lambda: _stages(variants, replace(choice, stage=here)),
             reform=None if budget is None or spec is None or spec.every is None else Reform(again, lowered),
-            outer_steps=lambda: (
-                outer_steps(step, mesh, traced.slots, lower_inputs) if traced and isinstance(step, Step) else ()
-            ),
         )
 
     def chosen(budget: Budget, formats: Decided | None) -> Choice | None:
@@ -231,9 +227,7 @@ def lower_inputs(
         over = budget.nbytes is not None and found.peak_bytes > budget.nbytes and not draft
         advice = advice_on(step, mesh, params, batch, budget, found) if over and isinstance(step, Step) else ()
         raise unmet(program, found, budget, advice, _rows(step, batch))
-    found = lowered(choice)
-    check_sync(found, budget)
-    return found
+    return lowered(choice)
 
 
 def _with_formats(

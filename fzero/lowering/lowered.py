@@ -19,9 +19,6 @@ from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.program.show import show
 from fzero.trace.record import without_gc
-from fzero.transforms.base import find
-from fzero.transforms.local_sgd import LocalSGD
-from fzero.units import duration, size
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +67,6 @@ class Lowered:
     reform: Reform | None = field(default=None, repr=False, compare=False)
     # the programs on the way, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
-    outer_steps: Callable[[], tuple[Lowered, ...]] = field(default=tuple, repr=False, compare=False)
 
     def __str__(self) -> str:
         return str(self.program)
@@ -116,11 +112,6 @@ class Lowered:
         return programs[max(at - 1, 0)], programs[at]
 
     @functools.cached_property
-    def outer(self) -> tuple[Lowered, ...]:
-        """The outer steps of `fz.local_sgd`, one for each fragment; none without it."""
-        return self.outer_steps()
-
-    @functools.cached_property
     def plan(self) -> Plan:
         """The cost of a step on each rank: memory, bytes on every channel, time; on the device and for the backend that
         it was lowered for."""
@@ -129,18 +120,6 @@ class Lowered:
     def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
         """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or
         of a calibration file."""
-        outer = (_met(self.program, i, x.plan_on(device, backend)) for i, x in enumerate(self.outer))
-        decisions = (*self.chosen, *decided(self.program, self.choice, self.budget), *outer)
+        decisions = (*self.chosen, *decided(self.program, self.choice, self.budget))
         with without_gc():
             return plan(self.program, device, backend=backend, decisions=decisions, stages=self.programs)
-
-
-def _met(program: Program, fragment: int, outer: Plan) -> PlanDecision:
-    """The cost of the sync of a fragment, beside the steps between two."""
-    spec = find(program.transforms, LocalSGD)
-    assert spec is not None
-    sent = sum(channel.bytes for name, channel in outer.channels.items() if name.endswith(spec.axis))
-    why = f"{duration(outer.step_seconds)} and {size(sent)} sent, in a step of its own: "
-    why += f"{duration(outer.step_seconds / spec.every)} a step"
-    part = f", fragment {fragment}" if spec.fragments > 1 else ""
-    return PlanDecision(f"local_sgd over {spec.axis}{part}", f"every {spec.every} steps", why)

@@ -34,7 +34,6 @@ class Zero:
     once: OnceAStep | None = None
     cutting: tuple[Cutting, ...] = ()  # the specs that cut anything on this mesh, in order
     stages: str | None = None  # the axis of a pipeline
-    replicas: str | None = None  # the axis along which ranks train by themselves
     # by path of a leaf and stage, the axes of the specs that shard it: predicates are asked once
     _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -44,11 +43,6 @@ class Zero:
         wanted = {a for r in self.specs for a in r.axes}.difference(self.computed)
         wanted |= {spec.axis for spec in self.cutting if spec.cuts_batch}
         return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
-
-    @property
-    def dealt_axes(self) -> tuple[str, ...]:
-        """Axes along which ranks have batches of their own, in mesh order. Replicas that train by themselves do."""
-        return tuple(a for a in self.mesh.axes if a in self.batch_axes or a == self.replicas)
 
     @property
     def computed(self) -> tuple[str, ...]:
@@ -120,7 +114,7 @@ class Zero:
             )
         if self.once:
             self._check_once(self.once)
-        named = {*self.computed, self.stages, self.replicas, *(a for r in self.specs for a in r.axes)}
+        named = {*self.computed, self.stages, *(a for r in self.specs for a in r.axes)}
         idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
         if idle:
             raise FzeroValueError(

@@ -1,4 +1,4 @@
-"""Defines what is decided between the steps of a run: formats on the wire (formats.py), outer steps (outer.py).
+"""Defines what is decided between the steps of a run: formats on the wire (formats.py).
 
 A `CompiledStep` has a list of such decisions, and tells each of them alike of every step.
 """

@@ -53,7 +53,6 @@ from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.formats import FormatsOfRun
 from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.observe import observe
-from fzero.runtime.outer import Outer
 from fzero.runtime.promote import Safer
 from fzero.runtime.told_errors import raise_out_of_memory
 from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, Raised, check_finite
@@ -75,7 +74,6 @@ from fzero.step.checks import check_one_batch, check_params, check_state, no_bac
 from fzero.trace.subgraph import signature
 from fzero.train_state import mark_broken
 from fzero.transforms.base import find
-from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.precision import MixedPrecision
 from fzero.units import size
 
@@ -111,7 +109,6 @@ class CompiledStep(Compiled):
         limits: tuple[int | None, int | None, int | None],
         batch: Any = None,
         graphs: bool | None = False,
-        watched: bool = True,
     ):
         super().__init__(step, mesh, backend, limits, graphs)
         if (auto := auto_of(step)) is not None:
@@ -127,20 +124,15 @@ class CompiledStep(Compiled):
             if precision and scaling
             else None
         )
-        replicas = find(step.transforms, LocalSGD)
-        # with a loss scale steps that overflow are left out; an outer step is not watched: inner steps say it of theirs
-        self._watched = watched
-        watches = watched and self._at_minimum is None
-        self._not_finite = NotFinite(mesh, replicas and replicas.axis) if watches else None
+        # with a loss scale steps that overflow are left out
+        self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
         self.calls = 0  # how many steps were taken
         spec = open_formats(step)
         self._formats = None if spec is None or spec.every is None else FormatsOfRun(mesh, spec, self._choosing)
         self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
         # the last trees and a program, and the answer of `_may_guess`
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
-        make = lambda step, mesh: CompiledStep(step, mesh, backend, (None, None, None), watched=False)  # noqa: E731
-        self.outer = None if replicas is None else Outer(replicas, mesh, make)
-        self._between: list[BetweenSteps] = [x for x in (self._formats, self.outer) if x is not None]
+        self._between: list[BetweenSteps] = [x for x in (self._formats,) if x is not None]
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @property
@@ -546,36 +538,6 @@ class CompiledStep(Compiled):
             self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
         return state, {k: x for found in (metrics, *more_metrics) for k, x in found.items()}
 
-    @alone("sync")
-    def sync(self, state: State) -> State:
-        """Meets the replicas of `fz.local_sgd` at once, so that a state can be saved; a step without it has none.
-
-        Args:
-            state: donated, as in a step.
-
-        Returns: the state. Parameters are the anchor on every replica, and all other leaves are those of the first
-            replica.
-
-        Communication: over the axis of the replicas, an outer step of what was trained since the last sync, and this
-            rank's optimizer state.
-
-        Raises:
-            FzeroValueError: the step has no `fz.local_sgd`.
-            FzeroTypeError: what is not a state.
-        """
-        if self.outer is None:
-            fix = "leave it out: without fz.local_sgd all ranks have one state, which fz.checkpoint.save takes as it is"
-            raise FzeroValueError("sync", "there are no replicas that train by themselves", fix=fix)
-        check_state(state, "give what train.init, train.restore or a step returned", "sync")
-        self._inputs(state)
-        try:
-            self.outer.sync(state)
-        except BaseException as error:
-            mark_broken(state, error)
-            self._last.let_go()
-            raise
-        return state
-
     def _advice(self, lowered: Lowered) -> list[str]:
         """The memory that a program was planned with, and transforms that lower it."""
         found = self.plan
@@ -635,8 +597,7 @@ class CompiledStep(Compiled):
         if all(x in self._checked for x in leaves):
             return
         trained = self.resolved.trains(abstract_params(params))
-        if self._watched:
-            agreement.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
+        agreement.everywhere(self.mesh, "step", lambda: check_finite(state.params, params, trained, self.mesh))
         self._compare(state)
         self._compare_batch(batch)
         self._checked.update((x, True) for x in leaves)
@@ -669,7 +630,7 @@ class CompiledStep(Compiled):
                 "key": state.key,
             }
             named = {p: x for role, part in parts.items() for p, x in tree.with_paths(part, role)}
-            return replicas_of(named, () if self.outer is None else (self.outer.spec.axis,))
+            return replicas_of(named)
 
         replicas.same(
             self.mesh,
@@ -681,7 +642,7 @@ class CompiledStep(Compiled):
 
     def _compare_batch(self, batch: Any) -> None:
         """Raises if ranks have different batches along an axis that cuts no batch."""
-        axes = zero_of(self.resolved, self.mesh).dealt_axes
+        axes = zero_of(self.resolved, self.mesh).batch_axes
         others = [axis for axis, size in self.mesh.axes.items() if size > 1 and axis not in axes]
         if not others:
             return

@@ -154,12 +154,11 @@ class AtMinimum:
 
 class NotFinite:
     """Says once that parameters are not finite any more: those are looked at when a step's loss or gradients were not.
-    Where all rest on disk, two such steps in a row say so. `apart`: an axis along which each rank says it of its own
-    parameters."""
+    Where all rest on disk, two such steps in a row say so."""
 
-    def __init__(self, mesh: Mesh, apart: str | None = None):
+    def __init__(self, mesh: Mesh):
         self._mesh, self._arriving = mesh, Arriving(raises=False)
-        self._looks_left = 0 if any(mesh.index(axis) for axis in mesh.axes if axis != apart) else _LOOKS
+        self._looks_left = _LOOKS if mesh.rank == 0 else 0
         self._in_row = 0
 
     def __call__(self, finite: torch.Tensor, state: State, inputs: Inputs, trained: Callable[[], list[bool]]) -> None:

@@ -13,7 +13,6 @@ from fzero import tree
 from fzero.compat import memory_of
 from fzero.errors import CheckpointError, FzeroValueError
 from fzero.layout import (
-    ANCHOR,
     COMPUTE,
     GRADIENTS,
     Layout,
@@ -220,10 +219,10 @@ def differences(found: Inputs, expected: Inputs, bare: Mapping[str, str]) -> lis
 
 def _differing_extras(step: Step, mesh: Mesh, state: State, params: Inputs) -> list[str]:
     """The differences between the extras of a state, made anew or slots, and those that a step expects. Other slots
-    are left as they are, but that of `fz.local_sgd`, whose anchor a step without it would leave behind."""
+    are left as they are."""
     slots = slots_of(step, mesh, params)
-    names = {*slots.owners, *({ANCHOR} & state.extras.keys())}
-    roots = {"compute": COMPUTE, "gradients": GRADIENTS, **{name: f"extras['{name}']" for name in sorted(names)}}
+    roots = {"compute": COMPUTE, "gradients": GRADIENTS}
+    roots |= {name: f"extras['{name}']" for name in sorted(slots.owners)}
     found = [x for name, path in roots.items() for x in placed_inputs(state.extras.get(name), path).leaves]
     here = {x.path: x for x in found}
     anew = leaves_made_anew(step, mesh, params)

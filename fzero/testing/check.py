@@ -45,7 +45,6 @@ from fzero.trace.block import every_call_traced
 from fzero.trace.subgraph import signature
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find
-from fzero.transforms.local_sgd import LocalSGD
 from fzero.transforms.precision import MixedPrecision, with_first_dtype
 
 
@@ -114,12 +113,6 @@ def check_equivalent(
     if not isinstance(step, Step):
         raise FzeroTypeError(
             "check_equivalent", f"checks a training step, not {type(step).__name__}", fix="make one with fz.train_step"
-        )
-    if (other := find(step.transforms, LocalSGD)) is not None:
-        problems = [f"{other}: replicas train by themselves, and meet by an outer optimizer"]
-        fix = "check the step without it: what each replica does between two syncs"
-        raise FzeroValueError(
-            "check_equivalent", "another algorithm than the plain step is not equal to it", problems, fix
         )
     if not isinstance(steps, int) or steps < 1:
         raise FzeroValueError(

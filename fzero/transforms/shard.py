@@ -86,7 +86,7 @@ def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
     Memory: parameters, gradients and optimizer state, whole, on every rank.
 
     Raises:
-        TransformError: `sequence_parallel` or `local_sgd` over `axis`.
+        TransformError: `sequence_parallel` over `axis`.
         FzeroTypeError: an `axis` that is not a name.
         FzeroValueError: when the program is built, an axis the mesh does not have.
 

@@ -186,7 +186,7 @@ def test_refused(tmp_path: Path) -> None:
         ({"tensor_parallel": 2}, "tensor_parallel=2: does not divide 1 processes"),
         ({"tensor_parallel": 4, "mesh": mesh}, "tensor_parallel=4: the mesh has data=2, model=2"),
         ({"transforms": [spec]}, "transforms: tensor_parallel wants tensor_parallel=N, or mesh="),
-        ({"transforms": [fz.local_sgd()]}, "transforms: local_sgd has no place in a Trainer"),
+        ({"transforms": [fz.sequence_parallel()]}, "transforms: sequence_parallel has no place in a Trainer"),
     ):
         with pytest.raises(fz.errors.FzeroValueError, match=text):
             Trainer(llama(), args, **data, **given)
