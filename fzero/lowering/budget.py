@@ -17,7 +17,7 @@ from fzero.plan.render import brief
 from fzero.program.ir import Line, Program
 from fzero.program.ops.transfers import AllReduce, AllToAll, ReduceScatter
 from fzero.transforms.base import find
-from fzero.transforms.compress import Compress, Formats
+from fzero.transforms.compress import Compress
 from fzero.transforms.remat import Remat
 from fzero.units import exact_size, size
 
@@ -64,13 +64,6 @@ class Budget:
         """The largest share of a tier's limit that is taken."""
         shares = (use.peak / max(1, use.limit) for use in self.uses(peaks) if use.limit is not None)
         return max(shares, default=0.0)
-
-
-class Decided(NamedTuple):
-    """Formats that were decided for `compress("auto", every=)`, and why: for each axis, or for all."""
-
-    formats: Formats
-    why: str | Sequence[str]
 
 
 def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[PlanDecision, ...]:

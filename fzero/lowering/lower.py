@@ -19,12 +19,12 @@ from fzero.inductor_folder import guard_inductor
 from fzero.lowering.advice import advise
 from fzero.lowering.auto import resolve
 from fzero.lowering.base_program import lower_eval
-from fzero.lowering.budget import Budget, Decided, unmet
-from fzero.lowering.choose_formats import check_links_known, choose_formats, open_formats, with_decided
+from fzero.lowering.budget import Budget, unmet
+from fzero.lowering.choose_formats import check_links_known, choose_formats, open_formats
 from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.choose_stages import choose_stages
 from fzero.lowering.layouts import abstract, abstract_params, batch_inputs, params_inputs, precision_of, zero_of
-from fzero.lowering.lowered import Lowered, Reform
+from fzero.lowering.lowered import Lowered
 from fzero.lowering.search import Search
 from fzero.lowering.slots import check_used
 from fzero.lowering.traced import Traced, trace_step
@@ -45,6 +45,7 @@ from fzero.step.checks import check_arguments, check_params, no_step
 from fzero.trace.record import without_gc
 from fzero.transforms import accumulate
 from fzero.transforms.base import find
+from fzero.transforms.compress import Formats
 from fzero.transforms.precision import with_first_dtype
 from fzero.units import parse_budgets
 
@@ -154,12 +155,12 @@ def lower_inputs(
     traced: Traced | None = None,
     limited: bool = False,
     skip: frozenset[str] = frozenset(),
-    formats: Decided | None = None,
+    formats: Formats | None = None,
     draft: bool = False,
 ) -> Lowered:
     """As `lower`, from leaf tables. `traced`: the step as `resolve` has traced it already; `limited`: the choice that
-    takes least memory is asked for, without a budget; `formats`: those of `compress("auto", every=)`, if they were
-    decided; `draft`: programs are not verified, and an error has no advice."""
+    takes least memory is asked for, without a budget; `formats`: those of `compress("auto")` that a state has
+    recorded; `draft`: programs are not verified, and an error has no advice."""
     opt_state = watched = None
     raises = ()
     if isinstance(step, EvalStep):
@@ -200,26 +201,15 @@ def lower_inputs(
             raises=raises,
             stage=here,
             stages=lambda: _stages(variants, replace(choice, stage=here)),
-            reform=None if budget is None or spec is None or spec.every is None else Reform(again, lowered),
         )
-
-    def chosen(budget: Budget, formats: Decided | None) -> Choice | None:
-        search = Search(programs_of, passes, budget)
-        with within("planning", "the fastest program that fits"):
-            choice = next(filter(None, map(search.best, starts)), None)
-            if choice is not None and spec is not None:
-                choice = _with_formats(variants, search, choice, starts, formats)
-        return choice
 
     if budget is None:
         return lowered(starts[0][0])
-
-    def again(budget: Budget, formats: Decided | None) -> Choice:
-        found = chosen(budget, formats)
-        assert found is not None, "it fits without codes"
-        return found
-
-    choice = chosen(budget, formats)
+    search = Search(programs_of, passes, budget)
+    with within("planning", "the fastest program that fits"):
+        choice = next(filter(None, map(search.best, starts)), None)
+        if choice is not None and spec is not None:
+            choice = _with_formats(variants, search, choice, starts, formats or ())
     if choice is None:
         programs = programs_of(starts[-1][0]) if draft else variants.all_verified(starts[-1][0])
         program = _largest(programs, budget)
@@ -231,10 +221,10 @@ def lower_inputs(
 
 
 def _with_formats(
-    variants: Variants, search: Search, choice: Choice, starts: Sequence[Sequence[Choice]], decided: Decided | None
+    variants: Variants, search: Search, choice: Choice, starts: Sequence[Sequence[Choice]], recorded: Formats
 ) -> Choice:
     """The best choice with the formats of `compress("auto")`. `choice`: the best one without."""
-    chosen = choose_formats(variants, search, choice) if decided is None else with_decided(variants, choice, decided)
+    chosen = choose_formats(variants, search, choice, recorded)
     formats = {"wire": chosen.wire, "wire_because": chosen.wire_because}
     if not search.passes or not any(x.params or x.grads for x in chosen.wire):
         return chosen

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fzero import tree
 from fzero.errors import FzeroValueError
-from fzero.lowering.budget import Budget, Decided, decided
+from fzero.lowering.budget import Budget, decided
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import passes_of
 from fzero.plan.devices import Device
@@ -19,19 +19,6 @@ from fzero.program.ir import Program
 from fzero.program.lines import Inputs
 from fzero.program.show import show
 from fzero.trace.record import without_gc
-
-
-@dataclass(frozen=True, eq=False)
-class Reform:
-    """A step that can be lowered with other formats without another trace (`compress("auto", every=)`).
-
-    Attributes:
-        choose: the choice by these rates; with formats that were decided, for these.
-        lowered: the step with a choice.
-    """
-
-    choose: Callable[[Budget, Decided | None], Choice]
-    lowered: Callable[[Choice], Lowered]
 
 
 @dataclass(frozen=True)
@@ -63,8 +50,6 @@ class Lowered:
     watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
     raises: tuple[str, ...] = ()  # the lines of conditions under which a training step raises
     stage: int = 0  # of this rank
-    # with other formats, where these may change during a run
-    reform: Reform | None = field(default=None, repr=False, compare=False)
     # the programs on the way, by the pass that made each
     stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
 

@@ -25,7 +25,6 @@ from fzero.mesh import Mesh
 from fzero.plan.devices import Link
 from fzero.plan.process import resident
 from fzero.program.ir import Function
-from fzero.ranks import agreement
 from fzero.trace.device import on_device
 from fzero.trace.flops import transcendentals
 from fzero.trace.record import record
@@ -180,12 +179,7 @@ def link(mesh: Mesh, seconds: float) -> Link:
     pool = transport(mesh).pool(2 * largest)
     # every rank runs each as often as the others: a fixed number of times, not for a time
     pair = lambda n: best(_pair(mesh, axis, pool, n), mesh.device, 0.0, 8 if n == largest else 30)  # noqa: E731
-    return _along({n: pair(n) for n in (size * 1024, largest)}, size)
-
-
-def _along(measured: Mapping[int, float], size: int) -> Link:
-    """The link along an axis with so many ranks, of the seconds of gathers and reductions of wholes."""
-    fit = fitted({n * 2 * (size - 1) // size: t for n, t in measured.items()})
+    fit = fitted({n * 2 * (size - 1) // size: pair(n) for n in (size * 1024, largest)})
     return Link(fit.latency / 2 / (size - 1), fit.bandwidth)
 
 
@@ -203,37 +197,6 @@ def _pair(mesh: Mesh, axis: str, pool: torch.Tensor, nbytes: int) -> Callable[[]
         carrier.wait(carrier.reduce_scatter_start([whole], axis, "sum", [whole, summed]), [summed], True)
 
     return run
-
-
-class LinkProbes:
-    """Measures the links along each axis of a mesh between steps of a run, in some milliseconds.
-
-    Memory: two times 4 MiB of the device for each axis.
-    """
-
-    _ENOUGH = 5e-3  # seconds of a transfer that is long enough
-    _LARGEST = 1 << 22  # bytes
-
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
-        sizes = {axis: n * max(self._LARGEST // n // 4 * 4, 4096) for axis, n in mesh.axes.items() if n > 1}
-        self._pools = {axis: transport(mesh).pool(2 * nbytes) for axis, nbytes in sizes.items()}
-
-    def measured(self) -> dict[str, Link]:
-        """The link along each axis. All ranks call this together."""
-        return {axis: self._along(axis, pool) for axis, pool in self._pools.items()}
-
-    def _along(self, axis: str, pool: torch.Tensor) -> Link:
-        mesh, size = self._mesh, self._mesh.axes[axis]
-        seconds = lambda n, times: best(_pair(mesh, axis, pool, n), mesh.device, 0.0, times)  # noqa: E731
-        few, many = size * 1024, size * 4096
-        quick = seconds(few, 4)
-        while True:
-            slow = seconds(many, 2)
-            longest = max(agreement.everyones(mesh, "compress", lambda slow=slow: slow))
-            if longest > self._ENOUGH or 4 * many > pool.numel() // 2:
-                return _along({few: quick, many: slow}, size)
-            many *= 4
 
 
 def disk(seconds: float, directory: str | os.PathLike[str] | None = None) -> tuple[Link, Link, float]:

@@ -26,7 +26,6 @@ from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, Link
 from fzero.plan.inductor.fusion import compiler, given_to, kernels
 from fzero.plan.inductor.temporaries import temporaries_on
-from fzero.plan.rates import along
 from fzero.program.attrs import BlockCall
 from fzero.program.ir import Function, Line, Program, local_bytes
 from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
@@ -212,10 +211,7 @@ def direct_link(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> Li
 
 
 def _links(mesh: AbstractMesh, axes: tuple[str, ...], device: Device) -> tuple[Link, Link, int]:
-    """The links of a group along axes, within a host and between hosts, and how many of its ranks share a host. A link
-    that was measured along its one axis stands for all."""
-    if len(axes) == 1 and (own := device.links.get(along(axes[0]))) is not None:
-        return own, own, mesh.axis_size(axes)
+    """The links of a group along axes, within a host and between hosts, and how many of its ranks share a host."""
     return device.links["intra"], device.links["inter"], ranks_per_host(mesh, axes, device.devices_per_host)
 
 

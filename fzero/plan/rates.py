@@ -57,11 +57,6 @@ def _no_rates(data: Any, name: str) -> list[str]:
     return [] if 0 < data < math.inf or (data == 0 and name in _MAY_BE_ZERO) else [f"{name} is {data}"]
 
 
-def along(axis: str) -> str:
-    """The name of the link along an axis among `Device.links`."""
-    return f"along {axis}"
-
-
 @dataclass(frozen=True)
 class Host:
     """The resources that ranks of a host share, `what`: its disk, and the memory at its `sockets`; a rank's threads are
@@ -82,8 +77,7 @@ class Device:
         memory_bandwidth: bytes/s read and written together by an operation that does little else.
         transcendentals: elements/s of an exponential, or of what takes as long (trace/flops.py), in compiled functions.
         memory_bytes: of the device.
-        links: `"intra"`: to ranks on the same host, `"inter"`: to ranks on others; what one rank sends. Where it was
-            measured along an axis of a mesh, also `along(axis)`, which is used for that.
+        links: `"intra"`: to ranks on the same host, `"inter"`: to ranks on others; what one rank sends.
         devices_per_host: ranks that share a host.
         call_seconds: fixed cost of one call of a compiled function.
         asynchronous: whether transfers progress while the device computes. On a CPU mesh they do not: a transfer is a

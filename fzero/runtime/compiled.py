@@ -24,11 +24,11 @@ from fzero.errors import FzeroValueError, attribute_of
 from fzero.inductor_folder import guard_inductor
 from fzero.layout import ties
 from fzero.local_device import check_default
-from fzero.lowering.budget import Budget, Decided
+from fzero.lowering.budget import Budget
 from fzero.lowering.choose_formats import check_links_known, open_formats
 from fzero.lowering.layouts import batch_inputs
 from fzero.lowering.lower import lower_inputs
-from fzero.lowering.lowered import Lowered, Reform
+from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import Plan, PlanDecision
@@ -49,6 +49,7 @@ from fzero.trace.reads.settings import GLOBAL_GENERATORS, Settings, changes, cou
 from fzero.trace.reads.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches, told
 from fzero.trace.reads.value_keys import Position
 from fzero.trace.subgraph import differing_line
+from fzero.transforms.compress import Formats
 from fzero.transforms.offload import Offload
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -122,7 +123,6 @@ class Compiled:
         self._chosen: tuple[PlanDecision, ...] = ()  # decisions that the step left open before it was lowered
         self._runs: dict[Any, _Kept] = {}  # those used last are the last
         # likewise, by kinds of batches whatever the formats, each with the step that it is of
-        self._reforms: dict[Any, tuple[Any, Reform]] = {}
         self._staged: Staged | None = None
         # when a program was called last, and how long a look at its settings takes
         self._called, self._looking = (0.0, 0.0)
@@ -218,8 +218,7 @@ class Compiled:
             autocast(),
             switches(),
         )
-        decided = self._decided()
-        key = (*kind, None if decided is None else decided.formats)
+        key = (*kind, self._formats())
         kept = self._runs.pop(key, None)
         if kept is None:
             before()
@@ -228,14 +227,8 @@ class Compiled:
             )
             read = self._settings()
             with strides_noted() as asked:
-                of, reform = self._reforms.pop(kind, (None, None))
-                reform = reform if of is self.resolved else None
-                lowered, run = made_together(self.mesh, lambda: self._build(params, batch, reform), why)
-            if lowered.reform is not None:
-                self._reforms[kind] = self.resolved, lowered.reform
-                key = key if decided is not None else (*kind, lowered.choice.wire)
-            if len(self._reforms) > MOST_PROGRAMS:
-                del self._reforms[next(iter(self._reforms))]
+                lowered, run = made_together(self.mesh, lambda: self._build(params, batch), why)
+            key = (*kind, self._formats())  # lowering may have chosen some
             kept = _Kept(lowered, run, self._settings(), asked)
             for other in self._runs.values():  # functions do not read a list that the trace itself has grown
                 other.settings = kept.settings if other.settings == read else other.settings
@@ -301,9 +294,9 @@ class Compiled:
                 fix,
             )
 
-    def _decided(self) -> Decided | None:
-        """The formats that programs have, where they are decided during the run."""
-        return None
+    def _formats(self) -> Formats | None:
+        """The formats that `compress("auto")` has chosen for the state; None: lowering a program chooses them."""
+        return ()
 
     def _known(self, inputs: Inputs) -> Inputs:
         """A leaf table, or the one like it that there are programs for."""
@@ -351,17 +344,12 @@ class Compiled:
         found = [x.to(self.mesh.device, non_blocking=True).contiguous() for x in found]
         return [x.clone() if compat.memory_of(x) in written else x for x in found]
 
-    def _lower(self, params: Inputs, batch: Any, reform: Reform | None = None) -> Lowered:
+    def _lower(self, params: Inputs, batch: Any) -> Lowered:
         """Lowers the step. If tracing changed a value that the user's functions read, or they read the clock, it is
         lowered again. Equal programs mean a cache or a log, and are accepted. Different ones mean that the function
         counts, draws or consumes; that raises."""
-        decided = self._decided()
-        if reform is not None and decided is not None:
-            rates = self._rates()
-            assert rates is not None
-            return reform.lowered(reform.choose(rates, decided))
         made = lambda: lower_inputs(  # noqa: E731
-            self.resolved, self.mesh, params, batch_inputs(batch), self._rates(), formats=decided
+            self.resolved, self.mesh, params, batch_inputs(batch), self._rates(), formats=self._formats()
         )
         read, before = self._settings(), counted(*self._functions())
         lowered = made()
@@ -395,10 +383,8 @@ class Compiled:
             raise FzeroValueError(self.owner, what, [*_differing_line(lowered, again), *found], fix)
         return again
 
-    def _build(
-        self, params: Inputs, batch: Any, reform: Reform | None = None
-    ) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        """The program, by `reform` if one like it was traced; how to build its functions once all ranks agree on it,
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        """The program; how to build its functions once all ranks agree on it,
         and then how to make it executable, once all have built theirs."""
         with (
             shown("fzero.compile", lambda: f"tracing and planning {self.step.name}")
@@ -406,7 +392,7 @@ class Compiled:
             else nullcontext()
         ):
             # a run keeps its program alone
-            lowered = replace(self._lower(params, batch, reform), chosen=self._chosen, stages=dict)
+            lowered = replace(self._lower(params, batch), chosen=self._chosen, stages=dict)
         if self.graphs is True:
             check(lowered.program, self.owner)
 

@@ -11,7 +11,7 @@ from fzero import tree
 from fzero.build.cache import logger
 from fzero.errors import FzeroValueError
 from fzero.lowering.layouts import abstract_params, params_inputs
-from fzero.lowering.lowered import Lowered, Reform
+from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.runtime.compiled import Compiled, alone
@@ -86,10 +86,8 @@ class CompiledEval(Compiled):
                 raise
         return tree.unflatten(lowered.structure, outputs)
 
-    def _build(
-        self, params: Inputs, batch: Any, reform: Reform | None = None
-    ) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        lowered, built = super()._build(params, batch, reform)
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        lowered, built = super()._build(params, batch)
         made = lowered.program.values()
         own = [
             x

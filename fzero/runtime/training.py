@@ -22,7 +22,7 @@ from fzero.comm.replicas import Held, replicas_of
 from fzero.errors import CheckpointError, FzeroValueError
 from fzero.layout import Leaf, in_slot, leaf_of, leave, shard
 from fzero.lowering.auto import check_auto, resolve
-from fzero.lowering.budget import Budget, Decided
+from fzero.lowering.budget import Budget
 from fzero.lowering.choose_formats import open_formats
 from fzero.lowering.choose_rules import check_batch_given, choose_rules, open_rules
 from fzero.lowering.choose_stages import choose_stages, open_stages
@@ -37,20 +37,17 @@ from fzero.lowering.layouts import (
     zero_of,
 )
 from fzero.lowering.lower import advice_on
-from fzero.lowering.lowered import Lowered, Reform
+from fzero.lowering.lowered import Lowered
 from fzero.lowering.slots import slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh
-from fzero.passes.choice import Choice
 from fzero.passes.speculate import guessed_leaves
 from fzero.plan.devices import get_device
-from fzero.plan.rates import Link
 from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
 from fzero.ranks import agreement
-from fzero.runtime.between_steps import BetweenSteps
+from fzero.runtime import formats
 from fzero.runtime.compiled import Compiled, alone
-from fzero.runtime.formats import FormatsOfRun
 from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.observe import observe
 from fzero.runtime.promote import Safer
@@ -74,6 +71,7 @@ from fzero.step.checks import check_one_batch, check_params, check_state, no_bac
 from fzero.trace.subgraph import signature
 from fzero.train_state import mark_broken
 from fzero.transforms.base import find
+from fzero.transforms.compress import Formats
 from fzero.transforms.precision import MixedPrecision
 from fzero.units import size
 
@@ -127,12 +125,11 @@ class CompiledStep(Compiled):
         # with a loss scale steps that overflow are left out
         self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
         self.calls = 0  # how many steps were taken
-        spec = open_formats(step)
-        self._formats = None if spec is None or spec.every is None else FormatsOfRun(mesh, spec, self._choosing)
+        # the formats of `compress("auto")`; None until the first program of a state that records none is lowered
+        self._wire: Formats | None = ()
         self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
         # the last trees and a program, and the answer of `_may_guess`
         self._guesses: tuple[Any, Any, bool] = (None, None, False)
-        self._between: list[BetweenSteps] = [x for x in (self._formats,) if x is not None]
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @property
@@ -512,7 +509,6 @@ class CompiledStep(Compiled):
         try:
             with torch.no_grad():
                 outputs = run(*trees, batch, guesses=guesses)
-            more_metrics = [x.after(state) for x in self._between]
         except NotCaptured:
             raise
         except BaseException as error:
@@ -536,7 +532,7 @@ class CompiledStep(Compiled):
                 lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"
             ]
             self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
-        return state, {k: x for found in (metrics, *more_metrics) for k, x in found.items()}
+        return state, metrics
 
     def _advice(self, lowered: Lowered) -> list[str]:
         """The memory that a program was planned with, and transforms that lower it."""
@@ -559,36 +555,18 @@ class CompiledStep(Compiled):
         self, state: State, batch: Any, flat: list[Any], structure: tree.TreeSpec
     ) -> tuple[Lowered, Callable[..., Any]]:
         params = self._inputs(state)
-        if is_new := not self._last.begun:
+        if not self._last.begun:
             self._begin(state, params, batch)
-        changed = [x.before(state, is_new) for x in self._between]
-        if any(changed):
-            self._runs.clear()  # their pools make room
-        self._last.begun = True
+            if open_formats(self.resolved) is not None:
+                self._wire = formats.recorded(state)
+        self._last.begun, before = True, self._wire
         lowered, run = self._run_for(params, batch, flat, structure, lambda: self._make_safer(state, params))
-        for x in self._between:
-            x.lowered(lowered.choice, state)
+        if self._wire is not None and self._wire != before:
+            formats.record(state, self._wire)
         return lowered, run
 
-    @property
-    def formats(self) -> list[tuple[int, dict[str, tuple[str | None, str | None]]]]:
-        """The decisions of `compress("auto", every=)` that changed formats: the steps taken before, and the formats of
-        parameters and gradients by axis. `decisions=` of another run repeats them."""
-        found = [] if self._formats is None else self._formats.history
-        return [(step, {x.axis: (x.params, x.grads) for x in formats}) for step, formats in found]
-
-    def _decided(self) -> Decided | None:
-        return None if self._formats is None else self._formats.decided
-
-    def _choosing(self, links: Mapping[str, Link]) -> Callable[[], Choice] | None:
-        """Goes by links as they were measured; how the plan chooses with them, once there is a program."""
-        budget = self._rates()
-        assert budget is not None
-        if links:
-            device = replace(budget.device, links={**budget.device.links, **links})
-            budget = self._budget = replace(budget, device=device)
-        last = None if self._lowered is None else self._lowered.reform
-        return None if last is None else lambda: last.choose(budget, None)
+    def _formats(self) -> Formats | None:
+        return self._wire
 
     def _begin(self, state: State, params: Inputs, batch: Any) -> None:
         """Looks at a state before its first step, and at its batch: one with leaves that no step has begun with. Alike
@@ -660,10 +638,10 @@ class CompiledStep(Compiled):
         """Promotes blocks by the counts of the state at hand, before a program is built."""
         self._resolved = self._safer.before_build(self.resolved, params, state)
 
-    def _build(
-        self, params: Inputs, batch: Any, reform: Reform | None = None
-    ) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
-        lowered, built = super()._build(params, batch, reform)
+    def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
+        lowered, built = super()._build(params, batch)
+        # axes that have one rank now keep their formats
+        self._wire = tuple({x.axis: x for x in (*(self._wire or ()), *lowered.choice.wire)}.values())
         return self._safer.explained(lowered, self.resolved, params), built
 
     def _may_guess(self, state: State) -> bool:

@@ -3,13 +3,13 @@ precision/codes.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from fzero.arguments import accepts, count, keywords, predicate, shown
+from fzero.arguments import accepts, keywords, predicate, shown
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf
 from fzero.operators.quant_blocks import has_blocks
@@ -44,30 +44,27 @@ _ROOM = 1024  # bytes of the slot
 
 @dataclass(frozen=True)
 class Compress(Transform):
-    """`auto`: formats are chosen by the plan; `params` and `grads` are then None where nothing is to be chosen.
-    `every`: anew after so many steps; `decisions`: or before these steps."""
+    """`auto`: formats are chosen by the plan; `params` and `grads` are then None where nothing is to be chosen."""
 
     params: Named = "int8"
     grads: Named = "int8"
     axis: str | None = None
     where: Where | None = None
     auto: bool = False
-    every: int | None = None
-    decisions: tuple[tuple[int, Formats], ...] = ()
     order: ClassVar[int] = 65
     name: ClassVar[str] = "compress"
 
     def chosen(self, formats: Iterable[AxisFormats]) -> Compress:
         """An "auto" with these formats."""
         params, grads = (tuple((x.axis, getattr(x, of)) for x in formats) for of in ("params", "grads"))
-        return replace(self, params=params, grads=grads, axis=None, auto=False, every=None, decisions=())
+        return replace(self, params=params, grads=grads, axis=None, auto=False)
 
     def slots(self, params: Any) -> Mapping[str, Any]:
-        """The decisions of a run as text (runtime/formats.py)."""
-        return {} if self.every is None else {SLOT: torch.zeros(_ROOM, dtype=torch.uint8)}
+        """The formats that were chosen, as text (runtime/formats.py)."""
+        return {SLOT: torch.zeros(_ROOM, dtype=torch.uint8)} if self.auto else {}
 
     def idle_in(self, program: Any) -> str | None:
-        return "decisions are read and written between steps"
+        return "formats are read and written between steps"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -124,8 +121,7 @@ class Compress(Transform):
         said = {n: getattr(self, n) for n in ("params", "grads")}
         said = {n: x for n, x in said.items() if x is None} if self.auto else said
         given = [f"{n}={dict(x) if isinstance(x, tuple) else x!r}" for n, x in said.items()]
-        given += [f"{n}={x!r}" for n, x in (("axis", self.axis), ("every", self.every)) if x is not None]
-        given += [f"decisions=<{len(self.decisions)}>"] if self.decisions else []
+        given += [] if self.axis is None else [f"axis={self.axis!r}"]
         given += [] if self.where is None else [f"where={getattr(self.where, '__name__', repr(self.where))}"]
         return f"{self.name}({', '.join([repr(AUTO)] * self.auto + given)})"
 
@@ -139,8 +135,6 @@ def compress(
     grads: str | Mapping[str, str | None] | None = "int8",
     axis: str | None = None,
     where: Where | None = None,
-    every: int | None = None,
-    decisions: Sequence[tuple[int, Mapping[str, tuple[str | None, str | None]]]] = (),
 ) -> Any:
     """Sends parameters and gradients in fewer bits.
 
@@ -154,16 +148,12 @@ def compress(
     `data_parallel`, or over `replica`, the sum is encoded again and gathered, so all ranks have the same bits. What is
     not finite stays so, block by block.
 
-    `compress("auto")` leaves formats to the plan of each program, for each axis: the least compression after which the
-    step exposes under 2 % of its seconds there, and as it is where codes do not make it 1 % shorter. From less to more:
-    gradients "bf16", "int8", then parameters "int8", then gradients "int4". "int4" is for the axes alone over which
-    sums of another axis travel: on the first one it costs about 1 % of the loss. `plan.decisions` says what was chosen
-    and why. An evaluation gathers parameters as they are.
-
-    `every=200` decides before the first step, and then anew every 200 steps. All ranks measure the links along each
-    axis together, and the first plans. Formats change before a step, on all ranks at once, if two decisions in a row
-    are for the same others. The log `fzero` says so, `train.formats` has all changes, and the state has them too: a
-    checkpoint goes on in its formats. `decisions=train.formats` repeats a run: nothing is measured.
+    `compress("auto")` chooses formats once, before the first step, for one axis after the other: the least compression
+    whose planned step takes within 1 % of the fastest. From less to more: gradients "bf16", "int8", then parameters
+    "int8", then gradients "int4". "int4" is only tried on an axis over which the sums of another axis travel: on the
+    first one it costs about 1 % of the loss. `plan.decisions` has the planned seconds of each alternative. All ranks
+    choose alike, by the rates of the first. The state records the formats, so a run that is resumed keeps them; an axis
+    that had one rank before is decided then. An evaluation gathers parameters as they are.
 
     Args:
         step: a step, or "auto" when called without one; without a step a transform is returned.
@@ -175,21 +165,17 @@ def compress(
         axis: the one axis over which values travel in codes, by default all that shard or divide the batch. Not beside
             a mapping.
         where: predicate `(path, leaf)` of the parameters that travel in codes, with their gradients; by default all.
-        every: with "auto", the number of steps after which it is decided anew; by default once, when a program is made.
-        decisions: with `every`, the formats of parameters and gradients by axis, from steps on: `train.formats` of
-            another run.
 
     Communication: (N-1)/N x 1.008 bytes an element for "int8", 0.508 for "int4" and 2 for "bf16", sent per rank and
         transfer, where it was 4 or 2. An all_reduce becomes two transfers.
     Memory: the codes of this rank's shards, P/N bytes, during the step; of ZeRO-1 and 2 in fp32 the masters, 4P/N, and
-        whole parameters during the step alone. With `every` 8 MiB for each axis, in which links are measured.
+        whole parameters during the step alone.
 
     Raises:
         FzeroTypeError: an axis, or a format, that is not a name.
-        FzeroValueError: an unknown format; nothing to compress; a mapping beside `axis`; formats beside "auto"; `every`
-            below 1 or without "auto", `decisions` without it or of no format. When the program is built: an axis that
-            is missing, or has several ranks and nothing that travels in codes; "auto" without `every` on ranks whose
-            links were not measured (`fzero calibrate`).
+        FzeroValueError: an unknown format; nothing to compress; a mapping beside `axis`; formats beside "auto". When
+            the program is built: an axis that is missing, or has several ranks and nothing that travels in codes;
+            "auto" on ranks whose links were not measured (`fzero calibrate`).
         TransformError: another `compress`; a `pipeline`; an evaluation without codes of parameters.
         TraceError: when the program is built, a parameter that travels in codes and whose bits the function reads
             (`view(dtype)`), as it reads integer codes stored in a floating-point dtype: leave it out by `where`.
@@ -214,10 +200,8 @@ def compress(
     if wrong:
         raise FzeroTypeError("compress", "invalid arguments", wrong, "e.g. fz.compress(params='int8', grads='int8')")
     problems += _unknown("params", spec.params, PARAMS) + _unknown("grads", spec.grads, GRADS)
-    again, more = _again(formats, every, decisions)
-    problems += more
     if formats is not None:
-        spec = replace(spec, auto=True, every=every, decisions=again)
+        spec = replace(spec, auto=True)
         problems += [f"{formats!r}: the only word is 'auto'; formats are params= and grads="] * (formats != AUTO)
         problems += [
             f"{n}={shown(x)}: 'auto' chooses formats; None leaves {n} as they are"
@@ -245,30 +229,6 @@ def _checked(params: Any, grads: Any, axis: Any, where: Any) -> tuple[Compress, 
         problems += [f"{name}={given!r}: a format, None, or a mapping of axes to them"] if wrong else []
         formats[name] = by_axis if isinstance(given, Mapping) else given
     return Compress(formats["params"], formats["grads"], axis, where), problems + predicate("where", where)
-
-
-def _again(formats: Any, every: Any, decisions: Any) -> tuple[tuple[tuple[int, Formats], ...], list[str]]:
-    """Decisions that are given, and what is wrong with them and with `every`."""
-    problems = [] if every is None else count("every", every)
-    if every is not None and formats is None:
-        problems.append(f"every={shown(every)}: only 'auto' decides anew")
-    if decisions and every is None:
-        problems.append("decisions: with every= alone, of which they are")
-    found = list[tuple[int, Formats]]()
-    for decision in decisions:
-        try:
-            step, of_axes = decision
-            by_axis = tuple(AxisFormats(axis, *pair) for axis, pair in of_axes.items())
-        except (TypeError, ValueError, AttributeError):
-            problems.append(f"decisions: {shown(decision)} is no pair of a step and formats by axis")
-            continue
-        known = all(x.params in (None, *PARAMS) and x.grads in (None, *GRADS) for x in by_axis)
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0 or not known:
-            problems.append(f"decisions: {shown(decision)}: a step from 0 on, formats as of params= and grads=")
-        found.append((step, by_axis))
-    if found and not problems and found != sorted(found, key=lambda x: x[0]):
-        problems.append("decisions: in the order of their steps")
-    return tuple(found), problems
 
 
 def _names(of: Named) -> list[str]:

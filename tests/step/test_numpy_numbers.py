@@ -36,7 +36,6 @@ NUMBERS: dict[str, Callable[[Number], Any]] = {
     "AbstractMesh": lambda n: fz.AbstractMesh(data=n(2)),
     "make_mesh": lambda n: fz.make_mesh(data=(n(2), n(1)), timeout=n(600)).axes,
     "accumulate": lambda n: (fz.accumulate(n(2)), fz.accumulate(num_micro_batches=n(2))),
-    "compress": lambda n: fz.compress("auto", every=n(2), decisions=[(n(0), {"data": ("int8", None)})]),
     "expert_parallel": lambda n: fz.expert_parallel(where=bool, whole_bytes=n(4096)),
     "mixed_precision": lambda n: fz.mixed_precision("fp16", loss_scale=n(128)),
     "offload": lambda n: fz.offload("cpu", fraction=n(1)),
