@@ -21,7 +21,7 @@ from fzero.lowering.seed import DTYPE, SCALE, SEED, CountAhead, made_ahead, roun
 from fzero.lowering.training_source import DType, Found, Precision, Training, grad_name
 from fzero.lowering.update_graph import AGREED, RAISED, record_update
 from fzero.mesh import AbstractMesh
-from fzero.precision.fp8_gather import in_8_bits
+from fzero.precision.fp8 import in_8_bits
 from fzero.precision.statistics import Watched, watched_blocks
 from fzero.program.aliases import Aliases
 from fzero.program.attrs import CallAttrs, CastAttrs
@@ -47,12 +47,12 @@ class BaseProgram(NamedTuple):
 def lower_train(t: Training) -> BaseProgram:
     """The base program of one optimizer step."""
     functions, names = Functions(), Names()
-    lines, places, cast = _arguments(t, names)
+    lines, places = _arguments(t, names)
     graph, found, seed, ahead = _record_loss(t, places, functions, names)
     num_sums, end = found.num_sums, found.num_sums + len(found.used)
     if t.precision.fp8 is not None:
         grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
-        graph, lines = in_8_bits(graph, lines, t.precision.fp8, t.params, cast, grad_of, [seed], functions, names)
+        graph = in_8_bits(graph, t.precision.fp8, t.params, grad_of, [seed])
     outputs, (*largest,) = graph.outputs[:end], graph.outputs[end:]
     maxima = {AGREED: largest.pop(0)} if t.agreed else {}
     if found.raises:
@@ -103,11 +103,8 @@ def lower_train(t: Training) -> BaseProgram:
     return BaseProgram(program, structure, watched, found.raises)
 
 
-def _arguments(
-    t: Training, names: Names
-) -> tuple[list[Line], list[tuple[str, tuple[int, ...], torch.dtype]], dict[int, Value]]:
-    """The arguments of the recorded function: the lines that make them, their names, shapes and dtypes, and the
-    parameters as it gets them, by position."""
+def _arguments(t: Training, names: Names) -> tuple[list[Line], list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    """The arguments of the recorded function: the lines that make them, and their names, shapes and dtypes."""
     lines, cast = _casts(t.params, t.precision.compute, names)
     more, batch = _casts(t.batch, t.precision.compute, names)
     values = [*(cast[i] for i in t.params.distinct), *(batch[i] for i in t.batch.distinct)]
@@ -119,7 +116,7 @@ def _arguments(
     if t.wants_key:
         places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
         more.append(Line("part_index", (), (Value("part", (), torch.int64),)))
-    return [*lines, *more], places, cast
+    return [*lines, *more], places
 
 
 def _record_loss(
@@ -243,7 +240,7 @@ def lower_eval(
     inputs = [*(params.leaves[i] for i in params.distinct), *(batch.leaves[i] for i in batch.distinct)]
     check_bits("eval_step", graph, inputs, precision.changed)
     if precision.fp8 is not None:
-        graph, lines = in_8_bits(graph, lines, precision.fp8, params, computed, {}, [], functions, names)
+        graph = in_8_bits(graph, precision.fp8, params, {}, [])
     outputs = graph.outputs
     means: Means = made["means"]
     body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
@@ -330,7 +327,7 @@ def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
     origin = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
     owners: dict[str, int] = {}
     for number, line in enumerate(lines):
-        for arg in line.args if line.op == "call" and not line.scales else ():
+        for arg in line.args if line.op == "call" else ():
             leaf = origin.get(arg, arg)
             if leaf in leaves:
                 owners.setdefault(leaf, number)

@@ -46,9 +46,7 @@ Shape = tuple[int, ...]
 def precision_of(step: Step | EvalStep) -> Precision:
     """The dtypes of a step, and its loss scale."""
     record, fp8 = find(step.transforms, MixedPrecision), find(step.transforms, Fp8)
-    # leaves that rest elsewhere travel in the dtype of their copy there
-    streams = any(isinstance(t, Offload) for t in step.transforms)
-    products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row", gathers=not streams)
+    products = None if fp8 is None else InFp8(fp8.selects, fp8.scales == "row")
     compress = find(step.transforms, Compress)
 
     def changed(leaf: Leaf) -> list[str]:

@@ -16,10 +16,8 @@ Papers: Micikevicius et al., FP8 formats for deep learning, 2022; Noune et al., 
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -65,38 +63,6 @@ def rounded(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.T
         tensor([ 1.5000, -8.0000])
     """
     return (x.float() * _inverse(scale)).to(dtype)
-
-
-def cast(x: torch.Tensor, scale: torch.Tensor, through: torch.dtype) -> torch.Tensor:
-    """A parameter in float8_e4m3fn, as a product rounds what was cast `through` a dtype before. With temporaries in
-    that dtype and in float32."""
-    return x.to(through).to(torch.float32, copy=True).mul_(_inverse(scale)).to(E4M3)
-
-
-def cast_all(
-    xs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], through: torch.dtype, into: Sequence[torch.Tensor]
-) -> None:
-    """As `cast`, of several of one dtype, each by its own scale, into what is given: six launches on CUDA, however
-    many they are. With temporaries of all of them at once; on CUDA none but the first call waits for the device."""
-    narrow = xs if xs[0].dtype is through else [torch.empty_like(x, dtype=through) for x in xs]
-    if narrow is not xs:
-        compat.copy_all(narrow, xs)
-    rows = tuple(-(-x.numel() // _ROW) for x in xs)  # each begins with a row of its own, so that a row has one scale
-    wide = torch.empty((sum(rows), _ROW), dtype=torch.float32, device=xs[0].device)
-    begins = itertools.accumulate(rows[:-1], initial=0)
-    flats = [wide.view(-1)[begin * _ROW :][: x.numel()] for begin, x in zip(begins, xs, strict=True)]
-    compat.copy_all([flat.view(x.shape) for flat, x in zip(flats, xs, strict=True)], narrow)
-    wide.div_(torch.stack([*scales])[_owners(rows, wide.device), None])  # not compiled, and by powers of two: exact
-    compat.copy_all(into, [flat.view(x.shape) for flat, x in zip(flats, into, strict=True)])
-
-
-_ROW = 256
-
-
-@functools.lru_cache(maxsize=1024)
-def _owners(rows: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """For each row which value it is of, int64[sum(rows)]."""
-    return torch.cat([torch.full((num,), i) for i, num in enumerate(rows)]).to(device)
 
 
 def quantized(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

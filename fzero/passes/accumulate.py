@@ -39,8 +39,7 @@ def _looped(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     before = [
         line
         for line in program.lines
-        if line.scales
-        or (line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs.sums)
+        if line.op == "cast" and line.args[0] in program.leaves and line.out[0].name not in update.attrs.sums
     ]
     inside = [line for line in program.lines if line is not update and line not in before]
     values = program.values()

@@ -96,7 +96,7 @@ def _sources(program: Program) -> dict[str, str]:
     """The source of each gather of a leaf: a cast of its shard, or the result of a gather over another axis."""
     started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
     casts = [x for x, _ in program.walk() if x.op == "cast"]
-    found = {v.name: a for x in casts for v, a in zip(x.out, x.args, strict=False)}  # scales come behind
+    found = {v.name: a for x in casts for v, a in zip(x.out, x.args, strict=True)}
     for line, _ in program.walk():
         if OPS[line.op].waits and line.args[0] in started:
             found.update(zip((v.name for v in line.out), started[line.args[0]].args, strict=True))

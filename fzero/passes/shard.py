@@ -22,7 +22,6 @@ from fzero.boxes import Dim
 from fzero.layout import Leaf
 from fzero.passes import hops
 from fzero.passes.zero import Zero
-from fzero.precision.fp8_gather import on_shards
 from fzero.program.attrs import AddAttrs, CutAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
 from fzero.program.ir import MOVING, WHOLE, Line, Placement, Program, Value, moving, repeats, resting
 from fzero.program.lines import Functions
@@ -56,7 +55,7 @@ class _Rewrite:
         # blocks whose parameters are gathered once a step over a slow axis
         self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}
         self.names, self.values = Names(program.values()), program.values()
-        kept = {line.fn for line, _ in program.walk() if not line.scales}
+        kept = {line.fn for line, _ in program.walk()}
         self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
         self.placement: dict[str, Placement] = {}
         # a sharded parameter, or its cast -> the leaf and the cast
@@ -121,7 +120,6 @@ class _Rewrite:
         awaited = Counter(together.values())  # gradients that each still lacks
         ready: dict[int, list[str]] = defaultdict(list)
         sums: list[str] = []
-        scales = [line for line in lines if line.scales]
         for line in lines:
             if (
                 line.op == "cast"
@@ -139,8 +137,6 @@ class _Rewrite:
                 out += self._after_loop({x.args[0] for x in line.body if x.op == "accumulate"})
             elif line.op == "update":
                 out += self._update(line)
-            elif line.scales:
-                out += self._scales(scales) if line is scales[0] else []
             else:
                 if line.of_sums:  # all that it reads is reduced, so what it makes is the same on every rank
                     made = tuple(replace(v, placement=WHOLE) for v in line.out)
@@ -207,28 +203,6 @@ class _Rewrite:
         value = replace(value, placement=Placement(cuts=cuts))
         self.placement[value.name] = value.placement
         return value.name, Line("unflatten", (shard,), (value,), by=self.by)
-
-    def _scales(self, lines: Sequence[Line]) -> list[Line]:
-        """Scales of whole leaves: the largest of all shards', in one reduction over each axis."""
-        calls, names = list[Line](), dict[str, str]()
-        for line in lines:
-            held = [replace(self.values[a], placement=self.placement[a]).held(self.program.mesh) for a in line.args]
-            cut = tuple(dict.fromkeys(axis for a in line.args for axis in self.placement[a].axes))
-            parts = tuple(
-                replace(v, name=self.names(f"{v.name}_shard"), placement=Placement(partial=cut, by="max"))
-                for v in line.out
-            )
-            calls.append(
-                replace(
-                    line,
-                    fn=self.functions.add("scales", on_shards(self.program.functions[line.fn].graph, held)),
-                    out=parts,
-                )
-            )
-            self.placement.update((v.name, v.placement) for v in parts)
-            self.values.update((v.name, v) for v in parts)
-            names.update((part.name, v.name) for part, v in zip(parts, line.out, strict=True))
-        return [*calls, *self._all_reduce(list(names), op="max", by="fp8", into=names)]
 
     def _keep(self, args: Iterable[str], cast: Collection[str] = ()) -> list[Line]:
         """Gathers, once a step, parameters as far as they stay gathered until its end. `cast`: leaves to cast, which
@@ -426,17 +400,15 @@ class _Rewrite:
         now[grad], self.placement[parts.name], self.values[parts.name] = parts.name, placement, parts
         return line
 
-    def _all_reduce(
-        self, names: Sequence[str], op: str = "sum", by: str = "data_parallel", into: Mapping[str, str] | None = None
-    ) -> list[Line]:
-        """Values reduced over all axes over which they are summands. `into`: what they are called then."""
+    def _all_reduce(self, names: Sequence[str], op: str = "sum") -> list[Line]:
+        """Values reduced over all axes over which they are summands."""
         lines, now = list[Line](), {n: self.renamed.get(n, n) for n in names}
         base = dict(now)
         for axis in (*self.zero.batch_axes, *self.zero.computed):
             here = [n for n in names if axis in self.placement[now[n]].partial]
             if not here:
                 continue
-            placed = next((spec.name for spec in self.zero.cutting if spec.axis == axis), by)
+            placed = next((spec.name for spec in self.zero.cutting if spec.axis == axis), "data_parallel")
             handle, arrives = moving(self.names.numbered("reduce")), STARTS["all_reduce_start"].arrives
             start = Line(
                 "all_reduce_start",
@@ -447,7 +419,7 @@ class _Rewrite:
             )
             for n in here:
                 placement = arrives(start, self.placement[now[n]])
-                name = into[n] if into and not placement.partial else self.names(f"{base[n]}_sum")
+                name = self.names(f"{base[n]}_sum")
                 value = replace(self.values[now[n]], name=name, placement=placement)
                 self.placement[name], self.values[name], now[n] = placement, value, name
             lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=placed)]

@@ -6,9 +6,6 @@ the input's gradient reads it too, and the third makes its own gradient. Each is
 `scaled_mm` (fzero/operators/scaled_matmul.py); equal roundings are one, so that what the forward rounded is there for
 the backward. A product is done so if it is a whole parameter that it reads, and if its three dims are multiples of 16.
 
-A parameter that nothing but such products reads may come rounded already, with its scale: a byte an element travels.
-Every rank rounds its shard by the largest of all ranks' scales, which is that of the whole.
-
 It must not know which parameters to select, or why.
 """
 
@@ -26,7 +23,6 @@ from fzero import compat
 from fzero.errors import TransformError
 from fzero.layout import Leaf
 from fzero.operators.scaled_matmul import E4M3, E5M2, MULTIPLE, quantized, scaled_mm
-from fzero.precision.products import dims, factors, fits, only_multiplied, origin, summands, unviewed
 from fzero.program.lines import Inputs
 from fzero.trace.joint import Joint, call_block, call_vjp
 from fzero.trace.merge_equal import merge_equal
@@ -37,6 +33,22 @@ from fzero.trace.subgraph import extract, inlined, reached
 aten = torch.ops.aten
 
 
+_VIEWS = {
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
+"""Views of all elements of their argument."""
+_COPIES = {aten._to_copy.default, aten.clone.default}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 @dataclass(frozen=True)
 class InFp8:
     """Selects the products of a step that are done in 8 bits.
@@ -45,22 +57,15 @@ class InFp8:
         selects: whether those with a parameter are.
         rows: whether each row of the first operand and each column of the second has a scale; otherwise an operand has
             one.
-        gathers: whether sharded parameters travel in 8 bits.
     """
 
     selects: Callable[[Leaf], bool]
     rows: bool = False
-    gathers: bool = True
 
     def multiplied(self, params: Inputs) -> list[int]:
         """The positions of the parameters whose products are. Of a tied leaf all paths are asked."""
         refused = {tie for leaf, tie in zip(params.leaves, params.ties, strict=True) if not self.selects(leaf)}
         return [i for i in params.distinct if i not in refused]
-
-    def comes_rounded(self, leaf: Leaf) -> bool:
-        """Whether a selected parameter comes in 8 bits, if nothing but products reads it: a shard, of which all ranks
-        make the whole."""
-        return self.gathers and not self.rows and bool(leaf.layout.axes) and leaf.layout.tier == "device"
 
 
 @dataclass
@@ -83,54 +88,47 @@ class _Block:
     uses: Mapping[int, ProductUses]
 
 
-def rewrite(
-    graph: Recorded,
-    weights: Mapping[fx.Node, fx.Node | None],
-    seeds: Collection[fx.Node],
-    fp8: InFp8,
-    sharded: Collection[fx.Node],
-    paths: Mapping[fx.Node, str],
-) -> tuple[Recorded, Mapping[fx.Node, fx.Node]]:
-    """The function with some inputs' products replaced, in itself and in the blocks it calls. Each input that only
-    products read comes rounded, with its scale as a new input.
+def in_8_bits(
+    graph: Recorded, fp8: InFp8, params: Inputs, grads: Mapping[int, fx.Node], seeds: Collection[fx.Node]
+) -> Recorded:
+    """The function with some parameters' products replaced, in itself and in the blocks it calls.
 
     Args:
-        graph: of a step's loss and gradients, or of an evaluation; not to be used any more.
-        weights: the inputs, each with the output that is its gradient, if it has one.
-        seeds: what gradients are computed from; none in an evaluation.
+        graph: of a step's loss and gradients, or of an evaluation, whose first inputs are the distinct parameters; not
+            to be used any more.
         fp8: which products, and how.
-        sharded: the inputs that may come in float8_e4m3fn.
-        paths: what the user knows the inputs as.
+        params: the leaf table.
+        grads: by position of a parameter, the output that is its gradient.
+        seeds: what gradients are computed from; none in an evaluation.
 
     Raises:
         TransformError: there is none that could be replaced.
     """
+    places = dict(zip(params.distinct, graph.inputs, strict=False))
+    weights = {places[i]: grads.get(i) for i in fp8.multiplied(params)}
     blocks: dict[Any, _Block] = {}
     uses: dict[fx.Node, ProductUses] = defaultdict(ProductUses)
     nodes = list(graph.graph.nodes)
     late = reached(graph.graph, [*seeds, *(n for n in nodes if n.target is call_vjp)])
-    rounded = [n for n in weights if n in sharded and only_multiplied(n)]
-    scales = _come_rounded(graph, len(graph.inputs), "in_{}", rounded)
-    for weight, done in _replace(graph.graph, weights, late, fp8.rows, scales).items():
+    for weight, done in _replace(graph.graph, weights, late, fp8.rows).items():
         uses[weight].add(done)
     for node in nodes:
         if node.target in (call_block, call_vjp):
             joint, call, *_ = node.args
             inputs = node.args[2 : 2 + joint.num_inputs]
-            selected = frozenset(i for i, n in enumerate(inputs) if origin(n) in weights)
-            given = tuple(i for i, n in enumerate(inputs) if n in scales)
-            key = joint, selected, given
+            selected = frozenset(i for i, n in enumerate(inputs) if _origin(n) in weights)
+            key = joint, selected
             if key not in blocks:
-                blocks[key] = _in_block(*key, fp8.rows)
-            block, more = blocks[key], [scales[inputs[i]] for i in given]
-            node.args = (block.joint, call, *inputs, *more, *node.args[2 + joint.num_inputs :])
+                blocks[key] = _in_block(joint, selected, fp8.rows)
+            node.args = (blocks[key].joint, call, *node.args[2:])
             for i in selected if node.target is call_block else ():
-                uses[origin(inputs[i])].add(block.uses[i])
+                uses[_origin(inputs[i])].add(blocks[key].uses[i])
     if not any(u.done for u in uses.values()):
-        problems = [f"{paths[n]}: {_why(uses[n])}" for n in weights] or ["no leaf is selected"]
+        named = {places[i]: params.leaves[i].path for i in fp8.multiplied(params)}
+        problems = [f"{path}: {_why(uses[n])}" for n, path in named.items()] or ["no leaf is selected"]
         raise TransformError("fp8", "no product of this step can be done in 8 bits", problems, _FIX)
     graph.graph.eliminate_dead_code()
-    return replace(graph), scales
+    return replace(graph)
 
 
 _FIX = (
@@ -144,30 +142,15 @@ def _why(uses: ProductUses) -> str:
     return f"its products are of {left}" if left else "no product reads the whole of it"
 
 
-def _come_rounded(graph: Recorded, behind: int, name: str, weights: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Makes inputs of a function come in float8_e4m3fn, and adds the scale of each behind so many inputs."""
-    last, scales = graph.inputs[behind - 1], dict[fx.Node, fx.Node]()
-    for number, weight in enumerate(weights, behind + 1):
-        value = weight.meta["val"]
-        with graph.graph.inserting_after(last):
-            last = scales[weight] = graph.graph.placeholder(name.format(number))
-        last.meta["val"] = compat.new_fake(value.fake_mode, (), torch.float32, value.device)
-        weight.meta["val"] = compat.new_fake(value.fake_mode, value.shape, E4M3, value.device, value.stride())
-    return scales
-
-
-def _in_block(joint: Joint, selected: frozenset[int], given: Sequence[int], rows: bool) -> _Block:
-    """The scales of what is given rounded are inputs behind the others."""
+def _in_block(joint: Joint, selected: frozenset[int], rows: bool) -> _Block:
     if not selected:
         return _Block(joint, {})
     graph = extract(joint.graph, joint.graph.inputs, joint.graph.outputs, names=[n.name for n in joint.graph.inputs])
     places, grads = graph.inputs, dict(zip(joint.diff, graph.outputs[joint.num_outputs :], strict=True))
     late = reached(graph.graph, places[joint.num_inputs :])
-    scales = _come_rounded(graph, joint.num_inputs, "primals_{}", [places[i] for i in given])
-    found = _replace(graph.graph, {places[i]: grads.get(i) for i in sorted(selected)}, late, rows, scales)
+    found = _replace(graph.graph, {places[i]: grads.get(i) for i in sorted(selected)}, late, rows)
     graph.graph.eliminate_dead_code()
-    changed = replace(joint, graph=replace(graph), num_inputs=joint.num_inputs + len(given))
-    return _Block(changed, {i: found[places[i]] for i in selected})
+    return _Block(replace(joint, graph=replace(graph)), {i: found[places[i]] for i in selected})
 
 
 def _replace(
@@ -175,10 +158,8 @@ def _replace(
     weights: Mapping[fx.Node, fx.Node | None],
     late: Collection[fx.Node],
     rows: bool,
-    scales: Mapping[fx.Node, fx.Node],
 ) -> dict[fx.Node, ProductUses]:
-    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient; `scales`: of those
-    that are rounded already.
+    """Replaces the products with `weights` in a graph. `late`: the nodes that depend on a gradient.
 
     Equal roundings are merged between two calls of blocks, as these lines become one function: a block chooses its
         saved values, and nothing is saved between two functions.
@@ -187,19 +168,19 @@ def _replace(
     makes = {
         product: weight
         for weight, grad in weights.items()
-        for product in ([] if grad is None else summands(grad))
+        for product in ([] if grad is None else _summands(grad))
         if product in late
     }
     for node in list(graph.nodes):
         run += node.target in (call_block, call_vjp)
-        found = factors(node)
-        weight = next((w for w in (*map(origin, found), makes.get(node)) if w in weights), None) if found else None
+        found = _factors(node)
+        weight = next((w for w in (*map(_origin, found), makes.get(node)) if w in weights), None) if found else None
         if weight is None or late.issuperset(found):
             continue
-        if not fits(node):
-            uses[weight].left.append(dims(found))
+        if not _fits(node):
+            uses[weight].left.append(_dims(found))
             continue
-        made, result = _scaled(graph, node, found, [E5M2 if f in late else E4M3 for f in found], rows, scales)
+        made, result = _scaled(graph, node, found, [E5M2 if f in late else E4M3 for f in found], rows)
         runs.update(dict.fromkeys(made, run))
         if node in late:
             late.add(result)
@@ -214,26 +195,20 @@ def _scaled(
     found: Sequence[fx.Node],
     formats: Sequence[torch.dtype],
     rows: bool,
-    scales: Mapping[fx.Node, fx.Node],
 ) -> tuple[list[fx.Node], fx.Node]:
     """Puts a product in 8 bits in the place of one. Operands with one scale are rounded as they lie, before they are
     viewed as matrices: the views of one tensor share it. Args: as of `_replace`. Returns: the new nodes, and the result
     among them."""
-    roots = [(f, []) if rows else unviewed(f) for f in found]
+    roots = [(f, []) if rows else _unviewed(f) for f in found]
     bias = [node.args[0]] if node.target is aten.addmm.default else []
-    given = {i: scales[n] for i, (n, _) in enumerate(roots) if n in scales}
-    inputs: list[Any] = [*(n for n, _ in roots), *bias, *given.values()]
+    inputs: list[Any] = [*(n for n, _ in roots), *bias]
     batched, out = node.target is aten.bmm.default, node.meta["val"]
     beta: Any = node.kwargs.get("beta", 1)
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         matrices, scales = [], []
-        more = dict(zip(given, xs[len(roots) + len(bias) :], strict=True))
         for i, (x, (_, views), dtype) in enumerate(zip(xs, roots, formats, strict=False)):
-            if i in more:
-                scale = more[i]
-            else:
-                x, scale = quantized(x.squeeze(0) if rows and batched else x, dtype, 1 - i if rows else None)
+            x, scale = quantized(x.squeeze(0) if rows and batched else x, dtype, 1 - i if rows else None)
             for view in views:
                 x = view.target(x, *view.args[1:], **view.kwargs)  # type: ignore[operator]
             matrices.append(x if rows or not batched else x.squeeze(0))
@@ -251,3 +226,58 @@ def _scaled(
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return new, result
+
+
+# --- products in a graph ---
+
+
+def _factors(node: fx.Node) -> tuple[Any, ...]:
+    """The two matrices that a node multiplies; none of any other node. A batch of one is a matrix."""
+    match node.target:
+        case aten.mm.default:
+            return node.args[:2]
+        case aten.addmm.default if node.kwargs.get("alpha", 1) == 1:
+            return node.args[1:3]
+        case aten.bmm.default if node.meta["val"].shape[0] == 1:
+            return node.args[:2]
+    return ()
+
+
+def _dims(matrices: Sequence[fx.Node]) -> tuple[int, int, int]:
+    """The dims of a product of two matrices: the rows of the first, what is summed over, the columns of the second."""
+    a, b = (f.meta["val"].shape for f in matrices)
+    return a[-2], a[-1], b[-1]
+
+
+def _fits(node: fx.Node) -> bool:
+    """Whether a node is a product that can be done in 8 bits."""
+    found = _factors(node)
+    return bool(found) and node.meta["val"].dtype in _DTYPES and not any(n % MULTIPLE for n in _dims(found))
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The node whose elements a node has all of, in another shape, order or dtype."""
+    while node.target in _VIEWS | _COPIES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _unviewed(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The node that a node is a view of all of, and the views, the last one last."""
+    views: list[fx.Node] = []
+    while node.target in _VIEWS:
+        views.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return node, views[::-1]
+
+
+def _summands(grad: fx.Node) -> list[fx.Node]:
+    """The products that add up to a gradient."""
+    found, todo = [], [grad]
+    while todo:
+        node = _origin(todo.pop())
+        if _factors(node):
+            found.append(node)
+        elif node.target is aten.add.Tensor and not node.kwargs:
+            todo += [n for n in node.args if isinstance(n, fx.Node)]
+    return found

@@ -114,13 +114,12 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CallAttrs(Repeated, Guessed, Side):
-    """`scales`: that it makes scales of 8 bits, of shards; `of_sums`: that it reads what the sums of ranks and
+    """`of_sums`: that it reads what the sums of ranks and
     micro-batches add up to, where other lines read this one's own; `weights`: that it makes gradients of parameters,
     which no other block waits for."""
 
     block: BlockCall | None = None
     segment: Segment | None = None
-    scales: bool = False
     of_sums: bool = False
     weights: bool = False
 
@@ -130,10 +129,9 @@ class CallAttrs(Repeated, Guessed, Side):
 
 @dataclass(frozen=True, kw_only=True)
 class CastAttrs(Repeated, Guessed):
-    """`dtype`: of the result; `through`: to 8 bits, the dtype that it goes through."""
+    """`dtype`: of the result."""
 
     dtype: torch.dtype
-    through: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -264,11 +264,6 @@ class Line(Generic[A]):
         return self.block is not None and self.block.part == "backward"
 
     @property
-    def scales(self) -> bool:
-        """Whether it makes scales of 8 bits."""
-        return isinstance(self.attrs, CallAttrs) and self.attrs.scales
-
-    @property
     def of_codes(self) -> bool:
         """Whether it makes or reads the codes in which values travel (passes/compress.py): it belongs to a transfer."""
         return self.by == "compress" and bool(self.fn)

@@ -1,6 +1,5 @@
 """Computes matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is
-laid out as a program: fzero/precision/fp8.py; and on the lines that gather what only such products read:
-fzero/precision/fp8_gather.py.
+laid out as a program: fzero/precision/fp8.py.
 
 What rests, what is communicated as gradients and what everything but these products computes in is as without it.
 """
@@ -94,12 +93,9 @@ def fp8(
             if it reads all of a leaf, through views and casts, and if its three dims are multiples of 16; any other
             product stays as it is.
 
-    Communication: a parameter that rests as a shard, and that nothing but such products reads, is gathered in 8 bits:
-        (N-1)/N bytes an element and gather instead of 2 or 4. For its scale, which is that of the whole, one all_reduce
-        for all leaves, once a step: 2 (N-1)/N x 4 bytes a leaf. So with scales="tensor", and where nothing is
-        offloaded. The scale of anything else is that of what one rank multiplies in one micro-batch.
-    Memory: gathered parameters a byte an element, where they travel so. What blocks keep for their backward may be kept
-        in 8 bits.
+    Communication: as without it; parameters are gathered in the dtype of `mixed_precision` and rounded after that. The
+        scale of an activation or a gradient is that of what one rank multiplies in one micro-batch.
+    Memory: what blocks keep for their backward may be kept in 8 bits.
 
     Raises:
         FzeroValueError: unknown `scales`; from `compile`, a device without such products, unless it is a CPU, which

@@ -24,10 +24,8 @@ from fzero.build.build import build
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.operators import scaled_matmul
 from fzero.operators.scaled_matmul import E4M3, E5M2, quantized, scale_of, scaled_mm
-from fzero.passes import pipeline
 from fzero.plan.cost import cost_of, model_flops
 from fzero.program.ir import Function
-from fzero.program.ops import transfer_bytes
 from fzero.trace.record import record
 
 WIDTH, TOKENS, BATCH = 32, 16, 4
@@ -409,125 +407,6 @@ def test_check_equivalent():
     step = fz.remat(fz.fp8(fz.train_step(LOSS, optim.sgd(LR))), "full")
     report = fz.testing.check_equivalent(step, init, batches()[0], fz.make_mesh(data=1), backend="eager")
     assert "multiplied in float8_e5m2" in str(report) and report.exact is not None and report.exact.equivalent
-
-
-# parameters that travel in 8 bits
-
-
-def used_twice(params, batch):
-    """One leaf is read by something else besides, another is no matrix, a third is a part of a product."""
-    x = torch.tanh(batch["x"] @ params["only"]) @ params["read"]
-    for p in params["layers"]:
-        x = block(p, x)
-    return (x @ params["part"][:, :16] - batch["y"]).float().square().mean() + params["read"].square().mean().float()
-
-
-def used_twice_init(key: torch.Tensor) -> Any:
-    made = init(key)
-    made |= {
-        "only": made["table"].T.reshape(16, WIDTH).contiguous(),
-        "read": torch.eye(WIDTH),
-        "part": torch.ones(WIDTH, 24) / 16,
-    }
-    del made["table"]
-    return made
-
-
-def gathered(lowered: Any) -> dict[str, torch.dtype]:
-    """The dtypes in which leaves travel."""
-    values, out = lowered.program.values(), {}
-    sources = {v.name: line.args[0] for line, _ in lowered.program.walk() if line.op == "cast" for v in line.out}
-    for line, _ in lowered.program.walk():
-        for a in line.args if line.op == "all_gather_start" else ():
-            out.setdefault(sources.get(a, a), set()).add(values[a].dtype)
-    return {path: dtype for path, (dtype,) in out.items()}
-
-
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_what_only_products_read_travels_in_8_bits(compute):
-    step = fz.compose(fz.shard_params(), fz.mixed_precision(compute), fz.fp8())(
-        fz.train_step(used_twice, optim.sgd(LR))
-    )
-    found = gathered(fz.lower(step, fz.AbstractMesh(data=2), used_twice_init, models.meta_part(batches()[0], 2)))
-    whole = {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
-    matrices = {"params['only']", *(f"params['layers'][{i}]['{name}']" for i in range(3) for name in ("up", "down"))}
-    assert found == {path: E4M3 if path in matrices else whole for path in found} and matrices < found.keys()
-    assert not {E4M3} & {
-        *gathered(
-            fz.lower(fz.fp8(fz.shard_params(fz.train_step(used_twice, optim.sgd(LR))), scales="row"), *LOWERED)
-        ).values()
-    }
-
-
-LOWERED = (fz.AbstractMesh(data=2), used_twice_init, models.meta_part(batches()[0], 2))
-
-
-def test_equal_blocks_share_what_makes_their_scales():
-    step = fz.compose(fz.shard_params(), fz.fp8())(fz.train_step(used_twice, optim.sgd(LR)))
-    program = fz.lower(step, *LOWERED).program
-    calls = [line for line in program.lines if line.scales]
-    assert sorted(len(line.args) for line in calls) == [1, 2, 2, 2] and len({line.fn for line in calls}) == 2
-    assert len([line for line in program.lines if line.op == "all_reduce_start" and line.by == "fp8"]) == 1
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_bytes_gathered_and_reduced(num_ranks):
-    """A byte an element and gather, those of layers but the last twice; scales once a step, 4 bytes each, two ways."""
-    program = fz.lower(
-        fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.fp8(), fz.accumulate(2))(
-            fz.train_step(LOSS, optim.sgd(LR))
-        ),
-        fz.AbstractMesh(data=num_ranks),
-        init,
-        models.meta_part(batches()[0], num_ranks)
-        if num_ranks == 2
-        else {k: torch.empty(2, TOKENS, 16, device="meta") for k in "xy"},
-    ).program
-    values = program.values()
-    sent = {
-        op: sum(n * transfer_bytes(x, values, program.mesh) for x, n in program.walk() if x.op == op and x.by == by)
-        for op, by in SENT
-    }
-    matrices, biases, table = 2 * WIDTH * 48, 2 * 48, 16 * WIDTH
-    share = (num_ranks - 1) / num_ranks
-    assert sent["all_gather_start"] == share * 2 * (2 * 3 * (matrices + biases) + 2 * table), (
-        "each micro-batch: layers twice, the table twice"
-    )
-    assert sent["all_reduce_start"] == 2 * 4 * 7 * (num_ranks - 1) // num_ranks
-
-
-SENT = [("all_gather_start", "shard_params"), ("all_reduce_start", "fp8")]
-
-
-def on_ranks_gathered(compute: str) -> list[Any]:
-    """Trained with parameters that travel in 8 bits, and with all of them read by something else besides, so that none
-    does; and so that a block's are cast in one line, as on a GPU."""
-    mesh, out = fz.make_mesh(data=-1), []
-    for loss in (LOSS, read_besides):
-        for backend in ("eager",):
-            out.append(
-                trained(fz.shard_params(), fz.mixed_precision(compute), fz.fp8(), loss=loss, mesh=mesh, backend=backend)
-            )
-    several, cast_all = [], scaled_matmul.cast_all
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.batch, "launches", lambda program: True)
-        patch.setattr(scaled_matmul, "cast_all", lambda xs, *args: (several.append(len(xs)), cast_all(xs, *args)))
-        out.append(trained(fz.shard_params(), fz.mixed_precision(compute), fz.fp8(), mesh=mesh))
-    assert several and max(several) > 1
-    return out
-
-
-def read_besides(params, batch):
-    nothing = sum((x * 0).sum() for x in fz.tree.leaves(params) if x.ndim == 2)
-    return LOSS(params, batch) + nothing.float()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_the_bits_are_those_of_whole_parameters(run_ranks, compute):
-    ranks = run_ranks(2, on_ranks_gathered, compute)
-    for travelled, whole, in_one_line in ranks:
-        assert same(travelled, whole) and same(travelled, ranks[0][0]) and same(travelled, in_one_line)
 
 
 # what it costs

@@ -12,7 +12,6 @@ import torch
 from fzero import compat
 from fzero.boxes import Dim
 from fzero.mesh import AbstractMesh
-from fzero.operators import scaled_matmul
 from fzero.program.attrs import (
     BufferAttrs,
     CallAttrs,
@@ -119,8 +118,7 @@ class Call(Op[CallAttrs]):
 
 
 class Cast(Op[CastAttrs]):
-    """Another dtype, or a copy in the same, of one value or of several. To 8 bits it reads a scale for each, behind all
-    of them, and goes `through` a dtype (fzero/operators/scaled_matmul.py)."""
+    """Another dtype, or a copy in the same, of one value or of several."""
 
     name = "cast"
     attrs = CastAttrs
@@ -132,78 +130,47 @@ class Cast(Op[CastAttrs]):
     batched = True
 
     def check(self, line: Line[CastAttrs], args: list[Value], rules: Rules) -> None:
-        num = len(line.out)
-        sources, scales = args[:num], args[num:]
-        if not num or len(sources) != num or len(scales) != num * (line.attrs.through is not None):
-            rules.bad(line, f"casts {len(args)} values to {num}")
+        if not args or len(args) != len(line.out):
+            rules.bad(line, f"casts {len(args)} values to {len(line.out)}")
             return
-        for source, out in zip(sources, line.out, strict=True):
+        for source, out in zip(args, line.out, strict=True):
             here, there = source.placement, out.placement
             # each rank's own, to be summed: along more axes than it is a summand already
             more = {*here.partial} < {*there.partial} and (here.by == there.by or not here.partial)
             summand = more and here.kind != "shard"
             if out.dtype != line.attrs.dtype or out.shape != source.shape or not (here == there or summand):
                 rules.bad(line, f"{source} becomes {out}")
-            if source.dtype != sources[0].dtype:
-                rules.bad(line, f"casts {sources[0]} and {source} at once")
-        for scale in scales:
-            if (scale.shape, scale.dtype, scale.placement) != ((), torch.float32, WHOLE):
-                rules.bad(line, f"casts by {scale}")
+            if source.dtype != args[0].dtype:
+                rules.bad(line, f"casts {args[0]} and {source} at once")
 
     def touched(self, line: Line[CastAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
-        sources = line.args[: len(line.out)]
-        return sum(local_bytes(values[a], mesh) for a in sources) + sum(local_bytes(v, mesh) for v in line.out)
-
-    def inside(self, line: Line[CastAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        through = line.attrs.through  # values rounded to 8 bits, in the dtype that they go through and in float32
-        if through is None:
-            return 0
-        each = 4 + (through != values[line.args[0]].dtype) * through.itemsize
-        return sum(local_bytes(v, mesh) for v in line.out) * each
+        return sum(local_bytes(values[a], mesh) for a in line.args) + sum(local_bytes(v, mesh) for v in line.out)
 
     def text(self, line: Line[CastAttrs], program: Program) -> Text:
-        through, dtype = line.attrs.through, repr(dtype_name(line.attrs.dtype))
-        num = len(line.out)
-        source, *scale = (
-            names[0] if num == 1 else f"[{', '.join(names)}]" for names in (line.args[:num], line.args[num:]) if names
-        )
-        scale += [f"through={dtype_name(through)!r}"] if through is not None else []
-        return Text(f"{called(line)}({', '.join([source, dtype, *scale, *into(line, program)])})")
+        source = line.args[0] if len(line.args) == 1 else f"[{', '.join(line.args)}]"
+        return Text(f"{called(line)}({', '.join([source, repr(dtype_name(line.attrs.dtype)), *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.tiers.settled(_cast, lambda *args: args[-1])
 
     def means(self, line: Line[CastAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
-        if line.attrs.through is not None:
-            num = len(line.out)
-            return [scaled_matmul.cast(x, s, line.attrs.through) for x, s in zip(args[:num], args[num:], strict=True)]
         return [x.to(line.attrs.dtype, copy=True) for x in args]
 
     def stands(self, line: Line[CastAttrs], of: Standing, micro: int, turn: int) -> None:
-        for value, source in zip(line.out, line.args, strict=False):
-            of.made([value], micro, source if line.attrs.through is None else None)
+        for value, source in zip(line.out, line.args, strict=True):
+            of.made([value], micro, source)
 
 
 def _cast(
     x: torch.Tensor | Sequence[torch.Tensor],
     dtype: str,
-    scale: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    through: str = "",
     into: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor | Sequence[torch.Tensor]:
-    """A copy in another dtype, or in its own: a result must not alias the state. With a scale to 8 bits, from the dtype
-    that it is computed in otherwise."""
+    """A copy in another dtype, or in its own: a result must not alias the state."""
     if not isinstance(x, torch.Tensor):
-        to = getattr(torch, dtype)
-        out = [torch.empty_like(one, dtype=to) for one in x] if into is None else into
-        if scale is None:
-            compat.copy_alike(out, x)
-        else:
-            assert isinstance(scale, Sequence)
-            scaled_matmul.cast_all(x, scale, getattr(torch, through), out)
+        out = [torch.empty_like(one, dtype=getattr(torch, dtype)) for one in x] if into is None else into
+        compat.copy_alike(out, x)
         return out
-    assert not isinstance(scale, Sequence)
-    x = x if scale is None else scaled_matmul.cast(x, scale, getattr(torch, through))
     return x.to(getattr(torch, dtype), copy=True) if into is None else into[0].copy_(x)
 
 
