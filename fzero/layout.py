@@ -90,7 +90,7 @@ class DiskFiles(Protocol):
 @dataclass(frozen=True, eq=False)
 class Extent:
     """The place of a leaf on disk: bytes `offset` to `offset + nbytes` of a rank's scratch files. `spare` is where the
-    next value can be written before it counts (fzero/passes/speculate.py)."""
+    next value can be written before it counts."""
 
     files: DiskFiles
     offset: int

@@ -1,7 +1,7 @@
 """Runs copies between the tiers of a rank, as the lines of a program start them and wait for them.
 
-What is written to disk on a guess goes to the spare extents of its leaves. If the guess was right these and the others
-change places.
+A leaf's next value may be written aside, to its spare extent, while the old one still counts. When the next one does,
+the two extents change places.
 
 A disk that fails in the middle of a step does not stop it there: the other ranks would wait for transfers that never
 come. The step goes on with what the buffers hold and fails at its end, on every rank, with the same error.
@@ -48,9 +48,7 @@ class TierTransport:
     def __init__(self, mesh: Mesh, disk: bool):
         self._mesh, self._disk, self._copies = mesh, disk, copies(mesh)
         self._failed: TierError | None = None
-        self.guessing = False  # in this step
-        self._right = False  # whether the last step's guesses were, or would have been
-        self._guessed: list[torch.Tensor] = []  # leaves whose spare extents have been written since the step began
+        self.nothing = TierCopy(lambda: None, ())  # a copy that is left out
         self._on_disk: list[Callable[[], None]] = []  # waits for what was started since then
 
     def to_host_start(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> TierCopy:
@@ -61,10 +59,8 @@ class TierTransport:
         copy = self._copies.to_device_start(sources, _shaped(into, sources))
         return TierCopy(copy.wait, sources)
 
-    def begin(self, guesses: bool) -> None:
-        """Called before a step runs, with whether it may guess: every leaf that it would write so has a spare
-        extent."""
-        self.guessing, self._guessed = guesses and self._right, []
+    def begin(self) -> None:
+        """Called before a step runs."""
         self._failed, self._on_disk = None, []
 
     def abandon(self) -> None:
@@ -74,29 +70,16 @@ class TierTransport:
             self._kept(wait)
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
-        self.begin(False)
+        self.begin()
 
-    def guess(self, function: Callable[..., object]) -> Callable[..., object]:
-        """A function that is carried out on a guess, or not at all if this step does not guess."""
-        return function if self.guessing else _nothing
-
-    def redo(self, scalars: Sequence[torch.Tensor], guesses: Sequence[torch.Tensor]) -> bool:
-        """Whether what was done on these guesses must be done again. If not, what was written on them counts from here
-        on. The next step guesses if these were right."""
-        self._right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, guesses, strict=True))
-        counts = self._right and self.guessing
-        for leaf in self._guessed if counts else ():
+    def take_spare(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Makes what was written aside of these leaves their value."""
+        for leaf in leaves:
             old = _extent(leaf)
             assert old.spare is not None
             set_extent(leaf, replace(old.spare, spare=replace(old, spare=None)))
-        self._guessed = []
-        return not counts
 
-    def disk_read_start(
-        self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False
-    ) -> TierCopy:
-        if guess and not self.guessing:
-            return _NOTHING
+    def disk_read_start(self, leaves: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> TierCopy:
         self._copies.settle(into)
         extents = [_extent(x) for x in leaves]
         transfer = extents[0].files.read([(e.offset, _sectors(flat)) for e, flat in zip(extents, into, strict=True)])
@@ -104,13 +87,10 @@ class TierTransport:
         return TierCopy(lambda: self._kept(transfer.wait), into)
 
     def disk_write_start(
-        self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False
+        self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], aside: bool = False
     ) -> TierCopy:
-        if guess and not self.guessing:
-            return _NOTHING
         extents = [_extent(x) for x in into]
-        if guess:
-            self._guessed += into
+        if aside:
             extents = [e.spare for e in extents if e.spare is not None]
         runs = [(e.offset, _sectors(x) if _lies_well(x) else _copied(x)) for e, x in zip(extents, values, strict=True)]
         transfer = extents[0].files.write(runs)
@@ -156,18 +136,6 @@ class TierTransport:
             wait()
         except TierError as error:
             self._failed = self._failed or error
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
-
-
-_NOTHING = TierCopy(_nothing, ())
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """A scalar's bytes: two that are no numbers may be equal, zeros of two signs are not."""
-    return x.reshape(-1).view(torch.uint8)
 
 
 def _shaped(into: Sequence[torch.Tensor] | None, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:

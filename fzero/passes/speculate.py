@@ -23,7 +23,7 @@ from dataclasses import replace
 from fzero.program.attrs import TurnsAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.names import Names
-from fzero.program.ops import COPIES, DISK, OPS, STARTS, from_to
+from fzero.program.ops import OPS, STARTS
 
 TIERS = (("disk",), ("disk", "host"))
 """The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
@@ -46,16 +46,6 @@ def speculate(program: Program, tiers: Sequence[str]) -> Program:
 def num_guessable(program: Program, tiers: Sequence[str]) -> int:
     """The number of updates that `guess` would speculate on."""
     return len(_Guess(program, tiers).updates)
-
-
-def guessed_leaves(program: Program) -> list[str]:
-    """The leaves on disk that a program writes on a guess, in the order of its lines: each has two extents."""
-    return [
-        w
-        for line, _ in program.walk()
-        if line.guess and line.op in COPIES and from_to(line)[1] == DISK
-        for w in line.writes
-    ]
 
 
 class _Guess:

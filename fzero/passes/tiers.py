@@ -22,6 +22,7 @@ from fzero.passes.off_device import known_last, no_gradients, saved_activations,
 from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs
 from fzero.program.ir import Function, Line, Program, Value, moving, repeats, resting
 from fzero.program.names import Names, identifier
+from fzero.program.ops import OPS
 from fzero.transforms.offload import Offload
 
 
@@ -133,10 +134,10 @@ class _TierRewrite:
         return [*lines, *sums, *self._rest(line)]
 
     def _with_body(self, line: Line) -> list[Line]:
-        """A loop, or a redo, with the lines in it."""
+        """A line with the lines in it."""
         before = self._written()
         outside = {name: dict(tiers) for name, tiers in self.lies.items()}
-        if line.op == "redo":  # which reads leaves as they were
+        if OPS[line.op].reads_old:
             self.lies, self.recent = (
                 {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves},
                 [],

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fzero.layout import padded
-from fzero.passes.speculate import guessed_leaves
 from fzero.program.aliases import Aliases
 from fzero.program.attrs import BufferAttrs, SendAttrs
 from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes
-from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns
+from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns, written_aside
 from fzero.program.show import last_reads
 
 ROLES: tuple[str, ...] = (
@@ -73,9 +72,9 @@ def resting_bytes(program: Program, tier: str = "device") -> int:
 
 def disk_bytes(program: Program) -> int:
     """Bytes of each rank's scratch files: its leaves on disk, each from its beginning to that of the next; twice those
-    that are written on a guess."""
+    whose next value is written beside the old one."""
     on_disk = [leaf for leaf in program.leaves.values() if leaf.layout.tier == "disk"] + [
-        program.leaves[n] for n in guessed_leaves(program)
+        program.leaves[n] for n in written_aside(program)
     ]
     return sum(padded(leaf.shard_bytes(program.mesh)) for leaf in on_disk)
 

@@ -157,7 +157,7 @@ class _Simulation:
     def one(self, line: Line, number: int, turn: int) -> None:
         if line.op == "loop":
             self._loop(line, number)
-        elif line.op != "redo":
+        elif line.count:  # else the plan counts it as not carried out
             self._line(line, number, turn)
 
     def _lines(self, lines: Sequence[Line], number: int, turn: int) -> None:

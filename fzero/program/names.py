@@ -16,7 +16,8 @@ RESERVED = frozenset(
     {
         *keyword.kwlist,
         *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
-        *("pool", "apart", "guess", "wards"),
+        *("pool", "apart", "wards"),
+        *(word for row in OPS.values() for word in row.words),
     }
 )
 """Names that the text of a program has already, beside those of its ops: keywords, its arguments, its primitives."""

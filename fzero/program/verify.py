@@ -6,9 +6,8 @@ differ between ranks is not whole. A gather takes shards, a reduction summands, 
 What is written is a leaf of the state (or its shard), once, while no transfer under way reads it, and nothing reads the
 old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten. A line
 reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is
-written is stored. What is written on a guess is written, from its old value, by the redo that follows, and by nothing
-else; what it waits for has arrived by then. Every leaf that the step assigns is written. The only other written leaves
-are compute copies and waiting gradients, which are read only after they are written.
+written is stored. Every leaf that the step assigns is written. The only other written leaves are compute copies and
+waiting gradients, which are read only after they are written.
 
 Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/program/ops does
 not list is a violation, and so is an axis that the mesh does not have. The row of an op has its rule.
@@ -25,7 +24,7 @@ from fzero.errors import VerifyError
 from fzero.layout import cut_over
 from fzero.program.attrs import AssignAttrs
 from fzero.program.ir import WHOLE, Line, Placement, Program, Value
-from fzero.program.ops import COLLECTIVES, OPS, OWNERS, STARTS, Copy, Op, Start, compared, misformed
+from fzero.program.ops import OPS, OWNERS, STARTS, Copy, Op, Start, misformed
 
 BUG = "this is a bug in fzero: please report it with the program"
 """The fix of a violation that a pass of this package made."""
@@ -39,7 +38,7 @@ def verify(program: Program) -> Program:
     """
     checker = _Checker(program)
     checker.lines(program.lines, {v.name: v for v in program.inputs})
-    checker.guesses()
+    checker.problems += [text for row in OPS.values() for text in row.check_program(program)]
     checker.outputs()
     refuse(program, checker.problems)
     return program
@@ -64,8 +63,6 @@ class _Checker:
         self.written: set[str] = set()
         self.carried: set[str] = set()  # copies made of what was written
         self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
-        self.guessed: set[str] = set()  # leaves that were written on a guess
-        self.settled: set[str] = set()  # the ones that a redo writes again
         self.device_only: set[str] = set()  # values in host memory for which the device alone has waited
         self.turns = 1  # of the loop that lines are in
         batch = (v for v in program.inputs if v.name not in program.leaves)
@@ -87,8 +84,6 @@ class _Checker:
                 self.turns = turns
                 inner, self.known = self.known, outside
                 self.known.update((v.name, inner[v.name]) for x in line.body if _row(x).outlives for v in x.out)
-            if line.op == "redo":
-                self.settled = self.guessed & self.written
             for value in line.out:
                 if value.name in self.known:
                     self.bad(line, f"{value.name} is made twice")
@@ -98,7 +93,6 @@ class _Checker:
             if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
                 self.overwritten -= {*line.writes}
                 continue
-            self.guessed |= {w for w in line.writes if line.guess and w in self.program.leaves}
             for name in line.writes:
                 if name not in self.known:
                     self.bad(line, f"writes {name}, which does not exist")
@@ -128,35 +122,6 @@ class _Checker:
         if self.root(name) in self.overwritten and not _row(line).reads_new(line, name, self.aliases):
             return "has been overwritten"
         return None
-
-    def settle(self, line: Line) -> None:
-        """Checks what a redo may read and write: leaves that were written on a guess are as they were if they rest on
-        disk; others are put back, by the lines that are placed with the copies between tiers. Until then every leaf is
-        taken to be on the device."""
-        on_disk = {w for w in self.guessed if self.program.leaves[w].layout.tier == "disk"}
-        # copies in the compute dtype are written and never read by an update
-        computed = {w for w in self.guessed if self.program.leaves[w].role == "compute"}
-        placed = all(self.known[name].tier == leaf.layout.tier for name, leaf in self.program.leaves.items())
-        self.overwritten -= on_disk | computed if placed else self.guessed
-        self.written -= self.guessed
-        for handle in (h for h, start in self.started.items() if start.guess):
-            self.bad(line, f"{handle}, on a guess, is still under way")
-        for scalar, assumed in zip(*compared(line), strict=True):
-            one, other = self.known.get(scalar), self.known.get(assumed)
-            if (
-                one is None
-                or other is None
-                or (one.shape, one.dtype, one.placement, other.placement) != (other.shape, other.dtype, WHOLE, WHOLE)
-            ):
-                self.bad(line, f"compares {one} with {other}")
-        for x in line.body:
-            if x.op in COLLECTIVES:
-                self.bad(x, "ranks exchange something in what may not be carried out")
-
-    def guesses(self) -> None:
-        self.problems += [
-            f"{name} was written on a guess, and is not written again" for name in sorted(self.guessed - self.settled)
-        ]
 
     def outputs(self) -> None:
         for name in self.program.outputs:

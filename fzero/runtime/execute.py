@@ -18,7 +18,7 @@ from fzero.comm.transport import transport
 from fzero.layout import Layout, Leaf
 from fzero.mesh import Mesh
 from fzero.program.ir import Function, Program
-from fzero.program.ops import COPIES, DISK, OPS, batch_axes_of, from_to, sends_of
+from fzero.program.ops import COPIES, DISK, OPS, Attempt, batch_axes_of, from_to, sends_of
 from fzero.program.show import name_of, source
 from fzero.ranks import agreement
 from fzero.runtime.graphs import Replayed, graphs_of, obstacles
@@ -52,10 +52,9 @@ def executable(
         **{
             name: _on_host(f, program.functions[name], tiers) if name in on_host else f for name, f in functions.items()
         },
-        **{name: runs for name, row in OPS.items() if (runs := row.runs(running)) is not None},
+        **{name: named for row in OPS.values() for name, named in row.names(running).items()},
         "pool": places,
         "apart": places,
-        "guess": tiers.guess,
         "wards": sends_of(program),
     }
     run = compiled(text, f"program {program.name}", namespace, name_of(program))
@@ -65,12 +64,13 @@ def executable(
     called = run if replayed is None else replayed
     owner = "step" if name_of(program) == "train" else "eval_step"
 
-    def whole_run(*trees: Any, guesses: bool = False) -> tuple[Any, ...]:
+    def whole_run(*trees: Any, aside: bool = False) -> tuple[Any, ...]:
         if replayed is not None:
             replayed.prepare(*trees)
         with agreement.unbroken(mesh), indices_explained(owner, trees[-1]):
             carrier.begin(memory)
-            tiers.begin(guesses)
+            tiers.begin()
+            running.attempt.begin(aside)
             try:
                 outputs = called(*trees)
             except BaseException:
@@ -84,7 +84,7 @@ def executable(
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)
 
     whole_run.namespace = namespace  # type: ignore[attr-defined]  # whose functions observe.py acts around
-    whole_run.guessing = lambda: tiers.guessing  # type: ignore[attr-defined]  # whether the step that runs does
+    whole_run.skips = running.attempt.skips  # type: ignore[attr-defined]  # lines that the step which runs leaves out
     whole_run.replayed = replayed  # type: ignore[attr-defined]  # a GPU's, if its runs can be captured
     return whole_run
 
@@ -99,6 +99,7 @@ class _Running:
 
     def __init__(self, mesh: Mesh, carrier: Any, tiers: TierTransport, batch_axes: tuple[str, ...]):
         self.mesh, self.carrier, self.tiers, self.batch_axes = mesh, carrier, tiers, batch_axes
+        self.attempt = Attempt(tiers)
         self._parts: dict[Any, tuple[Boxes, int]] = {}
 
     def part_of(

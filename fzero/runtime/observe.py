@@ -9,7 +9,7 @@ from typing import Any
 
 from fzero.measure.profile import LinePlace
 from fzero.program.ir import Line, Program
-from fzero.program.ops import is_skipped
+from fzero.program.ops import OPS
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def observe(
     """Observes the one run of an executable in the body: `before(place, args)` is called before each line but loops,
     and `after(place, noted, args, result)` after it, with what `before` returned."""
     namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
-    following = Follower(program, run.guessing)  # type: ignore[attr-defined]
+    following = Follower(program, run.skips)  # type: ignore[attr-defined]
 
     def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[LinePlace, Any]:
         place = following.called(name)
@@ -62,12 +62,11 @@ def observed(
 
 
 class Follower:
-    """Follows the lines of a running program, as its functions and transfers are called one after the other. What is
-    skipped if the step does not guess, as `guessing` says while it runs, is not called then; what a redo is to do again
-    is, if it says so."""
+    """Follows the lines of a running program, as its functions and transfers are called one after the other. `skips`
+    says, while the program runs, of a line whether it is not called."""
 
-    def __init__(self, program: Program, guessing: Callable[[], bool]):
-        self._guessing, self._again = guessing, False
+    def __init__(self, program: Program, skips: Callable[[Line], bool]):
+        self._skips, self._result = skips, None
         self._coming = self._visit(program.lines, 0, 0)
 
     def called(self, name: str) -> LinePlace:
@@ -80,14 +79,13 @@ class Follower:
 
     def returned(self, place: LinePlace, result: Any) -> None:
         """Notes the result of that call."""
-        self._again = place[0].op == "redo" and result is True
+        self._result = result
 
     def _visit(self, lines: Sequence[Line], number: int, turn: int) -> Iterator[LinePlace]:
         for line in lines:
-            for inner in range(line.count if line.op == "loop" else 0):
-                yield from self._visit(line.body, number + 1, inner)
-            if line.op != "loop" and (self._guessing() or not is_skipped(line)):
+            is_loop = line.op == "loop"
+            if not is_loop and not self._skips(line):
                 yield line, number, turn
-            if line.op == "redo" and self._again:
-                yield from self._visit(line.body, number + 1, turn)
+            for inner in range(OPS[line.op].turns_run(line, self._result)):
+                yield from self._visit(line.body, number + 1, inner if is_loop else turn)
             number += sum(1 for _ in line.with_body())

@@ -41,10 +41,10 @@ from fzero.lowering.lowered import Lowered
 from fzero.lowering.slots import slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh
-from fzero.passes.speculate import guessed_leaves
 from fzero.plan.devices import get_device
 from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
+from fzero.program.ops import written_aside
 from fzero.ranks import agreement
 from fzero.runtime import formats
 from fzero.runtime.compiled import Compiled, alone
@@ -128,8 +128,8 @@ class CompiledStep(Compiled):
         # the formats of `compress("auto")`; None until the first program of a state that records none is lowered
         self._wire: Formats | None = ()
         self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
-        # the last trees and a program, and the answer of `_may_guess`
-        self._guesses: tuple[Any, Any, bool] = (None, None, False)
+        # the last trees and a program, and the answer of `_has_spare`
+        self._spare: tuple[Any, Any, bool] = (None, None, False)
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
 
     @property
@@ -378,7 +378,7 @@ class CompiledStep(Compiled):
     def _places(self, params: Inputs, opt_state: Inputs, owner: str) -> dict[str, torch.Tensor]:
         """Places in a new state for the leaves off the device."""
         self._last.let_go()  # a state that nobody else holds any more makes room for the new one
-        self._guesses = (None, None, False)
+        self._spare = (None, None, False)
         return storage.reserve(self.resolved, self.mesh, self.limits, params, opt_state, owner)
 
     @alone("restore", "read")
@@ -504,11 +504,11 @@ class CompiledStep(Compiled):
             state = self._in_stages(state, batch)
         lowered, run = self._built(state, batch, flat, structure)
         batch = tree.unflatten(structure, self._on_device(batch, flat, self._last.storages))
-        guesses = self._may_guess(state)
+        aside = self._has_spare(state)
         trees = state.step, state.params, state.opt_state, state.key, state.extras
         try:
             with torch.no_grad():
-                outputs = run(*trees, batch, guesses=guesses)
+                outputs = run(*trees, batch, aside=aside)
         except NotCaptured:
             raise
         except BaseException as error:
@@ -644,22 +644,21 @@ class CompiledStep(Compiled):
         self._wire = tuple({x.axis: x for x in (*(self._wire or ()), *lowered.choice.wire)}.values())
         return self._safer.explained(lowered, self.resolved, params), built
 
-    def _may_guess(self, state: State) -> bool:
-        """Whether the program's guesses can be made: all that it would write so on disk has a second place there. Seen
-        to when it first runs with a state."""
-        if self._guesses[0] is not self._last.trees or self._guesses[1] is not self.program:
-            guessed = guessed_leaves(self.program)
+    def _has_spare(self, state: State) -> bool:
+        """Whether all that the program writes aside on disk has a second place there. Seen to when it first runs with a
+        state."""
+        if self._spare[0] is not self._last.trees or self._spare[1] is not self.program:
             leaves = {
                 leaf_of(x)[0].path: x  # type: ignore[index]
                 for x in tree.leaves((state.params, state.opt_state, state.extras))
                 if leaf_of(x) is not None
             }
-            self._guesses = (
+            self._spare = (
                 self._last.trees,
                 self.program,
-                storage.spare([leaves[self.program.leaves[n].path] for n in guessed], self.mesh),
+                storage.spare([leaves[self.program.leaves[n].path] for n in written_aside(self.program)], self.mesh),
             )
-        return self._guesses[2]
+        return self._spare[2]
 
     @plain_numbers
     def profile(self, state: State, batch: Any, steps: int = 3) -> tuple[State, list[Event]]:

@@ -15,7 +15,7 @@ import torch
 
 from fzero.measure.profile import LinePlace
 from fzero.program.ir import Line, Program
-from fzero.program.ops import OPS, STARTS
+from fzero.program.ops import OPS, STARTS, is_superseded
 from fzero.runtime.observe import observe
 
 
@@ -34,7 +34,7 @@ class RanLine:
 @contextmanager
 def recording(run: Callable[..., Any], program: Program) -> Iterator[list[RanLine]]:
     """Records each line of the one run of an executable in the body, in the order in which they run; of what was done
-    on a guess and again only the latter."""
+    twice only the second time."""
     ran: list[RanLine] = []
     again = False
 
@@ -73,8 +73,8 @@ def recording(run: Callable[..., Any], program: Program) -> Iterator[list[RanLin
             yield ran
     finally:
         if again:
-            started = {x.line.out[0].name for x in ran if x.line.guess and x.line.op in STARTS}
-            ran[:] = [x for x in ran if not x.line.guess and not (OPS[x.line.op].waits and x.line.args[0] in started)]
+            in_vain = is_superseded([x.line for x in ran])
+            ran[:] = [x for x in ran if not in_vain(x.line)]
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

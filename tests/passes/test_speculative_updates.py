@@ -17,10 +17,10 @@ from offloads import BOTH, same
 
 import fzero as fz
 from fzero import optim, tree
-from fzero.comm.tiers import TierTransport
 from fzero.errors import FzeroValueError, VerifyError
 from fzero.layout import extent_of
 from fzero.lowering.search import Search
+from fzero.program.ops import Attempt
 from fzero.program.verify import verify
 from fzero.program.verify_pool import check
 
@@ -148,8 +148,8 @@ def test_on_the_host_with_room_for_copies(
     tmp_path: Path, name: str, unified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redone: list[bool] = []
-    redo = TierTransport.redo
-    monkeypatch.setattr(TierTransport, "redo", lambda *args: redone.append(redo(*args)) or redone[-1])
+    redo = Attempt.redo
+    monkeypatch.setattr(Attempt, "redo", lambda *args: redone.append(redo(*args)) or redone[-1])
     offloaded = ON_HOST[name](tmp_path)
     plain = [t for t in offloaded if "offload" not in str(t(fz.train_step(loss, clipped())).transforms[-1])]
     plain = [fz.accumulate(2)] if name == "vertical" else plain

@@ -12,12 +12,14 @@ from fzero.errors import FzeroTypeError
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import Attrs, HandAttrs, SendAttrs, required
 from fzero.program.ir import Line, Program, Value
-from fzero.program.ops import control, parts, transfers, values
+from fzero.program.ops import control, parts, redo, transfers, values
 from fzero.program.ops.base import ANY, Op, Text, micro_of
-from fzero.program.ops.control import compared
+from fzero.program.ops.redo import Attempt, is_superseded, written_aside
 from fzero.program.ops.transfers import DISK, STARTS, Copy, Start
 
-OPS: dict[str, Op[Any]] = {row.name: row for row in (*values.ROWS, *parts.ROWS, *transfers.ROWS, *control.ROWS)}
+OPS: dict[str, Op[Any]] = {
+    row.name: row for row in (*values.ROWS, *parts.ROWS, *transfers.ROWS, *control.ROWS, *redo.ROWS)
+}
 OWNERS: dict[str, str] = {}
 """By op the name of the transform that brings it (`bring`); ops of the package are left out."""
 
@@ -69,14 +71,9 @@ def unsaid(op: str) -> Attrs:
     return Attrs() if row is None or required(row.attrs) else row.attrs()
 
 
-def is_skipped(line: Line) -> bool:
-    """Whether a line is not carried out at all if the step does not guess."""
-    return line.guess and OPS[line.op].skipped
-
-
 def turns(line: Line) -> int:
     """The number of times to go through a line's body to see all its effects: two turns of a loop, because one leaves
-    values to the next; a redo once."""
+    values to the next."""
     return OPS[line.op].turns(line) if line.body else 0
 
 
@@ -132,16 +129,16 @@ __all__ = [
     "OWNERS",
     "STARTS",
     "TRANSFERS",
+    "Attempt",
     "Copy",
     "Op",
     "Start",
     "Text",
     "batch_axes_of",
     "bring",
-    "compared",
     "from_to",
     "handed",
-    "is_skipped",
+    "is_superseded",
     "micro_of",
     "misformed",
     "sends_of",
@@ -149,4 +146,5 @@ __all__ = [
     "transfer_bytes",
     "turns",
     "unsaid",
+    "written_aside",
 ]

@@ -39,7 +39,7 @@ _WORDS = {
         "",
     },
 }
-_FLAGS = ("in_text", "body", "waits", "settles", "skipped")
+_FLAGS = ("in_text", "body", "reads_old", "waits", "settles", "skipped")
 _FLAGS += ("in_place", "outlives", "makes_own", "overwrites", "batched")
 
 A = TypeVar("A", bound=Attrs, default=Attrs)
@@ -71,7 +71,6 @@ class Rules(Protocol):
     def root(self, name: str) -> str: ...
     def pairs(self, line: Line, targets: Sequence[Value], sources: Sequence[Value], how: str) -> None: ...
     def micro(self, line: Line) -> tuple[int, int]: ...
-    def settle(self, line: Line) -> None: ...
 
 
 class Running(Protocol):
@@ -80,6 +79,7 @@ class Running(Protocol):
     mesh: Mesh
     carrier: Any
     tiers: Any
+    attempt: Any
     batch_axes: tuple[str, ...]
 
     def part_of(
@@ -138,18 +138,20 @@ class Op(Generic[A]):
     Attributes:
         name: of the op, which is also what the text of a program calls.
         in_text: whether the text of a program has its name: a call has its function's instead.
+        words: further names that the text of a program has for it.
         args: number of values read, or `ANY`.
         out: number of values made, or `ANY`.
         writes: whether a line of it may, must ("always") or must not write leaves.
         attrs: what each line of it says beside its arguments and results (fzero/program/attrs.py), with the types.
         body: whether it has lines of its own.
+        reads_old: whether these read leaves as they were before other lines wrote them.
         computes: where: on the "device"; "said" by its `on`; "there", where its first argument lies; ""
             nowhere.
         between: what a start moves values between: "ranks", "tiers", or "" of what is not a start.
         waits: whether it takes the handle of a start.
         settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA
             the device alone waits, so these do before they write.
-        skipped: whether, on a guess, it is not carried out at all if the step does not guess.
+        skipped: whether a line of it that says `guess` is not carried out at all in a step that makes none.
         pool: how its results lie in the pool (fzero/passes/pool.py): "total", "sum", "gather", "scatter", "reduce",
             "exchange", "fetch", "send", "leaves", "results" or "".
         in_place: whether its results are its first arguments, written.
@@ -162,11 +164,13 @@ class Op(Generic[A]):
 
     name: ClassVar[str]
     in_text: ClassVar[bool] = True
+    words: ClassVar[tuple[str, ...]] = ()
     args: ClassVar[int] = ANY
     out: ClassVar[int] = ANY
     writes: ClassVar[bool | str] = False
     attrs: ClassVar[type[Attrs]] = Attrs
     body: ClassVar[bool] = False
+    reads_old: ClassVar[bool] = False
     computes: ClassVar[str] = "device"
     between: ClassVar[str] = ""
     waits: ClassVar[bool] = False
@@ -206,6 +210,10 @@ class Op(Generic[A]):
         """Adds the violations of a well-formed line to the rules. `args`: what it reads."""
         raise NotImplementedError(self.name)
 
+    def check_program(self, program: Program) -> Iterable[str]:
+        """Violations of a whole program, by lines of this op or what they need."""
+        return ()
+
     def reads_new(self, line: Line[A], name: str, aliases: Mapping[str, str]) -> bool:
         """Whether a line is meant to read a leaf after its write: gathers and copies of new values do, and assignments
         read their targets."""
@@ -221,6 +229,10 @@ class Op(Generic[A]):
 
     def turns(self, line: Line[A]) -> int:
         """The number of times to go through its own lines to see all its effects."""
+        return 0
+
+    def turns_run(self, line: Line[A], result: Any) -> int:
+        """The number of times that its own lines are run, when it has returned this."""
         return 0
 
     # --- memory, bytes and time ---
@@ -254,6 +266,11 @@ class Op(Generic[A]):
     def runs(self, on: Running) -> Callable[..., Any] | None:
         """The callable behind its name in the text; None where that is a function of the program, or Python itself."""
         return None
+
+    def names(self, on: Running) -> Mapping[str, Any]:
+        """What is behind each of its names in the text."""
+        found = self.runs(on)
+        return {} if found is None else {self.name: found}
 
     def means(self, line: Line[A], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
         """The results of a line, worked out in the simplest way. `turn`: of the loop around it."""
@@ -333,8 +350,7 @@ class Start(Op[A]):
 
 
 def called(line: Line) -> str:
-    """The callee of a line: its function, or its op; through `guess`, where it is not carried out unless the step
-    guesses."""
+    """The callee of a line: its function, or its op; through `guess` if it is on one (fzero/program/ops/redo.py)."""
     return f"guess({line.fn or line.op})" if line.guess else line.fn or line.op
 
 

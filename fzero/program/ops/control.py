@@ -71,41 +71,11 @@ class Loop(Op[TurnsAttrs]):
         """Two: the second shows values that one turn leaves to the next."""
         return min(line.attrs.count, 2)
 
+    def turns_run(self, line: Line[TurnsAttrs], result: Any) -> int:
+        return line.attrs.count
+
     def text(self, line: Line[TurnsAttrs], program: Program) -> Text:
         return Text(f"for micro in range({line.attrs.count}):")
-
-
-class Redo(Op[TurnsAttrs]):
-    """Compares scalars with the guesses that lines with `guess` were carried out on, and carries out its lines if they
-    differ (fzero/passes/speculate.py)."""
-
-    name = "redo"
-    out = 0
-    attrs = TurnsAttrs
-    body = True
-    computes = ""
-    uncaptured = "waits for the device, to see whether a guess was right"
-
-    def check(self, line: Line[TurnsAttrs], args: list[Value], rules: Rules) -> None:
-        if line.attrs.count or not line.body or len(args) % 2 or not args:
-            rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times, by {len(args)} scalars")
-        rules.settle(line)
-
-    def turns(self, line: Line[TurnsAttrs]) -> int:
-        return 1
-
-    def text(self, line: Line[TurnsAttrs], program: Program) -> Text:
-        scalars, guesses = compared(line)
-        return Text(f"if redo([{', '.join(scalars)}], [{', '.join(guesses)}]):", "not if the guess was right")
-
-    def runs(self, on: Running) -> Callable[..., Any]:
-        return on.tiers.redo
-
-
-def compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
-    """The operands that a `redo` compares: the scalars, and the guesses of them."""
-    half = len(line.args) // 2
-    return line.args[:half], line.args[half:]
 
 
 class Accumulation(Op[JoinAttrs]):
@@ -271,4 +241,4 @@ class Assign(Op[AssignAttrs]):
         of.written(line.writes)
 
 
-ROWS: Sequence[Op[Any]] = (Update(), Loop(), Redo(), Accumulation(), Add(), Assign())
+ROWS: Sequence[Op[Any]] = (Update(), Loop(), Accumulation(), Add(), Assign())

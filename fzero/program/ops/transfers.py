@@ -408,10 +408,11 @@ class Copy(Start[CopyAttrs]):
     def text(self, line: Line[CopyAttrs], program: Program) -> Text:
         moved = size(self.moved_bytes(line, program.values_by_name, program.mesh))
         over = [f"into=[{', '.join(line.writes)}]"] if line.writes else [*into(line, program)]
-        arguments = ", ".join([f"[{', '.join(self.sent(line))}]", *over, *self.guessed(line)])
+        arguments = ", ".join([f"[{', '.join(self.sent(line))}]", *over, *self.keywords(line)])
         return Text(f"{self.name}({arguments})", f">>> {moved} {self.way(line)}")
 
-    def guessed(self, line: Line[CopyAttrs]) -> list[str]:
+    def keywords(self, line: Line[CopyAttrs]) -> list[str]:
+        """Further arguments in its text."""
         return []
 
     def way(self, line: Line[CopyAttrs]) -> str:
@@ -468,8 +469,11 @@ class OnDisk(Copy):
     def channel(self, line: Line[CopyAttrs]) -> str:
         return DISK
 
-    def guessed(self, line: Line[CopyAttrs]) -> list[str]:
+    def keywords(self, line: Line[CopyAttrs]) -> list[str]:
         return ["guess=True"] if line.guess else []
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return on.attempt.on_disk(getattr(on.tiers, self.name), bool(self.writes))
 
 
 class DiskRead(OnDisk):
