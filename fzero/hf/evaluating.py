@@ -3,6 +3,7 @@ module."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,11 @@ from fzero.hf.loss_inputs import LossInputs
 from fzero.modules.functionalize import Functional
 from fzero.runtime.compile import compile
 from fzero.step import compose, eval_step
+from fzero.transforms.fp8 import Fp8
+from fzero.transforms.precision import MixedPrecision
+
+Named = tuple[str, torch.Tensor]
+"""A tensor and what to call it."""
 
 
 class Evaluation:
@@ -27,8 +33,8 @@ class Evaluation:
         transforms: those of its step that concern an evaluation.
         compiling: arguments of `fz.compile`.
 
-    Batches are padded to a few shapes, if that changes nothing. If it does each shape runs by itself, all but the first
-    operation by operation.
+    Batches are padded to a few shapes, if that changes nothing. If it does, each shape runs by itself, all but the
+    first operation by operation.
     """
 
     def __init__(
@@ -42,12 +48,16 @@ class Evaluation:
         compiling: Any,
     ):
         self.held, self._kind, self._constants = held, kind, constants
-        self._model, self._transforms, self._mesh = model, transforms, mesh
-        self._compile = lambda step, **how: compile(compose(*transforms)(step) if transforms else step, mesh, **how)
-        self._compiling = compiling
+        self._model = model
         self._kinds = Kinds(Exchange(held.trainer))
         self._paddings: dict[Kind, tuple[traced.Losses, padding.Padding]] = {}
-        self._step: Any = None
+        fn = partial(traced.outputs, held, held.visible, constants, kind)
+        self._fn = model.calling(fn, train=False)
+        step = eval_step(model.marked(lambda params, batch, key: self._fn(params, batch, key=key), "eval"))
+        self._usual = _compiled(step, transforms, mesh, **compiling)
+        self._odd = _compiled(step, transforms, mesh, backend="eager")
+        exact = [t for t in transforms or () if not isinstance(t, (MixedPrecision, Fp8))]
+        self._exact = _compiled(step, exact, mesh, backend="eager")
         self._shapes: dict[Any, list[tuple[int, ...]]] = {}
 
     def __call__(self, params: Any, entries: Entries, items: Any, key: torch.Tensor) -> Any:
@@ -62,26 +72,40 @@ class Evaluation:
 
     def _evaluated(self, params: Any, kind: Kind, entries: Entries, items: Any, key: torch.Tensor) -> Any:
         trainer, tensors = self.held.trainer, tensors_of(entries)
-        if self._step is None:
-            fn = partial(traced.outputs, self.held, self.held.visible, self._constants, self._kind)
-            self._fn = self._model.calling(fn, train=False)
-            with_key = self._model.marked(lambda params, batch, key: self._fn(params, batch, key=key), "eval")
-            self._step = eval_step(with_key)
-            self._usual, self._odd = (self._compile(self._step, **x) for x in (self._compiling, {"backend": "eager"}))
         if kind not in self._paddings:
             losses = traced.Losses(ignores=self._model.mutable is None)
             if self._kind.losing:
                 losses = traced.probe(self.held, self._model, entries, self._constants, items is not None)
-            made = padding.of(trainer, "evaluation", losses, trainer.args.eval_batch_size, most=None)
+            made = padding.of(trainer, self._model, "evaluation", losses, trainer.args.eval_batch_size, strict=False)
             self._paddings[kind] = losses, made
         losses, pad = self._paddings[kind]
-        (part,), shape = pad([tensors])
+        (part,), shape = pad([tensors], partial(self.compared, params, kind, losses.reads, key))
         odd = any(map(pad.kept, shape)) and shape is not pad.shapes[0]
         nones = {n: None for n, x in entries.items() if x is None}
         batch = self._batch({**part, **nones}, items, losses.reads)
         found, out = (self._odd if odd else self._usual)(params, batch, key)
         own_shapes = partial(self._own_shapes, {**tensors, **nones}, losses.reads)
         return None if found is None else found[0], self._cut(out, part, tensors, own_shapes)
+
+    def compared(
+        self, params: Any, kind: Kind, reads: bool, key: torch.Tensor, one: padding.Tensors, two: padding.Tensors
+    ) -> tuple[bool, str]:
+        """Evaluates a batch and the same batch padded, in the precision of the parameters. Returns whether the numbers
+        of the first are finite, and how those of the second differ ("": they do not).
+
+        Args:
+            reads: whether the loss depends on the number of items in a step.
+        """
+        nones = {name: None for name, form in kind if form == "None"}
+        found, own_shapes = [], partial(self._own_shapes, {**one, **nones}, reads)
+        for part in (one, two):
+            loss, out = self._exact(params, self._batch({**part, **nones}, 16, reads), key)
+            out = None if out is None else self._cut(out, part, one, own_shapes)
+            found.append([] if loss is None else [("loss", loss)])
+            found[-1] += zip(map("outputs{}".format, tree.names(out)), tree.leaves(out), strict=True)
+        narrow = any(x.dtype in (torch.bfloat16, torch.float16) for x in tree.leaves(params))
+        exact = torch.get_float32_matmul_precision() == "highest" and not narrow
+        return _difference(*found, tolerance=(5e-6, 2e-5) if exact else (1e-2, 1e-1))
 
     def _batch(self, entries: Entries, items: Any, reads: bool) -> dict[str, Any]:
         batch: dict[str, Any] = {"inputs": entries}
@@ -104,3 +128,26 @@ class Evaluation:
             made = self._model.shapes(self._fn, self._batch(entries, 16, reads))[1]
             self._shapes[kind] = [tuple(x.shape) for x in tree.leaves(made)]
         return self._shapes[kind]
+
+
+def _compiled(step: Any, transforms: Any, mesh: Any, **how: Any) -> Any:
+    return compile(compose(*transforms)(step) if transforms else step, mesh, **how)
+
+
+def _difference(one: Sequence[Named], two: Sequence[Named], tolerance: tuple[float, float]) -> tuple[bool, str]:
+    """Whether tensors are finite, and how others of the same names differ from them.
+
+    Args:
+        tolerance: of a number, and of the elements of a larger tensor, relative to the largest one.
+    """
+    finite, differs = True, ""
+    for (name, x), (_, y) in zip(one, two, strict=True):
+        x, y = x.detach().double(), y.detach().double()
+        if not x.numel():
+            continue
+        finite = finite and bool(x.isfinite().all())
+        limit = tolerance[x.numel() > 1] * x.abs().max()
+        if not (x - y).abs().max() <= limit and not differs:
+            what = f"{x.item():g} as it is, {y.item():g} padded" if x.numel() == 1 else "another of the padded batch"
+            differs = f"{name}: {what}"
+    return finite, differs

@@ -1,18 +1,20 @@
 """Pads batches to a few shapes, of which each is one program: ragged lengths, and rows that a last batch lacks.
 
-A batch is a dict of tensors, one row a sample. Lengths are those of dim 1 of token-like leaves, whose names say what
-they are padded with; rows that are missing are copies of the last one whose labels are ignored. All ranks choose alike.
+A batch is a dict of tensors, one row a sample. If it has an attention mask, its token-like entries are padded along
+dim 1 with the values that the collator pads with; rows that are missing are copies of the last one whose labels are
+ignored. All ranks choose the same shape.
 
-Batches are padded where that is known to change nothing: of models of the library that leave out padding, with the
-library's loss (`unknown`). Others are padded to the lengths that are asked for, as a collator would, or taken as they
-come.
+Whether padding changes what a model computes is not known in advance: convolutions, means over all positions or batch
+statistics may read the padding. The first time that a batch is padded, it is therefore evaluated both ways. If
+the losses differ, padding along the length is an error, and missing rows are not added. Batches that cannot be padded
+are taken as they come.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,8 @@ from fzero import tree
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.hf.data_parts import Exchange
 from fzero.hf.traced import Losses
+from fzero.modules.functionalize import Functional
+from fzero.ranks.notes import gathered_tensors
 from fzero.trace.reads.value_keys import exact
 
 logger = logging.getLogger("fzero")
@@ -31,37 +35,11 @@ MOST = 4
 """Shapes that ragged batches are padded to, unless longer ones come."""
 
 Shape = dict[str, int]
-"""The lengths of leaves by their names, and under "" the rows of a micro-batch."""
+"""The lengths of entries by their names, and under "" the rows of a micro-batch."""
 Tensors = dict[str, torch.Tensor]
-
-_CAUSAL = """
-    AXK1 AXK2 Afmoe Apertus Arcee AriaText BailingHybrid Bart Beam BigBirdPegasus BioGpt BitNet Blenderbot
-    BlenderbotSmall Bloom CodeGen Cohere Cohere2 Cohere2Moe Cwm DeepseekV2 DeepseekV3 DeepseekV32 DeepseekV4
-    DiffLlama Doge Emu3 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FalconH1 FalconMamba FlexOlmo Flint
-    GPTBigCode GPTJ GPTNeo GPTNeoX GPTNeoXJapanese Gemma Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified Glm Glm4 Glm4Moe
-    Glm4MoeLite GlmMoeDsa GptOss Granite GraniteMoe GraniteMoeSWA GraniteMoeShared GraniteSWA HYV3 HYV4 Helium
-    HrmText HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Inkling Inkling2 Jais2 Jamba JetMoe Kolibri1 Laguna Lfm2 Lfm3
-    Llama Llama4 LongcatFlash MBart Mamba Marian Mellum MiMoV2Flash MiniCPM3 MiniMax MiniMaxM2 MiniMaxM3VL Ministral
-    Ministral3 Mistral Mixtral Mllama ModernBertDecoder Moshi Mpt Mvp NanoChat Nemotron NemotronH OPT Olmo Olmo2
-    Olmo3 OlmoHybrid Olmoe PLBart Pegasus Persimmon Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5
-    Qwen3_5Moe RecurrentGemma Rwkv SeedOss SmolLM3 SolarOpen StableLm Starcoder2 TrOCR VaultGemma Whisper XGLM Youtu
-    Zamba Zamba2
-"""
-_ENCODERS = """
-    Albert Bert Camembert Deberta DebertaV2 DistilBert Electra ModernBert MPNet Roberta RobertaPreLayerNorm XLMRoberta
-    XLMRobertaXL
-"""
-_IMAGES = "Beit ConvNext ConvNextV2 DeiT Dinov2 Swin Swinv2 ViT"
-_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-KNOWN = {
-    *(f"{name}ForCausalLM" for name in _CAUSAL.split()),
-    *(name + head for name in _ENCODERS.split() for head in _HEADS),
-    *(f"{name}ForImageClassification" for name in _IMAGES.split()),
-    *("CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"),
-    *(f"{name}ForConditionalGeneration" for name in ("Bart", "MT5", "T5")),
-}
-"""The models of the library of which longer rows, and further ones, change neither loss nor gradient. Each was tried
-with transformers 5.23; tests/hf/test_trainer_padding.py tries some of each kind again."""
+Compare = Callable[[Tensors, Tensors], tuple[bool, str]]
+"""Evaluates a batch and the same batch padded. Returns whether the first has finite numbers, and how the second differs
+("": it does not)."""
 
 
 @dataclass
@@ -69,73 +47,90 @@ class Padding:
     """The shapes that there are, and how batches get one.
 
     Args:
-        labels: names of the leaves that are labels.
-        token: what pads token ids; None: there is none, and 0 does.
-        mask: whether a batch without an attention mask gets one.
-        unknown: why padding may change something; "": it is known not to.
+        labels: names of the entries that are labels.
+        fills: what pads entries, by the ends of their names.
+        unknown: why lengths cannot be padded; "": they can, if that is found to change nothing.
+        own_loss: whether the loss is the user's own, which may read the outputs of all rows. Its rows are kept: with
+            a small weight what it reads may not show in the comparison.
         losses: what is known of the loss.
         rows: of a full micro-batch.
-        longest: that the model takes; None: any.
-        lengths: those to pad to; None: found as batches come.
+        longest: the greatest length that the model takes; None: any.
+        lengths: those to pad to, whatever that changes; None: chosen as batches come.
         ranks: what the ranks tell each other.
         what: whose batches they are.
-        most: lengths that there may be of what cannot be padded; None: any number.
-        hint: what else may help who cannot pad.
+        strict: whether it is an error if padding along the length changes the loss, and if entries that cannot be
+            padded have more than `MOST` lengths. Otherwise such batches are taken as they come.
     """
 
     labels: Sequence[str]
-    token: int | None
-    mask: bool
+    fills: Mapping[str, int]
     unknown: str
+    own_loss: bool
     losses: Losses
     rows: int
     longest: int | None
     lengths: Sequence[int] | None
     ranks: Exchange
     what: str
-    most: int | None = MOST
-    hint: str = ""
+    strict: bool = True
     shapes: list[Shape] = field(default_factory=list)
-    _fixed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _fixed: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     _labelled: bool = False  # whether each token has a label
+    _masked: bool = False  # whether there is an attention mask
     _steady: dict[str, int | None] = field(default_factory=dict)  # lengths that have not changed yet
+    _found: dict[str, str] = field(default_factory=dict)  # of "lengths" and "rows": how padding changes the numbers
 
     def kept(self, name: str) -> str:
-        """Why a leaf keeps its length, or with "" a batch its rows; "": it is padded."""
+        """Why an entry keeps its length, or with "" a batch its rows; "": it is padded."""
         if name and self.lengths is not None:
             return ""
-        if not self.unknown and not self.losses.ignores and (not name or self._labelled):
+        if not self.losses.ignores and (not name or self._labelled):
             return f"the loss is not known to leave out labels of {self.losses.ignored}"
-        return self.unknown
+        if not name:
+            return "a loss of your own may read all rows" if self.own_loss else self._found.get("rows", "")
+        if not self._masked:
+            return "the batch has no attention_mask"
+        return self.unknown or self._found.get("lengths", "")
 
-    def fill(self, name: str, leaf: torch.Tensor) -> int | None:
-        """The number that pads a leaf behind its own length; None: nothing does."""
+    def fill(self, name: str, x: torch.Tensor, length: int | None = None) -> int | None:
+        """The number that pads an entry along dim 1; None: nothing does.
+
+        Args:
+            length: of the attention mask, for features (`input_values`), which are padded only beside one.
+        """
         last = name.rpartition(".")[2]
-        if leaf.dim() != 2 or leaf.is_floating_point():
+        if last in ("input_values", "input_features"):
+            return 0 if x.is_floating_point() and x.dim() > 1 and x.shape[1] == length else None
+        if x.dim() != 2 or x.is_floating_point():
             return None
         if name in self.labels:
             return self.losses.ignored
-        if last.endswith("input_ids"):
-            return self.token or 0
-        return 0 if last.endswith(("_mask", "_ids")) else None
+        return next((fill for end, fill in self.fills.items() if last.endswith(end)), None)
 
-    def __call__(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[Tensors], Shape]:
+    def __call__(self, parts: Sequence[Tensors], compare: Compare) -> tuple[list[Tensors], Shape]:
         """The micro-batches of a step in one shape.
 
         Raises:
-            FzeroValueError: naming each leaf without a batch dim, each whose other dims change, and each ragged leaf
-                without padding that has several lengths in a step, or more than `most` in all.
+            FzeroValueError: padding that changes the loss; naming each entry without a batch dim, each whose other dims
+                change, and each ragged entry without padding that has several lengths in a step, or too many in all.
         """
-        parts = [self._with_mask(part) for part in parts]
         self._check(parts)
-        names = sorted(n for n, x in parts[0].items() if self.fill(n, x) is not None)
+        names = self._names(parts[0])
         sizes = [{**{n: part[n].shape[1] for n in names}, "": _rows(part)} for part in parts]
         high, low = self.ranks.bounds({n: [s[n] for s in sizes] for n in sizes[0]})
         for n in names:
             known = self._steady.setdefault(n, high[n])
             self._steady[n] = known if known == high[n] == low[n] else None
         self._labelled = any(n in self.labels for n in names)
+        self._masked = any(n.endswith("attention_mask") for n in names)
         shape = self._choose(high, low)
+        ragged = [n for n in names if low[n] < shape[n]]
+        if self.lengths is None and ragged and self._difference("lengths", parts, ragged, shape, compare):
+            if self.strict:
+                raise self._changes()
+            shape = self._choose(high, low)
+        if low[""] < shape[""] and self._difference("rows", parts, [""], shape, compare):
+            shape = self._choose(high, low)
         if shape not in self.shapes:
             self.shapes.append(shape)
             lengths = ", ".join(f"{n} {x}" for n, x in shape.items() if n)
@@ -143,24 +138,26 @@ class Padding:
             logger.info(text, len(self.shapes), self.what, shape[""], f", padded to {lengths}" if lengths else "")
         return [self._padded(part, shape) for part in parts], shape
 
-    def _with_mask(self, part: Mapping[str, torch.Tensor]) -> Tensors:
-        ids = part.get("input_ids")
-        if not self.mask or ids is None or "attention_mask" in part:
-            return dict(part)
-        return {**part, "attention_mask": torch.ones_like(ids)}
+    def _names(self, part: Tensors) -> list[str]:
+        """The entries that have a length: those that something pads."""
+        mask = next((x for n, x in part.items() if n.endswith("attention_mask") and x.dim() == 2), None)
+        length = None if mask is None else mask.shape[1]
+        return sorted(n for n, x in part.items() if self.fill(n, x, length) is not None)
 
     def _check(self, parts: Sequence[Tensors]) -> None:
         problems = []
         for part in parts:
-            rows = _rows(part)
+            rows, names = _rows(part), self._names(part)
             for name, x in part.items():
+                row = ("any length", *x.shape[2:]) if name in names else tuple(x.shape[1:])
                 if not x.dim() or x.shape[0] != rows:
                     problems.append(f"{name}: {tree.describe(x)} has no rows of the batch, which has {rows}")
-                elif self.fill(name, x) is None and x.shape[1:] != self._fixed.setdefault(name, tuple(x.shape[1:])):
-                    problems.append(f"{name}: {tree.describe(x)}, before it was {list(self._fixed[name])} a row")
+                elif row != self._fixed.setdefault(name, row):
+                    before = ", ".join(map(str, self._fixed[name]))
+                    problems.append(f"{name}: {tree.describe(x)}, before it was [{before}] a row")
         if problems:
             fix = "have the collator pad them to one shape, or leave them out; token ids, masks and labels are padded"
-            what = "these leaves of a batch cannot be padded"
+            what = "these entries of a batch cannot be padded"
             raise FzeroValueError("hf.Trainer", what, list(dict.fromkeys(problems)), fix)
 
     def _padded(self, part: Tensors, shape: Shape) -> Tensors:
@@ -168,14 +165,57 @@ class Padding:
 
     def _lengthened(self, name: str, x: torch.Tensor, shape: Shape) -> torch.Tensor:
         if name in shape and x.shape[1] < shape[name]:
-            fill = self.fill(name, x)
+            fill = self.fill(name, x, x.shape[1])
             assert fill is not None
-            x = torch.nn.functional.pad(x, (0, shape[name] - x.shape[1]), value=fill)
+            x = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, shape[name] - x.shape[1]), value=fill)
         missing = shape[""] - x.shape[0]
         if missing > 0:
             rest = x[-1:].expand(missing, *x.shape[1:])
             x = torch.cat([x, torch.full_like(rest, self.losses.ignored) if name in self.labels else rest])
         return x
+
+    # --- whether padding changes numbers ---
+
+    def _difference(
+        self, what: str, parts: Sequence[Tensors], names: Sequence[str], shape: Shape, compare: Compare
+    ) -> str:
+        """How padding changes what is computed, found with the first batch that is padded; "": it does not.
+
+        Every rank calls it, whether its own batch is padded or not. All ranks evaluate the same batch, the shortest
+        one, so that they run the same programs.
+
+        Args:
+            what: "lengths" or "rows".
+            names: the entries that are padded, or "" for rows.
+        """
+        if what in self._found:
+            return self._found[what]
+        length = lambda part: sum(part[n].shape[1] if n else _rows(part) for n in names)  # noqa: E731
+        batch = min(parts, key=length)
+        if not self.ranks.alone:
+            device = next(iter(batch.values())).device
+            batch = {n: x.to(device) for n, x in min(gathered_tensors(batch), key=length).items()}
+        padded = {n: x.shape[1] for n, x in batch.items() if n in shape} | {"": _rows(batch)}
+        for n in names:  # to twice its length, or as far as the model takes, so that a small effect of padding shows
+            twice = 2 * padded[n]
+            padded[n] = max(shape[n], twice if not n or self.longest is None else min(twice, self.longest))
+        finite, found = compare(batch, self._padded(batch, padded))
+        high, low = self.ranks.bounds({"differs": [int(bool(found))], "finite": [int(finite)]})
+        if not low["finite"]:
+            return ""  # as of a batch whose labels are all ignored: the next one that is padded tells
+        self._found[what] = (found or "it differs on another rank") if high["differs"] else ""
+        if what == "rows" and self._found[what]:
+            text = "fzero: %s: a batch without all of its rows is a program of its own: %s"
+            logger.info(text, self.what, self._found[what])
+        return self._found[what]
+
+    def rows_kept(self, batch: Tensors, compare: Compare) -> str:
+        """Why batches keep their rows; "": missing ones are added. It is called before the first batch is padded."""
+        return self.kept("") or self._difference("rows", [batch], [""], {"": _rows(batch)}, compare)
+
+    def _changes(self) -> FzeroValueError:
+        what = "padding ragged batches to a few lengths changes what this model computes"
+        return FzeroValueError("hf.Trainer", what, [self._found["lengths"]], "; ".join(_WAYS))
 
     # --- shapes ---
 
@@ -192,8 +232,8 @@ class Padding:
         fits = sorted((s for s in fits if all(s[n] >= x for n, x in high.items())), key=_volume)
         if fits and (_volume(fits[0]) <= _volume(wanted) or len(self.shapes) >= MOST - 1):
             return fits[0]
-        if self.most is not None and len(self.shapes) >= self.most and own - {""}:
-            text = f"batches have more than {self.most} shapes, each a program, and cannot be padded"
+        if self.strict and len(self.shapes) >= MOST and own - {""}:
+            text = f"batches have more than {MOST} shapes, each a program, and cannot be padded"
             raise self._refusal(text, {n: f"{n} of {high[n]}" for n in own - {""}})
         if len(self.shapes) >= MOST - 1:
             wanted |= {n: max(wanted[n], *(s.get(n, 0) for s in self.shapes)) for n in wanted.keys() - own - {""}}
@@ -214,17 +254,21 @@ class Padding:
         raise FzeroValueError("hf.Trainer", f"a batch of {length} is longer than lengths={self.lengths}", fix=fix)
 
     def _refusal(self, what: str, told: Mapping[str, str]) -> FzeroValueError:
-        """The error about leaves that cannot be padded, each with what is said of it."""
+        """The error about entries that cannot be padded, each with what is said of it."""
         problems = []
         for why in dict.fromkeys(self.kept(n) for n in sorted(told)):
             problems.append(f"{', '.join(told[n] for n in sorted(told) if self.kept(n) == why)}: {why}")
         ways = [
-            *(["Trainer(..., lengths=[128, 512]) pads to these, as a collator would"] if any(told) else []),
-            "have the collator pad to one length or a few (padding='max_length', pad_to_multiple_of)",
-            "TrainingArguments(dataloader_drop_last=True) where it is the last batch's rows",
-            *([self.hint] if self.hint else []),
+            *(_WAYS if any(told) else []),
+            *(["TrainingArguments(dataloader_drop_last=True) leaves out the last batch"] if "" in told else []),
         ]
         return FzeroValueError("hf.Trainer", what, problems, "; ".join(ways))
+
+
+_WAYS = (
+    "Trainer(..., lengths=[128, 512]) pads to these lengths all the same, as a collator would",
+    "or have the collator pad: padding='max_length', or pad_to_multiple_of=N for a few lengths",
+)
 
 
 def _rows(part: Mapping[str, torch.Tensor]) -> int:
@@ -235,45 +279,44 @@ def _volume(shape: Shape) -> int:
     return sum(shape[n] for n in shape if n) * shape[""] + shape[""]
 
 
-def of(trainer: Any, what: str, losses: Losses, rows: int, most: int | None = MOST) -> Padding:
+def of(trainer: Any, model: Functional, what: str, losses: Losses, rows: int, strict: bool = True) -> Padding:
     """The padding of a Trainer's batches."""
     config = getattr(trainer.model, "config", None)
     config = getattr(config, "text_config", config)
-    tokens = (getattr(x, "pad_token_id", None) for x in (config, trainer.processing_class))
-    token = next((x for x in tokens if x is not None), None)
     longest = getattr(config, "max_position_embeddings", None)
-    trainer._set_signature_columns_if_needed()
-    has_mask, causal = "attention_mask" in trainer._signature_columns, trainer._loss_shifts_labels
     return Padding(
         labels=trainer.label_names,
-        token=token,
-        mask=has_mask and not causal,
-        unknown=unknown(trainer),
+        fills=_fills(trainer, config),
+        unknown=_unknown(model, config),
+        own_loss=trainer.compute_loss_func is not None
+        or type(trainer).compute_loss is not transformers.Trainer.compute_loss,
         losses=losses,
         rows=rows,
         longest=longest if isinstance(longest, int) and longest > 0 else None,
         lengths=trainer.lengths,
         ranks=Exchange(trainer),
         what=what,
-        most=most,
-        hint="model.config.pad_token_id, if it is to find the end of a row" if config and token is None else "",
+        strict=strict,
     )
 
 
-def unknown(trainer: Any) -> str:
-    """Why padding may change what a Trainer computes; "": it is known not to, by the model's class and the loss."""
-    model = trainer.model
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    name = type(model).__name__
-    if name not in KNOWN or not type(model).__module__.startswith("transformers.models."):
-        return f"{name} is not known to compute the same of rows that are padded"
-    if trainer.compute_loss_func is not None or type(trainer).compute_loss is not transformers.Trainer.compute_loss:
-        return "a loss of your own is not known to be the same of rows that are padded"
-    rope = str([getattr(model.config, n, None) for n in ("rope_parameters", "rope_scaling")])
+def _fills(trainer: Any, config: Any) -> dict[str, int]:
+    """What the collator pads token-like entries with, by the ends of their names."""
+    tokenizer = getattr(trainer.data_collator, "tokenizer", None) or trainer.processing_class
+    token = getattr(tokenizer, "pad_token_id", None)
+    token = getattr(config, "pad_token_id", None) if token is None else token
+    kind = getattr(tokenizer, "pad_token_type_id", None)
+    return {"input_ids": token or 0, "token_type_ids": kind or 0, "_ids": 0, "_mask": 0}
+
+
+def _unknown(model: Functional, config: Any) -> str:
+    """Why the lengths of a model's batches cannot be padded; "": they can, if that is found to change no loss."""
+    if model.mutable is not None:
+        return "the model's forward overwrites buffers, which may be statistics of the batch"
+    # Padding beyond a certain length changes these, which the comparison with one batch need not find.
+    rope = str([getattr(config, n, None) for n in ("rope_parameters", "rope_scaling")])
     if "longrope" in rope or "dynamic" in rope:
         return "the frequencies of its rotary positions depend on the length of a batch"
-    if getattr(model.config, "output_router_logits", False):
-        return "output_router_logits=True: the loss of the routers is of padded tokens too"
     return ""
 
 
@@ -321,15 +364,15 @@ def _items(inputs: Any) -> list[Any]:
     return list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
 
 
-def check_rows(trainer: Any, found: Padding) -> None:
-    """Refuses, before the first step, a last micro-batch with fewer rows than those beside it in its step."""
+def check_rows(trainer: Any, found: Padding, batch: Tensors, compare: Compare) -> None:
+    """Refuses, before the first step, a last micro-batch with fewer rows than the others of its step."""
     args, rows, parts = trainer.args, trainer._train_batch_size, trainer.accelerator.num_processes
     if parts > 1 or args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__"):
         return
     num, parts_a_step = math.ceil(len(trainer.train_dataset) / rows), args.gradient_accumulation_steps
     last = len(trainer.train_dataset) % rows
     beside = last and (num - 1) % parts_a_step and not 0 < args.max_steps * parts_a_step < num
-    if beside and (why := found.kept("")):
+    if beside and (why := found.rows_kept(batch, compare)):
         what = f"the last micro-batch of an epoch has {last} rows, and those of its step {rows}"
         fix = "TrainingArguments(dataloader_drop_last=True), or another batch size"
         raise FzeroValueError("hf.Trainer", what, [f"none can be added: {why}"], fix)

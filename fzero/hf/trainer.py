@@ -58,10 +58,9 @@ class Trainer(Base):
     compiled step of all micro-batches.
 
     Equal to the library's own with exact averages: a loss is the mean over all targets of a step, however they are
-    padded, cut into micro-batches and spread over ranks. Ragged batches are padded to at most four shapes, each a
-    program (`num_programs`), where that is known to change nothing: causal models of the library, heads of its
-    encoders and others (`fzero/hf/padding.py`), with the library's loss. Others are taken as they come, in at most four
-    shapes.
+    padded, cut into micro-batches and spread over ranks. Ragged batches with an attention mask are padded to at most
+    four shapes, each a program (`num_programs`). The first one is evaluated with and without padding: if that changes
+    the loss, it is an error. Batches without an attention mask are taken as they come, in at most four shapes.
     A model's loss is traced, an overridden `compute_loss` or a `compute_loss_func` too.
 
     Args:
@@ -76,8 +75,8 @@ class Trainer(Base):
         tensor_parallel: ranks that compute with one part of the data, along the axis `model`: the mesh and
             `fz.tensor_parallel(rules=fz.hf.tensor_rules(model))`, where they are not given. Samples, tokens and steps
             are counted once for each part of the data.
-        lengths: to which ragged batches of any model are padded, as a collator would; by default, where that changes
-            nothing, powers of two.
+        lengths: to which ragged batches of any model are padded, as a collator would, whatever that changes; by default
+            powers of two, if that changes nothing.
         save_weights: whether each checkpoint also has the configuration and the weights (`model.safetensors`, or of
             adapters `adapter_model.safetensors`), so that `from_pretrained("run/checkpoint-500")` reads it.
             With False it has the sharded state only: smaller, and saved sooner.
@@ -89,8 +88,8 @@ class Trainer(Base):
 
     Raises:
         FzeroValueError: with all that cannot be kept: an overridden `training_step`, an optimizer of another class,
-            options such as `fsdp`. In training, weights that
-            code reads or writes which is not in `sync`; leaves of batches that change their shape and cannot be padded.
+            options such as `fsdp`. In training, weights that code reads or writes which is not in `sync`; entries of
+            batches that change their shape and cannot be padded; padding that changes the loss.
         CheckpointError: `train(resume_from_checkpoint=)` of a directory that has no state of fzero's.
 
     Example:
@@ -334,11 +333,11 @@ class Trainer(Base):
         for kind in kinds:
             stand_in = self._kinds.stand_in(kind, entries, device)
             if kind not in self._paddings:
-                self._paddings[kind] = self._padding_of(stand_in, items)
+                self._paddings[kind] = self._padding_of(kind, stand_in, items)
             losses, pad = self._paddings[kind]
             on = [kind_of(x) == kind for x in entries]
             slots = [x if is_own else stand_in for x, is_own in zip(entries, on, strict=True)]
-            padded, shape = pad([tensors_of(x) for x in slots])
+            padded, shape = pad([tensors_of(x) for x in slots], self._comparing(kind, losses))
             padded += [padded[i % len(padded)] for i in range(missing)]
             inputs = {n: None if x is None else torch.cat([part[n] for part in padded]) for n, x in stand_in.items()}
             counts = torch.tensor([*map(float, on), *[0.0] * missing], device=device)
@@ -352,16 +351,27 @@ class Trainer(Base):
         self._programs.add(tuple((kind, *shape.items()) for kind, shape in zip(kinds, shapes, strict=True)))
         return {"kinds": made}
 
-    def _padding_of(self, entries: Any, items: Any) -> tuple[traced.Losses, padding.Padding]:
+    def _padding_of(self, kind: Kind, entries: Any, items: Any) -> tuple[traced.Losses, padding.Padding]:
         """The facts of the loss of batches with these entries, and their padding."""
         assert self.functional is not None
         losses = traced.probe(self._held, self.functional, entries, self._constants, items is not None)
-        found = padding.of(self, "training", losses, self._train_batch_size)
+        found = padding.of(self, self.functional, "training", losses, self._train_batch_size)
         if not self._paddings:
-            padding.check_rows(self, found)
+            padding.check_rows(self, found, tensors_of(entries), self._comparing(kind, losses))
             if self.is_world_process_zero() and (text := traced.other_scale(self, losses, items is not None)):
                 logger.warning("fzero.hf.Trainer: %s", text)
         return losses, found
+
+    def _comparing(self, kind: Kind, losses: traced.Losses) -> padding.Compare:
+        """Compares the losses of a batch and the same batch padded, with the current weights."""
+
+        def compare(one: padding.Tensors, two: padding.Tensors) -> tuple[bool, str]:
+            assert self.train_state is not None
+            evaluation = self._evaluation(traced.Kind(losing=True, loss_only=True, ignored=()), self._constants, True)
+            key = random.key(self.args.seed, self._mesh().device)
+            return evaluation.compared(self.train_state.params, kind, losses.reads, key, one, two)
+
+        return compare
 
     def _check_kinds(self, kinds: list[Kind], entries: Any, shapes: list[Any], reads: set[bool]) -> None:
         """Raises if micro-batches with different entries cannot be computed in one step, and warns of the cost."""

@@ -657,8 +657,16 @@ def on_ranks(out: str, resumed: str) -> None:
     found["noise"] = len(set(noise.flatten().tolist()))
     found["mixed"] = [[*losses(one).values(), one.evaluate()["eval_loss"]] for one in both]
 
+    # Batches of the first rank have one length, those of the second are ragged.
+    ragged_rows = [{"input_ids": [1 + (n * i) % 60 for i in range(1, n + 1)]} for n in (6, 6, 6, 9, 6, 12, 6, 7)]
+    ragged_rows = [row | {"labels": row["input_ids"]} for row in ragged_rows]
+    once = {"rows": ragged_rows, "LENGTHS": None, "per_device_train_batch_size": 1, "max_steps": 2}
+    once |= {"train_sampling_strategy": "sequential"}
+    both = [trained(cls, path / "ragged", **dict(once)) for cls in (transformers.Trainer, Trainer)]
+    found["ragged"] = [[*losses(one).values()] for one in both]
+
     args = arguments(output_dir=str(path / "pooled"), gradient_accumulation_steps=1)
-    with pytest.raises(fz.errors.FzeroValueError, match=r"input_ids from 12 to 13: Pooled is not known"):
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)padding ragged batches .* changes.*loss: "):
         Trainer(Pooled(), args, train_dataset=classes(24), data_collator=ragged, backend="eager").train()
     if trainer.is_world_process_zero():
         (path / "found.json").write_text(json.dumps(found))
@@ -682,6 +690,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert found["noise"] == 36, "each rank's rows draw other numbers"
     # A rank without a batch of some kind computes a copy of another rank's, which counts nothing.
     assert found["mixed"][1] == pytest.approx(found["mixed"][0], rel=1e-5)
+    assert found["ragged"][1] == pytest.approx(found["ragged"][0], rel=1e-5)
     alone = test_trainer_callbacks.made(Trainer, tmp_path, *test_trainer_callbacks.CHANGES)
     alone.train()
     assert found["callbacks"]["losses"] == pytest.approx(test_trainer_callbacks.losses(alone), abs=2e-6)

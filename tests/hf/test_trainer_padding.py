@@ -1,5 +1,5 @@
-"""Padding of fzero.hf.Trainer: where it is known to change nothing, or asked for, or batches are taken as they come;
-beside transformers' own."""
+"""Padding of fzero.hf.Trainer: checked with the first batch that is padded, asked for, or not done; compared with
+transformers' own Trainer."""
 
 from __future__ import annotations
 
@@ -38,23 +38,19 @@ SMALL = {
     "cls_token_id": 1, "sep_token_id": 2, "decoder_start_token_id": 1, "num_labels": 3, "num_local_experts": 2,
     "num_experts_per_tok": 1, "state_size": 4, "rotary_dim": 4, "sliding_window": 4,
 }  # fmt: skip
-SWIN = {
-    "embed_dim": 8,
-    "depths": [1, 1],
-    "num_heads": [2, 2],
-    "window_size": 4,
-    "image_size": 32,
-    "drop_path_rate": 0.0,
-}
-CONV = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 32}
-CAUSAL = "Bloom Falcon Gemma2 GPTJ GPTNeoX Llama Mamba Mistral Mixtral OPT Phi Qwen2 StableLm".split()  # noqa: SIM905
+AUDIO = {
+    "conv_dim": [8, 8], "conv_stride": [4, 2], "conv_kernel": [8, 3], "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "layerdrop": 0.0,
+    "feat_proj_dropout": 0.0, "final_dropout": 0.0, "activation_dropout": 0.0, "mask_time_prob": 0.0,
+    "feat_extract_norm": "layer", "do_stable_layer_norm": True,
+}  # fmt: skip
 
 
-def tiny(name: str) -> Any:
+def tiny(name: str, **more: Any) -> Any:
     """A model of a class of the library, small and without dropout."""
     cls = getattr(T, name)
-    kind = SWIN if name.startswith("Swin") else CONV if name.startswith("ConvNext") else SMALL | {"image_size": 32}
-    given = {n: x for n, x in (kind | {"num_labels": 3}).items() if hasattr(cls.config_class(), n)}
+    wanted = SMALL | (AUDIO if name.startswith("Wav2Vec2") else {}) | more
+    given = {n: x for n, x in wanted.items() if hasattr(cls.config_class(), n)}
     given |= {"decoder_start_token_id": 1} if name.endswith("ConditionalGeneration") else {}
     torch.manual_seed(0)
     model = cls(cls.config_class(**given))
@@ -66,40 +62,21 @@ def tiny(name: str) -> Any:
     return model
 
 
-def found(model: Any, labels: torch.Tensor, ids: torch.Tensor, images: bool) -> list[torch.Tensor]:
-    """The loss and all gradients, by PyTorch."""
-    model.zero_grad()
-    masked = {"input_ids": ids, "attention_mask": ids.ne(0).long()}
-    given = {
-        "pixel_values": (ids.float()[:, :1, None, None] + torch.arange(1024.0).view(32, 32)).expand(-1, 3, -1, -1).sin()
-    }
-    out = model(labels=labels, **(given if images else masked))
-    out.loss.backward()
-    return [out.loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+def labelled(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Token ids and labels, padded by the collator to the longest row."""
+    out = ragged(rows)
+    out["labels"] = out["input_ids"].masked_fill(out["attention_mask"] == 0, -100)
+    return out
 
 
-@pytest.mark.full
-def test_what_is_padded_computes_the_same() -> None:
-    """Loss and gradients of the library's models that are known to leave out padding: longer, and with another row."""
-    causal = [f"{kind}ForCausalLM" for kind in CAUSAL]
-    others = sorted(name for name in padding.KNOWN if not name.endswith("ForCausalLM"))
-    assert {*causal} <= padding.KNOWN
-    ids = torch.tensor([[5, 9, 3, 8, 0, 0, 0, 0, 0], [7, 3, 4, 9, 8, 6, 5, 3, 7], [4, 8, 0, 0, 0, 0, 0, 0, 0]])
-    for name in causal + others:
-        model, head = tiny(name), name.partition("For")[2]
-        labels = torch.tensor([0, 2, 1])
-        if not head.endswith(("SequenceClassification", "ImageClassification")):
-            labels = (ids % 3 if head == "TokenClassification" else ids).masked_fill(ids == 0, -100)
-        more = torch.cat([labels, torch.full_like(labels[:1], -100)])
-        changed = [(more, torch.cat([ids, ids[:1]]))]
-        if head != "ImageClassification":
-            longer = F.pad(labels, (0, 23), value=-100) if labels.dim() == 2 else labels
-            changed.append((longer, F.pad(ids, (0, 23))))
-        one = found(model, labels, ids, head == "ImageClassification")
-        most = max(x.abs().max() for x in one[1:])
-        for two in (found(model, *x, head == "ImageClassification") for x in changed):
-            for x, y in zip(one, two, strict=True):
-                assert (x - y).abs().max() <= 2e-5 * most.clamp(min=1e-3), name
+def sounds(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Waves of as many hundreds of samples as a row has tokens."""
+    found = ragged(rows)
+    wave = torch.sin(
+        found["input_ids"].repeat_interleave(40, 1) * torch.arange(1.0, 1 + 40 * found["input_ids"].shape[1])
+    )
+    mask = found["attention_mask"].repeat_interleave(40, 1)
+    return {"input_values": wave * mask, "attention_mask": mask, "labels": found["labels"]}
 
 
 class Pooled(nn.Module):
@@ -115,6 +92,11 @@ class Pooled(nn.Module):
         return {"loss": F.cross_entropy(y, labels), "logits": y}
 
 
+class Unmasked(Pooled):
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, torch.Tensor]:  # pyright: ignore
+        return super().forward(input_ids, None, labels)
+
+
 def ragged(rows: list[dict[str, Any]], lengths: Any = (1,)) -> dict[str, torch.Tensor]:
     """As a collator of the library's pads: to the longest, or the next of these lengths."""
     longest = max(len(row["input_ids"]) for row in rows)
@@ -128,25 +110,137 @@ class Head(T.BertForSequenceClassification):
     """A class of the user's own."""
 
 
-def test_what_is_known(tmp_path: Path) -> None:
-    """The library's own classes with its own loss, and nothing else."""
+def head() -> Head:
+    torch.manual_seed(0)
+    return Head(T.BertConfig(**TINY, **STILL, num_labels=3))
 
-    def why(model: Any, cls: Any = Trainer, **settings: Any) -> str:
-        trainer = cls(model, arguments(output_dir=str(tmp_path)), **settings)
-        trainer._set_signature_columns_if_needed()
-        return padding.unknown(trainer)
 
-    still = T.BertConfig(**TINY, **STILL)
-    assert [why(model) for model in (llama(), bert(), tiny("T5ForConditionalGeneration"))] == [""] * 3
-    for model in (Pooled(), T.BertForQuestionAnswering(still), T.BertLMHeadModel(still), Head(still)):
-        assert why(model) == f"{type(model).__name__} is not known to compute the same of rows that are padded"
-    assert "loss of your own" in why(llama(), compute_loss_func=lambda out, labels, **more: out["logits"].mean())
-    assert "loss of your own" in why(llama(), type("Own", (Regular, Trainer), {}))
-    routed = tiny("MixtralForCausalLM")
-    routed.config.output_router_logits = True
-    assert "output_router_logits" in why(routed)
+class BatchStatistics(nn.Module):
+    """Normalizes tokens by statistics of the batch, over rows and length."""
+
+    def __init__(self, running: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.norm = nn.Embedding(64, 8), nn.BatchNorm1d(8, track_running_stats=running)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None) -> dict[str, torch.Tensor]:
+        x = self.norm(self.tokens(input_ids).transpose(1, 2)).transpose(1, 2) * attention_mask[..., None]
+        y = self.head(torch.tanh(x).sum(1) / attention_mask.sum(1, keepdim=True))
+        return {"loss": F.cross_entropy(y, labels), "logits": y}
+
+
+KINDS: dict[str, Any] = {
+    "bert": (bert, ragged),
+    "a subclass": (head, ragged),
+    "bert of tokens": (lambda: tiny("BertForMaskedLM"), labelled),
+    "gpt2": (lambda: tiny("GPT2LMHeadModel"), labelled),
+    "gpt2 of rows": (lambda: tiny("GPT2ForSequenceClassification"), ragged),
+    "llama": (llama, labelled),
+    "mixtral": (lambda: tiny("MixtralForCausalLM", output_router_logits=True), labelled),
+    "mamba": (lambda: tiny("MambaForCausalLM"), labelled),
+    "t5": (lambda: tiny("T5ForConditionalGeneration"), labelled),
+    "wav2vec2": (lambda: tiny("Wav2Vec2ForSequenceClassification"), sounds),
+}
+
+
+@pytest.mark.full(keep=["bert"])
+@pytest.mark.parametrize("name", KINDS)
+def test_ragged_batches_have_the_librarys_numbers(tmp_path: Path, name: str) -> None:
+    """Padded to a few lengths, which the model was found to leave out."""
+    model, collator = KINDS[name]
+    once = {"max_steps": 4, "gradient_accumulation_steps": 1, "DATA_COLLATOR": collator, "LENGTHS": None}
+    once |= {"remove_unused_columns": False}
+    theirs, ours = beside(tmp_path, model=model, rows=classes(14), **once)
+    assert ours.num_programs <= 3, "lengths, and the last batch of an epoch"
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-5)
+
+
+CHANGED: dict[str, Any] = {
+    "a mean over all positions": (Pooled, "ragged"),
+    "batch statistics": (BatchStatistics, "ragged"),
+    "convolutions over length": (
+        lambda: tiny("ConvBertForSequenceClassification", head_ratio=1, initializer_range=0.5),
+        "ragged",
+    ),
+    "a group norm over length": (
+        lambda: tiny("Wav2Vec2ForSequenceClassification", feat_extract_norm="group", do_stable_layer_norm=False),
+        "sounds",
+    ),
+}
+
+
+@pytest.mark.full(keep=["a mean over all positions"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_padding_that_changes_the_loss_is_an_error(tmp_path: Path, name: str) -> None:
+    """The error names the ways out, of which lengths= gives the numbers of a collator that pads to these. An evaluation
+    takes such batches as they come."""
+    model, collator = CHANGED[name]
+    collator = {"ragged": ragged, "sounds": sounds}[collator]
+    once = {"max_steps": 4, "gradient_accumulation_steps": 1, "DATA_COLLATOR": collator, "LENGTHS": None}
+    once |= {"remove_unused_columns": False}
+    says = (
+        r"(?s)padding ragged batches.*changes what.*loss: [\d.]+ as it is, [\d.]+ padded.*lengths=.*pad_to_multiple_of"
+    )
+    with pytest.raises(fz.errors.FzeroValueError, match=says):
+        trained(Trainer, tmp_path, model=model, rows=classes(16), **once)
+    args = arguments(output_dir=str(tmp_path), per_device_eval_batch_size=2, remove_unused_columns=False)
+    given = {"args": args, "eval_dataset": classes(8), "data_collator": collator}
+    theirs, ours = T.Trainer(model(), **given), Trainer(model(), **given, backend="eager")
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-6)
+    one, two = theirs.predict(classes(6)).predictions, ours.predict(classes(6)).predictions
+    for x, y in zip(*((p if isinstance(p, tuple) else (p,)) for p in (one, two)), strict=True):
+        assert abs(x - y).max() < 1e-5
+
+
+def test_batches_that_are_not_padded(tmp_path: Path) -> None:
+    """Without an attention mask, with statistics of batches that are kept, and with positions that depend on the
+    longest row."""
+
+    def why(model: Any, masked: bool = True) -> str:
+        trainer = Trainer(model, arguments(output_dir=str(tmp_path)))
+        pad = padding.of(trainer, fz.functionalize(model.train()), "a test", Losses(), 2)
+        names = ("input_ids", "labels") if not masked else ("input_ids", "labels", "attention_mask")
+        pad([{n: batch(7)[n] for n in names}], never)
+        return pad.kept("input_ids")
+
+    assert why(llama()) == ""
+    assert "overwrites buffers" in why(BatchStatistics(running=True))
+    assert why(llama(), masked=False) == "the batch has no attention_mask"
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert "rotary" in why(T.LlamaForCausalLM(T.LlamaConfig(**TINY, rope_parameters=rope)))
     peft = pytest.importorskip("peft")
     assert why(peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules="all-linear"))) == ""
+
+
+def test_the_collators_values(tmp_path: Path) -> None:
+    tokenizer = SimpleNamespace(pad_token_id=7, pad_token_type_id=3)
+    model = llama()
+    model.config.pad_token_id = 5
+    given = {"args": arguments(output_dir=str(tmp_path))}
+    of = lambda **more: padding.of(Trainer(model, **given, **more), fz.functionalize(model), "", Losses(), 2)  # noqa: E731
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    names = ("input_ids", "decoder_input_ids", "token_type_ids", "attention_mask", "labels", "position_ids")
+    collator = type("Collator", (), {"tokenizer": tokenizer, "__call__": lambda self, rows: rows})()
+    assert [of(data_collator=collator).fill(n, ids) for n in names] == [7, 7, 3, 0, -100, 0]
+    assert [of(data_collator=ragged).fill(n, ids) for n in names] == [5, 5, 0, 0, -100, 0]
+    assert of().fill("input_values", ids.float(), 4) == 0 and of().fill("input_values", ids.float(), 5) is None
+
+
+def test_a_batch_without_labels_does_not_tell(tmp_path: Path) -> None:
+    """Its loss is NaN with padding, too: the next batch that is padded is compared."""
+    pad = padding_of()
+    asked: list[tuple[int, int]] = []
+
+    def compare(one: Any, two: Any) -> tuple[bool, str]:
+        asked.append((one["input_ids"].shape[1], two["input_ids"].shape[1]))
+        return len(asked) > 1, ""
+
+    for n in (7, 9, 11, 13):
+        pad([batch(n)], compare)
+    assert asked == [(9, 32), (11, 32)]
+    pad([batch(40)], compare)
+    assert len(asked) == 2
 
 
 class Regular:
@@ -162,17 +256,9 @@ ONCE = {"gradient_accumulation_steps": 1, "DATA_COLLATOR": ragged, "max_steps": 
 
 
 @pytest.mark.full
-def test_as_they_come(tmp_path: Path) -> None:
-    """What is not known has the library's numbers in training and in evaluation, in shapes of its own."""
-    sorted_rows = sorted(classes(14), key=lambda row: len(row["input_ids"]))
-    rows = [row for some in (sorted_rows[:4], sorted_rows[-4:]) for row in some] * 2
+def test_rows_that_change_the_loss_are_not_added(tmp_path: Path) -> None:
+    """A last batch in part is a program of its own."""
     once = ONCE | {"train_sampling_strategy": "sequential"}
-    theirs, ours = beside(tmp_path / "pooled", model=Pooled, rows=rows, **once)
-    assert ours.num_programs == 2
-    for trainer in (theirs, ours):
-        trainer.found = trainer.evaluate(classes(14))["eval_loss"], trainer.predict(classes(8)).predictions
-    assert ours.found[0] == pytest.approx(theirs.found[0], abs=1e-6)
-    assert abs(ours.found[1] - theirs.found[1]).max() < 1e-5
     made = [
         trained(
             type("Of", (Regular, cls), {}), tmp_path / cls.__module__, model=bert, rows=classes(6),
@@ -201,18 +287,19 @@ def test_refused(tmp_path: Path) -> None:
     """Before a step: more lengths than programs, several lengths in one step, rows that lack beside others; tuples."""
     settings = {"model": Pooled, "DATA_COLLATOR": ragged, "train_sampling_strategy": "sequential", "LENGTHS": None}
     lengths = [{"input_ids": [1] * (n + i % 2), "labels": i % 3} for n in (4, 6, 8, 10, 12) for i in range(4)]
-    pad = padding_of(most=2, unknown="another model")
-    for n in (5, 7):
-        pad([batch(n)])
-    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)more than 2 shapes.*another model.*lengths=.*max_length"):
-        pad([batch(9)])
-    with pytest.raises(fz.errors.FzeroValueError, match=r"input_ids from 5 to 7: Pooled is not known"):
-        trained(Trainer, tmp_path, rows=lengths, **settings)
+    pad = padding_of(unknown="another model")
+    for n in (5, 7, 9, 11):
+        pad([batch(n)], never)
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)more than 4 shapes.*another model.*lengths=.*max_length"):
+        pad([batch(13)], never)
+    unmasked = lambda rows: {n: x for n, x in ragged(rows).items() if n != "attention_mask"}  # noqa: E731
+    with pytest.raises(fz.errors.FzeroValueError, match=r"input_ids from 5 to 7: the batch has no attention_mask"):
+        trained(Trainer, tmp_path, rows=lengths, **settings | {"DATA_COLLATOR": unmasked, "model": Unmasked})
     with pytest.raises(
-        fz.errors.FzeroValueError, match=r"has 2 rows, and those of its step 4\n.*: Pooled is not known"
+        fz.errors.FzeroValueError, match=r"has 2 rows, and those of its step 4\n.*none can be added: a loss of your own"
     ):
         same = [row | {"input_ids": [1 + i, 2, 3]} for i, row in enumerate(classes(6))]
-        trained(Trainer, tmp_path, rows=same, **settings | {"max_steps": -1})
+        trained(type("Own", (Regular, Trainer), {}), tmp_path, rows=same, **settings | {"max_steps": -1})
     with pytest.raises(fz.errors.FzeroTypeError, match=r"a batch is a tuple, not a dict\n *float32\[4, 2\]"):
         pair = lambda rows: (torch.zeros(len(rows), 2), torch.zeros(len(rows)))  # noqa: E731
         trained(Trainer, tmp_path, model=Net, rows=classes(8), DATA_COLLATOR=pair)
@@ -276,9 +363,24 @@ def test_entries_that_cannot_be_mixed(tmp_path: Path) -> None:
 
 def padding_of(**settings: Any) -> Padding:
     trainer = SimpleNamespace(args=SimpleNamespace(world_size=1, device="cpu"))
-    usual = {"labels": ["labels"], "token": 0, "mask": False, "unknown": "", "losses": Losses(), "rows": 2}
+    usual = {
+        "labels": ["labels"],
+        "fills": {"_ids": 0, "_mask": 0},
+        "unknown": "",
+        "own_loss": False,
+        "losses": Losses(),
+        "rows": 2,
+    }
     rest = {"longest": None, "lengths": None, "ranks": Exchange(trainer), "what": "a test"}
     return Padding(**(usual | rest | settings))
+
+
+def never(*batches: Any) -> tuple[bool, str]:
+    raise AssertionError("no batch is padded")
+
+
+def alike(*batches: Any) -> tuple[bool, str]:
+    return True, ""
 
 
 def batch(length: int, rows: int = 2) -> dict[str, torch.Tensor]:
@@ -290,7 +392,7 @@ def test_lengths() -> None:
     """Those of one length stay; ragged ones become a few powers of two, up to what the model takes."""
 
     def fits(*parts: Any, **settings: Any) -> Any:
-        return (pad if not settings else padding_of(**settings))(parts)[0][0]
+        return (pad if not settings else padding_of(**settings))(parts, alike)[0][0]
 
     pad = padding_of()
     assert [fits(batch(50))["input_ids"].shape for _ in range(3)] == [(2, 50)] * 3
