@@ -103,7 +103,7 @@ def test_weights_that_were_never_laid_out_are_evaluated_over_all_axes(tmp_path: 
     expected = made(transformers.Trainer, tmp_path, ROWS).evaluate()["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
     (evaluation,) = trainer._evaluations.values()
-    assert {x.axis for x in evaluation._transforms} == {"data", "model"}
+    assert {x.axis for x in evaluation._usual.step.transforms} == {"data", "model"}
 
 
 def alike(mine: Any, theirs: Any) -> None:
