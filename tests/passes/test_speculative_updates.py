@@ -79,11 +79,12 @@ def run(
     state, found, moved = train.init(init, fz.random.key(0)), [], []
     extents = [extent for x in fz.tree.leaves(state) if (extent := extent_of(x)) is not None]
     files: list[Any] = [*{id(extent.files): extent.files for extent in extents}.values()]
-    before = 0
+    transferred = lambda: sum(file.bytes_read + file.bytes_written for file in files)  # noqa: E731
+    before = transferred()  # `init` has written the state
     for whole in batches(scales):
         state, metrics = train(state, models.part(whole, mesh))
         found.append((metrics["loss"], metrics["grad_norm"]))
-        now = sum(file.bytes_read + file.bytes_written for file in files)
+        now = transferred()
         moved.append(now - before)
         before = now
     return (found, train.gather(state)), moved, train
