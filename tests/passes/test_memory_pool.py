@@ -286,27 +286,6 @@ def test_gloo_and_shared_memory_sum_in_the_same_order(run_ranks: Any) -> None:
         assert all(map(torch.equal, one, other)) and len(one) == 3
 
 
-def trained_in_8_bits(shared: bool) -> float:
-    """The loss of a few steps that gather 2 MiB of 8-bit numbers, a dtype that gloo does not know."""
-    mesh, rows = fz.make_mesh(data=-1, shared_memory=shared), torch.Generator().manual_seed(1)
-    params = {"w": torch.randn(1536, 1536, generator=rows) * 0.02}
-    x = torch.randn(mesh.size * 16, 1536, generator=rows).chunk(mesh.size)[mesh.rank]
-    plain = fz.train_step(lambda p, x: torch.tanh(x @ p["w"].T).square().mean(), OPTIMIZERS["adamw"]())
-    step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"), fz.fp8())(plain)
-    train = fz.compile(step, mesh, backend="eager")
-    state = train.init(params)
-    for _ in range(2):
-        state, metrics = train(state, x)
-    (gathered,) = (line for line, _ in train.program.walk() if line.op == "all_gather_start")
-    assert "float8" in str(train.program.values_by_name[gathered.args[0]].dtype)
-    return float(metrics["loss"])
-
-
-@pytest.mark.full
-def test_gloo_gathers_large_leaves_of_8_bits(run_ranks: Any) -> None:
-    assert run_ranks(2, trained_in_8_bits, False) == run_ranks(2, trained_in_8_bits, True)
-
-
 # --- copies between tiers ---
 
 

@@ -475,8 +475,8 @@ def test_the_plan_of_all_stages() -> None:
 
 def test_no_stage_gets_the_leaves_and_gradients_of_another() -> None:
     """Parts of leaves stay on their stage, but for a tied embedding's; gradients too, and what is made of them."""
-    axes, more, how = BESIDE["all"]
-    lowered = fz.lower(pipelined(2, *more, **how), AbstractMesh(**axes), params(), batch())
+    more = [fz.shard_params(), fz.tensor_parallel(rules={"w": 1, "b": 0, "emb": 0})]
+    lowered = fz.lower(pipelined(2, *more), AbstractMesh(pipe=2, data=2, model=2), params(), batch())
     for program in lowered.programs:
         hands = [line for line in program.lines if line.op == "hand_start"]
         large = {a for line in hands for a in line.args if program.values_by_name[a].held(program.mesh)}
