@@ -156,7 +156,8 @@ def _fields(cls: type) -> tuple[str, ...]:
 
 
 _MOVED = {
-    "fzero.program.counters:PrecisionState": "fzero.precision.counters:PrecisionState",
+    "fzero.program.counters:PrecisionState": "fzero.transforms.automatic_precision:PrecisionState",
+    "fzero.precision.counters:PrecisionState": "fzero.transforms.automatic_precision:PrecisionState",
 }
 """Types of a state by the module that held them when a checkpoint was written, each with that which holds them now."""
 _REMOVED = ("fzero.program.delayed:Fp8State", "fzero.precision.delayed:Fp8State")

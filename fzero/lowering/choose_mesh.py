@@ -22,8 +22,7 @@ from fzero.plan.render import TextTable, plain
 from fzero.progress import shown
 from fzero.step import Step, compose
 from fzero.transforms import accumulate, expert, pipeline, remat, sequence, shard, tensor
-from fzero.transforms.base import find
-from fzero.transforms.precision import with_first_dtype
+from fzero.transforms.base import find, on_device
 from fzero.units import as_argument, duration, parse_bytes, size
 
 AXES, MOST = ("node", "data", "pipe", "seq", "expert", "model"), 16  # the axes of meshes; how many meshes are planned
@@ -94,7 +93,7 @@ def choose_mesh(
         >>> print(choose_mesh(step, w, x, meshes=[fz.AbstractMesh(data=2)], device="h100").best.mesh)
         data=2
     """
-    step, params = with_first_dtype(step, None), abstract(params) if callable(params) else params
+    step, params = on_device(step, None), abstract(params) if callable(params) else params
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
     nbytes = parse_bytes(memory_budget or room(rates, True, rates.process_bytes or INTERPRETER))
     wanted, found = meshes or _meshes(devices, rates.devices_per_host, experts is not None), list[MeshPlan]()

@@ -59,11 +59,10 @@ def precision_of(step: Step | EvalStep) -> Precision:
         compute=record.compute_dtype,
         reduce=record.reduce_dtype,
         outputs=record.output_dtype,
-        casts=record.where is not None or record.auto,
+        casts=record.casts_in_blocks,
         loss_scale=record.scaling,
         stochastic=record.rounding == "stochastic",
         watch=record.watch,
-        safer=record.safer,
         fp8=products,
         changed=changed,
     )

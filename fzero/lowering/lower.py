@@ -44,9 +44,8 @@ from fzero.step import EvalStep, Step
 from fzero.step.checks import check_arguments, check_params, no_step
 from fzero.trace.record import without_gc
 from fzero.transforms import accumulate
-from fzero.transforms.base import find
+from fzero.transforms.base import find, on_device
 from fzero.transforms.compress import Formats
-from fzero.transforms.precision import with_first_dtype
 from fzero.units import parse_budgets
 
 
@@ -116,7 +115,7 @@ def lower(
     rates = device if isinstance(device, Device) else get_device(device, mesh.device_type)
     if device is not None and type(mesh) is AbstractMesh and mesh.device_type != rates.type:
         mesh = mesh.of_type(rates.type)
-    step = with_first_dtype(step, mesh.device if isinstance(mesh, Mesh) else None)
+    step = on_device(step, mesh.device if isinstance(mesh, Mesh) else None)
     if device is None:
         check_links_known(step, mesh, rates)
     nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)

@@ -36,8 +36,7 @@ from fzero.step import Step
 from fzero.step.checks import no_trainable, wants_key
 from fzero.trace.record import without_gc
 from fzero.transforms import accumulate
-from fzero.transforms.base import find
-from fzero.transforms.precision import with_first_dtype
+from fzero.transforms.base import find, on_device
 
 
 @dataclass(frozen=True)
@@ -137,6 +136,6 @@ def base_program(step: Step, mesh: AbstractMesh, params: Any, batch: Any, num_pa
         batch: one rank's batch.
         num_parts: that the global batch is cut in, if not as the step says.
     """
-    step = with_first_dtype(step, mesh.device if isinstance(mesh, Mesh) else None)
+    step = on_device(step, mesh.device if isinstance(mesh, Mesh) else None)
     inputs = params_inputs(step, mesh, params), batch_inputs(batch)
     return trace_step(step, mesh, *inputs, num_parts=num_parts).base

@@ -37,7 +37,6 @@ class Precision:
         loss_scale: None: the loss is not scaled.
         stochastic: whether parameters that rest in bfloat16 are rounded to it stochastically.
         watch: whether the numbers of each block are watched (precision/statistics.py).
-        safer: the paths of the parameters that counted overflows have moved to float32 (precision/counters.py).
         fp8: which products are done in 8 bits; None: none.
         changed: the names of the transforms that convert a leaf, or send it in fewer bits, before the loss reads it.
     """
@@ -49,7 +48,6 @@ class Precision:
     loss_scale: LossScale | None = None
     stochastic: bool = False
     watch: bool = False
-    safer: tuple[str, ...] = ()
     fp8: InFp8 | None = None
     changed: Callable[[Leaf], Sequence[str]] = lambda leaf: ()
 

@@ -13,9 +13,9 @@ from fzero.runtime.graphs import graphs_of
 from fzero.runtime.training import CompiledStep
 from fzero.step import EvalStep, Step
 from fzero.step.checks import no_step
-from fzero.transforms.base import find
+from fzero.transforms.base import find, on_device
 from fzero.transforms.fp8 import Fp8
-from fzero.transforms.precision import MixedPrecision, with_first_dtype
+from fzero.transforms.precision import MixedPrecision
 from fzero.units import parse_budgets
 
 
@@ -95,7 +95,7 @@ def compile(
         fix = "make one with fz.make_mesh(data=-1); for a mesh one does not have there is fz.lower"
         raise FzeroTypeError("compile", f"runs on a mesh of devices, not on {type(mesh).__name__}", fix=fix)
     zero_of(step, mesh)
-    step = with_first_dtype(step, mesh.device)
+    step = on_device(step, mesh.device)
     for record in (find(step.transforms, MixedPrecision), find(step.transforms, Fp8)):
         if record is not None:
             record.check_device(mesh.device)

@@ -31,6 +31,7 @@ from fzero.lowering.layouts import (
     abstract_params,
     auto_of,
     batch_inputs,
+    leaves_made_anew,
     opt_state_inputs,
     params_inputs,
     recorded,
@@ -42,6 +43,7 @@ from fzero.lowering.slots import slots_of
 from fzero.measure import profile
 from fzero.mesh import Mesh
 from fzero.plan.devices import get_device
+from fzero.plan.plan import PlanDecision
 from fzero.plan.timeline import Event
 from fzero.program.lines import Inputs
 from fzero.program.ops import written_aside
@@ -50,7 +52,6 @@ from fzero.runtime import formats
 from fzero.runtime.compiled import Compiled, alone
 from fzero.runtime.graphs import NotCaptured
 from fzero.runtime.observe import observe
-from fzero.runtime.promote import Safer
 from fzero.runtime.told_errors import raise_out_of_memory
 from fzero.runtime.watch import Agreement, AtMinimum, NotFinite, Raised, check_finite
 from fzero.state import gather, initialize, load, local, storage
@@ -70,6 +71,7 @@ from fzero.step import INIT_STREAM, State, Step, lasting
 from fzero.step.checks import check_one_batch, check_params, check_state, no_backward, state_and_batch
 from fzero.trace.subgraph import signature
 from fzero.train_state import mark_broken
+from fzero.transforms.automatic_precision import Promotion
 from fzero.transforms.base import find
 from fzero.transforms.compress import Formats
 from fzero.transforms.precision import MixedPrecision
@@ -127,7 +129,7 @@ class CompiledStep(Compiled):
         self.calls = 0  # how many steps were taken
         # the formats of `compress("auto")`; None until the first program of a state that records none is lowered
         self._wire: Formats | None = ()
-        self._agreement, self._raised, self._safer, self._last = Agreement(), Raised(), Safer(mesh), Last()
+        self._agreement, self._raised, self._promotion, self._last = Agreement(), Raised(), Promotion(mesh), Last()
         # the last trees and a program, and the answer of `_has_spare`
         self._spare: tuple[Any, Any, bool] = (None, None, False)
         self._checked = WeakTensorKeyDictionary()  # leaves of states that have been looked at before their first step
@@ -440,7 +442,7 @@ class CompiledStep(Compiled):
             # before leaves that follow from the dtypes are laid out
             found = checkpoint.read(index, counted, self.mesh)
             counts = slots.of({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
-            self._resolved = self._safer.resolved(self.resolved, inputs, counts)
+            self._resolved = self._promotion.resolved(self.resolved, inputs.leaves, counts)
         places = self._places(inputs, opt_inputs, "restore")
         read = checkpoint.read(index, {n: leaf for n, leaf in names.items() if n not in others}, self.mesh, into=places)
         read |= local.read_added(index, others, names, self.mesh)
@@ -560,7 +562,7 @@ class CompiledStep(Compiled):
             if open_formats(self.resolved) is not None:
                 self._wire = formats.recorded(state)
         self._last.begun, before = True, self._wire
-        lowered, run = self._run_for(params, batch, flat, structure, lambda: self._make_safer(state, params))
+        lowered, run = self._run_for(params, batch, flat, structure, lambda: self._promote(state, params))
         if self._wire is not None and self._wire != before:
             formats.record(state, self._wire)
         return lowered, run
@@ -634,15 +636,20 @@ class CompiledStep(Compiled):
         )
         replicas.same(self.mesh, "step", lambda: held, fix)
 
-    def _make_safer(self, state: State, params: Inputs) -> None:
+    def _promote(self, state: State, params: Inputs) -> None:
         """Promotes blocks by the counts of the state at hand, before a program is built."""
-        self._resolved = self._safer.before_build(self.resolved, params, state)
+        found = self._promotion.before_build(self.resolved, params.leaves, state.extras, self._laid_out(params))
+        self._resolved = found
+
+    def _laid_out(self, params: Inputs) -> Callable[[Step], Any]:
+        return lambda step: leaves_made_anew(step, self.mesh, params)
 
     def _build(self, params: Inputs, batch: Any) -> tuple[Lowered, Callable[[], Callable[[], Callable[..., Any]]]]:
         lowered, built = super()._build(params, batch)
         # axes that have one rank now keep their formats
         self._wire = tuple({x.axis: x for x in (*(self._wire or ()), *lowered.choice.wire)}.values())
-        return self._safer.explained(lowered, self.resolved, params), built
+        promoted = self._promotion.explained(self.resolved, params.leaves, lowered.watched)
+        return replace(lowered, chosen=(*lowered.chosen, *(PlanDecision(*x) for x in promoted))), built
 
     def _has_spare(self, state: State) -> bool:
         """Whether all that the program writes aside on disk has a second place there. Seen to when it first runs with a

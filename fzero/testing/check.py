@@ -44,8 +44,8 @@ from fzero.testing.tolerance import (
 from fzero.trace.block import every_call_traced
 from fzero.trace.subgraph import signature
 from fzero.transforms.accumulate import Accumulate
-from fzero.transforms.base import find
-from fzero.transforms.precision import MixedPrecision, with_first_dtype
+from fzero.transforms.base import find, on_device
+from fzero.transforms.precision import MixedPrecision
 
 
 @plain_numbers
@@ -229,7 +229,7 @@ def setting_of(
         raise FzeroValueError(
             "check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"
         )
-    step, params, batch = with_first_dtype(step, mesh.device), _on(params, mesh), _on(batch, mesh)
+    step, params, batch = on_device(step, mesh.device), _on(params, mesh), _on(batch, mesh)
     axes = zero_of(step, mesh).batch_axes
     record = find(step.transforms, Accumulate)
     has_rows = rows(batch, record)

@@ -27,9 +27,8 @@ from fzero.step.checks import check_batch
 from fzero.testing.check import check_rows, leaves_of, rows
 from fzero.testing.interpret import BuiltFunctions, Interpreter
 from fzero.transforms.accumulate import Accumulate
-from fzero.transforms.base import find
+from fzero.transforms.base import find, on_device
 from fzero.transforms.pipeline import Pipeline
-from fzero.transforms.precision import with_first_dtype
 
 _JOIN = {"sum": lambda xs: xs.sum(0, dtype=xs.dtype), "max": lambda xs: xs.amax(0), "min": lambda xs: xs.amin(0)}
 
@@ -92,7 +91,7 @@ def simulated(
     step: Step, mesh: AbstractMesh, params: Any, batch: Any, steps: int, key: torch.Tensor | None
 ) -> Iterator[tuple[State, dict[str, Any]]]:
     """The first state, and then each that follows with its metrics. Arguments and errors: as of `simulate`."""
-    step = with_first_dtype(step, torch.device("cpu"))
+    step = on_device(step, torch.device("cpu"))
     whole = step.init(params, key)
     parts = parts_of(step, mesh, batch)
     lowered = lower(step, mesh, whole.params, parts[0])

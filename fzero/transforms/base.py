@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
+
 from fzero.boxes import Dim
 from fzero.errors import TransformError
 from fzero.layout import Leaf
@@ -72,6 +74,10 @@ class Transform:
                     self.name, f"conflicts with {other}", [f"{self}", f"{other}", reason], "apply one of the two"
                 )
         return replace(step, transforms=tuple(sorted((*step.transforms, self), key=lambda t: (t.order, str(t)))))
+
+    def on_device(self, device: torch.device | None) -> Transform:
+        """This spec with what it leaves to the device decided. None: the usual device."""
+        return self
 
     def conflict(self, other: Transform) -> str | None:
         """Why this and `other` cannot both hold, or None. Two different specs of one kind never can."""
@@ -140,6 +146,11 @@ class Transform:
 def applied(spec: Transform, step: Step | EvalStep | None) -> Any:
     """The transformed step, or the transform itself when called without a step."""
     return spec if step is None else spec(step)
+
+
+def on_device(step: Any, device: torch.device | None) -> Any:
+    """A step, or an evaluation, with what its specs leave to the device decided. None: the usual device."""
+    return replace(step, transforms=tuple(t.on_device(device) for t in step.transforms))
 
 
 def find(transforms: tuple[Transform, ...], kind: type[T]) -> T | None:

@@ -47,7 +47,7 @@ class Pipeline(Transform):
             return f"along {self.axis!r} ranks have different leaves: let {other.name} name an axis that shards leaves"
         if isinstance(other, _NOT_YET):
             return f"{other.name} knows nothing of leaves that a rank does not have"
-        if isinstance(other, MixedPrecision) and (other.watch or other.auto):
+        if isinstance(other, MixedPrecision) and other.watch:
             return "statistics of all blocks are one value, and a stage has its own blocks alone"
         return super().conflict(other)
 

@@ -19,13 +19,11 @@ from fzero.arguments import accepts, flag, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf
 from fzero.optim.loss_scale import LossScale, fixed_scale
-from fzero.precision.counters import PrecisionState, counted
 from fzero.trace.device import computes_in
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
 
 if TYPE_CHECKING:
-    from fzero.step import EvalStep, Step
     from fzero.transforms.slots import StepResults
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,8 +48,6 @@ class MixedPrecision(Transform):
     loss_scale_at_minimum: str = "warn"
     where: Where | None = None
     watch: bool = False
-    auto: bool = False
-    safer: tuple[str, ...] = ()  # paths of the parameters that "auto" has moved to fp32
     exact: Callable[[str, str], bool] | None = (
         None  # `(path, compute)` of leaves that the step's function has as they are
     )
@@ -78,42 +74,38 @@ class MixedPrecision(Transform):
         return Transform.add(replace(self, exact=getattr(step, "exact", None) or self.exact), step)
 
     def slots(self, params: Any) -> dict[str, Any]:
-        """The loss scale, and what "auto" counts of each parameter."""
-        num, found = len(tree.leaves(params)), dict[str, Any]()
-        if self.scaling is not None:
-            found["loss_scale"] = self.scaling.init()
-        if self.auto:
-            found["precision"] = PrecisionState(*(torch.zeros(num, dtype=torch.int32) for _ in PrecisionState._fields))
-        return found
+        """The loss scale, if there is one."""
+        return {} if self.scaling is None else {"loss_scale": self.scaling.init()}
 
     def advance(self, slots: Mapping[str, Any], results: StepResults) -> tuple[dict[str, Any], dict[str, Any]]:
+        after, metrics = self.advanced(slots, results)
+        if (empty := results.empty) is not None:  # whose gradients say nothing of the scale
+            after = tree.map(lambda old, new: torch.where(empty, old, new), {n: slots[n] for n in after}, after)
+        return after, metrics
+
+    def advanced(self, slots: Mapping[str, Any], results: StepResults) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The slots and metrics after a step whose batch is not empty."""
         after, metrics = dict[str, Any](), dict[str, Any]()
         if self.scaling is not None:
             before, overflow = slots["loss_scale"], results.overflow
             assert overflow is not None
             after["loss_scale"], at_minimum = self.scaling.update(before, overflow)
             metrics = {"loss_scale": before.scale.clone(), "skipped": overflow, "loss_scale_at_minimum": at_minimum}
-        if self.auto:
-            assert results.watched is not None
-            safer = [path in self.safer for path in results.paths] if self.safer else ()
-            after["precision"] = counted(slots["precision"], results.watched, results.statistics(), safer)
-        if (empty := results.empty) is not None:  # whose gradients say nothing of the scale
-            after = tree.map(lambda old, new: torch.where(empty, old, new), {n: slots[n] for n in after}, after)
         return after, metrics
 
     def compute_dtype(self, leaf: Leaf) -> torch.dtype:
-        return (
-            leaf.dtype if not self.selects(leaf) else torch.float32 if leaf.path in self.safer else DTYPES[self.compute]
-        )
+        return DTYPES[self.compute] if self.selects(leaf) else leaf.dtype
 
     def reduce_dtype(self, leaf: Leaf) -> torch.dtype:
-        return (
-            leaf.dtype if not self.selects(leaf) else torch.float32 if leaf.path in self.safer else DTYPES[self.reduce]
-        )
+        return DTYPES[self.reduce] if self.selects(leaf) else leaf.dtype
+
+    @property
+    def casts_in_blocks(self) -> bool:
+        """Whether blocks cast their arguments to the dtype of their parameters."""
+        return self.where is not None
 
     def casts(self, leaf: Leaf) -> bool:
-        """Whether a leaf as it rests is computed in another dtype, or was before it was moved to a safer one: how it
-        rests does not change."""
+        """Whether a leaf is stored in another dtype than `compute`."""
         return self.selects(leaf) and DTYPES[self.compute] != leaf.dtype
 
     def resting_dtype(self, leaf: Leaf) -> torch.dtype:
@@ -121,10 +113,8 @@ class MixedPrecision(Transform):
         return DTYPES[self.params] if self.selects(leaf) else leaf.dtype
 
     def frozen_dtype(self, leaf: Leaf) -> torch.dtype:
-        """The dtype in which a weight rests that is never updated: the one it is computed in, unless blocks may be
-        moved to another."""
-        rests = self.resting_dtype(leaf)
-        return rests if self.auto else min(rests, self.compute_dtype(leaf), key=lambda dtype: dtype.itemsize)
+        """The dtype in which a weight rests that is never updated: the one it is computed in, if that is smaller."""
+        return min(self.resting_dtype(leaf), self.compute_dtype(leaf), key=lambda dtype: dtype.itemsize)
 
     @property
     def output_dtype(self) -> torch.dtype | None:
@@ -139,10 +129,9 @@ class MixedPrecision(Transform):
             kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             raise FzeroValueError(self.name, f"{kind} does not compute in these dtypes", wrong, f"it has {supported}")
 
-    def __str__(self) -> str:
+    def shown(self) -> list[str]:
+        """The arguments that differ from their defaults, as text."""
         shown = [f"compute={self.compute!r}", f"params={self.params!r}", f"reduce={self.reduce!r}"]
-        if self.auto:
-            shown.append("auto=True" + (f", safer={len(self.safer)} leaves" if self.safer else ""))
         if self.rounding is not None:
             shown.append(f"rounding={self.rounding!r}")
         if self.outputs != "fp32":
@@ -154,9 +143,12 @@ class MixedPrecision(Transform):
             shown.append(f"loss_scale_at_minimum={self.loss_scale_at_minimum!r}")
         if self.where is not None:
             shown.append(f"where={getattr(self.where, '__name__', repr(self.where))}")
-        if self.watch and not self.auto:
+        if self.watch:
             shown.append("watch=True")
-        return f"mixed_precision({', '.join(shown)})"
+        return shown
+
+    def __str__(self) -> str:
+        return f"mixed_precision({', '.join(self.shown())})"
 
 
 @keywords
@@ -254,6 +246,8 @@ def mixed_precision(
         >>> print(*mixed_precision("bf16")(step).transforms)
         mixed_precision(compute='bf16', params='fp32', reduce='fp32')
     """
+    from fzero.transforms.automatic_precision import AutomaticPrecision  # it extends MixedPrecision
+
     if isinstance(step, (str, torch.dtype)):
         step, compute = None, _short(step)
     compute, params, reduce, outputs, start = map(_short, (compute, params, reduce, outputs, start))
@@ -310,30 +304,15 @@ def mixed_precision(
         rounding = rounding or "stochastic"
     found = None if not scaled else LossScale() if loss_scale in (None, "dynamic") else loss_scale
     found = found if found is None or isinstance(found, LossScale) else fixed_scale(float(found))
-    return applied(
-        MixedPrecision(
-            compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where, watch or auto, auto
-        ),
-        step,
-    )
+    kind = AutomaticPrecision if auto else MixedPrecision
+    fields = (compute, params, reduce, rounding, outputs, found, loss_scale_at_minimum, where, watch or auto)
+    return applied(kind(*fields), step)
 
 
 def _short(dtype: Any) -> Any:
     """The short name of a dtype; what is none stays, to be refused."""
     text = str(dtype) if isinstance(dtype, torch.dtype) else dtype
     return DTYPE_NAMES.get(text, text) if isinstance(text, str) else text
-
-
-def with_first_dtype(step: Step | EvalStep, device: torch.device | None) -> Any:
-    """The step with the dtype that its `mixed_precision("auto")` begins in on a device, if that is left open; None: one
-    that computes in bf16."""
-
-    def begin(record: Transform) -> Transform:
-        if not isinstance(record, MixedPrecision) or record.compute != "auto":
-            return record
-        return replace(record, compute="bf16" if device is None or computes_in(device, torch.bfloat16) else "fp16")
-
-    return replace(step, transforms=tuple(map(begin, step.transforms)))
 
 
 def _not_a_scale(value: Any) -> list[str]:

@@ -379,20 +379,23 @@ class Impostor:
         type(self).ran = True
 
 
-def _before_the_rooms(found: Any) -> Any:
-    """A skeleton with its types under the modules that held them in 0.1."""
-    moved = {now: before for before, now in skeleton._MOVED.items()}
+def _before_the_rooms(found: Any, module: str) -> Any:
+    """A skeleton with the type that `module` held before it was moved under that name."""
+    moved = {skeleton._MOVED[module]: module}
     if isinstance(found, dict):
-        return {key: moved.get(x, x) if key == "namedtuple" else _before_the_rooms(x) for key, x in found.items()}
-    return [_before_the_rooms(x) for x in found] if isinstance(found, list) else found
+        return {
+            key: moved.get(x, x) if key == "namedtuple" else _before_the_rooms(x, module) for key, x in found.items()
+        }
+    return [_before_the_rooms(x, module) for x in found] if isinstance(found, list) else found
 
 
 @pytest.mark.parametrize(
     ("transform", "slot", "module"),
     [
         (fz.mixed_precision("auto", start="fp16"), "precision", "fzero.program.counters:PrecisionState"),
+        (fz.mixed_precision("auto", start="fp16"), "precision", "fzero.precision.counters:PrecisionState"),
     ],
-    ids=["precision"],
+    ids=["precision of 0.1", "precision of 0.2"],
 )
 def test_types_that_have_moved_since_are_found(tmp_path: Path, transform: Any, slot: str, module: str) -> None:
     """A checkpoint that names the modules as they were is the state it was, to the bit, and trains on."""
@@ -401,7 +404,10 @@ def test_types_that_have_moved_since_are_found(tmp_path: Path, transform: Any, s
     batch = torch.linspace(-1, 1, 16 * 16).reshape(16, 16)
     state, _ = train(train.init({"w": torch.eye(16)}), batch)
     checkpoint.save(tmp_path, state)
-    edit(checkpoint.latest(tmp_path), lambda content: content.update(skeleton=_before_the_rooms(content["skeleton"])))
+    edit(
+        checkpoint.latest(tmp_path),
+        lambda content: content.update(skeleton=_before_the_rooms(content["skeleton"], module)),
+    )
     assert module in (checkpoint.latest(tmp_path) / "index.json").read_text()
     assert type(checkpoint.structure(tmp_path).extras[slot]) is type(state.extras[slot])
     other = fz.compile(step, fz.make_mesh(data=1), backend="eager")
