@@ -144,10 +144,10 @@ def shards(layout: str, mesh: Mesh) -> fz.State:
 def test_a_checkpoint_of_any_layout_is_read_under_any_other(
     saved: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Without --full, each is read under every fourth."""
+    """Without --full, each is read under a quarter of them."""
     names = [*LAYOUTS]
     everything = request.config.getoption("--full") or request.config.getoption("--exhaustive")
-    others = names if everything else names[names.index(saved) % 4 :: 4]
+    others = names if everything else [x for i, x in enumerate(names) if (names.index(saved) // 4 + i) % 4 == 0]
     states = [shards(saved, mesh) for mesh in meshes(**LAYOUTS[saved][1])]
     done = as_ranks(len(states), lambda r: save_as(r, tmp_path / "saved", states[r.rank]))
     assert all(isinstance(path, Path) for path in done), done

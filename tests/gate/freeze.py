@@ -60,7 +60,7 @@ def compare(name: str, new: dict, write: bool, numbers: bool) -> bool:
     if found["numbers"]:
         apart = largest_difference(old, new)
         print(f"    largest relative difference of the numbers: {apart:.2e}")
-        if not numbers or apart > LARGEST:
+        if not numbers or not apart <= LARGEST:
             print("    not written: " + ("--numbers allows other bits" if not numbers else f"more than {LARGEST:g}"))
             return False
     if not write:

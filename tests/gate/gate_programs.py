@@ -113,7 +113,6 @@ TENSOR_RULES: dict[str, Any] = {
 }
 
 ADAMW = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
-CLIPPED_SGD = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, momentum=0.9))
 
 
 def train_gpt(
@@ -251,10 +250,6 @@ def evaluation(*transforms: Any, mesh: dict[str, int], model: Any = None) -> Cas
 
     step = fz.compose(*transforms)(fz.eval_step(evaluate))
     return case(step, gpt() if model is None else model, tokens("x", "y"), mesh)
-
-
-def matrices_only(path: str, leaf: torch.Tensor) -> bool:
-    return leaf.dim() > 1
 
 
 def muon() -> Any:

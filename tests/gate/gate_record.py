@@ -230,7 +230,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, lis
     for name in was.keys() & now.keys():
         if same_bits and was[name]["bits"] != now[name]["bits"]:
             found["numbers"].append(f"{name}: other bits, {text_of(relative_difference(was[name], now[name]))}")
-        elif not same_bits and (apart := relative_difference(was[name], now[name])) and apart > 1e-3:
+        elif not same_bits and (apart := relative_difference(was[name], now[name])) is not None and not apart <= 1e-3:
             found["numbers"].append(f"{name}: {text_of(apart)} (another processor or release: 1e-3 is allowed)")
     for key in ("peak_bytes", "step_seconds"):
         ratio = new["plan"][key] / old["plan"][key]
