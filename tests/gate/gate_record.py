@@ -228,7 +228,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, lis
     found["numbers"] += [f"{name}: not frozen" for name in now.keys() - was.keys()]
     found["numbers"] += [f"{name}: missing" for name in was.keys() - now.keys()]
     for name in was.keys() & now.keys():
-        if same_bits and was[name]["bits"] != now[name]["bits"]:
+        form, form_now = ((x[name]["dtype"], x[name]["shape"]) for x in (was, now))
+        if form != form_now:
+            found["numbers"].append(f"{name}: {form} was frozen, {form_now} now")
+        elif same_bits and was[name]["bits"] != now[name]["bits"]:
             found["numbers"].append(f"{name}: other bits, {text_of(relative_difference(was[name], now[name]))}")
         elif not same_bits and (apart := relative_difference(was[name], now[name])) is not None and not apart <= 1e-3:
             found["numbers"].append(f"{name}: {text_of(apart)} (another processor or release: 1e-3 is allowed)")
@@ -246,11 +249,14 @@ def flat(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def relative_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
-    """The largest difference of two stored tensors, relative to the largest value; None if values are not stored."""
+    """The largest difference of two stored tensors, relative to the largest value; None if values are not stored. Equal
+    infinities and two NaN do not differ."""
     x, y = values(old), values(new)
     if x is None or y is None or x.shape != y.shape or not x.numel():
         return None
-    return float((x - y).abs().max() / x.abs().max().clamp_min(1e-30))
+    equal = torch.logical_or(x == y, torch.logical_and(x.isnan(), y.isnan()))
+    apart = torch.where(equal, 0.0, (x - y).abs()).max()
+    return float(apart / x.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(1e-30))
 
 
 def text_of(apart: float | None) -> str:
