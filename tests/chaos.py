@@ -266,7 +266,7 @@ def plant(struck: Struck) -> None:
     from fzero.comm.collectives import ProcessGroups
     from fzero.comm.shared import SharedMemory
     from fzero.elastic.vault import Vault
-    from fzero.runtime import compiled
+    from fzero.runtime import program_build
     from fzero.runtime.training import CompiledStep
 
     def around(holder: Any, name: str, where: str, instead: Any = None) -> None:
@@ -291,7 +291,7 @@ def plant(struck: Struck) -> None:
 
     around(fzero.mesh, "meet", "mesh")
     around(CompiledStep, "restore", "init")
-    around(compiled, "build", "build")
+    around(program_build, "build", "build")
     around(format, "write", "save", lambda before, *args, **kwargs: no_room())
     around(saving, "commit", "commit")
     around(SharedMemory, "wait", "transfer")

@@ -23,7 +23,7 @@ from fzero import tree
 from fzero.comm import collectives
 from fzero.comm.collectives import ProcessGroups
 from fzero.comm.copies import PendingCopy, meet
-from fzero.runtime import compiled
+from fzero.runtime import program_build
 
 Tensors = Sequence[torch.Tensor]
 
@@ -37,7 +37,7 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
     copies = LateCopies()
     mesh.context.copies = copies
     mesh.context.transport = LateTransport(mesh)
-    executable = compiled.executable
+    executable = program_build.executable
 
     def touching(program: Any, functions: Any, on: fz.Mesh, **given: Any) -> Any:
         run = executable(program, functions, on, **given)
@@ -48,7 +48,7 @@ def late(mesh: fz.Mesh, patch: Callable[[Any, str, Any], None] = setattr) -> Lat
             )
         return run
 
-    patch(compiled, "executable", touching)
+    patch(program_build, "executable", touching)
     return copies
 
 

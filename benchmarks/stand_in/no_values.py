@@ -17,7 +17,7 @@ from torch._C._dynamo.guards import _empty_strided_cuda
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fzero.comm import replicas
-from fzero.runtime import training
+from fzero.runtime import state_validation
 
 _OPS = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
 _library = torch.library.Library("aten", "IMPL", "CUDA")
@@ -29,7 +29,7 @@ def install() -> None:
         warnings.simplefilter("ignore")  # PyTorch warns that implementations are replaced
         for name in _OPS:
             _library.impl(name, _empty(getattr(torch.ops.aten, name).default))
-    training.check_finite = lambda *given: None  # type: ignore[assignment]
+    state_validation.check_finite = lambda *given: None  # type: ignore[assignment]
     replicas.same = lambda mesh, owner, held, fix: held()  # type: ignore[assignment]
 
 

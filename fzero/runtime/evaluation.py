@@ -77,7 +77,7 @@ class CompiledEval(Compiled):
         inputs = self._last.checked()
         flat, structure = tree.flatten(batch)
         lowered, run = self._run_for(inputs, batch, flat, structure)
-        batch = tree.unflatten(structure, self._on_device(batch, flat))
+        batch = tree.unflatten(structure, self._transfer(batch, flat))
         with torch.no_grad():
             try:
                 outputs = run(params, batch)
@@ -122,4 +122,4 @@ class CompiledEval(Compiled):
                     "compute in the evaluation's function"
                 )
             raise FzeroValueError("eval_step", "the parameters rest otherwise than this evaluation expects", wrong, fix)
-        return self._known(found)
+        return self._runs.known(found)

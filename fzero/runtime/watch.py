@@ -15,13 +15,19 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroValueError, LossScaleError, message
+from fzero.lowering.layouts import abstract_params
+from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
-from fzero.step import State
+from fzero.step import State, Step
 from fzero.train_state import mark_broken
+from fzero.transforms.base import find
+from fzero.transforms.precision import MixedPrecision
 
 _LOOKS = 8
 """Steps that are not finite after which parameters are looked at: an optimizer may leave such steps out."""
+
+_STACKLEVEL = 7  # the user's call of a step: of `CompiledStep.__call__`, its two decorators, and three calls in here
 
 
 def check_finite(params: Any, inputs: Inputs, trained: list[bool], mesh: Mesh) -> None:
@@ -149,7 +155,7 @@ class AtMinimum:
             raise LossScaleError(text)
         self._said = True
         if self._mesh.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=6)
+            warnings.warn(text, RuntimeWarning, stacklevel=_STACKLEVEL)
 
 
 class NotFinite:
@@ -183,7 +189,38 @@ class NotFinite:
         fix = "restore a checkpoint of before; fz.optim.skip_nonfinite(optimizer) leaves out steps that are not finite"
         what = "parameters are" if wrong else "two steps in a row, and perhaps parameters, are"
         text = message("step", f"{what} not finite any more", problems, fix)
-        warnings.warn(text, RuntimeWarning, stacklevel=6)
+        warnings.warn(text, RuntimeWarning, stacklevel=_STACKLEVEL)
+
+
+class MetricsWatch:
+    """Watches the metrics of a training step: all that is watched in this file after the first step."""
+
+    def __init__(self, step: Step, mesh: Mesh):
+        precision = find(step.transforms, MixedPrecision)
+        scaling = precision.scaling if precision else None
+        self._at_minimum = (
+            AtMinimum(mesh, scaling.minimum, precision.loss_scale_at_minimum == "raise")
+            if precision and scaling
+            else None
+        )
+        # with a loss scale steps that overflow are left out
+        self._not_finite = NotFinite(mesh) if self._at_minimum is None else None
+        self._agreement, self._raised = Agreement(), Raised()
+
+    def __call__(self, metrics: dict[str, Any], state: State, step: Step, lowered: Lowered) -> None:
+        """Looks at the metrics of a step, and removes those that are for this alone."""
+        if "raised" in metrics:
+            self._raised(metrics.pop("raised"), lowered.raises, state)
+        if self._at_minimum is not None:
+            self._at_minimum(metrics["loss_scale_at_minimum"])
+        if self._not_finite is not None:
+            trained = lambda: step.trains(abstract_params(lowered.params))  # noqa: E731
+            self._not_finite(metrics["finite"], state, lowered.params, trained)
+        if "agreed" in metrics:
+            mutable = [
+                lowered.params.leaves[i] for i in lowered.params.distinct if lowered.params.leaves[i].role == "mutable"
+            ]
+            self._agreement(metrics.pop("agreed"), [leaf.path for leaf in mutable if not leaf.dtype.is_floating_point])
 
 
 def fetched(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

@@ -12,8 +12,20 @@ from fzero.boxes import parts_of
 from fzero.comm.collectives import gather
 from fzero.layout import Leaf, leaf_of
 from fzero.mesh import Mesh, ranks_along
+from fzero.ranks import agreement
 from fzero.state.storage import load
+from fzero.step import State
+from fzero.step.checks import check_state
 from fzero.train_state import lasting
+
+
+def gathered(state: State, mesh: Mesh) -> State:
+    """The whole state, as `whole`. All ranks call it; one that does not come is named."""
+    check_state(state, "gather what train.init, train.restore or a step returned", "gather")
+    if any((of := leaf_of(x)) is not None and of[0].layout.apart for x in tree.leaves(state)):
+        agreement.everywhere(mesh, "gather", lambda: None)
+    with agreement.unbroken(mesh):
+        return whole(state, mesh)
 
 
 def whole(state: Any, mesh: Mesh) -> Any:

@@ -14,19 +14,22 @@ from typing import Any
 
 import torch
 
+from fzero import tree
 from fzero.checkpoint.format import as_bytes
 from fzero.comm import disk
 from fzero.comm.disk import BUFFER
 from fzero.comm.host import host_tensors
 from fzero.errors import BudgetError, FzeroValueError
-from fzero.layout import Extent, Leaf, extent_of, place, set_extent
+from fzero.layout import Extent, Leaf, extent_of, leaf_of, place, set_extent
 from fzero.lowering.layouts import leaves_made_anew, mirrors, offloads
 from fzero.lowering.slots import slots_of
 from fzero.mesh import Mesh
+from fzero.program.ir import Program
 from fzero.program.lines import Inputs
+from fzero.program.ops import written_aside
 from fzero.progress import moved
 from fzero.ranks import agreement
-from fzero.step import Step
+from fzero.step import State, Step
 from fzero.transforms.offload import paths_of
 from fzero.units import exact_size, size
 
@@ -116,6 +119,16 @@ def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -
         )
         places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
     return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
+
+
+def spare_for(program: Program, state: State, mesh: Mesh) -> bool:
+    """Whether all that a program writes aside on disk has a second extent there (`spare`)."""
+    leaves = {
+        leaf_of(x)[0].path: x  # type: ignore[index]
+        for x in tree.leaves((state.params, state.opt_state, state.extras))
+        if leaf_of(x) is not None
+    }
+    return spare([leaves[program.leaves[n].path] for n in written_aside(program)], mesh)
 
 
 def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:

@@ -162,7 +162,7 @@ def test_a_compiled_step_says_what_takes_long(monkeypatch):
     seen = []
     real = progress.shown
     monkeypatch.setattr(progress, "shown", lambda what, text: (seen.append((what, text())), real(what, text))[1])
-    monkeypatch.setattr("fzero.runtime.compiled.shown", progress.shown)
+    monkeypatch.setattr("fzero.runtime.program_build.shown", progress.shown)
     train = fz.compile(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)), fz.make_mesh(data=1))
     state = train.init({"w": torch.eye(3)})
     train(state, torch.ones(2, 3))

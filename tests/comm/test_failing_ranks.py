@@ -14,7 +14,7 @@ import torch.distributed as dist
 import fzero as fz
 from fzero.comm import replicas
 from fzero.ranks import agreement
-from fzero.runtime import compiled
+from fzero.runtime import program_build, step_resolution
 
 CONFIG = {"scale": 1.0, "last loss": 0.0}
 STEP = fz.shard_params(fz.train_step(lambda p, x: ((x @ p["w"]) ** 2).mean() * CONFIG["scale"], fz.optim.sgd(0.0)))
@@ -46,9 +46,9 @@ def one_after_another(folder: str) -> tuple[dict[str, str], float, list[str]]:
 
     planned = fz.compile(fz.offload("cpu", "opt_state")(STEP), mesh, backend="eager", memory_budget="1GB")
     said = {
-        "build": fails(compiled, "build", RuntimeError("no space left"), lambda: train(state, BATCH)),
+        "build": fails(program_build, "build", RuntimeError("no space left"), lambda: train(state, BATCH)),
         "rates": fails(
-            compiled,
+            step_resolution,
             "get_device",
             RuntimeError("cannot measure"),
             lambda: planned(planned.init(PARAMS), BATCH),

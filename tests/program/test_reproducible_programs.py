@@ -17,7 +17,7 @@ import fzero as fz
 from fzero import compat, optim
 from fzero.build import cache, inductor
 from fzero.program.ir import Function
-from fzero.runtime import compiled
+from fzero.runtime import program_cache, read_values
 from fzero.trace.record import record
 from fzero.trace.subgraph import signature
 
@@ -124,7 +124,7 @@ def test_alike_trees_share_a_program_and_programs_are_bounded(
     assert len(train._runs) == 3
     assert other.params["w"].shape == (4, 2)
 
-    monkeypatch.setattr(compiled, "MOST_PROGRAMS", 4)
+    monkeypatch.setattr(program_cache, "MOST_PROGRAMS", 4)
     program = train._runs[next(iter(train._runs))].lowered.program
     with caplog.at_level("WARNING", "fzero"):
         state, expected = states[0], []
@@ -251,7 +251,7 @@ def test_a_value_that_changes_between_steps_is_an_error(change: str) -> None:
         fz.errors.FzeroValueError,
         match=rf"(?s)reads a value.*{where}.*Fix: pass what changes from step to step in the batch",
     ):
-        for _ in range(compiled.LOOKED_AT_EVERY):
+        for _ in range(read_values.LOOKED_AT_EVERY):
             state, _ = train(state, BATCH)
     if change == "global":
         again = fz.compile(step, fz.make_mesh(data=1), backend="eager")

@@ -224,7 +224,7 @@ def _leaf_by_leaf(budget: int | None) -> tuple[Any, Any, bool]:
     step = fz.compose(fz.shard_params(), fz.mixed_precision("bf16"))(step)
     train = fz.compile(step, mesh, backend="eager", memory_budget=budget)
     state, metrics = train.init(gpt_init, key=fz.random.key(0)), []
-    with mock.patch("fzero.runtime.compiled.get_device", return_value=DEVICE):
+    with mock.patch("fzero.runtime.step_resolution.get_device", return_value=DEVICE):
         for batch in batches(2):
             state, found = train(state, part(batch, mesh))
             metrics.append(found)

@@ -19,7 +19,7 @@ import fzero as fz
 from fzero import optim
 from fzero.errors import DivergenceError
 from fzero.ranks.turns import Turns
-from fzero.runtime import compiled
+from fzero.runtime import read_values
 
 
 @fz.block
@@ -84,7 +84,7 @@ PARTINGS: dict[str, tuple[Any, str]] = {
 def _part(folder: str, cases: list[str], kwargs: dict[str, Any]) -> list[str]:
     """What one rank does while the others take a step; and the errors."""
     # never: between two calls at which ranks compare settings
-    told, Turns.pause, compiled.LOOKED_AT_EVERY = ([], 0.2, float("nan"))
+    told, Turns.pause, read_values.LOOKED_AT_EVERY = ([], 0.2, float("nan"))
     for case in cases:
         run = Run(folder, **kwargs)
         run.mesh.store.set(f"ready/{run.mesh.rank}", "")
@@ -95,7 +95,7 @@ def _part(folder: str, cases: list[str], kwargs: dict[str, Any]) -> list[str]:
         except DivergenceError as error:
             told.append(str(error))
         fz.close_mesh()
-    Turns.pause, compiled.LOOKED_AT_EVERY = 1.0, 16
+    Turns.pause, read_values.LOOKED_AT_EVERY = 1.0, 16
     return told
 
 

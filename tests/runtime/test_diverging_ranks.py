@@ -17,7 +17,7 @@ from rejections import loss_fn as rejected_loss
 
 import fzero as fz
 from fzero import optim
-from fzero.runtime.compiled import LOOKED_AT_EVERY
+from fzero.runtime.read_values import LOOKED_AT_EVERY
 
 SECONDS = 25.0
 """By when every rank must have raised; what is waited for (`make_mesh(timeout=)`) is ten minutes by default."""

@@ -33,7 +33,8 @@ from fzero.passes import remat, shard
 from fzero.plan import cost
 from fzero.program.ir import Program
 from fzero.program.ops import OPS
-from fzero.runtime import compiled, places, training
+from fzero.runtime import places, program_build
+from fzero.state import initial_state
 from fzero.testing import check_equivalent
 from fzero.testing.blame import first_differing
 from fzero.testing.check import setting_of
@@ -433,8 +434,8 @@ def test_a_loss_that_is_no_mean_is_the_users():
 
 
 def test_a_first_state_that_differs(monkeypatch):
-    whole = training.shard
-    monkeypatch.setattr(training, "shard", lambda x, leaf, mesh: whole(x.flip(0), leaf, mesh))
+    whole = initial_state.shard
+    monkeypatch.setattr(initial_state, "shard", lambda x, leaf, mesh: whole(x.flip(0), leaf, mesh))
     report = check_equivalent(fz.train_step(loss, OPTIMIZER()), init, batch(), fz.make_mesh(data=1), raises=False)
     assert report.blame is not None and report.blame.step == 0 and "init" in report.blame.note
     assert {d.path for d in report.differences if not d.ok and d.step == 0} >= {"params['head']['w']"}
@@ -460,7 +461,7 @@ def test_what_only_the_compiler_does_wrong(monkeypatch):
                 patch.setattr(build, "as_called", wrong)
             return real(functions, "eager", mesh)
 
-    monkeypatch.setattr(compiled, "build", built)
+    monkeypatch.setattr(program_build, "build", built)
     report = check_equivalent(
         fz.train_step(loss, OPTIMIZER()), init, batch(), fz.make_mesh(data=1), backend="other", raises=False
     )

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
 from fzero import optim
-from fzero.runtime import compiled
+from fzero.runtime import read_values
 from fzero.trace.reads.settings import changes, settings
 
 scale = 1.0
@@ -579,7 +579,7 @@ def test_a_setting_that_changes_late_is_told_at_once_where_looking_costs_little(
         clock[0] += 1e-3
         return clock[0]
 
-    monkeypatch.setattr(compiled, "perf_counter", tick)
+    monkeypatch.setattr(read_values, "perf_counter", tick)
     train = fz.compile(
         fz.train_step(lambda p, x: (x @ p["w"]).mean() * config.by, optim.sgd(0.1)),
         fz.make_mesh(data=1),

@@ -1,0 +1,136 @@
+"""Makes the program of a step for a kind of batch, and an executable of it: traced, lowered and built."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from fzero.build.build import build
+from fzero.errors import FzeroValueError
+from fzero.lowering.budget import Budget
+from fzero.lowering.layouts import batch_inputs
+from fzero.lowering.lower import lower_inputs
+from fzero.lowering.lowered import Lowered
+from fzero.mesh import Mesh
+from fzero.plan.plan import Plan
+from fzero.program.lines import Inputs
+from fzero.program.ops import handed
+from fzero.progress import shown
+from fzero.runtime.execute import executable
+from fzero.runtime.read_values import ReadValues
+from fzero.runtime.same_program import describe
+from fzero.step import EvalStep, Step
+from fzero.trace.device import on_device
+from fzero.trace.reads.settings import GLOBAL_GENERATORS, changes
+from fzero.trace.reads.value_keys import Position
+from fzero.trace.subgraph import differing_line
+from fzero.transforms.compress import Formats
+
+
+def lower_for_batch(
+    step: Step | EvalStep,
+    mesh: Mesh,
+    params: Inputs,
+    batch: Any,
+    budget: Callable[[], Budget | None],
+    formats: Formats | None,
+    reads: ReadValues,
+    owner: str,
+) -> Lowered:
+    """Lowers a step for a batch.
+
+    Args:
+        step: with its open choices decided.
+        params: the leaf table of the parameters.
+        budget: limits and rates, asked for each time that the step is lowered.
+        formats: those on the wire that the state has recorded.
+        reads: the values that the step's functions read.
+        owner: whose its errors are.
+    """
+    with shown("fzero.compile", lambda: f"tracing and planning {step.name}") if mesh.rank == 0 else nullcontext():
+        lower = lambda: lower_inputs(step, mesh, params, batch_inputs(batch), budget(), formats=formats)  # noqa: E731
+        return _lower_unchanged(lower, step.name, reads, owner)
+
+
+def _lower_unchanged(lower: Callable[[], Lowered], name: str, reads: ReadValues, owner: str) -> Lowered:
+    """Lowers the step. If tracing changed a value that the user's functions read, or they read the clock, it is
+    lowered again. Equal programs mean a cache or a log, and are accepted. Different ones mean that the function
+    counts, draws or consumes; that raises."""
+    read, before = reads.now(), reads.counted()
+    lowered = lower()
+    now, first = reads.now(), reads.counted()
+    clocks = reads.clocks()
+    if now == read and first == before and not clocks:
+        return lowered
+    again = lower()
+    after = reads.counted()
+    changed = [
+        _changed(place, value, after[place]) for place, value in first.items() if after.get(place, value) != value
+    ]
+    if changed or describe(*again.programs) != describe(*lowered.programs):
+        others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+        if others and any(place in GLOBAL_GENERATORS and after.get(place) != value for place, value in first.items()):
+            changed.append(
+                f"or by a thread that runs beside: {', '.join(others)}; give it a generator of its own, e.g. "
+                f"random.Random(seed)"
+            )
+        fix = (
+            "draw by fz.random with the step's key; pass a count in the batch, as a 0-dim tensor, or to the "
+            "optimizer as a schedule of the step; "
+            "what is only written down goes into a list, or by print or a logger to the terminal"
+        )
+        what = f"{name} counts, draws or uses something up each time it is called: traced once, it would not"
+        found = changed or changes(read, now) or [f"{clock}: read by it" for clock in clocks]
+        raise FzeroValueError(owner, what, [*_differing_line(lowered, again), *found], fix)
+    return again
+
+
+def build_executable(
+    lowered: Lowered, backend: str, mesh: Mesh, graphs: bool | None
+) -> Callable[[], Callable[..., Any]]:
+    """Builds the functions of a program, once all ranks agree on it. The result makes it executable, once all ranks
+    have built theirs.
+
+    Args:
+        graphs: whether its runs are captured, as of `executable`.
+    """
+    # those of all stages, which the ranks divide among them
+    used = {line.fn for x in lowered.programs for line, _ in x.walk() if line.op == "call"}
+    functions = build({n: f for n, f in lowered.program.functions.items() if n in used}, backend, mesh)
+    how = {"pairs": handed(lowered.programs), "graphs": graphs}
+    return functools.partial(executable, lowered.program, functions, mesh, **how)
+
+
+def plan_as_built(lowered: Lowered, backend: str, mesh: Mesh) -> Plan:
+    """The plan of a program as it is built for the mesh's device."""
+    programs = lowered.programs
+    graphs = {id(f.graph): f.graph for program in programs for f in program.functions.values()}
+    built = {of: on_device(graph, mesh.device) for of, graph in graphs.items()}  # stages share functions
+    functions = (
+        {name: replace(f, graph=built[id(f.graph)]) for name, f in program.functions.items()} for program in programs
+    )
+    as_built = replace(
+        lowered,
+        programs=tuple(replace(x, functions=f) for x, f in zip(programs, functions, strict=True)),
+    )
+    return as_built.plan_on(None, backend)
+
+
+def _differing_line(one: Lowered, other: Lowered) -> list[str]:
+    """The user's line of the first operation in which two traces of a step differ, if it is known."""
+    for a, b in zip(one.programs, other.programs, strict=False):
+        for name, function in a.functions.items():
+            if name in b.functions and (found := differing_line(function.graph.graph, b.functions[name].graph.graph)):
+                return found
+    return []
+
+
+def _changed(place: str, before: Any, after: Any) -> str:
+    """A number that has become another, with both; of a generator that it has drawn."""
+    if isinstance(before, tuple) and before[:1] in ((bool,), (int,), (float,)) and isinstance(after, tuple):
+        return f"{place}: {before[1]} before, {after[1]} after"
+    return f"{place}: {'a file that is written to or read from' if isinstance(before, Position) else 'drawn from'}"

@@ -1,0 +1,123 @@
+"""Tells apart the kinds of calls of a compiled step, each of which has a program, and keeps the programs used last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.build.cache import logger
+from fzero.errors import FzeroValueError
+from fzero.layout import ties
+from fzero.lowering.lowered import Lowered
+from fzero.program.lines import Inputs
+from fzero.trace.reads.settings import Settings
+from fzero.trace.reads.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches, told
+
+MOST_PROGRAMS = 16
+"""Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first,
+and is made again when it is needed."""
+
+
+@dataclass
+class CachedProgram:
+    """A program that runs.
+
+    Attributes:
+        lowered: the program.
+        run: its executable.
+        settings: the values that its functions read when it was traced.
+        strides: the places in the user's code that ask for strides.
+        calls: how often it was called.
+    """
+
+    lowered: Lowered
+    run: Callable[..., Any]
+    settings: Settings
+    strides: list[str]
+    calls: int = 0
+
+
+class ProgramCache(dict[Any, CachedProgram]):
+    """The programs of a step by kind of call and formats on the wire; those used last are the last."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+        self._warned = False  # that programs are made and dropped again
+
+    def known(self, inputs: Inputs) -> Inputs:
+        """A leaf table of parameters, or the one like it that there are programs for."""
+        return next((params for params, *_ in self if params.alike(inputs)), inputs)
+
+    def difference(self, key: tuple[Any, ...]) -> str:
+        """The differences between a new kind of call and the last one, as text."""
+        before = next(reversed(self), None)
+        if before is None:
+            return ""
+        new, old = _facts(key), _facts(before)
+        changed = [name for name in {**new, **old} if new.get(name) != old.get(name)]
+        return ": " + "; ".join(f"{name} {new.get(name)}, before {old.get(name)}" for name in changed)
+
+    def keep(self, key: tuple[Any, ...], program: CachedProgram) -> None:
+        """Keeps a program as the one used last, and drops the one used longest ago if there are too many."""
+        self[key] = program
+        if len(self) > MOST_PROGRAMS:
+            del self[next(iter(self))]
+            if not self._warned:
+                logger.warning(
+                    "%s: more than %d kinds of batches: pad them to a few lengths, each has a program of its own",
+                    self._name,
+                    MOST_PROGRAMS,
+                )
+            self._warned = True
+
+
+def kind_of_call(params: Inputs, flat_batch: list[Any], structure: tree.TreeSpec) -> tuple[Any, ...]:
+    """All that a program is made for, except the formats on the wire."""
+    kinds = tuple([(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in flat_batch])
+    same = tuple(ties(flat_batch))
+    return (
+        params,
+        structure,
+        kinds,
+        same,
+        torch.get_default_dtype(),
+        autocast(),
+        switches(),
+    )
+
+
+def check_modes(name: str, owner: str, backend: str, graphs: bool | None) -> None:
+    """Raises if the caller has entered modes or hooks that a program does not see: those of every operation of a
+    program that is run as it is."""
+    unseen = [*function_modes(), *(dispatch_modes() if backend == "inductor" or graphs is True else [])]
+    if around := [type(mode).__name__ for mode in unseen] + saved_tensor_hooks():
+        fix = "enter it in the function that the step calls, around the operations that it is for"
+        if backend == "inductor":
+            fix += "; or use backend='eager', which runs every operation in sight of a TorchDispatchMode"
+        elif dispatch_modes():
+            fix += "; or leave out cuda_graphs=True"
+        what = f"{name} is called under what a program that is traced once does not see"
+        raise FzeroValueError(owner, what, around, fix)
+
+
+def _facts(key: tuple[Any, ...]) -> dict[str, str]:
+    params, structure, kinds, same, default_dtype, cast, others, formats = key
+    leaves = [kind.__name__ if isinstance(kind, type) else tree.form(*kind) for kind in kinds]
+    facts = {f"autocast's {name}": value for name, value in cast._asdict().items()} | told(others)
+    facts |= {
+        "parameters": [f"{x.path}: {x.dtype}{list(x.shape)}" for x in params.leaves],
+        "the batch's tree": structure,
+        "the batch's leaves": ", ".join(leaves),
+        "leaves of the batch that are one tensor": ", ".join(
+            f"{i} and {first}" for i, first in enumerate(same) if i != first
+        )
+        or "none",
+    }
+    facts |= {"the default dtype": default_dtype}
+    facts |= {f"over {x.axis}": x for x in formats or ()}
+    return {name: str(value).replace("torch.", "") for name, value in facts.items()}

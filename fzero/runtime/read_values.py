@@ -1,0 +1,88 @@
+"""Watches the values that the functions of a step read besides their arguments: a program keeps those of its trace."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from fzero.errors import FzeroValueError
+from fzero.mesh import Mesh
+from fzero.program.ir import Program
+from fzero.program.show import name_of
+from fzero.ranks import agreement
+from fzero.step import EvalStep, Step
+from fzero.trace.reads.settings import Settings, changes, counted, settings, timed
+
+LOOKED_AT_EVERY = 16
+"""Values that functions read besides their arguments are compared every so many calls and at each of the first ones;
+also when the time since the last call makes the look cheaper than `_SHARE` of it."""
+_SHARE = 0.002
+
+
+class ReadValues:
+    """The values that a step's functions read. `owner`: whose its errors are."""
+
+    def __init__(self, step: Step | EvalStep, owner: str):
+        self._step, self._owner = step, owner
+        # when a program was called last, and how long a look at its settings takes
+        self._called, self._looking = 0.0, 0.0
+
+    def now(self) -> Settings:
+        """The values that the functions read now."""
+        start = perf_counter()
+        found = settings(*self._functions(), strict=False)
+        self._looking = perf_counter() - start
+        return found
+
+    def counted(self) -> dict[str, Any]:
+        """The values that a call of the functions may change: numbers, generators, iterators, by place."""
+        return counted(*self._functions())
+
+    def clocks(self) -> list[str]:
+        """The clocks that the functions may read."""
+        return timed(*self._functions())
+
+    def look(self, traced: Settings, calls: int, program: Program, mesh: Mesh) -> None:
+        """Compares the values with those of a trace, at some calls of its program.
+
+        Args:
+            traced: the values when it was traced.
+            calls: the number of calls of the program, with this one.
+            program: the one that runs, for the errors of other ranks.
+
+        Raises:
+            FzeroValueError: on every rank, if a value has changed on any.
+        """
+        since, self._called = perf_counter() - self._called, perf_counter()
+        changed = changes(traced, self.now()) if calls > 1 and _SHARE * since >= self._looking else []
+        if 1 < calls <= LOOKED_AT_EVERY or calls % LOOKED_AT_EVERY == 0 or changed:
+            about = (
+                f"reads another value than before: {changed[0]}"
+                if changed
+                else f"runs {name_of(program)} {program.name}"
+            )
+            # a change on one rank alone is every rank's error
+            agreement.everywhere(mesh, self._owner, lambda: self._check(traced), about)
+
+    def _check(self, traced: Settings) -> None:
+        """Raises if a value that was traced as it was is another now."""
+        now = self.now()
+        for x in now.standing:
+            x.check()
+        if changed := changes(traced, now):
+            fix = (
+                "pass what changes from step to step in the batch, as a 0-dim tensor, or to the optimizer as a "
+                "schedule of the step; "
+                "compile the step anew where it changes seldom"
+            )
+            raise FzeroValueError(
+                self._owner,
+                f"{self._step.name} reads a value that is not what it was when the step was traced",
+                changed,
+                fix,
+            )
+
+    def _functions(self) -> tuple[Any, ...]:
+        given = (self._step.fn,) if isinstance(self._step, EvalStep) else (self._step.loss_fn, self._step.optimizer)
+        model = getattr(given[0], "model", None)  # of fz.functionalize
+        return given if model is None else (*given, *model.classes)

@@ -1,0 +1,90 @@
+"""Checks the state and the batch that a training step is called with: their values, their layout, and that all ranks
+hold the same replicas."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.comm import replicas
+from fzero.comm.replicas import Held, replicas_of
+from fzero.lowering.layouts import abstract_params, zero_of
+from fzero.mesh import Mesh
+from fzero.program.lines import Inputs
+from fzero.ranks import agreement
+from fzero.runtime.watch import check_finite
+from fzero.state.assemble import check_memory, check_model, check_values, placed_inputs
+from fzero.step import State, Step, lasting
+from fzero.step.checks import check_params, check_state
+
+
+def leaf_tables(state: State, step: Step, model: Any) -> tuple[Inputs, Inputs]:
+    """The leaf tables of a state's parameters and optimizer state; raises if leaves have no values or no memory of
+    their own, or are another model's."""
+    check_params(state.params)
+    check_values("step", params=state.params, opt_state=state.opt_state)
+    check_memory("step", params=state.params, opt_state=state.opt_state)
+    found, opt = placed_inputs(state.params, mutable=step.mutates), placed_inputs(state.opt_state, "opt_state")
+    check_model("step", model, abstract_params(found))
+    return found, opt
+
+
+def check_first_step(
+    state: State, params: Inputs, batch: Any, step: Step, mesh: Mesh, checked: MutableMapping[torch.Tensor, bool]
+) -> None:
+    """Looks at a state before its first step, and at its batch. All ranks call it alike.
+
+    Args:
+        params: the leaf table of the parameters.
+        checked: leaves with which a step has begun; a state of such leaves is not looked at again.
+    """
+    leaves = tree.leaves((state.params, state.opt_state))
+    if all(x in checked for x in leaves):
+        return
+    trained = step.trains(abstract_params(params))
+    agreement.everywhere(mesh, "step", lambda: check_finite(state.params, params, trained, mesh))
+    compare_replicas(state, mesh)
+    _compare_batch(batch, step, mesh)
+    checked.update((x, True) for x in leaves)
+
+
+def compare_replicas(state: State, mesh: Mesh) -> None:
+    """Raises if ranks that hold the same part of a state hold different values."""
+
+    def held() -> Held:
+        check_state(state, "give what train.init, train.restore or a step returned", "check_replicas")
+        parts = {
+            "params": state.params,
+            "opt_state": state.opt_state,
+            "extras": lasting(state).extras,
+            "step": state.step,
+            "key": state.key,
+        }
+        named = {p: x for role, part in parts.items() for p, x in tree.with_paths(part, role)}
+        return replicas_of(named)
+
+    replicas.same(
+        mesh,
+        "step",
+        held,
+        "restore the last checkpoint; nothing may write to a state between steps, unless it does so alike on every "
+        "rank",
+    )
+
+
+def _compare_batch(batch: Any, step: Step, mesh: Mesh) -> None:
+    """Raises if ranks have different batches along an axis that does not shard the batch."""
+    axes = zero_of(step, mesh).batch_axes
+    others = [axis for axis, size in mesh.axes.items() if size > 1 and axis not in axes]
+    if not others:
+        return
+    leaves = tree.with_paths(batch, "batch")
+    held = {path: (x, axes) for path, x in leaves if isinstance(x, torch.Tensor)}
+    fix = f"give all ranks along {', '.join(map(repr, others))} the same batch: "
+    fix += (
+        f"choose it by mesh.index({axes!r}) of mesh.axis_size({axes!r})" if axes else "every rank has the whole batch"
+    )
+    replicas.same(mesh, "step", lambda: held, fix)

@@ -1,0 +1,110 @@
+"""Restores a state from a checkpoint of any mesh, laid out as a step stores it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fzero import checkpoint, tree
+from fzero.build.cache import logger
+from fzero.checkpoint import Index
+from fzero.errors import CheckpointError
+from fzero.layout import Leaf, in_slot
+from fzero.lowering.layouts import abstract, opt_state_inputs
+from fzero.lowering.slots import Slots, slots_of
+from fzero.mesh import Mesh
+from fzero.program.lines import Inputs
+from fzero.ranks import agreement
+from fzero.state import local, storage
+from fzero.state.assemble import abstract_state, assembled, check_model, state_leaves
+from fzero.step import State, Step
+
+
+def describe(path: str | os.PathLike[str] | Index, mesh: Mesh, model: Any) -> Index:
+    """The checkpoint that a state is restored from, the same on all ranks; raises if `model` has changed."""
+    index = checkpoint.describe(path, mesh)
+    agreement.everywhere(mesh, "restore", lambda: check_model("restore", model))
+    return index
+
+
+def expected_params(index: Index, params: Any, model: Any) -> Any:
+    """The structure of the unsharded parameters that a checkpoint is expected to have: the given one, else that of the
+    model, else the checkpoint's own."""
+    if params is None:
+        whole = checkpoint.structure(index).params if model is None else model.params
+    else:
+        whole = abstract(params) if callable(params) else params
+        check_model(index.owner, model, whole, CheckpointError)
+    return whole
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What a checkpoint gives a step, compared and found complete; nothing large has been read.
+
+    Attributes:
+        index: of the checkpoint, without slots that the step does not have.
+        inputs, opt_inputs, slots: the leaf tables of the state.
+        names: by stored name, the leaves that the checkpoint has.
+        others: those of them that each rank has its own of, as another number of ranks has saved them
+            (`state/local.py`).
+    """
+
+    index: Index
+    inputs: Inputs
+    opt_inputs: Inputs
+    slots: Slots
+    names: dict[str, Leaf]
+    others: dict[str, Leaf]
+
+    def precision_counts(self, mesh: Mesh) -> Any | None:
+        """The counters of `mixed_precision("auto")` in the checkpoint; None if it has none. They are read first,
+        because the layout of other leaves follows from the dtypes that they decide."""
+        counted = {n: leaf for n, leaf in self.names.items() if leaf.role == "precision"}
+        if not counted:
+            return None
+        found = checkpoint.read(self.index, counted, mesh)
+        return self.slots.of({leaf.path: found[n] for n, leaf in counted.items()})["precision"]
+
+
+def plan_restore(index: Index, step: Step, mesh: Mesh, inputs: Inputs) -> RestorePlan:
+    """Compares a checkpoint with the state of a step; raises with every difference. `inputs`: the leaf table of the
+    parameters."""
+    opt_inputs = opt_state_inputs(step, mesh, inputs)
+    slots = slots_of(step, mesh, inputs)
+    names = dict(
+        zip(
+            tree.names(abstract_state(inputs, opt_inputs, slots)),
+            state_leaves(inputs, opt_inputs, slots),
+            strict=True,
+        )
+    )
+    stored = {name: name.split(".")[1] for name in index.leaves if name.startswith("extras.")}
+    anew = {n: leaf for n, leaf in names.items() if in_slot(leaf) and leaf.role not in stored.values()}
+    names = {n: leaf for n, leaf in names.items() if n not in anew}
+    if anew and mesh.rank == 0:
+        leaves = ", ".join(leaf.path for leaf in anew.values())
+        logger.warning("%s has no values of these leaves, which begin anew: %s", index, leaves)
+    # a slot that this step has not is left behind
+    held = {n: x for n, x in index.leaves.items() if n not in stored or stored[n] in slots.owners}
+    index = replace(index, leaves=held)
+    others = local.of_other_ranks(index, names, slots)
+    checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in (names | others).items()})
+    return RestorePlan(index, inputs, opt_inputs, slots, names, others)
+
+
+def restore_state(plan: RestorePlan, step: Step, mesh: Mesh, limits: Sequence[int | None]) -> State:
+    """Reads the state. `limits`: as of `storage.reserve`."""
+    inputs, opt_inputs, names, others = plan.inputs, plan.opt_inputs, plan.names, plan.others
+    places = storage.reserve(step, mesh, limits, inputs, opt_inputs, "restore")
+    read = checkpoint.read(plan.index, {n: leaf for n, leaf in names.items() if n not in others}, mesh, into=places)
+    read |= local.read_added(plan.index, others, names, mesh)
+    by_path: dict[str, torch.Tensor] = {leaf.path: read[n] for n, leaf in names.items()}
+    made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
+    opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}
+    rest = {p: by_path[p] for p in plan.slots.leaves if p in by_path}
+    return assembled(step, mesh, inputs, opt_inputs, made, opt, rest, places, "restore")
