@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from fzero.lowering.budget import Budget
-from fzero.lowering.lower import advice_on
 from fzero.lowering.lowered import Lowered
+from fzero.lowering.program_selection import advice_on
 from fzero.mesh import Mesh
 from fzero.plan.devices import get_device
 from fzero.plan.plan import Plan

@@ -13,8 +13,8 @@ from fzero.build.build import build
 from fzero.errors import FzeroValueError
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import batch_inputs
-from fzero.lowering.lower import lower_inputs
 from fzero.lowering.lowered import Lowered
+from fzero.lowering.program_selection import lower_inputs
 from fzero.mesh import Mesh
 from fzero.plan.plan import Plan
 from fzero.program.lines import Inputs

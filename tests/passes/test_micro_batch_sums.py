@@ -14,7 +14,7 @@ from models import MODELS, OPTIMIZERS
 from offloads import OFFLOADS, same, trained
 
 import fzero as fz
-from fzero.lowering import lower
+from fzero.lowering import candidate_programs
 from fzero.lowering.variants import few_launches, first_choice
 from fzero.passes import pipeline
 from fzero.passes.batch import batched, launches
@@ -117,7 +117,7 @@ def _runs(together: bool) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline.batch, "launches", lambda program: together)
             if together:
-                patch.setattr(lower, "first_choice", least)
+                patch.setattr(candidate_programs, "first_choice", least)
             copies = late(mesh, patch.setattr)
             (metrics, _), train, state = trained(mesh, CASES[name][1])
             assert not copies.races

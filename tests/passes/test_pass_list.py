@@ -27,7 +27,7 @@ from fzero.program.verify import verify
 from fzero.transforms.base import Transform
 from fzero.units import size
 
-lower_file = importlib.import_module("fzero.lowering.lower")
+candidates_file = importlib.import_module("fzero.lowering.candidate_programs")
 
 STEPS = {
     "plain": (fz.compose(), fz.AbstractMesh(data=1)),
@@ -114,9 +114,9 @@ def test_a_pass_is_skipped_or_refused_by_name(passed: pipeline.Pass, monkeypatch
     elif passed.name == "speculate":
         with pytest.raises(FzeroValueError, match=r"(?s)speculate: has nothing to do here.*these run: fuse, remat"):
             lower(name, skip=("speculate",))
-        first_choice = lower_file.first_choice
+        first_choice = candidates_file.first_choice
         chosen = lambda *args: replace(first_choice(*args), guess=("disk", "host"))  # noqa: E731
-        monkeypatch.setattr(lower_file, "first_choice", chosen)
+        monkeypatch.setattr(candidates_file, "first_choice", chosen)
         assert "speculate" in lower("cpu").stages() and "speculate" not in lower("cpu", skip="speculate").stages()
     else:
         assert [*lower(name, skip=(passed.name,)).stages()] == [

@@ -1,0 +1,94 @@
+"""Selects the program of a step: the one that is predicted to be fastest within a budget. If none fits, the error says
+what would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fzero.lowering.advice import advise
+from fzero.lowering.budget import Budget, unmet
+from fzero.lowering.candidate_programs import CandidatePrograms, candidates
+from fzero.lowering.choose_formats import choose_formats, open_formats
+from fzero.lowering.layouts import abstract_params, params_inputs
+from fzero.lowering.lowered import Lowered
+from fzero.lowering.search import Search
+from fzero.lowering.traced import Traced
+from fzero.mesh import AbstractMesh
+from fzero.passes.choice import Choice
+from fzero.plan.plan import Plan, peak_bytes, plan
+from fzero.program.ir import Program
+from fzero.program.lines import Inputs
+from fzero.progress import within
+from fzero.step import EvalStep, Step
+from fzero.transforms import accumulate
+from fzero.transforms.base import find
+from fzero.transforms.compress import Formats
+
+
+def lower_inputs(
+    step: Step | EvalStep,
+    mesh: AbstractMesh,
+    params: Inputs,
+    batch: Inputs,
+    budget: Budget | None = None,
+    traced: Traced | None = None,
+    limited: bool = False,
+    skip: frozenset[str] = frozenset(),
+    formats: Formats | None = None,
+    draft: bool = False,
+) -> Lowered:
+    """As `lower`, from leaf tables. `traced`: the step as `resolve` has traced it already; `limited`: the choice that
+    takes least memory is asked for, without a budget; `formats`: those of `compress("auto")` that a state has
+    recorded; `draft`: programs are not verified, and an error has no advice."""
+    found = candidates(step, mesh, params, batch, budget, traced, limited, skip)
+    if budget is None:
+        return found.lowered(found.starts[0][0], draft)
+    search = Search(found.programs, found.passes, budget)
+    with within("planning", "the fastest program that fits"):
+        choice = next(filter(None, map(search.best, found.starts)), None)
+        if choice is not None and open_formats(step) is not None:
+            choice = _with_formats(found, search, choice, formats or ())
+    if choice is not None:
+        return found.lowered(choice, draft)
+    programs = found.finished(found.starts[-1][0], draft)
+    program = _largest(programs, budget)
+    least = plan(program, budget.device, backend=budget.backend, stages=programs)
+    over = budget.nbytes is not None and least.peak_bytes > budget.nbytes and not draft
+    advice = advice_on(step, mesh, params, batch, budget, least) if over and isinstance(step, Step) else ()
+    raise unmet(program, least, budget, advice, _rows(step, batch))
+
+
+def _with_formats(found: CandidatePrograms, search: Search, choice: Choice, recorded: Formats) -> Choice:
+    """The best choice with the formats of `compress("auto")`. `choice`: the best one without."""
+    chosen = choose_formats(found.variants, search, choice, recorded)
+    formats = {"wire": chosen.wire, "wire_because": chosen.wire_because}
+    if not search.passes or not any(x.params or x.grads for x in chosen.wire):
+        return chosen
+    again = (search.best([replace(c, **formats) for c in group]) for group in found.starts)
+    why = "in codes the step does not fit the budget"
+    plain = tuple(x._replace(params=None, grads=None) for x in chosen.wire)
+    return next(filter(None, again), replace(choice, wire=plain, wire_because=(why,) * len(plain)))
+
+
+def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:
+    """Transforms that lower the peak of a plan, each with the new peak."""
+
+    def asked(more: Step) -> Program:
+        leaves = params_inputs(more, mesh, abstract_params(params))
+        return _largest(lower_inputs(more, mesh, leaves, batch, limited=True).programs, budget)
+
+    return advise(step, mesh, params, budget, found, asked)
+
+
+def _largest(programs: Sequence[Program], budget: Budget) -> Program:
+    """The program that takes most of the device's memory."""
+    return max(programs, key=lambda program: peak_bytes(program, budget.device, budget.backend)[0])
+
+
+def _rows(step: Step | EvalStep, batch: Inputs) -> int:
+    """The rows of a rank's batch that are computed with at once."""
+    found = find(step.transforms, accumulate.Accumulate) if isinstance(step, Step) else None
+    return max((leaf.shape[0] for leaf in batch.leaves if leaf.shape), default=1) // (
+        found.num_micro_batches if found else 1
+    )
