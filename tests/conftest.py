@@ -34,9 +34,15 @@ hypothesis.settings.load_profile("fzero")
 _inductor_cache: tempfile.TemporaryDirectory | None = None
 
 
-DURATIONS = Path(__file__).parent / "durations.json"
-"""Seconds by file of tests, written by `pytest --full --write-durations`. Only their order matters, so a machine with
-other work on it will do."""
+ROOT = Path(__file__).parents[1]
+DURATIONS = ROOT / "tests" / "durations.json"
+"""Seconds by file, written by `pytest --full --write-durations`. Only their order matters, so a machine with other work
+on it will do."""
+
+
+def file_name(path: Path) -> str:
+    """The name of a file in `DURATIONS`: `step/test_steps.py` for one in tests/, `fzero/units.py` for doctests."""
+    return os.path.relpath(path, ROOT).removeprefix("tests/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,16 +56,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def is_default(item: pytest.Item) -> bool:
     """Whether a test runs without --full: it is not marked `full`, or is one of the cases that the mark keeps."""
     mark = item.get_closest_marker("full")
-    if mark is None:
-        return True
+    return mark is None or case_id(item) in mark.kwargs.get("keep", ())
+
+
+def case_id(item: pytest.Item) -> str | None:
+    """The id of a case of a parametrized test, as the brackets of its name show it."""
     callspec = getattr(item, "callspec", None)
-    return callspec is not None and callspec.id in mark.kwargs.get("keep", ())
+    return None if callspec is None else callspec.id
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> Iterator[None]:
+    """Reject `full(keep=[...])` if one of the ids is no case of the test: a case that was renamed would otherwise leave
+    the default tier without notice. All cases of a function are made here, whichever of them pytest then selects."""
+    made = yield
+    cases = [x for x in made if isinstance(x, pytest.Function)] if isinstance(made, list) else []
+    marks = [mark for case in cases for mark in case.iter_markers("full")]
+    kept = {id for mark in marks for id in mark.kwargs.get("keep", ())}
+    if unknown := sorted(kept - {case_id(case) for case in cases}):
+        ids = ", ".join(str(case_id(case)) for case in cases)
+        raise pytest.Collector.CollectError(
+            f"{name}: full(keep=...) names {', '.join(unknown)}, which is no case of this test; its cases are {ids}"
+        )
+    return made
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    here = Path(__file__).parent
-    known = {item.path: seconds.get(os.path.relpath(item.path, here), 0) for item in items}
+    known = {item.path: seconds.get(file_name(item.path), 0) for item in items}
     items.sort(key=lambda item: -known[item.path])  # the longest first: else one process waits for the other at the end
     exhaustive = config.getoption("--exhaustive")
     full = exhaustive or config.getoption("--full")
@@ -73,7 +97,7 @@ _seconds: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _seconds[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
+    _seconds[file_name(ROOT / report.nodeid.partition("::")[0])] += report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -106,7 +130,7 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
+def old_objects_outside_gc() -> Iterator[None]:
     """What a file of tests leaves is not gone through again by each later garbage collection: transformers' Trainer
     asks for one a run, of 2 s in a process that has imported and traced much."""
     yield
