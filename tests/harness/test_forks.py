@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,15 @@ def test_streams_descriptors_groups_and_signals(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.fixture
+def sigint_interrupts() -> Iterator[None]:
+    """A shell starts commands in the background with SIGINT ignored, and what this process ignores its children do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_interrupts")
 @pytest.mark.parametrize(
     ("code", "expected", "words"),
     [
