@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds the helpers of tests
 
 from gate_programs import PROGRAMS
-from gate_record import FROZEN, differences, flat, frozen, record_named, recording_processes, relative_difference
+from gate_record import FROZEN, differences, flat, frozen_record, record_named, recording_processes, relative_difference
 
 LARGEST = 1e-6
 """Of a change in the order of fp32 sums."""
@@ -44,7 +44,7 @@ def main() -> int:
 
 def compare(name: str, new: dict, write: bool, numbers: bool) -> bool:
     """Prints how a program differs from its frozen record, and writes it if that is wanted and allowed."""
-    old = frozen(name)
+    old = frozen_record(name)
     if old is None:
         save(name, new)
         print(f"{name}: frozen for the first time")

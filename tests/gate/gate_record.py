@@ -208,7 +208,7 @@ def recording_processes(num: int = 2) -> Iterator[ProcessPoolExecutor]:
 FROZEN = Path(__file__).parent / "frozen"
 
 
-def frozen(name: str) -> dict[str, Any] | None:
+def frozen_record(name: str) -> dict[str, Any] | None:
     path = FROZEN / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -216,10 +216,8 @@ def frozen(name: str) -> dict[str, Any] | None:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[str]]:
     """What differs between two records of a program, under "canonical", "numbers" and "plan"."""
     found: dict[str, list[str]] = {"canonical": [], "numbers": [], "plan": []}
-    same_release, same_bits = (
-        old["torch"] == new["torch"],
-        old["torch"] == new["torch"] and old["probe"] == new["probe"],
-    )
+    same_release = old["torch"] == new["torch"]
+    same_arithmetic = same_release and old["probe"] == new["probe"]  # then equal operations give equal bits
     if same_release:
         found["canonical"] = list(
             difflib.unified_diff(old["canonical"], new["canonical"], "frozen", "now", "", "", 1, "")
@@ -231,9 +229,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, lis
         form, form_now = ((x[name]["dtype"], x[name]["shape"]) for x in (was, now))
         if form != form_now:
             found["numbers"].append(f"{name}: {form} was frozen, {form_now} now")
-        elif same_bits and was[name]["bits"] != now[name]["bits"]:
+        elif same_arithmetic and was[name]["bits"] != now[name]["bits"]:
             found["numbers"].append(f"{name}: other bits, {text_of(relative_difference(was[name], now[name]))}")
-        elif not same_bits and (apart := relative_difference(was[name], now[name])) is not None and not apart <= 1e-3:
+        elif (
+            not same_arithmetic
+            and (apart := relative_difference(was[name], now[name])) is not None
+            and not apart <= 1e-3
+        ):
             found["numbers"].append(f"{name}: {text_of(apart)} (another processor or release: 1e-3 is allowed)")
     for key in ("peak_bytes", "step_seconds"):
         ratio = new["plan"][key] / old["plan"][key]

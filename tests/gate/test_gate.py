@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from gate_programs import PROGRAMS
-from gate_record import FROZEN, differences, frozen, record_named, recording_processes
+from gate_record import FROZEN, differences, frozen_record, record_named, recording_processes
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_is_as_frozen(name: str, recorded: dict[str, Future[Any]]) -> None:
-    was = frozen(name)
+    was = frozen_record(name)
     assert was is not None, f"python tests/gate/freeze.py {name}"
     found = differences(was, recorded[name].result())
     lines = [line for kind, problems in found.items() for line in (f"{kind}:", *problems[:20]) if problems]
