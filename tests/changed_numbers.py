@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import sys
 import warnings
 from collections import Counter
@@ -26,7 +27,7 @@ from pieces import PIECES, composed, kind
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, VerifyError
 from fzero.testing.tolerance import PRECISIONS
 
 STEPS = 3
@@ -249,8 +250,9 @@ MODELS = {
     ),
 }
 
-SPREAD = [name for name, x in PIECES.items() if x.axes and {*x.axes} <= {"data", "node", "replica"} and x.any_size]
-OTHERS = [name for name, x in PIECES.items() if name not in SPREAD and x.any_size]
+DATA_AXES = {"data", "node", "replica"}
+DATA_PARALLEL_PIECES = [name for name, x in PIECES.items() if x.axes and {*x.axes} <= DATA_AXES and x.any_size]
+OTHER_PIECES = [name for name, x in PIECES.items() if name not in DATA_PARALLEL_PIECES and x.any_size]
 OPTIMIZERS = {
     "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)),
     "momentum": lambda: optim.sgd(0.05, momentum=0.9, nesterov=True),
@@ -281,17 +283,17 @@ def draw_case(number: int) -> Case:
     what = pick.choice([*numbers, "ranks"])
     if what != "ranks":
         numbers[what] = changed(numbers[what], pick)
-    names = [pick.choice(SPREAD), *pick.sample(OTHERS, pick.choice([1, 2, 2, 3]))]
+    names = [pick.choice(DATA_PARALLEL_PIECES), *pick.sample(OTHER_PIECES, pick.choice([1, 2, 2, 3]))]
     if name == "experts" and pick.random() < 0.5:
         names.append("expert")
     optimizer = pick.choice([*OPTIMIZERS])
     axes = {axis: 2 for x in names for axis in PIECES[x].axes}
     if what == "ranks":
         axes[pick.choice([*axes])] = pick.choice([1, 3, 5])
-    return made(name, numbers, names, optimizer, axes, number, what)
+    return build_case(name, numbers, names, optimizer, axes, number, what)
 
 
-def made(
+def build_case(
     name: str, numbers: Numbers, names: list[str], optimizer: str, axes: dict[str, int], seed: int, what: str
 ) -> Case:
     """A case of a model. `numbers` also has the rows of each rank; `what` is the number that is changed."""
@@ -317,7 +319,8 @@ def made(
 
 
 def outcome(number: int) -> tuple[str, str]:
-    """What becomes of a case, and details: "equal", "rejected", "fault", or "invalid" if PyTorch has no loss."""
+    """What becomes of a case, and details: "equal", "rejected" by an error with a `Fix:`, "fault", or "invalid" if
+    PyTorch has no loss."""
     try:
         return outcome_of(draw_case(number))
     except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
@@ -340,8 +343,8 @@ def outcome_of(case: Case) -> tuple[str, str]:
             found = simulated.differences(step, case.mesh, case.params, case.batch, STEPS)
     except FzeroError as error:
         text = str(error)
-        is_fault = "bug" in text or type(error).__name__ == "VerifyError"
-        return "fault" if is_fault else "rejected", f"{case.text}\n{text}"
+        is_rejection = "\nFix: " in text and not re.search(r"\bbug\b", text) and not isinstance(error, VerifyError)
+        return "rejected" if is_rejection else "fault", f"{case.text}\n{text}"
     except Exception as error:
         return "fault", f"{case.text}\n{type(error).__name__}: {error}"
     return ("fault", "\n".join([case.text, *found])) if found else ("equal", case.text)

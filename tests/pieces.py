@@ -77,12 +77,12 @@ PIECES: dict[str, Piece] = {
     "offload_disk": Piece(lambda: [fz.offload("nvme", STATE, path=DISK)]),
     "redundant": Piece(lambda: [fz.redundant()], ("data",), needs=lambda: [fz.shard_params()]),
 }
-STAGES = ("data_parallel", "shard_opt_state", "shard_grads", "shard_params")
+ZERO_STAGES = ("data_parallel", "shard_opt_state", "shard_grads", "shard_params")
 
 
 def kind(transform: Any) -> str:
     """Two transforms of a kind conflict, or one is enough."""
-    return "stage" if transform.name in STAGES else transform.name
+    return "stage" if transform.name in ZERO_STAGES else transform.name
 
 
 def composed(names: Iterable[str]) -> tuple[list[Any], dict[str, int]]:

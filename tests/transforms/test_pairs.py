@@ -110,7 +110,7 @@ def differences(names: Iterable[str]) -> list[str]:
 
 
 PARAMS = ("zero_3", "zero_3_two_axes", "zero_3_state_two_axes", "zero_3_replicated", "once_a_step")
-STAGES = ("pipeline", "pipeline_zb")
+PIPELINES = ("pipeline", "pipeline_zb")
 TWO_PARAMS = itertools.product(("zero_3", "zero_3_replicated"), ("zero_3_two_axes", "once_a_step"))
 REASONS: dict[str, Iterable[tuple[str, str]]] = {
     "does nothing: no leaf is sharded over axis 'data'": [("data_parallel", "redundant")],
@@ -127,11 +127,13 @@ REASONS: dict[str, Iterable[tuple[str, str]]] = {
         (name, "fp8") for name in ("tensor", "tensor_sequence", "sequence", "expert")
     ],
     "knows nothing of leaves that a rank does not have": [
-        *itertools.product(STAGES, ("fp8", "offload_host", "offload_disk")),
-        *(("once_a_step", name) for name in STAGES),
+        *itertools.product(PIPELINES, ("fp8", "offload_host", "offload_disk")),
+        *(("once_a_step", name) for name in PIPELINES),
     ],
-    "stages divide transfers value by value, and codes are made of several at once": [(x, "compress") for x in STAGES],
-    "two different pipeline": [STAGES],
+    "stages divide transfers value by value, and codes are made of several at once": [
+        (x, "compress") for x in PIPELINES
+    ],
+    "two different pipeline": [PIPELINES],
     "two different accumulate": [("accumulate", "accumulate_layerwise")],
     "two different remat": [("remat_full", "remat_none")],
     "two different mixed_precision": [*itertools.combinations(("bf16", "bf16_stored", "fp16"), 2)],
