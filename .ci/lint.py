@@ -50,6 +50,7 @@ def main() -> int:
         class_names_are_unique,
         design_page_names_every_file,
         links_lead_somewhere,
+        named_tests_exist,
         navigation_has_every_page,
         changelog_has_the_agreed_form,
         ci_runs_the_commands_of_the_readme,
@@ -174,13 +175,28 @@ def class_names_are_unique() -> Iterator[str]:
     yield from (f"{name} is defined {times} times" for name, times in names.items() if times > 1)
 
 
+def folder_descriptions() -> dict[str, str]:
+    """What docs/design.md says of each folder: the paragraph that begins with the folder's name in bold, and the list
+    after it; if the paragraph names several folders, the item of the list that begins with the folder's name."""
+    found: dict[str, str] = {}
+    for text in re.split(r"^(?=\*\*`|## )", DESIGN, flags=re.MULTILINE):
+        folders = re.findall(r"`(\w+)/`", (re.match(r"\*\*(.+?)\*\*", text) or [""])[0])
+        for folder in folders:
+            item = re.search(rf"^- `{folder}/`.*$", text, re.MULTILINE)
+            found[folder] = item[0] if len(folders) > 1 and item else text
+    return found
+
+
 def design_page_names_every_file() -> Iterator[str]:
+    """Each file by name in the description of its own folder; files in the root of the package, anywhere."""
+    descriptions = folder_descriptions()
     for path in TREES:
         if path.stem.startswith("__") or path.parent == PACKAGE / "trace" / "reads":  # reads/ has a table of its own
             continue
-        in_root = path.parent == PACKAGE and f"`{path.stem}`" in DESIGN
-        if f"`{path.name}`" not in DESIGN and not in_root:
-            yield f"docs/design.md does not mention {relative(path)}"
+        folder = path.relative_to(PACKAGE).parts[0]
+        in_root = path.parent == PACKAGE and (f"`{path.stem}`" in DESIGN or f"`{path.name}`" in DESIGN)
+        if f"`{path.name}`" not in descriptions.get(folder, "") and not in_root:
+            yield f"docs/design.md does not mention {relative(path)} where it describes {folder}/"
     said = ast.get_docstring(TREES[PACKAGE / "trace" / "reads" / "__init__.py"]) or ""
     for path in (PACKAGE / "trace" / "reads").glob("[!_]*.py"):
         if f"`{path.name}`" not in said:
@@ -207,6 +223,19 @@ def links_lead_somewhere() -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}: {target}: no such file"
             elif anchor and anchor not in anchors(file.read_text()):
                 yield f"{path.relative_to(ROOT)}: {target}: no such heading"
+
+
+def named_tests_exist() -> Iterator[str]:
+    """Files below tests/, and functions in them, that a document names."""
+    tests = ROOT / "tests"
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", tests / "README.md", *sorted(DOCS.rglob("*.md"))]
+    for document in documents:
+        for name, function in re.findall(r"([\w/]*\w+\.py)(?:::(\w+))?", document.read_text()):
+            if not name.startswith("tests/") and not function:
+                continue
+            file = tests / name.removeprefix("tests/")
+            if not file.exists() or (function and f"def {function}(" not in file.read_text()):
+                yield f"{document.relative_to(ROOT)} names {name}{function and '::'}{function}, which does not exist"
 
 
 def navigation_has_every_page() -> Iterator[str]:

@@ -118,8 +118,8 @@ def table(found: Mapping[Case, list[float]], minutes: float) -> str:
         "",
         f"- grad_norm of the first step; the largest relative difference from the plain step's in {STEPS} steps of "
         f"AdamW, clipped at 0.5. Wanted: {WANTED:.0e} at most.",
-        "- A GPT of 2 layers and width 16 with 4 experts (test_expert_parallel.py), simulated. Stages shard "
-        "over all axes but `model`.",
+        "- A GPT of 2 layers and width 16 with 4 experts (tests/transforms/test_expert_parallel.py), simulated. "
+        "Stages shard over all axes but `model`.",
         f"- torch {torch.__version__}, {minutes:.0f} minutes of one core.",
         "",
     ]
