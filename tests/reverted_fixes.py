@@ -188,7 +188,7 @@ def index(tree: Path) -> dict[str, list[str]]:
     return where
 
 
-def today(names: list[str], tree: Path) -> list[str]:
+def places_today(names: list[str], tree: Path) -> list[str]:
     """Where test functions are now, in the order of their names."""
     return [place for name in names for place in index(tree).get(name, ())]
 
@@ -203,8 +203,8 @@ def folders(commit: str, places: list[str], tree: Path) -> list[str]:
 # Running tests.
 
 
-class First:
-    """A plugin of pytest that keeps the first failure."""
+class FailureReporter:
+    """A plugin of pytest that reports each failed test, and each file that cannot be collected, as it happens."""
 
     def __init__(self, tell: Callable[[list[str]], None]) -> None:
         self.tell = tell
@@ -221,8 +221,12 @@ class First:
             )
 
 
-def failures(tree: Path, args: list[str], log: Path) -> list[list[str]] | None:
-    """Failed tests and their messages, by pytest in a fork of this process; None if the fork died.
+class PytestDied(Exception):
+    """pytest was killed, crashed, or reached `LIMIT` before it had a result."""
+
+
+def failures(tree: Path, args: list[str], log: Path) -> list[list[str]]:
+    """Failed tests and their messages, by pytest in a fork of this process.
 
     A fork is quicker than a new interpreter by the import of PyTorch, which this process has done and
     which is most of the time of a short test.
@@ -242,10 +246,13 @@ def failures(tree: Path, args: list[str], log: Path) -> list[list[str]] | None:
         def tell(what: list[str]) -> None:
             os.write(write, (json.dumps(what) + "\n").encode())
 
-        code = pytest.main(["-n0", "-q", "-p", "no:cacheprovider", *args], plugins=[First(tell)])
+        code = pytest.main(["-n0", "-q", "-p", "no:cacheprovider", *args], plugins=[FailureReporter(tell)])
         if code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
             tell(["tests/conftest.py", "ImportError: pytest does not start"])
-        os.write(write, b'"done"\n')
+        # Without --full, all tests of a fix may be left out; with it, there must be some.
+        normal = [pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED]
+        if code in normal or (code == pytest.ExitCode.NO_TESTS_COLLECTED and "--full" not in args):
+            os.write(write, b'"done"\n')
         os._exit(int(code))
     os.close(write)
     os.set_blocking(read, False)
@@ -260,15 +267,18 @@ def failures(tree: Path, args: list[str], log: Path) -> list[list[str]] | None:
     os.close(read)
     lines = [json.loads(x) for x in told.decode().splitlines()]
     found = [x for x in lines if x != "done"]
-    return found if found or "done" in lines else None
+    if not found and "done" not in lines:
+        raise PytestDied(f"pytest {' '.join(args)} did not end; its output is in {log}")
+    return found
 
 
-def first(tree: Path, args: list[str], log: Path) -> list[str] | None:
+def first_failure(tree: Path, args: list[str], log: Path) -> list[str] | None:
     """The first failure. A timeout or a death of the process may be the machine's load: then once more."""
-    for _ in range(2):
+    with contextlib.suppress(PytestDied):
         found = failures(tree, ["-x", *args], log)
-        if found is not None and not (found and "imeout" in found[0][1]):
-            break
+        if not (found and "imeout" in found[0][1]):
+            return found[0] if found else None
+    found = failures(tree, ["-x", *args], log)
     return found[0] if found else None
 
 
@@ -298,14 +308,14 @@ def candidates(tree: Path, known: set[str]) -> None:
     """Commits that change fzero/ and tests, newest first, with how they are undone."""
     for line in git("log", "--no-merges", "--format=%h\t%s", "HEAD", "--", "fzero", at=tree).splitlines():
         commit, _, subject = line.partition("\t")
-        if commit in known or not (names := tests_of(commit, tree)) or not today(names, tree):
+        if commit in known or not (names := tests_of(commit, tree)) or not places_today(names, tree):
             continue
         print(commit, subject, undo(commit, tree), sep="\t", flush=True)
 
 
 def run(tree: Path, commit: str, step: str, log: Path) -> None:
     start, row = time.monotonic(), rows()[commit]
-    places = today([*row["tests"].split(), *tests_of(commit, tree)], tree)
+    places = places_today([*row["tests"].split(), *tests_of(commit, tree)], tree)
     if not places:
         write(commit, status="no test by its name today")
         return
@@ -316,8 +326,12 @@ def run(tree: Path, commit: str, step: str, log: Path) -> None:
         return
     failure = None
     chosen = {"default": [places], "full": [["--full", *places]]}
-    for tests in chosen.get(step) or [folders(commit, places, tree), ["tests/gate"]]:
-        failure = failure or first(tree, tests, log)
+    try:
+        for tests in chosen.get(step) or [folders(commit, places, tree), ["tests/gate"]]:
+            failure = failure or first_failure(tree, tests, log)
+    except PytestDied as died:  # shows nothing of the tests: the row stays without an answer
+        print(commit, step, "not run:", died, flush=True)
+        return
     name, message = failure or ("missed", "")
     message = re.sub(r"0x\w+", "0x...", (message.splitlines() or [""])[0])[:160]
     if re.match(BROKEN, message):
@@ -330,13 +344,27 @@ def run(tree: Path, commit: str, step: str, log: Path) -> None:
 
 
 def check(tree: Path, log: Path) -> int:
-    """Run the tests that the table names with nothing undone: each must pass."""
+    """Run the test functions that the table names with nothing undone, each in its tier: they must exist and pass."""
     git("reset", "-q", "--hard", at=tree)
     git("clean", "-fdq", at=tree)
-    named = {x for row in rows().values() for x in (row["default"], row["full"], row["folders"]) if "::" in x}
-    found = failures(tree, ["--full", *sorted(named)], log)
-    print(*(found if found is not None else ["pytest died"]), sep="\n")
-    return found != []
+    problems: list[Any] = []
+    for columns, flags in ((("default", "folders"), []), (("full",), ["--full"])):
+        named = sorted({row[column] for row in rows().values() for column in columns if "::" in row[column]})
+        if not named:  # pytest would run all tests
+            continue
+        # All cases of a function, as in `run`: the id of a case may be another one today.
+        names = list(dict.fromkeys(re.split(r"::|\[", name)[1] for name in named))
+        places = [places_today([name], tree) for name in names]
+        problems += [
+            f"{name}: no test by this name today" for name, found in zip(names, places, strict=True) if not found
+        ]
+        try:
+            problems += failures(tree, [*flags, *(place for found in places for place in found)], log)
+        except PytestDied as died:
+            problems.append(died)
+        print(f"{len(names)} functions {' '.join(flags)}", flush=True)
+    print(*problems, sep="\n")
+    return int(bool(problems))
 
 
 def summary() -> None:
