@@ -24,6 +24,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pool import ending
+from rejections import own_loss, squares
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -1163,15 +1164,11 @@ def test_a_step_under_the_name_of_another(tmp_path: Path) -> None:
     assert checkpoint.describe(tmp_path / "the best one").step == 15
 
 
-def _own(out: torch.Tensor, batch: Any) -> torch.Tensor:
-    return out
-
-
 def test_a_checkpoint_of_another_optimizer_is_a_line_for_each_part_of_its_state(tmp_path: Path) -> None:
     model = fz.functionalize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))))
 
     def train(optimizer: Any) -> Any:
-        return fz.compile(model.train_step(optimizer, _own), fz.make_mesh(), backend="eager")
+        return fz.compile(model.train_step(optimizer, own_loss), fz.make_mesh(), backend="eager")
 
     adam = train(optim.adamw(0.1))
     fz.checkpoint.save(tmp_path, adam.init(model.params))
@@ -1190,14 +1187,10 @@ def test_a_checkpoint_of_another_optimizer_is_a_line_for_each_part_of_its_state(
     )
 
 
-def _squares(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"]).square().mean()
-
-
 def _saves_alone(folder: str) -> str:
     """Rank 0 saves, as scripts of other libraries do; the other goes on."""
     mesh = fz.make_mesh(timeout=2)
-    train = fz.compile(fz.shard_params(fz.train_step(_squares, optim.sgd(0.1))), mesh, backend="eager")
+    train = fz.compile(fz.shard_params(fz.train_step(squares, optim.sgd(0.1))), mesh, backend="eager")
     state = train.init({"w": torch.eye(4)})
     fz.checkpoint.save(f"{folder}/run", state)
     fz.checkpoint.save(f"{folder}/run", state)

@@ -7,10 +7,7 @@ import re
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from rejections import raises
-from torch import nn
+from rejections import FEATURES, Net, of_labels, own_loss, raises
 
 import fzero as fz
 from fzero import optim
@@ -32,22 +29,6 @@ def test_names_that_do_not_exist() -> None:
         with pytest.raises(AttributeError, match=rf"'fzero.optim' has no attribute '{name}': .*{words}.*\nFix: "):
             getattr(fz.optim, name)
     assert not hasattr(fz, "fsdp") and fz.tree is not None
-
-
-X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-
-def _of_labels(out: torch.Tensor, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(out, batch[1])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +55,7 @@ def test_names_of_other_libraries_name_what_is_here(module: Any, name: str, here
 
 def test_methods_of_other_libraries_name_the_call_that_is_here() -> None:
     model = fz.functionalize(Net())
-    train = fz.compile(model.train_step(optim.sgd(0.1), _of_labels), fz.make_mesh(), backend="eager")
+    train = fz.compile(model.train_step(optim.sgd(0.1), of_labels), fz.make_mesh(), backend="eager")
     state = train.init(model.params)
     here = {"parameters": "state.params", "save": "fz.checkpoint.save", "eval": "eval_step"}
     for owner in (model, train, state):
@@ -84,7 +65,7 @@ def test_methods_of_other_libraries_name_the_call_that_is_here() -> None:
         assert not hasattr(owner, "nothing_like_it") and not hasattr(owner, "__array__")
         assert type(copy.copy(owner)) is type(owner)
     with pytest.raises(FzeroError, match=r"a model is not a function.*\nFix: model\.apply"):
-        model(X)
+        model(FEATURES)
     for given in (train.init, lambda m: fz.train_step(m, optim.sgd(0.1)), fz.eval_step):
         with pytest.raises(FzeroError, match=r"Functional.*\nFix: .*model\.(params|train_step|eval_step)"):
             given(model)
@@ -92,10 +73,6 @@ def test_methods_of_other_libraries_name_the_call_that_is_here() -> None:
     model._still.__deepcopy__ = lambda memo: memo.lost  # a property that fails says why, and not that it is missing
     with pytest.raises(AttributeError, match="'lost'"):
         model._eval  # noqa: B018
-
-
-def _own(out: torch.Tensor, batch: Any) -> torch.Tensor:
-    return out
 
 
 KEYWORDS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -111,11 +88,11 @@ KEYWORDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a misspelt keyword": (lambda: optim.sgd(0.1, momentun=0.9), ("did you mean momentum?",)),
     "a keyword of nobody's": (lambda: fz.remat(zzz=1), ("no argument 'zzz'\nFix: it takes step, policy",)),
     "a keyword without its name": (
-        lambda: fz.tensor_parallel(fz.train_step(_own, optim.sgd(0.1)), {"up": 1}),  # type: ignore[call-arg]
+        lambda: fz.tensor_parallel(fz.train_step(own_loss, optim.sgd(0.1)), {"up": 1}),  # type: ignore[call-arg]
         ("takes 1 argument without a name, not 2 (Step, dict)\nFix: name the others: axis=, rules=, ",),
     ),
     "no mesh": (
-        lambda: fz.compile(fz.train_step(_own, optim.sgd(0.1))),  # type: ignore[call-arg]
+        lambda: fz.compile(fz.train_step(own_loss, optim.sgd(0.1))),  # type: ignore[call-arg]
         ("fzero.compile: lacks mesh\nFix: it takes step, mesh, ",),
     ),
 }

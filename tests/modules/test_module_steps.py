@@ -11,22 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rejections import FEATURES, LABELS, Net, of_labels, own_loss
 from torch import nn
 
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroError
-
-X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.tanh(self.a(x)))
 
 
 class Masked(Net):
@@ -38,11 +28,7 @@ class Masked(Net):
         return super().forward(x * self.masks["x"])
 
 
-def _of_labels(out: torch.Tensor, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(out, batch[1])
-
-
-def _trained(module: nn.Module, *batches: Any, loss: Any = _of_labels, **settings: Any) -> tuple[list[float], Any]:
+def _trained(module: nn.Module, *batches: Any, loss: Any = of_labels, **settings: Any) -> tuple[list[float], Any]:
     """The losses of a step for each batch, and the parameters behind them, by name."""
     model = fz.functionalize(module, **settings)
     train = fz.compile(fz.shard_params()(model.train_step(optim.sgd(0.1), loss)), fz.make_mesh(), backend="eager")
@@ -65,19 +51,19 @@ def _train(batch: Any) -> Any:
 
 def _init_of_a_state_dict() -> None:
     net = Net()
-    step = fz.functionalize(net).train_step(optim.sgd(0.1), _of_labels)
+    step = fz.functionalize(net).train_step(optim.sgd(0.1), of_labels)
     fz.compile(step, fz.make_mesh(), backend="eager").init(net.state_dict())
 
 
 def _plain_init_of_a_state_dict() -> None:
     net = Net()
-    step = fz.functionalize(net).train_step(optim.sgd(0.1), _of_labels)
-    step(step.init(net.state_dict()), (X, Y))
+    step = fz.functionalize(net).train_step(optim.sgd(0.1), of_labels)
+    step(step.init(net.state_dict()), (FEATURES, LABELS))
 
 
 def _anomaly() -> None:
     with torch.autograd.set_detect_anomaly(True):
-        _trained(Net(), (X, Y))
+        _trained(Net(), (FEATURES, LABELS))
 
 
 SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -97,27 +83,27 @@ SAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
         _plain_init_of_a_state_dict,
         ("these are the tensors of a module", "params['a.bias'], not params['a']['bias']", "give model.params"),
     ),
-    "a mapping": (_train(UserDict({"x": X})), ("batch: UserDict\nFix: give dict(batch) for a UserDict",)),
-    "an array": (_train((X.numpy(), Y)), ("batch[0]: ndarray\nFix: give torch.as_tensor(x) for an array",)),
-    "numbers": (_train((X, [0, 1, 2.5])), ("batch[1][2]: float\nFix: give torch.as_tensor(x) for a number",)),
+    "a mapping": (_train(UserDict({"x": FEATURES})), ("batch: UserDict\nFix: give dict(batch) for a UserDict",)),
+    "an array": (_train((FEATURES.numpy(), LABELS)), ("batch[0]: ndarray\nFix: give torch.as_tensor(x) for an array",)),
+    "numbers": (_train((FEATURES, [0, 1, 2.5])), ("batch[1][2]: float\nFix: give torch.as_tensor(x) for a number",)),
     "an array and a sparse tensor": (
-        _train((np.ones(3), X.to_sparse())),
+        _train((np.ones(3), FEATURES.to_sparse())),
         ("Fix: give torch.as_tensor(x) for an array, x.to_dense();",),
     ),
     "no rows": (
-        lambda: _trained(Net(), (X[:0], X[:0, :3]), loss=lambda out, batch: F.mse_loss(out, batch[1])),
+        lambda: _trained(Net(), (FEATURES[:0], FEATURES[:0, :3]), loss=lambda out, batch: F.mse_loss(out, batch[1])),
         ("a batch without rows\n", "batch[0]: float32[0, 4]\n  batch[1]: float32[0, 3]"),
     ),
     "a label that no class has": (
-        lambda: _trained(Net(), (X, Y + 1)),
+        lambda: _trained(Net(), (FEATURES, LABELS + 1)),
         ("Target 3 is out of bounds", "\n  batch[1]: int64[6], from 1 to 3\nFix: labels are from 0"),
     ),
     "an id that no row has": (
-        lambda: _trained(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3)), (Y + 1, Y)),
+        lambda: _trained(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3)), (LABELS + 1, LABELS)),
         ("index out of range", "\n  batch[0]: int64[6], from 1 to 3\n  batch[1]: int64[6], from 0 to 2\n"),
     ),
     "a tensor in a dict of a module": (
-        lambda: _trained(Masked(), (X, Y)),
+        lambda: _trained(Masked(), (FEATURES, LABELS)),
         ("reads a tensor that is not one of its arguments", "one in a list or dict: self.register_buffer(name, x)"),
     ),
     "anomaly mode": (_anomaly, ("anomaly mode (torch.autograd.set_detect_anomaly)",)),
@@ -142,13 +128,7 @@ def test_an_error_names_the_cause_and_a_way_out(name: str) -> None:
     assert all(text in str(raised.value) for text in says), str(raised.value)
 
 
-def _own(out: torch.Tensor, batch: Any) -> torch.Tensor:
-    return out
-
-
-def _in_pytorch(
-    module: nn.Module, *batches: Any, loss: Any = _of_labels
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _in_pytorch(module: nn.Module, *batches: Any, loss: Any = of_labels) -> tuple[list[float], dict[str, torch.Tensor]]:
     sgd, losses = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1), []
     for batch in batches:
         value = loss(module(batch[0] if isinstance(batch, tuple) else batch), batch)
@@ -159,7 +139,7 @@ def _in_pytorch(
     return losses, module.state_dict()
 
 
-def _same(module: nn.Module, *batches: Any, loss: Any = _of_labels, **settings: Any) -> None:
+def _same(module: nn.Module, *batches: Any, loss: Any = of_labels, **settings: Any) -> None:
     ours, params = _trained(copy.deepcopy(module), *batches, loss=loss, **settings)
     theirs, want = _in_pytorch(module, *batches, loss=loss)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -170,14 +150,14 @@ def _same(module: nn.Module, *batches: Any, loss: Any = _of_labels, **settings: 
 def test_a_lazy_module_trains_once_it_has_run() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.Linear(5, 3))
-    net(X)
-    _same(net, (X, Y), (X, Y))
+    net(FEATURES)
+    _same(net, (FEATURES, LABELS), (FEATURES, LABELS))
 
 
 def test_the_plain_step_runs_in_anomaly_mode() -> None:
-    step = fz.functionalize(Net()).train_step(optim.sgd(0.1), _of_labels)
+    step = fz.functionalize(Net()).train_step(optim.sgd(0.1), of_labels)
     with torch.autograd.set_detect_anomaly(True):
-        _, metrics = step(step.init(fz.functionalize(Net()).params), (X, Y))
+        _, metrics = step(step.init(fz.functionalize(Net()).params), (FEATURES, LABELS))
     assert metrics["finite"]
 
 
@@ -201,21 +181,21 @@ def test_a_teacher_that_the_forward_updates_is_named() -> None:
     with pytest.raises(
         FzeroError, match=r"params\['teacher'\]\['0'\]\['weight'\]: (.|\n)*functionalize\(mutable=\['tea"
     ):
-        _trained(Byol(), X, loss=_own)
+        _trained(Byol(), FEATURES, loss=own_loss)
 
 
 def _byol() -> tuple[list[float], Any]:
     torch.manual_seed(0)
     rows = 6 // fz.make_mesh().size
     part = slice(fz.make_mesh().rank * rows, (fz.make_mesh().rank + 1) * rows)
-    return _trained(Byol(), *(X[part] + i for i in range(3)), loss=_own, mutable=["teacher.*"])
+    return _trained(Byol(), *(FEATURES[part] + i for i in range(3)), loss=own_loss, mutable=["teacher.*"])
 
 
 @pytest.mark.full(keep=["1"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_teacher_that_the_forward_updates_trains_as_in_pytorch(run_or_call: Any, ranks: int) -> None:
     torch.manual_seed(0)
-    want, params = _in_pytorch(Byol(), *(X + i for i in range(3)), loss=_own)
+    want, params = _in_pytorch(Byol(), *(FEATURES + i for i in range(3)), loss=own_loss)
     for losses, found in run_or_call(ranks, _byol):
         torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-6)
         for name, x in params.items():
@@ -236,11 +216,11 @@ def test_observers_that_have_no_sizes_yet_are_refused_and_train_once_they_have()
     with pytest.raises(
         FzeroError, match=r"changes the size of its arguments (.|\n)*running_min: float32\[0\](.|\n)*qnn"
     ):
-        _trained(_observed("fbgemm"), (X, Y))
-    _same(_observed("qnnpack"), (X, Y), (X + 1, Y))
+        _trained(_observed("fbgemm"), (FEATURES, LABELS))
+    _same(_observed("qnnpack"), (FEATURES, LABELS), (FEATURES + 1, LABELS))
     net = _observed("fbgemm")
-    net(X)
-    _same(net, (X, Y), (X + 1, Y))
+    net(FEATURES)
+    _same(net, (FEATURES, LABELS), (FEATURES + 1, LABELS))
 
 
 class Curvature(nn.Module):
@@ -258,7 +238,7 @@ class Curvature(nn.Module):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated", "ignore:The .grad attribute of a Tensor that")
 def test_a_hessian_of_each_row_trains_as_in_pytorch() -> None:
     torch.manual_seed(0)
-    _same(Curvature(), X, X + 1, loss=_own)
+    _same(Curvature(), FEATURES, FEATURES + 1, loss=own_loss)
 
 
 def _norms() -> nn.Module:
@@ -268,15 +248,15 @@ def _norms() -> nn.Module:
 
 
 def test_batch_norms_that_average_over_all_batches_train_as_in_pytorch() -> None:
-    _same(_norms(), (X, Y), (2 * X - 1, Y), (X + 1, Y))
+    _same(_norms(), (FEATURES, LABELS), (2 * FEATURES - 1, LABELS), (FEATURES + 1, LABELS))
 
 
 def test_batch_norms_that_average_evaluate_as_in_pytorch() -> None:
     net, model = _norms(), fz.functionalize(_norms())
-    train = fz.compile(model.train_step(optim.sgd(0.1), _of_labels), fz.make_mesh(), backend="eager")
+    train = fz.compile(model.train_step(optim.sgd(0.1), of_labels), fz.make_mesh(), backend="eager")
     evaluate = fz.compile(model.eval_step(), fz.make_mesh(), backend="eager")
     state = train.init(model.params)
-    for batch in ((X, Y), (X + 1, Y)):
+    for batch in ((FEATURES, LABELS), (FEATURES + 1, LABELS)):
         state, _ = train(state, batch)
         _in_pytorch(net, batch)
-    torch.testing.assert_close(evaluate(state.params, X), net.eval()(X), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(evaluate(state.params, FEATURES), net.eval()(FEATURES), rtol=1e-5, atol=1e-6)

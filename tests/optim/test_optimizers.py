@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rejections import raises
+from rejections import BATCH, ONE, PARAMS, loss_fn, raises
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero as fz
@@ -839,23 +839,13 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-PARAMS, X = {"b": torch.ones(4), "w": torch.ones(4)}, torch.ones(8, 4)
-
-
-def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] + p["b"].sum()).square().mean()
-
-
-STEP, EVALUATE = fz.train_step(loss, optim.sgd(0.1)), fz.eval_step(loss)
-
-
 def test_a_schedule_returns_one_number() -> None:
     for schedule in (lambda step: torch.ones(2) * step, lambda step: None, lambda step: "1"):
         for make in (optim.sgd, optim.adamw, optim.lion, optim.lamb, optim.scale_by_schedule):
-            step = fz.train_step(loss, make(schedule))
+            step = fz.train_step(loss_fn, make(schedule))
             for act in (
-                lambda step=step: step(step.init(PARAMS), X),
-                lambda step=step: fz.lower(step, fz.AbstractMesh(data=1), PARAMS, X),
+                lambda step=step: step(step.init(PARAMS), BATCH),
+                lambda step=step: fz.lower(step, ONE, PARAMS, BATCH),
             ):
                 raises(
                     FzeroError,
@@ -863,11 +853,9 @@ def test_a_schedule_returns_one_number() -> None:
                     f"fzero.optim.{'scale_by_learning_rate' if make in (optim.sgd, optim.lamb) else make.__name__}",
                     "<lambda>(step): ",
                 )
-    halved = fz.train_step(loss, optim.sgd(lambda step: 0.05))
-    assert torch.equal(
-        halved(halved.init(PARAMS), X)[0].params["w"],
-        PARAMS["w"] - 0.5 * (PARAMS["w"] - STEP(STEP.init(PARAMS), X)[0].params["w"]),
-    )
+    scheduled, constant = (fz.train_step(loss_fn, optim.sgd(rate)) for rate in (lambda step: 0.05, 0.05))
+    found, want = (step(step.init(PARAMS), BATCH)[0].params["w"] for step in (scheduled, constant))
+    assert torch.equal(found, want) and not torch.equal(found, PARAMS["w"])
 
 
 def test_wrong_kinds_of_arguments_are_named() -> None:

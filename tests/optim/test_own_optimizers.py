@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rejections import everywhere, loss_fn, lower, make, raises
+from rejections import ONE, ONES, ROWS, VECTOR, everywhere, loss_fn, lower, make, optimizer, own_loss, raises, squares
 
 import fzero as fz
 from fzero import optim
@@ -25,10 +25,6 @@ def test_what_is_no_optimizer() -> None:
         raises(
             FzeroTypeError, lambda wrong=wrong: fz.train_step(loss_fn, wrong), type(wrong).__name__, "init and update"
         )
-
-
-def optimizer(update: Any, init: Any = lambda params: {"mu": fz.tree.map(torch.zeros_like, params)}) -> Any:
-    return optim.GradientTransformation(init, update)
 
 
 UPDATES = {
@@ -68,7 +64,6 @@ def test_updates_that_cannot_run_on_shards() -> None:
 
 
 LAYER = {"mean": torch.zeros(4), "rows": torch.ones(10, 4), "var": torch.ones(4), "w": torch.ones(4, 4)}
-ONES = torch.ones(8, 4)
 
 
 def test_an_optimizer_names_its_line():
@@ -77,16 +72,7 @@ def test_an_optimizer_names_its_line():
 
     step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), optim.GradientTransformation(lambda params: (), update))
     with pytest.raises(TraceError, match=r"(?s)optimizer.*test_own_optimizers.py:\d+.*g\.reshape\(3, 7\).*Fix: "):
-        fz.lower(step, fz.AbstractMesh(data=1), LAYER, ONES)
-
-
-ONE = fz.AbstractMesh(data=1)
-ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-VECTOR = {"w": torch.ones(4)}
-
-
-def squares(p, x):
-    return (x @ p["w"]).square().mean()
+        fz.lower(step, ONE, LAYER, ONES)
 
 
 def doubled(grads, state, params):
@@ -140,13 +126,9 @@ def test_a_norm_of_order_0_counts_on_shards_too() -> None:
     assert torch.equal(state.params["w"], want)
 
 
-def _own(out: torch.Tensor, batch: Any) -> torch.Tensor:
-    return out
-
-
 OF_PYTORCH: dict[str, tuple[Any, tuple[str, ...]]] = {
     "PyTorch's optimizer": (
-        lambda: fz.train_step(_own, torch.optim.AdamW),
+        lambda: fz.train_step(own_loss, torch.optim.AdamW),
         ("AdamW is an optimizer of PyTorch's,", "Fix:", "optim.adamw(3e-4)"),
     ),
 }

@@ -6,7 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from rejections import BATCH, PARAMS, compiled, everywhere, loss_fn, lower, make, raises
+from rejections import (
+    BATCH,
+    INPUTS,
+    ONE,
+    PARAMS,
+    ROWS,
+    VECTOR,
+    WEIGHTS,
+    compiled,
+    compiled_loss,
+    everywhere,
+    loss_fn,
+    lower,
+    make,
+    raises,
+    scaled,
+)
 
 import fzero as fz
 from fzero import optim
@@ -57,11 +73,6 @@ def test_an_empty_batch_is_no_number_and_says_so() -> None:
     assert not metrics["finite"]
 
 
-ONE = fz.AbstractMesh(data=1)
-ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-VECTOR = {"w": torch.ones(4)}
-
-
 def columns(p, batch):
     return (batch["x"] @ p["w"])[:, batch["columns"]].mul(batch["scale"]).square().mean()
 
@@ -102,21 +113,9 @@ def test_a_batch_that_is_a_conjugate_view():
     def loss(p, z):
         return (z.imag @ p["w"]).square().mean()
 
-    train = fz.compile(fz.train_step(loss, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    train = compiled_loss(loss)
     _, metrics = train(train.init(VECTOR), z.conj())
     torch.testing.assert_close(metrics["loss"], loss(VECTOR, z.conj()))
-
-
-INPUTS = torch.linspace(-1, 2, 32).reshape(8, 4)
-WEIGHTS = {"v": torch.linspace(-1, 1, 16).reshape(4, 4), "w": torch.linspace(0.5, 1.5, 4)}
-
-
-def scaled(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return ((x @ p["v"]) * p["w"]).square().mean()
-
-
-def compiled_loss(loss: Any, transform: Any = lambda step: step) -> Any:
-    return fz.compile(transform(fz.train_step(loss, optim.sgd(0.1))), fz.make_mesh(), backend="eager")
 
 
 STRIDES = {

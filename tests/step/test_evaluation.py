@@ -8,65 +8,64 @@ from typing import Any
 
 import pytest
 import torch
-from rejections import raises
+from rejections import (
+    BATCH,
+    EVALUATE,
+    EYE,
+    FEATURES,
+    LABELS,
+    META,
+    ONES,
+    STEP,
+    predict,
+    raises,
+    squares,
+    train_and_evaluate,
+)
 
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroError
 
-
-def _predict(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] - y).square().mean()
-
-
-X, META = torch.ones(2, 4), {"w": torch.empty(4, 4, device="meta")}
-
-
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "an evaluation on meta": (
-        lambda train, state, run: run(META, X, X),
+        lambda train, state, run: run(META, ONES, ONES),
         "fzero.eval_step: .*\n  params['w']: float32[4, 4] on the meta device",
     ),
     "an evaluation of a state": (
-        lambda train, state, run: run(state, X, X),
+        lambda train, state, run: run(state, ONES, ONES),
         "fzero.eval_step: takes parameters, not the State .*\nFix: give state.params",
     ),
-    "too few arguments": (lambda train, state, run: run(state.params, (X, X)), "fzero.eval_step: _predict(p: "),
+    "too few arguments": (lambda train, state, run: run(state.params, (ONES, ONES)), "fzero.eval_step: predict(p: "),
     "too many arguments": (
-        lambda train, state, run: run(state.params, X, X, X),
+        lambda train, state, run: run(state.params, ONES, ONES, ONES),
         "and 3 more arguments\n  too many positional arguments\nFix: ",
     ),
     "too few, uncompiled": (
-        lambda train, state, run: fz.eval_step(_predict)(state.params, X),
+        lambda train, state, run: fz.eval_step(predict)(state.params, ONES),
         "1 more argument\n  missing a required argument: 'y'",
     ),
     "too few, lowered": (
-        lambda train, state, run: fz.lower(fz.eval_step(_predict), train.mesh, META, (X,)),
+        lambda train, state, run: fz.lower(fz.eval_step(predict), train.mesh, META, (ONES,)),
         "missing a required argument: 'y'",
     ),
 }
 
 
-def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"]).square().mean()
-
-
 @pytest.fixture(scope="module")
-def made() -> Any:
-    mesh = fz.make_mesh()
-    train = fz.compile(fz.train_step(_loss, optim.adam(0.1)), mesh, backend="eager")
-    return train, train.init({"w": torch.eye(4)}), fz.compile(fz.eval_step(_predict), mesh, backend="eager")
+def steps() -> Any:
+    return train_and_evaluate()
 
 
 def _averaged() -> str:
     """What an evaluation says of leaves that were computed from shards, one by one."""
     mesh = fz.make_mesh()
-    train = fz.compile(fz.shard_params(fz.train_step(_loss, optim.sgd(0.1))), mesh, backend="eager")
-    evaluate = fz.compile(fz.shard_params(fz.eval_step(_loss)), mesh, backend="eager")
-    state = train.init({"w": torch.eye(4)})
+    train = fz.compile(fz.shard_params(fz.train_step(squares, optim.sgd(0.1))), mesh, backend="eager")
+    evaluate = fz.compile(fz.shard_params(fz.eval_step(squares)), mesh, backend="eager")
+    state = train.init(EYE)
     with pytest.raises(FzeroError) as caught:
-        evaluate(fz.tree.map(lambda x: 0.5 * x, state.params), X)
-    evaluate({"w": state.params["w"]}, X)
+        evaluate(fz.tree.map(lambda x: 0.5 * x, state.params), ONES)
+    evaluate({"w": state.params["w"]}, ONES)
     return str(caught.value)
 
 
@@ -111,42 +110,29 @@ def test_an_evaluation_of_each_ranks_own_mean_says_so_once(run_ranks: Any) -> No
     assert other == []
 
 
-VECTORS, TALL = {"b": torch.ones(4), "w": torch.ones(4)}, torch.ones(8, 4)
-
-
-def of_both(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] + p["b"].sum()).square().mean()
-
-
-STEP, EVALUATE = fz.train_step(of_both, optim.sgd(0.1)), fz.eval_step(of_both)
-
-
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: fz.eval_step(lambda p, x, *, key: 3), "(p, x, *, key): an evaluation has no key of its own"),
     (lambda: fz.eval_step(3), "fn=3: must be a function of (params, ...)"),
     (lambda: fz.eval_step(lambda: 3), "must be a function of (params, ...)"),
     (lambda: fz.eval_step(STEP), "fn is Step, a step"),
-    (lambda: EVALUATE(None, TALL), "parameters are tensors"),
+    (lambda: EVALUATE(None, BATCH), "parameters are tensors"),
 ]
-
-
-ROWS, LABELS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
 
 
 OUT_OF_RANGE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "an evaluation's": (
-        lambda: fz.compile(fz.eval_step(lambda p, x: p[x]), fz.make_mesh(), backend="eager")(ROWS, LABELS + 9),
+        lambda: fz.compile(fz.eval_step(lambda p, x: p[x]), fz.make_mesh(), backend="eager")(FEATURES, LABELS + 9),
         ("fzero.eval_step: an index is out of range", "\n  batch[0]: int64[6], from 9 to 11\n"),
     ),
 }
 
 
-def test_wrong_arguments_are_named(made: Any) -> None:
+def test_wrong_arguments_are_named(steps: Any) -> None:
     for call, words in CALLS.values():
-        raises(FzeroError, lambda call=call: call(*made), *words.split(".*"))
+        raises(FzeroError, lambda call=call: call(*steps), *words.split(".*"))
     for call, words in WRONG:
         raises(FzeroError, call, words)
     for act, says in OUT_OF_RANGE.values():
         raises(FzeroError, act, *says)
-    _, state, run = made
-    assert fz.eval_step(lambda *args: args) and run(state.params, X, X).isfinite()
+    _, state, run = steps
+    assert fz.eval_step(lambda *args: args) and run(state.params, ONES, ONES).isfinite()

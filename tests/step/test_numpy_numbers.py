@@ -8,25 +8,18 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from rejections import BATCH, PARAMS, STEP
 
 import fzero as fz
 from fzero import optim
 
-PARAMS, X = {"b": torch.ones(4), "w": torch.ones(4)}, torch.ones(8, 4)
 KEY = fz.random.key(0)
-
-
-def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] + p["b"].sum()).square().mean()
-
-
-STEP, EVALUATE = fz.train_step(loss, optim.sgd(0.1)), fz.eval_step(loss)
 Number = Callable[[float], Any]  # of NumPy, or Python's own
 
 
 def _profile(n: Number) -> Any:
     train = fz.compile(STEP, fz.make_mesh(), backend="eager")
-    return train.profile(train.init(PARAMS), X, steps=n(1))[0].step
+    return train.profile(train.init(PARAMS), BATCH, steps=n(1))[0].step
 
 
 DATA = fz.data.TokenDataset(torch.arange(100), seq=4, batch=2)
@@ -81,9 +74,9 @@ NUMBERS: dict[str, Callable[[Number], Any]] = {
     ),
     "profile": _profile,
     "simulate": lambda n: fz.testing.simulate(
-        fz.data_parallel(STEP), fz.AbstractMesh(data=n(2)), PARAMS, X, steps=n(1)
+        fz.data_parallel(STEP), fz.AbstractMesh(data=n(2)), PARAMS, BATCH, steps=n(1)
     ),
-    "lower": lambda n: fz.lower(STEP, fz.AbstractMesh(), PARAMS, X, memory_budget=n(1 << 40)).program.lines,
+    "lower": lambda n: fz.lower(STEP, fz.AbstractMesh(), PARAMS, BATCH, memory_budget=n(1 << 40)).program.lines,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rejections import BATCH, PARAMS, compiled, everywhere, lower, make, raises
+from rejections import BATCH, META, ONE, PARAMS, ROWS, compiled, everywhere, lower, make, raises
 
 import fzero as fz
 from fzero import optim
@@ -89,10 +89,6 @@ def test_any_name_is_a_name(names: tuple[str, ...], block: str) -> None:
     compile(fz.show(program, fold=False), "program", "exec")
 
 
-ONE = fz.AbstractMesh(data=1)
-ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-
-
 def test_complex_leaves_that_would_be_trained():
     params = {"w": torch.ones(4, 3, dtype=torch.complex64), "b": torch.zeros(3)}
     loss = lambda p, x: ((x.to(torch.complex64) @ p["w"]).abs() + p["b"]).square().mean()  # noqa: E731
@@ -132,8 +128,8 @@ def test_keys_that_cannot_be_written_down():
 
 def test_init_of_other_things() -> None:
     """A function without a key, parameters without values, a key that is none."""
-    train, on_meta = compiled(make()), {"w": torch.empty(4, 4, device="meta")}
+    train = compiled(make())
     init = lambda: PARAMS  # noqa: E731
     raises(FzeroError, lambda: make().init(init), "params=<lambda>(): must be a function of (key)")
-    raises(FzeroError, lambda: train.init(lambda key: on_meta, 0), "fzero.init: a key is a tensor, not int")
-    raises(FzeroError, lambda: train.init(on_meta), "fzero.init: ", "\n  params['w']: float32[4, 4] on the meta device")
+    raises(FzeroError, lambda: train.init(lambda key: META, 0), "fzero.init: a key is a tensor, not int")
+    raises(FzeroError, lambda: train.init(META), "fzero.init: ", "\n  params['w']: float32[4, 4] on the meta device")

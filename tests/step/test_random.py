@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rejections import raises
+from rejections import ONES, raises
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero as fz
@@ -260,9 +260,6 @@ def test_errors(call, error, text):
     assert "Fix: " in str(caught.value)
 
 
-X, META = torch.ones(2, 4), {"w": torch.empty(4, 4, device="meta")}
-
-
 WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a negative size": (lambda key: fz.random.normal(key, (-3,)), "fzero.random.normal: (-3,) is not a shape"),
     "a size": (lambda key: fz.random.uniform(key, 3), "fzero.random.uniform: 3 is not a shape"),
@@ -275,10 +272,10 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         lambda key: fz.random.bernoulli(key, 2.0, (3,)),
         "fzero.random.bernoulli: 2.0 is not a shape",
     ),
-    "a tensor for p": (lambda key: fz.random.bernoulli(key, (3,), X), "p=float32[2, 4]"),
+    "a tensor for p": (lambda key: fz.random.bernoulli(key, (3,), ONES), "p=float32[2, 4]"),
     "a number for a dtype": (lambda key: fz.random.normal(key, (3,), 3.0), "3.0 is not a dtype"),
     "a text for a bound": (lambda key: fz.random.uniform(key, (3,), maxval="1"), "maxval='1'"),
-    "rate before x": (lambda key: fz.random.dropout(key, 0.1, X), "rate=float32[2, 4]"),
+    "rate before x": (lambda key: fz.random.dropout(key, 0.1, ONES), "rate=float32[2, 4]"),
     "dropout of a number": (lambda key: fz.random.dropout(key, 1.0, 0.1), "not of float"),
 }
 

@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 import torch
 from pool import ending
-from rejections import BATCH, PARAMS, compiled, loss_fn, make, raises
+from rejections import (
+    BATCH,
+    EYE,
+    META,
+    ONES,
+    PARAMS,
+    STEP,
+    compiled,
+    loss_fn,
+    make,
+    raises,
+    squares,
+    train_and_evaluate,
+)
 
 import fzero as fz
 from fzero import optim
@@ -109,9 +122,6 @@ def test_layouts_that_do_not_fit(run_ranks: Any, fn: Any) -> None:
         ), r
 
 
-ONES, META = torch.ones(2, 4), {"w": torch.empty(4, 4, device="meta")}
-
-
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "a state on meta": (
         lambda train, state, run: train(state._replace(params=META), ONES),
@@ -148,19 +158,9 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-def squares(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"]).square().mean()
-
-
-def _predict(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] - y).square().mean()
-
-
 @pytest.fixture(scope="module")
-def made() -> Any:
-    mesh = fz.make_mesh()
-    train = fz.compile(fz.train_step(squares, optim.adam(0.1)), mesh, backend="eager")
-    return train, train.init({"w": torch.eye(4)}), fz.compile(fz.eval_step(_predict), mesh, backend="eager")
+def steps() -> Any:
+    return train_and_evaluate()
 
 
 def _put(tree: Any, name: str, x: Any) -> None:
@@ -208,9 +208,9 @@ REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def test_leaves_of_a_state_that_were_replaced(made: Any) -> None:
+def test_leaves_of_a_state_that_were_replaced(steps: Any) -> None:
     """In place, between two steps: what the step has found of the state before does not hold any more."""
-    train = made[0]
+    train = steps[0]
     for name, (replace, words) in REPLACED.items():
         state, _ = train(train.init({"w": torch.eye(4), "v": torch.ones(8, 4)}), ONES)
         replace(state)
@@ -218,7 +218,7 @@ def test_leaves_of_a_state_that_were_replaced(made: Any) -> None:
             train(state, ONES)
         text = str(caught.value)
         assert words in text and text.splitlines()[-1].startswith("Fix: "), f"{name}: {text}"
-    state, _ = train(train.init({"w": torch.eye(4)}), ONES)
+    state, _ = train(train.init(EYE), ONES)
     state.params["w"] = torch.full((4, 4), 0.5)
     assert train(state, ONES)[1]["loss"] == 4.0, "a value of the same kind is what it trains on with"
 
@@ -229,7 +229,7 @@ def _gathers_alone(folder: str, stage: int) -> str:
     train = fz.compile(
         [fz.data_parallel, fz.shard_params][stage](fz.train_step(squares, optim.sgd(0.1))), mesh, backend="eager"
     )
-    state = train.init({"w": torch.eye(4)})
+    state = train.init(EYE)
     with ending(folder, last=mesh.rank == 1):
         if mesh.rank == 0:
             began = time.monotonic()
@@ -256,10 +256,10 @@ def test_a_gather_that_a_rank_does_not_join_names_it(run_ranks: Any, tmp_path: P
             )
 
 
-def test_calls_with_other_things(made: Any) -> None:
+def test_calls_with_other_things(steps: Any) -> None:
     for call, words in CALLS.values():
-        raises(FzeroError, lambda call=call: call(*made), *words.split(".*"))
-    train, state, _ = made
+        raises(FzeroError, lambda call=call: call(*steps), *words.split(".*"))
+    train, state, _ = steps
     whole = io.BytesIO()
     torch.save(train.gather(state).params, whole)
     again = torch.load(io.BytesIO(whole.getvalue()))["w"]
@@ -267,24 +267,14 @@ def test_calls_with_other_things(made: Any) -> None:
     assert int(train(state, ONES)[0].step) == 1, "nothing of it has done harm"
 
 
-VECTORS, TALL = {"b": torch.ones(4), "w": torch.ones(4)}, torch.ones(8, 4)
-
-
-def of_both(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] + p["b"].sum()).square().mean()
-
-
-STEP, EVALUATE = fz.train_step(of_both, optim.sgd(0.1)), fz.eval_step(of_both)
-
-
 PLAIN_CALLS: list[tuple[Callable[[], Any], str]] = [
     (
-        lambda: STEP(STEP.init(VECTORS), TALL, TALL),
+        lambda: STEP(STEP.init(PARAMS), BATCH, BATCH),
         "takes a state and one batch, not 1 argument more\nFix: give the batch as one pytree",
     ),
-    (lambda: STEP((TALL, TALL)), "takes a state and a batch, not tuple alone\nFix: once state = train.init(params)"),
-    (lambda: STEP(batch=TALL), "takes a state and a batch, not Tensor alone"),
-    (lambda: STEP(STEP.init(VECTORS)), "takes a state and a batch, not a state alone"),
+    (lambda: STEP((BATCH, BATCH)), "takes a state and a batch, not tuple alone\nFix: once state = train.init(params)"),
+    (lambda: STEP(batch=BATCH), "takes a state and a batch, not Tensor alone"),
+    (lambda: STEP(STEP.init(PARAMS)), "takes a state and a batch, not a state alone"),
     (lambda: STEP(), "takes a state and a batch, not nothing"),
 ]
 

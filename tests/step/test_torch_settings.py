@@ -9,27 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from rejections import ONES, ROWS, VECTOR, compiled_loss, squares, train_and_evaluate
 
 import fzero as fz
 from fzero import optim
 
 
-def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"]).square().mean()
-
-
-def _predict(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] - y).square().mean()
-
-
-X, META = torch.ones(2, 4), {"w": torch.empty(4, 4, device="meta")}
-
-
 @pytest.fixture(scope="module")
-def made() -> Any:
-    mesh = fz.make_mesh()
-    train = fz.compile(fz.train_step(_loss, optim.adam(0.1)), mesh, backend="eager")
-    return train, train.init({"w": torch.eye(4)}), fz.compile(fz.eval_step(_predict), mesh, backend="eager")
+def steps() -> Any:
+    return train_and_evaluate()
 
 
 @contextmanager
@@ -70,12 +58,12 @@ def _trained(backend: str) -> list[torch.Tensor]:
     model = fz.functionalize(torch.nn.Sequential(linear, dropout))
     steps = {
         model.train_step(optim.adamw(0.1), lambda out, batch: out.square().mean()): model.params,
-        fz.train_step(_loss, optim.adamw(0.1)): lambda key: {"w": fz.random.normal(key, (4, 4))},
+        fz.train_step(squares, optim.adamw(0.1)): lambda key: {"w": fz.random.normal(key, (4, 4))},
     }
     found = list[torch.Tensor]()
     for step, params in steps.items():
         train = fz.compile(fz.shard_params(step), fz.make_mesh(), backend=backend)
-        state, metrics = train(train.init(params), X)
+        state, metrics = train(train.init(params), ONES)
         found += [metrics["loss"], *fz.tree.leaves((state.params, state.opt_state))]
     return [x.clone() for x in found]
 
@@ -89,18 +77,18 @@ def test_a_step_trains_whatever_is_around_it(around: str) -> None:
     assert [x.dtype for x in found] == [x.dtype for x in plain] and all(map(torch.equal, found, plain))
 
 
-def test_a_default_device_that_the_mesh_has_not(made: Any, tmp_path: Path) -> None:
+def test_a_default_device_that_the_mesh_has_not(steps: Any, tmp_path: Path) -> None:
     """Before anything is made; what `fz.lower` plans needs no values, and checkpoints make no tensors there."""
-    train, state, run = made
-    step = fz.train_step(_loss, optim.adam(0.1))
+    train, state, run = steps
+    step = fz.train_step(squares, optim.adam(0.1))
     for device in ("meta", "cuda"):
         said = rf"the default device is '{device}', and the mesh has 'cpu'(?s:.*)Fix: torch.set_default_device\(None\)"
         with torch.device(device):
             for call in (
                 lambda: train.init({"w": state.params["w"]}),
-                lambda: train(state, X),
-                lambda: run(state.params, X, X),
-                lambda: fz.testing.check_equivalent(step, {"w": X}, X, fz.AbstractMesh(data=1)),
+                lambda: train(state, ONES),
+                lambda: run(state.params, ONES, ONES),
+                lambda: fz.testing.check_equivalent(step, {"w": ONES}, ONES, fz.AbstractMesh(data=1)),
             ):
                 with pytest.raises(fz.errors.FzeroValueError, match=said):
                     call()
@@ -111,20 +99,12 @@ def test_a_default_device_that_the_mesh_has_not(made: Any, tmp_path: Path) -> No
     assert torch.equal(train.gather(restored).params["w"], train.gather(state).params["w"])
 
 
-ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-VECTOR = {"w": torch.ones(4)}
-
-
-def plain(p, x):
-    return (x @ p["w"]).square().mean()
-
-
 def test_a_step_under_no_grad_is_a_step():
-    train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    train = compiled_loss(squares)
     want, _ = train(train.init(VECTOR), ROWS)
     for around in (torch.no_grad(), torch.inference_mode()):
         with around:
-            train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+            train = compiled_loss(squares)
             state, _ = train(train.init(VECTOR), ROWS)
         state, _ = train(state, ROWS)
         assert int(state.step) == 2 and int(want.step) == 1

@@ -17,19 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rejections import raises
+from rejections import INPUTS, ROWS, VECTOR, WEIGHTS, compiled_loss, raises, scaled, squares
 
-import fzero as fz
-from fzero import optim
 from fzero.errors import FzeroValueError
-
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-PARAMS = {"w": torch.ones(4)}
-
-
-def plain(p, x):
-    return (x @ p["w"]).square().mean()
-
 
 OWN, NUMPY, COUNT, VALUES, MADE = (
     random.Random(0),
@@ -68,14 +58,10 @@ DRAWS = {
 @pytest.mark.parametrize("says", DRAWS)
 def test_a_loss_that_draws_or_counts_in_python(says):
     draw = DRAWS[says]
-    train = fz.compile(
-        fz.train_step(lambda p, x: (x @ p["w"]).square().mean() * draw(), optim.sgd(0.1)),
-        fz.make_mesh(data=1),
-        backend="eager",
-    )
+    train = compiled_loss(lambda p, x: squares(p, x) * draw())
     raises(
         FzeroValueError,
-        lambda: train(train.init(PARAMS), X),
+        lambda: train(train.init(VECTOR), ROWS),
         "counts, draws or uses something up each time it is called",
         says,
         "fz.random",
@@ -91,7 +77,7 @@ def test_draws_of_another_thread_are_not_put_on_the_loss_alone():
 
     thread = threading.Thread(target=augments, name="loader", daemon=True)
     thread.start()
-    train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+    train = compiled_loss(squares)
     try:
         says = (
             "random (Python's generator): drawn from",
@@ -99,23 +85,11 @@ def test_draws_of_another_thread_are_not_put_on_the_loss_alone():
             "loader",
             "random.Random(seed)",
         )
-        raises(FzeroValueError, lambda: train(train.init(PARAMS), X), *says)
+        raises(FzeroValueError, lambda: train(train.init(VECTOR), ROWS), *says)
     finally:
         stop.set()
         thread.join()
-    assert train(train.init(PARAMS), X)
-
-
-INPUTS = torch.linspace(-1, 2, 32).reshape(8, 4)
-WEIGHTS = {"v": torch.linspace(-1, 1, 16).reshape(4, 4), "w": torch.linspace(0.5, 1.5, 4)}
-
-
-def scaled(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return ((x @ p["v"]) * p["w"]).square().mean()
-
-
-def compiled(loss: Any, transform: Any = lambda step: step) -> Any:
-    return fz.compile(transform(fz.train_step(loss, optim.sgd(0.1))), fz.make_mesh(), backend="eager")
+    assert train(train.init(VECTOR), ROWS)
 
 
 CLOCKS = {
@@ -131,7 +105,7 @@ CLOCKS = {
 @pytest.mark.parametrize("name", CLOCKS)
 def test_a_loss_that_depends_on_the_clock_is_refused(name):
     clock = CLOCKS[name]
-    train = compiled(lambda p, x: scaled(p, x) * clock())
+    train = compiled_loss(lambda p, x: scaled(p, x) * clock())
     said = "time" if name == "perf_counter" else name
     raises(
         FzeroValueError,
@@ -150,5 +124,5 @@ def test_a_loss_that_only_writes_the_time_down_is_let_be():
         took.append(time.perf_counter() - start)
         return value
 
-    train = compiled(loss)
+    train = compiled_loss(loss)
     assert train(train.init(WEIGHTS), INPUTS)[1]["loss"] == scaled(WEIGHTS, INPUTS) and took

@@ -7,34 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from rejections import raises
+from rejections import INPUTS, ONE, WEIGHTS, raises, scaled
 
 import fzero as fz
 from fzero import optim
 from fzero.errors import TraceError
 
-X = torch.linspace(-1, 2, 8).reshape(2, 4)
-PARAMS = {"v": torch.linspace(-1, 1, 16).reshape(4, 4), "w": torch.linspace(0.5, 1.5, 4)}
-
-
-def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return ((x @ p["v"]) * p["w"]).square().mean()
-
 
 def backward(p: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = plain(p, x)
+    loss = scaled(p, x)
     loss.backward(retain_graph=True)
     return loss
 
 
 def of_autograd(p: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = plain(p, x)
+    loss = scaled(p, x)
     torch.autograd.backward([loss], inputs=[p["w"]], retain_graph=True)
     return loss
 
 
 def caught(p: Any, x: torch.Tensor) -> torch.Tensor:
-    loss = plain(p, x)
+    loss = scaled(p, x)
     try:
         loss.backward(retain_graph=True)
     except Exception:
@@ -44,26 +37,26 @@ def caught(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def stepping(p: Any, x: torch.Tensor) -> torch.Tensor:
     optimizer = torch.optim.SGD([p["w"]], lr=0.1)
-    plain(p, x).backward()
+    scaled(p, x).backward()
     optimizer.step()
-    return plain(p, x)
+    return scaled(p, x)
 
 
 def assigned(p: Any, x: torch.Tensor) -> torch.Tensor:
     p["w"].grad = torch.ones(4)
-    return plain(p, x)
+    return scaled(p, x)
 
 
 def hooked(p: Any, x: torch.Tensor) -> torch.Tensor:
     p["w"].register_post_accumulate_grad_hook(lambda w: w.grad.mul_(2))
-    return plain(p, x)
+    return scaled(p, x)
 
 
 REFUSED = {
     backward: ("adds gradients up itself", "['w'].grad", "loss.backward(retain_graph=True)", "return the loss"),
     of_autograd: ("adds gradients up itself", "['w'].grad", "inputs=[p", "torch.autograd.grad("),
     caught: ("adds gradients up itself", "['w'].grad", "loss.backward(retain_graph=True)"),
-    stepping: ("adds gradients up itself", "['w'].grad", "plain(p, x).backward()"),
+    stepping: ("adds gradients up itself", "['w'].grad", "scaled(p, x).backward()"),
     assigned: ("sets gradients itself", "['w'].grad"),
     hooked: ("register_post_accumulate_grad_hook", "['w']"),
 }
@@ -74,8 +67,8 @@ def test_gradients_added_to_those_of_arguments_are_refused(loss):
     for fn in (loss, lambda p, x: fz.block(loss)(p, x) * 1.0):
         step = fz.train_step(fn, optim.sgd(0.1))
         for act in (
-            lambda step=step: step(step.init(PARAMS), X),
-            lambda step=step: fz.lower(step, fz.AbstractMesh(data=1), PARAMS, X),
+            lambda step=step: step(step.init(WEIGHTS), INPUTS),
+            lambda step=step: fz.lower(step, ONE, WEIGHTS, INPUTS),
         ):
             raises(TraceError, act, *REFUSED[loss])
 
@@ -92,7 +85,7 @@ def of_its_own(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def of_the_batch(p: Any, x: torch.Tensor) -> torch.Tensor:
     x.requires_grad_()
-    plain(p, x).backward(inputs=[x], create_graph=True)
+    scaled(p, x).backward(inputs=[x], create_graph=True)
     return x.grad.square().sum()
 
 
@@ -108,16 +101,16 @@ def with_hooks(p: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("loss", [of_its_own, of_the_batch, with_hooks], ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_of_other_tensors_train_as_in_pytorch(loss):
-    leaves = {k: v.clone().requires_grad_() for k, v in PARAMS.items()}
-    value = loss(leaves, X.clone())
+    leaves = {k: v.clone().requires_grad_() for k, v in WEIGHTS.items()}
+    value = loss(leaves, INPUTS.clone())
     want = dict(zip(leaves, torch.autograd.grad(value, list(leaves.values()), allow_unused=True), strict=True))
     step = fz.train_step(loss, optim.sgd(0.1))
     train = fz.compile(step, fz.make_mesh(), backend="eager")
-    for run, first in ((step, step.init(PARAMS)), (train, train.init(PARAMS))):
-        state, metrics = run(first, X)
+    for run, first in ((step, step.init(WEIGHTS)), (train, train.init(WEIGHTS))):
+        state, metrics = run(first, INPUTS)
         torch.testing.assert_close(metrics["loss"], value.detach())
         for name, g in want.items():
-            torch.testing.assert_close(state.params[name], PARAMS[name] if g is None else PARAMS[name] - 0.1 * g)
+            torch.testing.assert_close(state.params[name], WEIGHTS[name] if g is None else WEIGHTS[name] - 0.1 * g)
 
 
 @fz.block
@@ -132,12 +125,12 @@ def element(p):
 def test_a_loss_that_is_an_element_of_a_parameter_is_told_as_it_was(loss):
     """The step overwrites the parameter."""
     step = fz.train_step(loss, optim.sgd(0.1))
-    params = {**PARAMS, "s": torch.tensor(3.0)}
-    want = loss(params, X)
+    params = {**WEIGHTS, "s": torch.tensor(3.0)}
+    want = loss(params, INPUTS)
     want = want.total if isinstance(want, tuple) else want
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     for run, first in ((step, step.init(params)), (train, train.init(params))):
-        assert run(first, X)[1]["loss"] == want
+        assert run(first, INPUTS)[1]["loss"] == want
 
 
 @fz.block
@@ -154,12 +147,12 @@ def test_what_an_evaluation_returns_of_a_parameter_stays_as_it_was():
         "whole": lambda p: p["v"],
         "of a block": lambda p: row(p)[0],
     }
-    train = fz.compile(fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh(), backend="eager")
+    train = fz.compile(fz.train_step(scaled, optim.sgd(0.1)), fz.make_mesh(), backend="eager")
     evaluate = fz.compile(
         fz.eval_step(lambda p, x: {name: part(p) for name, part in parts.items()}), fz.make_mesh(), backend="eager"
     )
-    state = train.init(PARAMS)
-    found, want = evaluate(state.params, X), {name: part(state.params).clone() for name, part in parts.items()}
-    train(state, X)
+    state = train.init(WEIGHTS)
+    found, want = evaluate(state.params, INPUTS), {name: part(state.params).clone() for name, part in parts.items()}
+    train(state, INPUTS)
     for name in parts:
         assert torch.equal(found[name], want[name]) and not torch.equal(parts[name](state.params), want[name]), name

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rejections import lower, make, raises
+from rejections import ONE, ROWS, VECTOR, blocked, lower, make, raises
 from torch import nn
 
 import fzero as fz
@@ -559,11 +559,6 @@ def test_a_hidden_write_is_written_down(op):
             assert not recorder.memory.written
 
 
-def blocked(fn: Callable[..., Any], of: Callable[..., Any] = torch.mean) -> fz.Step:
-    run = fz.block(fn)
-    return make(lambda p, x: of(run(p, x)))
-
-
 DRAWS = {
     "rand": lambda p, x: x @ p["w"] + torch.rand(3),
     "dropout": lambda p, x: F.dropout(x @ p["w"], 0.5),
@@ -606,11 +601,6 @@ def test_control_flow_on_values(name: str) -> None:
         "fzero.train_step",
         "needs the value of a tensor",
     )
-
-
-ONE = fz.AbstractMesh(data=1)
-ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-VECTOR = {"w": torch.ones(4)}
 
 
 SWALLOWED = {

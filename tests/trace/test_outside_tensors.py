@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rejections import loss_fn, lower, make, raises
+from rejections import ROWS, VECTOR, blocked, loss_fn, lower, make, raises
 
 import fzero as fz
 from fzero import optim
 from fzero.errors import TraceError
 
 GLOBAL = torch.ones(3)
-
-
-def blocked(fn: Callable[..., Any], of: Callable[..., Any] = torch.mean) -> fz.Step:
-    run = fz.block(fn)
-    return make(lambda p, x: of(run(p, x)))
 
 
 def test_tensors_from_elsewhere_are_named() -> None:
@@ -67,10 +61,6 @@ def test_tensors_of_the_loss_function_are_named_in_a_block() -> None:
         return fz.block(lambda q, z: z @ q["w"] + y.sum())(p, x).mean()
 
     raises(TraceError, lambda: lower(make(loss)), "closure variable y: float32[6, 4]")
-
-
-ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-VECTOR = {"w": torch.ones(4)}
 
 
 def test_a_tensor_that_the_loss_keeps():

@@ -9,22 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from rejections import raises
+from rejections import INPUTS, WEIGHTS, compiled_loss, raises, scaled
 
 import fzero as fz
-from fzero import optim
 from fzero.errors import TraceError
-
-X = torch.linspace(-1, 2, 32).reshape(8, 4)
-PARAMS = {"v": torch.linspace(-1, 1, 16).reshape(4, 4), "w": torch.linspace(0.5, 1.5, 4)}
-
-
-def base(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return ((x @ p["v"]) * p["w"]).square().mean()
-
-
-def compiled(loss: Any, transform: Any = lambda step: step) -> Any:
-    return fz.compile(transform(fz.train_step(loss, optim.sgd(0.1))), fz.make_mesh(), backend="eager")
 
 
 def is_plain(x: Any) -> bool:
@@ -60,13 +48,13 @@ def test_what_only_a_tensor_in_memory_can_say_is_refused(what):
     ask, *says = ASKED[what]
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return (base(p, x) * ask(p, x)).mean()
+        return (scaled(p, x) * ask(p, x)).mean()
 
     for fn in (loss, lambda p, x: fz.block(loss)(p, x) * 1.0):
         says = [text.replace("batch:", ":") for text in says] if fn is not loss else says
         raises(
             TraceError,
-            lambda fn=fn: compiled(fn)(compiled(fn).init(PARAMS), X),
+            lambda fn=fn: compiled_loss(fn)(compiled_loss(fn).init(WEIGHTS), INPUTS),
             "test_questions_about_tensors.py:",
             *says,
         )
@@ -77,19 +65,19 @@ def test_types_that_are_not_those_of_tensors_and_texts_that_are_not_made_are_let
         logging.getLogger("quiet").debug("%s", x)
         again = type(p)(p)
         scale = 2.0 if type(p) is dict and type(scale_of) is not float and isinstance(x, torch.Tensor) else 3.0
-        return base(again, x) * scale
+        return scaled(again, x) * scale
 
     scale_of = 1
-    train = compiled(loss)
-    assert train(train.init(PARAMS), X)[1]["loss"] == loss(PARAMS, X)
+    train = compiled_loss(loss)
+    assert train(train.init(WEIGHTS), INPUTS)[1]["loss"] == loss(WEIGHTS, INPUTS)
 
 
 def test_an_error_of_the_loss_may_show_tensors():
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         if len(x) == 8:
             raise ValueError(f"too long: {x}")
-        return base(p, x)
+        return scaled(p, x)
 
-    train = compiled(loss)
+    train = compiled_loss(loss)
     with pytest.raises(ValueError, match="too long: "):
-        train(train.init(PARAMS), X)
+        train(train.init(WEIGHTS), INPUTS)

@@ -3,23 +3,13 @@ accept something, and treat all paths of one tensor alike."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from rejections import raises
+from rejections import BATCH, MESH, ONE, PARAMS, ROWS, STEP, VECTOR, make, raises, squares
 
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
-
-MESH = fz.AbstractMesh(data=1)
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-PARAMS = {"w": torch.ones(4)}
-
-
-def plain(p, x):
-    return (x @ p["w"]).square().mean()
 
 
 def test_a_tied_leaf_of_which_a_predicate_accepts_some_paths():
@@ -31,7 +21,7 @@ def test_a_tied_leaf_of_which_a_predicate_accepts_some_paths():
     )
     step = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: path != "params['a']")
     train = fz.compile(step, fz.make_mesh(), backend="eager")
-    for act in (lambda: step.init(params), lambda: train.init(params), lambda: fz.lower(step, MESH, params, X)):
+    for act in (lambda: step.init(params), lambda: train.init(params), lambda: fz.lower(step, ONE, params, ROWS)):
         raises(FzeroValueError, act, *torn)
     only_b = lambda path, leaf: path == "params['b']"  # noqa: E731
     for transform in (
@@ -42,11 +32,11 @@ def test_a_tied_leaf_of_which_a_predicate_accepts_some_paths():
         step = fz.data_parallel(transform(fz.train_step(loss, optim.sgd(0.1))))
         raises(
             TransformError,
-            lambda step=step: fz.lower(step, fz.AbstractMesh(data=2), params, X),
+            lambda step=step: fz.lower(step, fz.AbstractMesh(data=2), params, ROWS),
             torn[0].replace("trainable", "where"),
         )
     both = fz.train_step(loss, optim.sgd(0.1), trainable=lambda path, leaf: path != "params['c']")
-    state, _ = both(both.init(params), X)
+    state, _ = both(both.init(params), ROWS)
     assert not torch.equal(state.params["a"], w) and torch.equal(state.params["c"], params["c"])
 
 
@@ -62,7 +52,7 @@ MEANT = [lambda p, x: x.numel() > 1000, lambda p, x: False, lambda p, x: "w" in 
 
 
 def test_a_predicate_of_paths_that_accepts_none():
-    step, mesh = fz.train_step(plain, optim.sgd(0.1)), fz.make_mesh()
+    step, mesh = fz.train_step(squares, optim.sgd(0.1)), fz.make_mesh()
     of_where = [
         fz.shard_params,
         lambda where: fz.mixed_precision("bf16", where=where),
@@ -72,7 +62,7 @@ def test_a_predicate_of_paths_that_accepts_none():
         for where in TYPOS:
             act = lambda transform=transform, where=where: fz.compile(  # noqa: E731
                 transform(where=where)(step), mesh, backend="eager"
-            ).init(PARAMS)
+            ).init(VECTOR)
             raises(
                 TransformError,
                 act,
@@ -80,12 +70,14 @@ def test_a_predicate_of_paths_that_accepts_none():
                 "`where` accepts none of 1 leaves; the nearest:\n  params['w']",
                 "leave `where` out",
             )
-        assert i or all(fz.compile(transform(where=where)(step), mesh, backend="eager").init(PARAMS) for where in MEANT)
-    running = fz.train_step(lambda p, x: (plain(p, x), {}), optim.sgd(0.1), mutable=lambda path, leaf: "runing" in path)
-    params = {"w": PARAMS["w"], **{name: torch.ones(1) for name in ("a", "b", "c", "d", "e", "running_mean")}}
+        assert i or all(fz.compile(transform(where=where)(step), mesh, backend="eager").init(VECTOR) for where in MEANT)
+    running = fz.train_step(
+        lambda p, x: (squares(p, x), {}), optim.sgd(0.1), mutable=lambda path, leaf: "runing" in path
+    )
+    params = {"w": VECTOR["w"], **{name: torch.ones(1) for name in ("a", "b", "c", "d", "e", "running_mean")}}
     raises(
         FzeroValueError,
-        lambda: running(running.init(params), X),
+        lambda: running(running.init(params), ROWS),
         "no leaf is mutable",
         "none of 7 leaves; the nearest:\n  params['running_mean']",
     )
@@ -95,29 +87,18 @@ def test_a_predicate_of_paths_that_accepts_none():
 
     step = fz.train_step(traced, optim.sgd(0.1))
     cut = fz.accumulate(step, 2, whole=lambda path, leaf: "mask" in path)
-    refused = lambda x, *words: raises(FzeroValueError, lambda: fz.lower(cut, MESH, PARAMS, x), *words)  # noqa: E731
-    refused(X, "all leaves of the batch are cut", "none of 1 leaves")
+    refused = lambda x, *words: raises(FzeroValueError, lambda: fz.lower(cut, ONE, VECTOR, x), *words)  # noqa: E731
+    refused(ROWS, "all leaves of the batch are cut", "none of 1 leaves")
     tied = "batch['mask'] and batch['rows'] are one tensor: `whole` accepts batch['mask'], not batch['rows']"
-    refused({"mask": X, "rows": X}, "`whole` accepts some of its paths", tied, "give x.clone()")
-
-
-TWO, ONES = {"b": torch.ones(4), "w": torch.ones(4)}, torch.ones(8, 4)
-
-
-def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] + p["b"].sum()).square().mean()
-
-
-STEP, EVALUATE = fz.train_step(loss, optim.sgd(0.1)), fz.eval_step(loss)
+    refused({"mask": ROWS, "rows": ROWS}, "`whole` accepts some of its paths", tied, "give x.clone()")
 
 
 def test_a_predicate_answers_true_or_false() -> None:
-    mesh = fz.AbstractMesh(data=2)
     for answer in ("no", None, 1, torch.tensor(True)):
         says = lambda path, leaf, answer=answer: answer  # noqa: E731
         steps = [
-            fz.data_parallel(fz.train_step(loss, optim.sgd(0.1), trainable=says)),
-            fz.data_parallel(fz.train_step(loss, optim.sgd(0.1), mutable=says)),
+            fz.data_parallel(make(trainable=says)),
+            fz.data_parallel(make(mutable=says)),
             *(t(where=says)(fz.data_parallel(STEP)) for t in (fz.shard_params, fz.shard_grads, fz.fp8)),
             fz.mixed_precision("bf16", where=says)(fz.data_parallel(STEP)),
             fz.offload("cpu", where=says)(fz.data_parallel(STEP)),
@@ -127,7 +108,7 @@ def test_a_predicate_answers_true_or_false() -> None:
             steps, ["trainable", "mutable", "where", "where", "where", "where", "where", "whole"], strict=True
         ):
             with pytest.raises(FzeroTypeError) as caught:
-                fz.lower(step, mesh, TWO, ONES)
+                fz.lower(step, MESH, PARAMS, BATCH)
             text = str(caught.value)
             assert (
                 f"`{name}` answers neither True nor False\n  {'batch' if name == 'whole' else 'params['}" in text

@@ -9,10 +9,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from rejections import BATCH, MESH, PARAMS, loss_fn, lower, make, raises
+from rejections import BATCH, EVALUATE, MESH, PARAMS, STEP, loss_fn, lower, make, raises, squares
 
 import fzero as fz
-from fzero import optim
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError, TransformError
 
 
@@ -123,10 +122,6 @@ def test_unknown_names() -> None:
     raises(FzeroTypeError, lambda: fz.shard_params(where="w"), "where='w'")
 
 
-def squares(p, x):
-    return (x @ p["w"]).square().mean()
-
-
 def test_a_transform_that_does_nothing_to_an_evaluation():
     evaluate = fz.eval_step(squares)
     for act, said in (
@@ -169,16 +164,6 @@ def test_a_negative_size_names_the_transform_and_the_argument(transform: Any) ->
         transform(whole_bytes=-1, **more)
 
 
-VECTOR, ROWS = {"b": torch.ones(4), "w": torch.ones(4)}, torch.ones(8, 4)
-
-
-def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x @ p["w"] + p["b"].sum()).square().mean()
-
-
-STEP, EVALUATE = fz.train_step(loss, optim.sgd(0.1)), fz.eval_step(loss)
-
-
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: fz.compose(fz.accumulate)(STEP),
@@ -195,7 +180,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: fz.mixed_precision("auto", start=["bf16"]), "['bf16']"),
     (lambda: fz.fp8(where=lambda p: True), "where=<lambda>(p)"),
     (lambda: fz.offload("cpu", where=lambda p: True), "where=<lambda>(p)"),
-    (lambda: fz.lower(STEP, fz.AbstractMesh(data=1), VECTOR, ROWS, device=3), "3 is not a device"),
+    (lambda: fz.lower(STEP, MESH, PARAMS, BATCH, device=3), "3 is not a device"),
 ]
 
 
