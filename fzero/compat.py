@@ -891,17 +891,16 @@ def inductor_lower(
     return lowered
 
 
-def inductor_cpp_command(source: str, output: str, trust_cpu: bool) -> list[str]:
-    """The command with which Inductor compiles a kernel: flags for this CPU, for its arithmetic, the paths of torch's
-    headers."""
+def inductor_cpp_command(trust_cpu: bool) -> list[str]:
+    """The command with which Inductor compiles `kernels.cpp` to `kernels.so`: flags for this CPU and its arithmetic,
+    the paths of torch's headers."""
     import torch._inductor.config as config
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     with config.patch({"cpp.vec_isa_ok": True if trust_cpu else config.cpp.vec_isa_ok}):
         options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", include_pytorch=False, shared=True)
-        folder, name = os.path.split(output)
-        builder = CppBuilder(name=name.removesuffix(".so"), sources=source, BuildOption=options, output_dir=folder)
+        builder = CppBuilder(name="kernels", sources="kernels.cpp", BuildOption=options, output_dir="")
         return shlex.split(builder.get_command_line())
 
 

@@ -222,7 +222,7 @@ def over_axes(axes: Sequence[str], dims: Sequence[Dim]) -> str:
     return ", ".join(axis + how for axis, how in itertools.zip_longest(axes, said, fillvalue=""))
 
 
-def check_dims(owner: str, leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
+def check_dims(leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
     """Raises naming every leaf that cannot be cut along dims as its layout says."""
     problems = []
     for leaf in leaves:
@@ -233,7 +233,7 @@ def check_dims(owner: str, leaves: Sequence[Leaf], mesh: AbstractMesh) -> None:
             problems.append(f"{leaf}: {why}")
     if problems:
         fix = "cut these leaves along another dim, or keep them whole; or give the dim a size that divides"
-        raise FzeroValueError(owner, "cannot cut leaves along a dim", problems, fix)
+        raise FzeroValueError("compile", "cannot cut leaves along a dim", problems, fix)
 
 
 def grid_of(axes: tuple[str, ...], grid: tuple[str, ...]) -> tuple[str, ...]:
@@ -402,13 +402,3 @@ ROLES_OF_NO_SLOT = frozenset({"params", "mutable", "opt_state", "step", "key", "
 def in_slot(leaf: Leaf) -> bool:
     """Whether a leaf is in a state slot: then its role is the slot's name."""
     return leaf.role not in ROLES_OF_NO_SLOT
-
-
-def slot_path(name: str, field: str) -> str:
-    """The path of a leaf of a state slot (fzero/lowering/slots.py)."""
-    return f"extras['{name}'].{field}"
-
-
-def slot_leaf(name: str, param: str) -> str:
-    """The path of the leaf of a slot that goes with the parameter of a path."""
-    return f"extras['{name}']{param.removeprefix('params')}"

@@ -11,7 +11,6 @@ import torch
 
 from fzero import compat
 from fzero.errors import FzeroTypeError, TransformError
-from fzero.layout import slot_leaf
 from fzero.passes.cut_update import written
 from fzero.program.ir import Line, Program
 from fzero.program.lines import Functions
@@ -56,7 +55,11 @@ class _OwnGradients:
             what = "these gradients are reduced once a micro-batch, not once a step"
             fix = "add them up first: fz.data_parallel or fz.shard_opt_state in place of sharded gradients"
             raise TransformError(self.by, what, repeated, fix)
-        slots = {s: slot_leaf(self.slot, path) for path, s in found.items() if s and self.values[s].placement.partial}
+        slots = {
+            s: f"extras['{self.slot}']{path.removeprefix('params')}"
+            for path, s in found.items()
+            if s and self.values[s].placement.partial
+        }
         leaves, wrong = self.program.leaves, list[str]()
         for grad, path in ((self.values[source], path) for source, path in slots.items()):
             rows = self.program.mesh.axis_size(grad.placement.partial)

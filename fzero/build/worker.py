@@ -166,7 +166,7 @@ def _work(jobs: Sequence[CompileJob], cache: Cache, cores: int, trust_cpu: bool,
             raise
         done(job.name, ready=False)
     units = _units([job for job in jobs if job.key in plain], plain, cores)
-    command = compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu)
+    command = compat.inductor_cpp_command(trust_cpu)
     with ThreadPoolExecutor(max(1, cores)) as pool:
         running = [pool.submit(_compile_unit, unit, plain, cache, command) for unit in units]
         for future in as_completed(running):

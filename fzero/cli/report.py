@@ -147,10 +147,8 @@ def program_data(program: Program) -> dict[str, Any]:
     }
 
 
-def _print(shown: Sequence[TextTable], last: str = "", first: str = "") -> None:
+def _print(shown: Sequence[TextTable], last: str = "") -> None:
     console = Console()
-    if first:
-        console.print(first, highlight=False, soft_wrap=True, markup=False)
     if console.is_terminal:
         draw(shown, console)
     else:

@@ -109,7 +109,7 @@ class SharedMemory:
             for peer in self._peers.values():
                 _send_fd(peer.connection, fd, peer.rank)
             for peer in self._peers.values():
-                fds[peer.rank] = _receive_fds(peer.connection, 1, peer.rank, self._mesh.timeout)[0]
+                fds[peer.rank] = _receive_fd(peer.connection, peer.rank, self._mesh.timeout)
             return _Pool(mmap.mmap(fd, size), fds)
         except OSError as error:
             # the others would wait for what does not come
@@ -490,7 +490,7 @@ def _meet(connection: socket.socket, rank: int, timeout: float) -> _Peer:
     ours = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     try:
         _send_fd(connection, ours, rank)
-        (theirs,) = _receive_fds(connection, 1, rank, timeout)
+        theirs = _receive_fd(connection, rank, timeout)
     except OSError:
         _close([ours], [connection])
         raise
@@ -504,16 +504,16 @@ def _send_fd(connection: socket.socket, fd: int, rank: int) -> None:
         raise OSError(f"rank {rank} has left") from error
 
 
-def _receive_fds(connection: socket.socket, num: int, rank: int, timeout: float) -> list[int]:
+def _receive_fd(connection: socket.socket, rank: int, timeout: float) -> int:
     try:
-        data, fds, _, _ = socket.recv_fds(connection, 1, num)
+        data, fds, _, _ = socket.recv_fds(connection, 1, 1)
     except TimeoutError as error:
         raise OSError(f"rank {rank} {timed_out(timeout)}") from error
     except ConnectionError as error:
         raise OSError(f"rank {rank} has left") from error
-    if not data or len(fds) != num:
+    if not data or not fds:
         raise OSError(f"rank {rank} has left")
-    return fds
+    return fds[0]
 
 
 def _part(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:

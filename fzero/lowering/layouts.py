@@ -114,7 +114,7 @@ def params_inputs(step: Step | EvalStep, mesh: AbstractMesh, params: Any, known:
     tied = ties(flat)
     for spec in (t for t in step.transforms if isinstance(t, Cutting)):
         spec.check(leaves, tied)
-    check_dims("compile", leaves, mesh)
+    check_dims(leaves, mesh)
     zero.check_once(leaves)
     coded = _coded(step, params, leaves, zero, known)
     leaves = [zero.rests(leaf, of_codes) for leaf, of_codes in zip(leaves, coded, strict=True)]

@@ -23,7 +23,6 @@ import torch.fx as fx
 
 from fzero import compat
 from fzero.errors import TraceError
-from fzero.layout import slot_path
 from fzero.loss import Loss
 from fzero.lowering.training_source import Training
 from fzero.program.attrs import CallAttrs
@@ -38,7 +37,7 @@ from fzero.trace.subgraph import ancestors, extract, inlined
 
 aten = torch.ops.aten
 
-SCALE = slot_path("loss_scale", "scale")
+SCALE = "extras['loss_scale'].scale"
 SEED = "seed"
 DTYPE = torch.float64
 """The dtype of a seed that is made ahead: it is rounded once, to that of the loss."""

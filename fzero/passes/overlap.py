@@ -64,7 +64,7 @@ def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
             if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
                 lines = _Hoisting(lines, row, state, choice.ahead).run()
         lines = _sink_waits(lines, choice.late_sums)
-        lines = _leafwise(lines, values) if choice.leafwise else lines
+        lines = _leafwise(lines) if choice.leafwise else lines
         return tuple(_pair_updates(_join_sums(lines, choice.joined_sums, values)))
 
     return replace(program, lines=visit(program.lines))
@@ -471,7 +471,7 @@ class _Sinking:
         return any(_reads(line, x) for x in brings) or (start is not None and self._reads(line, start.out[0].name))
 
 
-def _leafwise(lines: Sequence[Line], values: Mapping[str, Value]) -> list[Line]:
+def _leafwise(lines: Sequence[Line]) -> list[Line]:
     """Each reduction by its leaves, every one waited for before the next is cast."""
     waits, readers = {x.args[0]: x for x in lines if OPS[x.op].waits}, _every_reader(lines)
     casts = {x.out[0].name: x for x in lines if x.op == "cast" and len(x.out) == 1}

@@ -67,10 +67,6 @@ class Cost:
     num_kernels: int = 0
     num_calls: int = 1
 
-    @property
-    def total_flops(self) -> float:
-        return sum(self.flops.values())
-
     def seconds(self, device: Device) -> float:
         """See [Note: seconds]."""
         products = sum(flops / device.rate(dtype) for dtype, flops in self.flops.items())

@@ -162,8 +162,8 @@ class _Memory:
 
     def _sample(self, line: Line, turn: int) -> Sample:
         now = [dict(alive) for alive in self.alive]
-        inside = self.temporaries[line.fn] if line.fn else OPS[line.op].inside(line, self.values, self.program.mesh)
-        now[line.on_host and not self.program.mesh.unified_memory]["temporaries"] += inside
+        if line.fn:
+            now[line.on_host and not self.program.mesh.unified_memory]["temporaries"] += self.temporaries[line.fn]
         for arena, nbytes in enumerate((self.program.pool_bytes, self.program.host_pool_bytes)):
             now[arena]["idle_pool"] = nbytes - self.pooled[arena]
         return Sample(self.number, turn, *(tuple(alive[role] for role in ROLES) for alive in now))

@@ -26,7 +26,7 @@ def leaf_tables(state: State, step: Step, model: Any) -> tuple[Inputs, Inputs]:
     their own, or are another model's."""
     check_params(state.params)
     check_values("step", params=state.params, opt_state=state.opt_state)
-    check_memory("step", params=state.params, opt_state=state.opt_state)
+    check_memory(params=state.params, opt_state=state.opt_state)
     found, opt = placed_inputs(state.params, mutable=step.mutates), placed_inputs(state.opt_state, "opt_state")
     check_model("step", model, abstract_params(found))
     return found, opt

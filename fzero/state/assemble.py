@@ -69,7 +69,7 @@ def check_values(owner: str, **parts: Any) -> None:
         )
 
 
-def check_memory(owner: str, **parts: Any) -> None:
+def check_memory(**parts: Any) -> None:
     """Raises naming every leaf whose memory is not its own: a step writes to each in place. `parts`: trees, by role."""
     named = [(p, x) for role, values in parts.items() for p, x in tree.with_paths(values, role)]
     spans, wrong = [], []
@@ -82,7 +82,7 @@ def check_memory(owner: str, **parts: Any) -> None:
     wrong += [f"{a[3]} and {b[3]} share memory" for a, b in itertools.pairwise(spans) if a[0] == b[0] and b[1] < a[2]]
     if wrong:
         raise FzeroValueError(
-            owner,
+            "step",
             "a step writes its state in place, and these leaves have no memory of their own",
             wrong,
             "give x.clone()",

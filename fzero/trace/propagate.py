@@ -112,12 +112,8 @@ REDUCTIONS: dict[Any, str] = {
 }
 
 
-def is_pointwise(node: fx.Node) -> bool:
-    return _keeps_to_elements(node.target)
-
-
 @functools.cache
-def _keeps_to_elements(target: Any) -> bool:
+def _is_pointwise(target: Any) -> bool:
     return target in _POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
@@ -269,7 +265,7 @@ def _shardable(node: fx.Node, shard: Cut) -> bool:
 
 def _is_local(node: fx.Node, shard: Cut) -> bool:
     """Whether a node is pointwise between tensors of one size and scalars."""
-    if not is_pointwise(node):
+    if not _is_pointwise(node.target):
         return False
     sizes = {num_elements(a) for a in node.all_input_nodes}
     return sizes <= {1, num_elements(node)} and _keeps_dims(node, shard)

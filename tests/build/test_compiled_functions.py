@@ -208,11 +208,7 @@ extern "C" void kernel(int64_t* mine, const int64_t* theirs, const int64_t patie
 
 
 def library(path: Path, *made: cpp_kernels.CppKernel) -> Path:
-    path.write_bytes(
-        worker._compile_cpp(
-            cpp_kernels.library_source(made), compat.inductor_cpp_command("kernels.cpp", "kernels.so", trust_cpu=True)
-        )
-    )
+    path.write_bytes(worker._compile_cpp(cpp_kernels.library_source(made), compat.inductor_cpp_command(trust_cpu=True)))
     return path
 
 

@@ -250,10 +250,6 @@ class Op(Generic[A]):
         """Bytes of memory that a line which calls no function reads and writes where it computes."""
         return 0.0
 
-    def inside(self, line: Line[A], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
-        """Temporary bytes of a line that calls no function, beside its arguments and results."""
-        return 0
-
     # --- its text, and its execution ---
 
     def given(self, line: Line[A]) -> Sequence[str]:

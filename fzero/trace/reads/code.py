@@ -32,7 +32,6 @@ class CodeNames(NamedTuple):
     globals: tuple[str, ...]
     imports: tuple[str, ...]
     attributes: frozenset[str]
-    texts: frozenset[str]
     keys: frozenset[str]
     whole: frozenset[str]
     environment: bool
@@ -95,7 +94,7 @@ def names_in(code: types.CodeType) -> CodeNames:
         parts = texts.union(*(text.split(".") for text in texts))
         read, imported, attributes, whole = read | texts, imported | texts, attributes | parts, whole | parts
     environment = not ENVIRONMENT.isdisjoint(attributes | read)
-    return CodeNames(tuple(sorted(read)), tuple(sorted(imported)), attributes, texts, keys, whole, environment)
+    return CodeNames(tuple(sorted(read)), tuple(sorted(imported)), attributes, keys, whole, environment)
 
 
 def _keyed(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
