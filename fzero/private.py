@@ -8,14 +8,12 @@ import os
 import pwd
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 _LINKS = 40  # followed on the way, as many as Linux follows
 
 
-def exposed(
-    path: str | os.PathLike[str], others: int = 0o022, lstat: Callable[[str], os.stat_result] = os.lstat
-) -> str | None:
+def exposed(path: str | os.PathLike[str], others: int = 0o022) -> str | None:
     """Why another user could change or replace what lies at a path; None if nobody could but this user and root.
 
     Everything on the way must belong to one of these two, and a directory on the way that others may write to must be
@@ -23,7 +21,6 @@ def exposed(
 
     Args:
         others: permissions of the group and of others that the path itself must not give.
-        lstat: says what lies there.
 
     Example:
         >>> exposed("/usr/bin/env")
@@ -31,11 +28,11 @@ def exposed(
         '/tmp can be written to by other users'
     """
     user = os.geteuid()
-    for place, is_last in _way(os.path.abspath(path), lstat):
+    for place, is_last in _way(os.path.abspath(path)):
         if place is None:
             return f"{path} leads in a circle"
         try:
-            about = lstat(place)
+            about = os.lstat(place)
         except OSError as error:
             return f"{place}: {error.strerror or error}"
         if about.st_uid not in (user, 0):
@@ -61,7 +58,7 @@ def not_writable(folder: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def _way(path: str, lstat: Callable[[str], os.stat_result]) -> Iterator[tuple[str | None, bool]]:
+def _way(path: str) -> Iterator[tuple[str | None, bool]]:
     """The places that a path leads through, from the root on, and whether one is its end; None of a link
     that leads in a circle."""
     at, todo, links = "/", [part for part in path.split("/") if part], 0
@@ -74,8 +71,9 @@ def _way(path: str, lstat: Callable[[str], os.stat_result]) -> Iterator[tuple[st
             at = os.path.dirname(at)
             continue
         place = os.path.join(at, part)
-        yield place, not todo and not _is_link(place, lstat)
-        if not _is_link(place, lstat):
+        is_link = os.path.islink(place)
+        yield place, not todo and not is_link
+        if not is_link:
             at = place
             continue
         if (links := links + 1) > _LINKS:
@@ -83,13 +81,6 @@ def _way(path: str, lstat: Callable[[str], os.stat_result]) -> Iterator[tuple[st
             return
         target = os.readlink(place)
         at, todo = "/" if target.startswith("/") else at, [*target.split("/"), *todo]
-
-
-def _is_link(place: str, lstat: Callable[[str], os.stat_result]) -> bool:
-    try:
-        return stat.S_ISLNK(lstat(place).st_mode)
-    except OSError:
-        return False
 
 
 def _is_own(group: int) -> bool:

@@ -35,22 +35,25 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_whatever_lies_on_the_way_counts(home: Path) -> None:
+def test_whatever_lies_on_the_way_counts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = home / "a" / "b"
     inner.mkdir(parents=True)
+    real = os.lstat
 
     def seen(place: Path, mode: int | None = None, user: int | None = None) -> str | None:
         """With other permissions, or another owner, of one place."""
 
         def lstat(path: str) -> Any:
-            found = os.lstat(path)
+            found = real(path)
             if path != str(place):
                 return found
             kind = stat.S_IFMT(found.st_mode) | (stat.S_IMODE(found.st_mode) if mode is None else mode)
             uid = found.st_uid if user is None else user
             return types.SimpleNamespace(st_mode=kind, st_uid=uid, st_gid=54321)
 
-        return exposed(inner, lstat=lstat)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "lstat", lstat)
+            return exposed(inner)
 
     assert seen(inner) is seen(inner, 0o755) is seen(home / "a", 0o755) is seen(home / "a", user=0) is None
     assert seen(home / "a", 0o1777) is seen(home / "a", 0o1770) is None, "nobody replaces what is another's in /tmp"
