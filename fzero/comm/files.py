@@ -256,10 +256,7 @@ def _move(operation: str, fd: int, views: Sequence[memoryview], at: int, nbytes:
     blocks."""
     move, done = (os.preadv if operation == "read" else os.pwritev), 0
     while done < nbytes:
-        try:
-            num = move(fd, views, at + done)
-        except InterruptedError:
-            continue
+        num = move(fd, views, at + done)
         num -= num % ALIGNMENT
         if num <= 0:
             raise OSError(errno.EIO, f"it stopped after {done} of {nbytes} bytes")

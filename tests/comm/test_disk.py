@@ -580,17 +580,13 @@ def test_a_thread_survives_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.parametrize("short", [BLOCK, 3 * BLOCK + 777, MIB - 1])
 def test_short_transfers_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short: int) -> None:
-    """From the last whole block, over several runs, with interruptions."""
+    """From the last whole block, over several runs."""
     found, value = disk.ScratchFiles([tmp_path] * 2, 6 * MIB), pattern(6 * MIB)
-    odd = [False]
 
     def shortened(name: str) -> Callable[..., int]:
         real = getattr(os, name)
 
         def call(fd: int, views: list[memoryview], at: int) -> int:
-            odd[0] = not odd[0]
-            if odd[0]:
-                raise InterruptedError
             memory, left = [], short - short % BLOCK
             for view in views:
                 memory.append(view[:left])
