@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.arguments import count, keywords, shown
-from fzero.optim.base import GradientTransformation
+from fzero.arguments import count, function, keywords, python_numbers, shown
+from fzero.errors import FzeroValueError
+from fzero.optim.base import GradientTransformation, is_transformation
 from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
-from fzero.optim.matrices import Where, for_matrices, is_matrix, num_matrices
+from fzero.optim.masking import partition
 from fzero.optim.quantized import SIGNED, Coded, new_codes
 from fzero.optim.schedules import Schedule
 from fzero.optim.whole import whole
@@ -26,6 +27,8 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 """Factors of the learning rate of a matrix: `torch.optim.Muon`'s "original" and "match_rms_adamw"."""
+Where = Callable[[str, torch.Tensor], int]
+"""`where(path, leaf)`: the number of equal matrices that a leaf has along dim 0; True is 1, False is none."""
 
 
 class MuonState(NamedTuple):
@@ -116,7 +119,7 @@ def muon(
     problems += [] if state_dtype in ("fp32", "int8") else [f"state_dtype={shown(state_dtype)}: one of 'fp32', 'int8'"]
     reject(_WHERE, problems)
 
-    where = where or is_matrix
+    where = where or (lambda path, leaf: leaf.dim() == 2)
 
     def init(params: Tree) -> MuonState | QuantizedMuonState:
         if state_dtype == "fp32":
@@ -127,7 +130,7 @@ def muon(
         need_params(_WHERE, grads, params)
         size = -rate(_WHERE, lr, state.count)
         at = scalars(size, size * weight_decay)
-        numbers = tree.map_with_path(lambda *leaf: num_matrices(_WHERE, where, *leaf), params, root="params")
+        numbers = tree.map_with_path(lambda *leaf: _num_matrices(where, *leaf), params, root="params")
 
         def leaf(g: torch.Tensor, m: torch.Tensor, p: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
             step, decay = at(m.dtype)
@@ -145,7 +148,53 @@ def muon(
         count = state.count + 1
         return updates, QuantizedMuonState(count, mu, *coded.scales()) if coded else MuonState(count, mu)
 
-    return for_matrices(_WHERE, GradientTransformation(init, update), where, other, several=True)
+    return _for_matrices(GradientTransformation(init, update), where, other)
+
+
+def _for_matrices(
+    made: GradientTransformation, where: Where, other: GradientTransformation | None
+) -> GradientTransformation:
+    """`made` for the leaves that `where` accepts, as "matrices", and `other` for the rest, as "other".
+
+    Raises:
+        FzeroValueError: when it is called: an argument of another kind. In `init`: a leaf that is not as many matrices
+            as `where` says, or that nothing updates; no whole number.
+    """
+    problems = function("where", where, "path", "leaf")
+    problems += [] if other is None or is_transformation(other) else [f"other={shown(other)}: no optimizer"]
+    reject(_WHERE, problems)
+
+    def label(path: str, leaf: torch.Tensor) -> str:
+        num = _num_matrices(where, path, leaf)
+        if not num and other is None:
+            fix = "other=optim.adamw(3e-4), say, for biases, norms and embeddings"
+            raise FzeroValueError(_WHERE, "nothing updates a leaf", [f"{path} {list(leaf.shape)}"], fix)
+        if num and not _are_matrices(leaf.shape, num):
+            fix = "give the number of equal matrices along dim 0: True of one matrix, 0 of a leaf for `other`"
+            raise FzeroValueError(_WHERE, "a leaf is not so many matrices", [f"{path} {list(leaf.shape)}: {num}"], fix)
+        return "matrices" if num else "other"
+
+    return partition({"matrices": made, **({} if other is None else {"other": other})}, label)
+
+
+def _num_matrices(where: Where, path: str, leaf: torch.Tensor) -> int:
+    """The number of matrices of a leaf, as `where` says.
+
+    Raises:
+        FzeroValueError: it says no whole number.
+    """
+    num = python_numbers(where(path, leaf))
+    if not isinstance(num, int):
+        fix = "return the number of equal matrices along dim 0: True of one matrix, 0 of a leaf for `other`"
+        raise FzeroValueError(_WHERE, "`where` returns no whole number", [f"{path}: {shown(num)}"], fix)
+    return int(num)
+
+
+def _are_matrices(shape: torch.Size, num: int) -> bool:
+    """Whether a leaf of this shape can be so many equal matrices along dim 0."""
+    if len(shape) == 2:
+        return num > 0 and shape[0] % num == 0
+    return len(shape) == 3 and shape[0] == num
 
 
 @whole
