@@ -57,7 +57,9 @@ class Evaluation:
         self._usual = _compiled(step, transforms, mesh, **compiling)
         self._odd = _compiled(step, transforms, mesh, backend="eager")
         exact = [t for t in transforms or () if not isinstance(t, (MixedPrecision, Fp8))]
-        self._exact = _compiled(step, exact, mesh, backend="eager")
+        in_float32 = lambda params, batch, key: self._compared_numbers(params, batch, key)  # noqa: E731
+        compared = eval_step(model.marked(in_float32, "padding"))
+        self._exact = _compiled(compared, exact, mesh, backend="eager")
         self._shapes: dict[Any, list[tuple[int, ...]]] = {}
 
     def __call__(self, params: Any, entries: Entries, items: Any, key: torch.Tensor) -> Any:
@@ -90,8 +92,8 @@ class Evaluation:
     def compared(
         self, params: Any, kind: Kind, reads: bool, key: torch.Tensor, one: padding.Tensors, two: padding.Tensors
     ) -> tuple[bool, str]:
-        """Evaluates a batch and the same batch padded, in the precision of the parameters. Returns whether the numbers
-        of the first are finite, and how those of the second differ ("": they do not).
+        """Evaluates a batch and the same batch padded. Returns whether the numbers of the first are finite, and how
+        those of the second differ ("": they do not).
 
         Args:
             reads: whether the loss depends on the number of items in a step.
@@ -99,13 +101,40 @@ class Evaluation:
         nones = {name: None for name, form in kind if form == "None"}
         found, own_shapes = [], partial(self._own_shapes, {**one, **nones}, reads)
         for part in (one, two):
-            loss, out = self._exact(params, self._batch({**part, **nones}, 16, reads), key)
+            loss, out, grads = self._exact(params, self._batch({**part, **nones}, 16, reads), key)
             out = None if out is None else self._cut(out, part, one, own_shapes)
-            found.append([] if loss is None else [("loss", loss)])
-            found[-1] += zip(map("outputs{}".format, tree.names(out)), tree.leaves(out), strict=True)
-        narrow = any(x.dtype in (torch.bfloat16, torch.float16) for x in tree.leaves(params))
-        exact = torch.get_float32_matmul_precision() == "highest" and not narrow
-        return _difference(*found, tolerance=(5e-6, 2e-5) if exact else (1e-2, 1e-1))
+            named = [] if loss is None else [("the loss", loss)]
+            named += zip(map("outputs{}".format, tree.names(out)), tree.leaves(out), strict=True)
+            found.append((named, [(f"the gradient of {name}", x) for name, x in grads.items()]))
+        exact = torch.get_float32_matmul_precision() == "highest"
+        finite, differs = zip(*(_difference(*x, exact) for x in zip(*found, strict=True)), strict=True)
+        return all(finite), next(filter(None, differs), "")
+
+    def _compared_numbers(self, params: Any, batch: Any, key: torch.Tensor) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        """The loss of a batch, its outputs, and if the loss is all that is wanted, gradients by name.
+
+        They are computed in float32, because rounding in bfloat16 would hide what padding changes, and in evaluation
+        mode, in which nothing is drawn. A convolution that reads the padding may change the loss by less than it is
+        rounded, but it changes gradients of its own block by much more. Gradients of vectors (biases, norms) take no
+        memory, and each block has some.
+        """
+        leaves, structure = tree.flatten(params)
+        leaves = [_widened(x) for x in leaves]
+        if not (self._kind.losing and self._kind.loss_only):
+            return *self._fn(tree.unflatten(structure, leaves), batch, key=key), {}
+        floats = [i for i, x in enumerate(leaves) if x.is_floating_point()]
+        fewest = min((leaves[i].numel() for i in floats), default=0)  # for models without vectors
+        vectors = [i for i in floats if leaves[i].dim() == 1] or [i for i in floats if leaves[i].numel() == fewest]
+        for i in vectors:
+            leaves[i] = leaves[i].detach().requires_grad_()
+        with torch.enable_grad():
+            loss, _ = self._fn(tree.unflatten(structure, leaves), batch, key=key)
+            total = loss.sum()
+        if not loss.requires_grad:
+            return loss, None, {}
+        wanted, names = [leaves[i] for i in vectors], tree.names(params)
+        grads = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+        return loss.detach(), None, dict(zip([names[i] for i in vectors], grads, strict=True))
 
     def _batch(self, entries: Entries, items: Any, reads: bool) -> dict[str, Any]:
         batch: dict[str, Any] = {"inputs": entries}
@@ -134,20 +163,31 @@ def _compiled(step: Any, transforms: Any, mesh: Any, **how: Any) -> Any:
     return compile(compose(*transforms)(step) if transforms else step, mesh, **how)
 
 
-def _difference(one: Sequence[Named], two: Sequence[Named], tolerance: tuple[float, float]) -> tuple[bool, str]:
-    """Whether tensors are finite, and how others of the same names differ from them.
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
+
+
+def _difference(one: Sequence[Named], two: Sequence[Named], exact: bool) -> tuple[bool, str]:
+    """Whether tensors are finite, and how others of the same names differ from them ("": by no more than rounding).
+
+    A number may differ by 5e-6 of itself, and an element of a larger tensor by 5e-5 of the tensor's largest one. A
+    tensor much smaller than the others may be rounding alone, such as the gradient of the bias of attention's keys,
+    which is 0. So 1e-4 of the largest of all is added to its largest element.
 
     Args:
-        tolerance: of a number, and of the elements of a larger tensor, relative to the largest one.
+        exact: whether products are computed in float32, and not in a narrower format.
     """
+    largest = max((float(x.detach().abs().max()) for _, x in one if x.numel()), default=0.0)
     finite, differs = True, ""
     for (name, x), (_, y) in zip(one, two, strict=True):
         x, y = x.detach().double(), y.detach().double()
         if not x.numel():
             continue
         finite = finite and bool(x.isfinite().all())
-        limit = tolerance[x.numel() > 1] * x.abs().max()
-        if not (x - y).abs().max() <= limit and not differs:
-            what = f"{x.item():g} as it is, {y.item():g} padded" if x.numel() == 1 else "another of the padded batch"
-            differs = f"{name}: {what}"
+        size, away = float(x.abs().max()), float((x - y).abs().max())
+        size += 1e-4 * largest if x.numel() > 1 else 0.0
+        limit = (5e-6 if x.numel() == 1 else 5e-5) if exact else 5e-2
+        if not away <= limit * size and not differs:
+            how = f"{x.item():g} as it is, {y.item():g} padded" if x.numel() == 1 else f"differs by {away / size:.2g}"
+            differs = f"{name}: {how}"
     return finite, differs
