@@ -1,5 +1,6 @@
 """Chooses the formats of `compress("auto")`, once, before a state's first step: for each axis the least compression
-whose planned step takes within 1 % of the fastest. The state records the formats (runtime/formats.py)."""
+whose planned step takes within 1 % of the fastest. If the step does not fit the memory budget with these formats or
+without any, it gets the least compression with which it fits. The state records the formats (runtime/formats.py)."""
 
 from __future__ import annotations
 
@@ -64,6 +65,13 @@ def choose_formats(variants: Variants, search: Search, choice: Choice, recorded:
             for x, took in zip(formats, seconds, strict=True)
         )
     return replace(choice, wire_because=tuple(because.values()))
+
+
+def rungs(variants: Variants, choice: Choice) -> list[Formats]:
+    """Formats for all axes, from no compression to the most, with the n-th of each axis at a time."""
+    found = ladders(variants.before("compress", choice), variants.asked.zero)
+    most = max(map(len, found), default=0)
+    return [tuple(formats[min(n, len(formats) - 1)] for formats in found) for n in range(most)]
 
 
 def _exposed(search: Search, choice: Choice, axis: str) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from fzero.lowering.advice import advise
 from fzero.lowering.budget import Budget, unmet
 from fzero.lowering.candidate_programs import CandidatePrograms, candidates
-from fzero.lowering.choose_formats import choose_formats, open_formats
+from fzero.lowering.choose_formats import choose_formats, open_formats, rungs
 from fzero.lowering.layouts import abstract_params, params_inputs
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.search import Search
@@ -46,9 +47,10 @@ def lower_inputs(
         return found.lowered(found.starts[0][0], draft)
     search = Search(found.programs, found.passes, budget)
     with within("planning", "the fastest program that fits"):
-        choice = next(filter(None, map(search.best, found.starts)), None)
-        if choice is not None and open_formats(step) is not None:
-            choice = _with_formats(found, search, choice, formats or ())
+        if open_formats(step) is None:
+            choice = next(filter(None, map(search.best, found.starts)), None)
+        else:
+            choice = _with_formats(found, search, formats or ())
     if choice is not None:
         return found.lowered(choice, draft)
     programs = found.finished(found.starts[-1][0], draft)
@@ -59,16 +61,27 @@ def lower_inputs(
     raise unmet(program, least, budget, advice, _rows(step, batch))
 
 
-def _with_formats(found: CandidatePrograms, search: Search, choice: Choice, recorded: Formats) -> Choice:
-    """The best choice with the formats of `compress("auto")`. `choice`: the best one without."""
-    chosen = choose_formats(found.variants, search, choice, recorded)
-    formats = {"wire": chosen.wire, "wire_because": chosen.wire_because}
-    if not search.passes or not any(x.params or x.grads for x in chosen.wire):
+def _with_formats(found: CandidatePrograms, search: Search, recorded: Formats) -> Choice | None:
+    """The best choice with the formats of `compress("auto")`: those of the fastest step if it fits with them, or else
+    the least compression that fits. None if none does."""
+
+    def best(**formats: Any) -> Choice | None:
+        groups = ([replace(choice, **formats) for choice in group] for group in found.starts)
+        return next(filter(None, map(search.best, groups)), None)
+
+    plain, least = best(), found.starts[-1][0]
+    chosen = choose_formats(found.variants, search, plain or least, recorded)
+    compressed = any(x.params or x.grads for x in chosen.wire)
+    if plain is not None and not (search.passes and compressed):
         return chosen
-    again = (search.best([replace(c, **formats) for c in group]) for group in found.starts)
-    why = "in codes the step does not fit the budget"
-    plain = tuple(x._replace(params=None, grads=None) for x in chosen.wire)
-    return next(filter(None, again), replace(choice, wire=plain, wire_because=(why,) * len(plain)))
+    if compressed and (fitting := best(wire=chosen.wire, wire_because=chosen.wire_because)) is not None:
+        return fitting
+    none, *more = rungs(found.variants, least) or [()]
+    if plain is not None:
+        why = "in codes the step does not fit the budget"
+        return replace(plain, wire=none, wire_because=(why,) * len(none))
+    why = "with less compression the step does not fit the budget"
+    return next(filter(None, (best(wire=wire, wire_because=(why,) * len(wire)) for wire in more)), None)
 
 
 def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:

@@ -151,7 +151,8 @@ def compress(
     `compress("auto")` chooses formats once, before the first step, for one axis after the other: the least compression
     whose planned step takes within 1 % of the fastest. From less to more: gradients "bf16", "int8", then parameters
     "int8", then gradients "int4". "int4" is only tried on an axis over which the sums of another axis travel: on the
-    first one it costs about 1 % of the loss. `plan.decisions` has the planned seconds of each alternative. All ranks
+    first one it costs about 1 % of the loss. If a memory budget leaves no room for that, it is the least compression
+    with which the step fits. `plan.decisions` has the planned seconds of each alternative. All ranks
     choose alike, by the rates of the first. The state records the formats, so a run that is resumed keeps them; an axis
     that had one rank before is decided then. An evaluation gathers parameters as they are.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import fzero as fz
 from fzero import optim
-from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
+from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TransformError
 from fzero.lowering.layouts import zero_of
 from fzero.lowering.search import Search
 from fzero.passes.compress import ladders
@@ -228,6 +229,25 @@ def test_codes_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     found = lowered(mesh_of(data=8), SLOW, fz.shard_params(), fz.compress("auto"), memory_budget="1GB")
     assert chosen(found) == {"data": "as it is"} and why(found, "data") == "in codes the step does not fit the budget"
     assert text(found) == text(lowered(mesh_of(data=8), SLOW, fz.shard_params(), memory_budget="1GB"))
+
+
+@pytest.mark.parametrize(("zero", "device"), [(fz.data_parallel(), SLOW), (fz.shard_params(), FAST)])
+def test_a_step_that_fits_only_in_codes_gets_them(zero: Any, device: Device) -> None:
+    """Under a budget between the peaks with and without codes. On fast links codes save no time, only memory."""
+    mesh, least = mesh_of(data=8), {"memory_budget": "1KB"}
+
+    def peak(*formats: Any) -> int:
+        with pytest.raises(BudgetError, match=r"\(([\d,]+) bytes\) more") as error:
+            lowered(mesh, device, zero, *formats, **least)
+        return 1000 + int(re.findall(r"\(([\d,]+) bytes\)", str(error.value))[0].replace(",", ""))
+
+    most = peak(fz.compress("auto"))
+    in_codes = peak(fz.compress(params=None, grads="int8")) + 1024  # bytes that record the formats
+    assert in_codes < most
+    found = lowered(mesh, device, zero, fz.compress("auto"), memory_budget=(in_codes + most) // 2)
+    assert "gradients" in chosen(found)["data"] and found.plan.peak_bytes <= (in_codes + most) // 2
+    assert device is SLOW or why(found, "data") == "with less compression the step does not fit the budget"
+    assert chosen(lowered(mesh, FAST, zero, fz.compress("auto"), memory_budget=2 * most)) == {"data": "as it is"}
 
 
 def test_a_loop_that_deals_codes_is_said_to_reduce() -> None:
