@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.errors import FzeroTypeError
 from fzero.hf.data_parts import Exchange
 from fzero.ranks.notes import exchanged, gathered_tensors
+from fzero.trace.reads.value_keys import exact
 
 Entries = Mapping[str, Any]
 """A batch by the names of its entries: tensors, or None."""
@@ -97,3 +99,44 @@ def differences(kinds: Sequence[Kind], batches: Sequence[Entries]) -> list[str]:
             said.append(f"{form} in {at}" if form else f"missing in {at}")
         lines.append(f"{name}: {'; '.join(said)}")
     return lines
+
+
+def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of a batch, a dict, that are tensors or None, and its other values: constants of the program that it
+    is given to.
+
+    Raises:
+        FzeroTypeError: naming what is neither a tensor nor a constant; a batch that has no names.
+    """
+    if not isinstance(inputs, Mapping):
+        found = inputs if isinstance(inputs, (tuple, list)) else [inputs]
+        parts = [tree.describe(x) if isinstance(x, torch.Tensor) else type(x).__name__ for x in found]
+        what, fix = f"a batch is a {type(inputs).__name__}, not a dict", "have the collator return a dict by names"
+        raise FzeroTypeError("hf.Trainer", what, parts, f"{fix}: forward's arguments")
+    entries = {n: x for n, x in inputs.items() if x is None or isinstance(x, torch.Tensor)}
+    rest = {n: x for n, x in inputs.items() if n not in entries}
+    problems = [f"{n}: {type(x).__name__}" for n, x in rest.items() if not isinstance(x, (bool, int, float, str))]
+    if problems:
+        fix = "have the collator return tensors, or leave them out"
+        raise FzeroTypeError("hf.Trainer", "a batch has more than tensors and constants", problems, fix)
+    return entries, rest
+
+
+def check_constants(known: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
+    """Raises if batches have other constants than the first one.
+
+    Raises:
+        FzeroTypeError: naming each, as it was and as it is.
+    """
+    said = lambda held, n: f"{n}={held[n]!r}" if n in held else f"no {n}"  # noqa: E731
+    of = lambda held: {n: exact(x) for n, x in held.items()}  # noqa: E731
+    problems = [
+        f"{said(part, n)}, the first had {said(known, n)}"
+        for part in parts
+        for n in sorted({**known, **part})
+        if of(known).get(n) != of(part).get(n)
+    ]
+    if problems:
+        fix = "have the collator return what varies as a tensor, a number for each row"
+        what = "a batch has other constants than the first of this training"
+        raise FzeroTypeError("hf.Trainer", what, list(dict.fromkeys(problems)), fix)

@@ -99,15 +99,16 @@ class Evaluation:
             reads: whether the loss depends on the number of items in a step.
         """
         nones = {name: None for name, form in kind if form == "None"}
-        found, own_shapes = [], partial(self._own_shapes, {**one, **nones}, reads)
+        own_shapes = partial(self._own_shapes, {**one, **nones}, reads)
+        values, gradients = list[list[Named]](), list[list[Named]]()
         for part in (one, two):
             loss, out, grads = self._exact(params, self._batch({**part, **nones}, 16, reads), key)
             out = None if out is None else self._cut(out, part, one, own_shapes)
-            named = [] if loss is None else [("the loss", loss)]
-            named += zip(map("outputs{}".format, tree.names(out)), tree.leaves(out), strict=True)
-            found.append((named, [(f"the gradient of {name}", x) for name, x in grads.items()]))
+            values.append([] if loss is None else [("the loss", loss)])
+            values[-1] += zip(map("outputs{}".format, tree.names(out)), tree.leaves(out), strict=True)
+            gradients.append([(f"the gradient of {name}", x) for name, x in grads.items()])
         exact = torch.get_float32_matmul_precision() == "highest"
-        finite, differs = zip(*(_difference(*x, exact) for x in zip(*found, strict=True)), strict=True)
+        finite, differs = zip(*(_difference(*of, exact=exact) for of in (values, gradients)), strict=True)
         return all(finite), next(filter(None, differs), "")
 
     def _compared_numbers(self, params: Any, batch: Any, key: torch.Tensor) -> tuple[Any, Any, dict[str, torch.Tensor]]:
@@ -167,7 +168,7 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
 
 
-def _difference(one: Sequence[Named], two: Sequence[Named], exact: bool) -> tuple[bool, str]:
+def _difference(one: Sequence[Named], two: Sequence[Named], *, exact: bool) -> tuple[bool, str]:
     """Whether tensors are finite, and how others of the same names differ from them ("": by no more than rounding).
 
     A number may differ by 5e-6 of itself, and an element of a larger tensor by 5e-5 of the tensor's largest one. A

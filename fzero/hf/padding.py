@@ -1,12 +1,12 @@
-"""Pads batches to a few shapes, of which each is one program: ragged lengths, and rows that a last batch lacks.
+"""Pads batches to a few shapes, each of which is one program: ragged lengths, and the rows that a last batch lacks.
 
-A batch is a dict of tensors, one row a sample. If it has an attention mask, its token-like entries are padded along
-dim 1 with the values that the collator pads with; rows that are missing are copies of the last one whose labels are
-ignored. All ranks choose the same shape.
+A batch is a dict of tensors with one row per sample. If it has an attention mask, its token-like entries are padded
+along dim 1 with the collator's values. Missing rows are copies of the last row whose labels are ignored. All ranks
+choose the same shape.
 
 Whether padding changes what a model computes is not known in advance: convolutions, means over all positions or batch
-statistics may read the padding. The first time that a batch is padded, it is therefore evaluated both ways. If
-the losses differ, padding along the length is an error, and missing rows are not added. Batches that cannot be padded
+statistics may read the padding. Therefore the first batch that is padded is evaluated both ways, in `evaluating.py`. If
+the numbers differ, padding along the length is an error, and missing rows are not added. Batches that cannot be padded
 are taken as they come.
 """
 
@@ -22,12 +22,11 @@ import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero import tree
-from fzero.errors import FzeroTypeError, FzeroValueError
+from fzero.errors import FzeroValueError
 from fzero.hf.data_parts import Exchange
 from fzero.hf.traced import Losses
 from fzero.modules.functionalize import Functional
 from fzero.ranks.notes import gathered_tensors
-from fzero.trace.reads.value_keys import exact
 
 logger = logging.getLogger("fzero")
 
@@ -38,8 +37,7 @@ Shape = dict[str, int]
 """The lengths of entries by their names, and under "" the rows of a micro-batch."""
 Tensors = dict[str, torch.Tensor]
 Compare = Callable[[Tensors, Tensors], tuple[bool, str]]
-"""Evaluates a batch and the same batch padded. Returns whether the first has finite numbers, and how the second differs
-("": it does not)."""
+"""`Evaluation.compared` of a batch, and of the same batch padded."""
 
 
 @dataclass
@@ -48,16 +46,15 @@ class Padding:
 
     Args:
         labels: names of the entries that are labels.
-        fills: what pads entries, by the ends of their names.
-        unknown: why lengths cannot be padded; "": they can, if that is found to change nothing.
-        own_loss: whether the loss is the user's own, which may read the outputs of all rows. Its rows are kept: with
-            a small weight what it reads may not show in the comparison.
+        fills: padding values, by the ends of the entries' names.
+        unknown: why lengths cannot be padded ("": they can, if that is found to change nothing).
+        own_loss: whether the loss is the user's own. It may read the outputs of all rows, with a weight so small that
+            the comparison does not show it, so no rows are added.
         losses: what is known of the loss.
-        rows: of a full micro-batch.
+        rows: the rows of a full micro-batch.
         longest: the greatest length that the model takes; None: any.
-        lengths: those to pad to, whatever that changes; None: chosen as batches come.
-        ranks: what the ranks tell each other.
-        what: whose batches they are.
+        lengths: the lengths to pad to, whatever that changes; None: chosen as batches come.
+        what: "training" or "evaluation", for the log.
         strict: whether it is an error if padding along the length changes the loss, and if entries that cannot be
             padded have more than `MOST` lengths. Otherwise such batches are taken as they come.
     """
@@ -93,11 +90,8 @@ class Padding:
         return self.unknown or self._found.get("lengths", "")
 
     def fill(self, name: str, x: torch.Tensor, length: int | None = None) -> int | None:
-        """The number that pads an entry along dim 1; None: nothing does.
-
-        Args:
-            length: of the attention mask, for features (`input_values`), which are padded only beside one.
-        """
+        """The number that pads an entry along dim 1; None: nothing does. Features (`input_values`) are padded only if
+        the attention mask has their `length`."""
         last = name.rpartition(".")[2]
         if last in ("input_values", "input_features"):
             return 0 if x.is_floating_point() and x.dim() > 1 and x.shape[1] == length else None
@@ -108,11 +102,11 @@ class Padding:
         return next((fill for end, fill in self.fills.items() if last.endswith(end)), None)
 
     def __call__(self, parts: Sequence[Tensors], compare: Compare) -> tuple[list[Tensors], Shape]:
-        """The micro-batches of a step in one shape.
+        """Pads the micro-batches of a step to one shape.
 
         Raises:
-            FzeroValueError: padding that changes the loss; naming each entry without a batch dim, each whose other dims
-                change, and each ragged entry without padding that has several lengths in a step, or too many in all.
+            FzeroValueError: padding changes the loss. Entries without a batch dimension, or whose other dimensions
+                change. Ragged entries that are not padded and have several lengths in a step, or too many in all.
         """
         self._check(parts)
         names = self._names(parts[0])
@@ -125,11 +119,12 @@ class Padding:
         self._masked = any(n.endswith("attention_mask") for n in names)
         shape = self._choose(high, low)
         ragged = [n for n in names if low[n] < shape[n]]
-        if self.lengths is None and ragged and self._difference("lengths", parts, ragged, shape, compare):
+        if self.lengths is None and ragged and (found := self._difference(parts, ragged, shape, compare)):
             if self.strict:
-                raise self._changes()
+                what = "padding ragged batches to a few lengths changes what this model computes"
+                raise FzeroValueError("hf.Trainer", what, [found], "; ".join(_WAYS))
             shape = self._choose(high, low)
-        if low[""] < shape[""] and self._difference("rows", parts, [""], shape, compare):
+        if low[""] < shape[""] and self._difference(parts, [""], shape, compare):
             shape = self._choose(high, low)
         if shape not in self.shapes:
             self.shapes.append(shape)
@@ -139,7 +134,7 @@ class Padding:
         return [self._padded(part, shape) for part in parts], shape
 
     def _names(self, part: Tensors) -> list[str]:
-        """The entries that have a length: those that something pads."""
+        """The entries that have a length."""
         mask = next((x for n, x in part.items() if n.endswith("attention_mask") and x.dim() == 2), None)
         length = None if mask is None else mask.shape[1]
         return sorted(n for n, x in part.items() if self.fill(n, x, length) is not None)
@@ -161,33 +156,27 @@ class Padding:
             raise FzeroValueError("hf.Trainer", what, list(dict.fromkeys(problems)), fix)
 
     def _padded(self, part: Tensors, shape: Shape) -> Tensors:
-        return {n: self._lengthened(n, x, shape) for n, x in part.items()}
-
-    def _lengthened(self, name: str, x: torch.Tensor, shape: Shape) -> torch.Tensor:
-        if name in shape and x.shape[1] < shape[name]:
-            fill = self.fill(name, x, x.shape[1])
-            assert fill is not None
-            x = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, shape[name] - x.shape[1]), value=fill)
-        missing = shape[""] - x.shape[0]
-        if missing > 0:
-            rest = x[-1:].expand(missing, *x.shape[1:])
-            x = torch.cat([x, torch.full_like(rest, self.losses.ignored) if name in self.labels else rest])
-        return x
+        padded = {}
+        for name, x in part.items():
+            if name in shape and x.shape[1] < shape[name]:
+                fill = self.fill(name, x, x.shape[1])
+                assert fill is not None
+                x = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, shape[name] - x.shape[1]), value=fill)
+            if (missing := shape[""] - x.shape[0]) > 0:
+                rest = x[-1:].expand(missing, *x.shape[1:])
+                x = torch.cat([x, torch.full_like(rest, self.losses.ignored) if name in self.labels else rest])
+            padded[name] = x
+        return padded
 
     # --- whether padding changes numbers ---
 
-    def _difference(
-        self, what: str, parts: Sequence[Tensors], names: Sequence[str], shape: Shape, compare: Compare
-    ) -> str:
-        """How padding changes what is computed, found with the first batch that is padded; "": it does not.
+    def _difference(self, parts: Sequence[Tensors], names: Sequence[str], shape: Shape, compare: Compare) -> str:
+        """How padding these entries ("" for rows) changes the numbers of the first padded batch ("": it does not).
 
         Every rank calls it, whether its own batch is padded or not. All ranks evaluate the same batch, the shortest
         one, so that they run the same programs.
-
-        Args:
-            what: "lengths" or "rows".
-            names: the entries that are padded, or "" for rows.
         """
+        what = "lengths" if any(names) else "rows"
         if what in self._found:
             return self._found[what]
         length = lambda part: sum(part[n].shape[1] if n else _rows(part) for n in names)  # noqa: E731
@@ -201,21 +190,23 @@ class Padding:
             padded[n] = max(shape[n], twice if not n or self.longest is None else min(twice, self.longest))
         finite, found = compare(batch, self._padded(batch, padded))
         high, low = self.ranks.bounds({"differs": [int(bool(found))], "finite": [int(finite)]})
-        if not low["finite"]:
-            return ""  # as of a batch whose labels are all ignored: the next one that is padded tells
+        if not low["finite"]:  # for example if all labels are ignored: the next batch that is padded decides
+            return ""
         self._found[what] = (found or "it differs on another rank") if high["differs"] else ""
-        if what == "rows" and self._found[what]:
-            text = "fzero: %s: a batch without all of its rows is a program of its own: %s"
-            logger.info(text, self.what, self._found[what])
         return self._found[what]
 
-    def rows_kept(self, batch: Tensors, compare: Compare) -> str:
-        """Why batches keep their rows; "": missing ones are added. It is called before the first batch is padded."""
-        return self.kept("") or self._difference("rows", [batch], [""], {"": _rows(batch)}, compare)
-
-    def _changes(self) -> FzeroValueError:
-        what = "padding ragged batches to a few lengths changes what this model computes"
-        return FzeroValueError("hf.Trainer", what, [self._found["lengths"]], "; ".join(_WAYS))
+    def check_rows(self, trainer: Any, batch: Tensors, compare: Compare) -> None:
+        """Raises before the first step if the last micro-batch of an epoch will have fewer rows than its step."""
+        args, rows, parts = trainer.args, self.rows, trainer.accelerator.num_processes
+        if parts > 1 or args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__"):
+            return
+        num, parts_a_step = math.ceil(len(trainer.train_dataset) / rows), args.gradient_accumulation_steps
+        last = len(trainer.train_dataset) % rows
+        beside = last and (num - 1) % parts_a_step and not 0 < args.max_steps * parts_a_step < num
+        if beside and (why := self.kept("") or self._difference([batch], [""], {"": _rows(batch)}, compare)):
+            what = f"the last micro-batch of an epoch has {last} rows, and those of its step {rows}"
+            fix = "TrainingArguments(dataloader_drop_last=True), or another batch size"
+            raise FzeroValueError("hf.Trainer", what, [f"none can be added: {why}"], fix)
 
     # --- shapes ---
 
@@ -225,7 +216,8 @@ class Padding:
         if unlike := [n for n in own if low[n] < high[n]]:
             text = "micro-batches of one step have several shapes, and cannot be padded"
             raise self._refusal(text, {n: f"{n or 'rows'} from {low[n]} to {high[n]}" for n in unlike})
-        wanted = {n: x if n in own or self._stays(n) else self._rounded(x) for n, x in high.items()}
+        steady = {n for n in high if not n or (self.lengths is None and self._steady[n] is not None)}
+        wanted = {n: x if n in own | steady else self._rounded(x) for n, x in high.items()}
         if "" not in own:
             wanted[""] = max(high[""], self.rows)
         fits = (s for s in self.shapes if s.keys() == wanted.keys() and all(s[n] == wanted[n] for n in own))
@@ -238,9 +230,6 @@ class Padding:
         if len(self.shapes) >= MOST - 1:
             wanted |= {n: max(wanted[n], *(s.get(n, 0) for s in self.shapes)) for n in wanted.keys() - own - {""}}
         return wanted
-
-    def _stays(self, name: str) -> bool:
-        return not name or (self.lengths is None and self._steady[name] is not None)
 
     def _rounded(self, length: int) -> int:
         """The length to pad this one to: the next power of two, up to what the model takes; or the next of those
@@ -284,10 +273,20 @@ def of(trainer: Any, model: Functional, what: str, losses: Losses, rows: int, st
     config = getattr(trainer.model, "config", None)
     config = getattr(config, "text_config", config)
     longest = getattr(config, "max_position_embeddings", None)
+    tokenizer = getattr(trainer.data_collator, "tokenizer", None) or trainer.processing_class
+    token = getattr(tokenizer, "pad_token_id", None)
+    token = getattr(config, "pad_token_id", None) if token is None else token
+    kind = getattr(tokenizer, "pad_token_type_id", None)
+    # Padding beyond a certain length changes these frequencies, which the comparison of one batch may not show.
+    rope = str([getattr(config, n, None) for n in ("rope_parameters", "rope_scaling")])
+    unknown = "the frequencies of its rotary positions depend on the length of a batch"
+    unknown = unknown if "longrope" in rope or "dynamic" in rope else ""
+    if model.mutable is not None:
+        unknown = "the model's forward overwrites buffers, which may be statistics of the batch"
     return Padding(
         labels=trainer.label_names,
-        fills=_fills(trainer, config),
-        unknown=_unknown(model, config),
+        fills={"input_ids": token or 0, "token_type_ids": kind or 0, "_ids": 0, "_mask": 0},
+        unknown=unknown,
         own_loss=trainer.compute_loss_func is not None
         or type(trainer).compute_loss is not transformers.Trainer.compute_loss,
         losses=losses,
@@ -298,81 +297,3 @@ def of(trainer: Any, model: Functional, what: str, losses: Losses, rows: int, st
         what=what,
         strict=strict,
     )
-
-
-def _fills(trainer: Any, config: Any) -> dict[str, int]:
-    """What the collator pads token-like entries with, by the ends of their names."""
-    tokenizer = getattr(trainer.data_collator, "tokenizer", None) or trainer.processing_class
-    token = getattr(tokenizer, "pad_token_id", None)
-    token = getattr(config, "pad_token_id", None) if token is None else token
-    kind = getattr(tokenizer, "pad_token_type_id", None)
-    return {"input_ids": token or 0, "token_type_ids": kind or 0, "_ids": 0, "_mask": 0}
-
-
-def _unknown(model: Functional, config: Any) -> str:
-    """Why the lengths of a model's batches cannot be padded; "": they can, if that is found to change no loss."""
-    if model.mutable is not None:
-        return "the model's forward overwrites buffers, which may be statistics of the batch"
-    # Padding beyond a certain length changes these, which the comparison with one batch need not find.
-    rope = str([getattr(config, n, None) for n in ("rope_parameters", "rope_scaling")])
-    if "longrope" in rope or "dynamic" in rope:
-        return "the frequencies of its rotary positions depend on the length of a batch"
-    return ""
-
-
-def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of a batch, a dict, that are tensors or None, and its other values: constants of the program that it
-    is given to.
-
-    Raises:
-        FzeroTypeError: naming what is neither a tensor nor a constant; a batch that has no names.
-    """
-    if not isinstance(inputs, Mapping):
-        parts = [tree.describe(x) if isinstance(x, torch.Tensor) else type(x).__name__ for x in _items(inputs)]
-        what, fix = f"a batch is a {type(inputs).__name__}, not a dict", "have the collator return a dict by names"
-        raise FzeroTypeError("hf.Trainer", what, parts, f"{fix}: forward's arguments")
-    entries = {n: x for n, x in inputs.items() if x is None or isinstance(x, torch.Tensor)}
-    rest = {n: x for n, x in inputs.items() if n not in entries}
-    problems = [f"{n}: {type(x).__name__}" for n, x in rest.items() if not isinstance(x, (bool, int, float, str))]
-    if problems:
-        fix = "have the collator return tensors, or leave them out"
-        raise FzeroTypeError("hf.Trainer", "a batch has more than tensors and constants", problems, fix)
-    return entries, rest
-
-
-def check_constants(known: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
-    """Raises if batches have other constants than the first one.
-
-    Raises:
-        FzeroTypeError: naming each, as it was and as it is.
-    """
-    said = lambda held, n: f"{n}={held[n]!r}" if n in held else f"no {n}"  # noqa: E731
-    of = lambda held: {n: exact(x) for n, x in held.items()}  # noqa: E731
-    problems = [
-        f"{said(part, n)}, the first had {said(known, n)}"
-        for part in parts
-        for n in sorted({**known, **part})
-        if of(known).get(n) != of(part).get(n)
-    ]
-    if problems:
-        fix = "have the collator return what varies as a tensor, a number for each row"
-        what = "a batch has other constants than the first of this training"
-        raise FzeroTypeError("hf.Trainer", what, list(dict.fromkeys(problems)), fix)
-
-
-def _items(inputs: Any) -> list[Any]:
-    return list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
-
-
-def check_rows(trainer: Any, found: Padding, batch: Tensors, compare: Compare) -> None:
-    """Refuses, before the first step, a last micro-batch with fewer rows than the others of its step."""
-    args, rows, parts = trainer.args, trainer._train_batch_size, trainer.accelerator.num_processes
-    if parts > 1 or args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__"):
-        return
-    num, parts_a_step = math.ceil(len(trainer.train_dataset) / rows), args.gradient_accumulation_steps
-    last = len(trainer.train_dataset) % rows
-    beside = last and (num - 1) % parts_a_step and not 0 < args.max_steps * parts_a_step < num
-    if beside and (why := found.rows_kept(batch, compare)):
-        what = f"the last micro-batch of an epoch has {last} rows, and those of its step {rows}"
-        fix = "TrainingArguments(dataloader_drop_last=True), or another batch size"
-        raise FzeroValueError("hf.Trainer", what, [f"none can be added: {why}"], fix)

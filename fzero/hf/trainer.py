@@ -25,7 +25,7 @@ from fzero import checkpoint, random, tree
 from fzero.arguments import python_numbers
 from fzero.errors import CheckpointError, FzeroValueError, TraceError
 from fzero.hf import data_parts, optimizers, options, padding, recipe, saving, traced
-from fzero.hf.batch_kinds import Kind, Kinds, differences, kind_of, tensors_of
+from fzero.hf.batch_kinds import Kind, Kinds, check_constants, differences, kind_of, split, tensors_of
 from fzero.hf.data_parts import Exchange
 from fzero.hf.evaluating import Evaluation
 from fzero.hf.loss_inputs import LossInputs
@@ -60,7 +60,8 @@ class Trainer(Base):
     Equal to the library's own with exact averages: a loss is the mean over all targets of a step, however they are
     padded, cut into micro-batches and spread over ranks. Ragged batches with an attention mask are padded to at most
     four shapes, each a program (`num_programs`). The first one is evaluated with and without padding: if that changes
-    the loss, it is an error. Batches without an attention mask are taken as they come, in at most four shapes.
+    the loss or its gradients, it is an error. Batches without an attention mask are taken as they come, in at most
+    four shapes.
     A model's loss is traced, an overridden `compute_loss` or a `compute_loss_func` too.
 
     Args:
@@ -89,7 +90,7 @@ class Trainer(Base):
     Raises:
         FzeroValueError: with all that cannot be kept: an overridden `training_step`, an optimizer of another class,
             options such as `fsdp`. In training, weights that code reads or writes which is not in `sync`; entries of
-            batches that change their shape and cannot be padded; padding that changes the loss.
+            batches that change their shape and cannot be padded; padding that changes the loss or its gradients.
         CheckpointError: `train(resume_from_checkpoint=)` of a directory that has no state of fzero's.
 
     Example:
@@ -323,10 +324,10 @@ class Trainer(Base):
     def _batch(self, parts: list[Any], items: Any) -> dict[str, Any]:
         """The batch of a step: for each kind of its micro-batches (`batch_kinds.py`) one micro-batch per slot, all in
         one shape. Slots whose micro-batch is of another kind, or is missing, hold copies that count nothing."""
-        entries, constants = zip(*map(padding.split, parts), strict=True)
+        entries, constants = zip(*map(split, parts), strict=True)
         if not self._paddings:
             self._constants.update(constants[0])
-        padding.check_constants(self._constants, constants)
+        check_constants(self._constants, constants)
         kinds, device = self._kinds.of_step(entries), self.args.device
         missing = self.args.gradient_accumulation_steps - len(parts)
         made, shapes, reads = [], [], set()
@@ -357,7 +358,7 @@ class Trainer(Base):
         losses = traced.probe(self._held, self.functional, entries, self._constants, items is not None)
         found = padding.of(self, self.functional, "training", losses, self._train_batch_size)
         if not self._paddings:
-            padding.check_rows(self, found, tensors_of(entries), self._comparing(kind, losses))
+            found.check_rows(self, tensors_of(entries), self._comparing(kind, losses))
             if self.is_world_process_zero() and (text := traced.other_scale(self, losses, items is not None)):
                 logger.warning("fzero.hf.Trainer: %s", text)
         return losses, found
@@ -424,7 +425,7 @@ class Trainer(Base):
         items = self._get_num_items_in_batch([inputs], self.args.device) if losing else None
         kind = traced.Kind(losing, prediction_loss_only, tuple(ignore_keys))
         ours, params = self._evaluated or self._weights()
-        entries, constants = padding.split(inputs)
+        entries, constants = split(inputs)
         with self._sync.paused():
             loss, outputs = self._evaluation(kind, constants, ours)(params, entries, items, self._next_key())
         if prediction_loss_only:
