@@ -300,9 +300,9 @@ def chunked_cross_entropy(
         ignore_index: rows with this target do not contribute to the loss, the gradient or the count.
         label_smoothing: between 0.0 and 1.0, as in `torch.nn.functional.cross_entropy`.
         softcap: logits are limited to the range from -softcap to softcap, as in Gemma 2.
-        reduction: "mean", over the targets that are not ignored (NaN if there is none); "sum"; or "weighted", which
-            returns `fz.weighted(sum, count)`: the loss of a step whose micro-batches and ranks have different numbers
-            of such targets.
+        reduction: "mean", over the targets that are not ignored (if there is none, NaN with gradients of 0); "sum";
+            or "weighted", which returns `fz.weighted(sum, count)`: the loss of a step whose micro-batches and ranks
+            have different numbers of such targets.
 
     Returns: float32[], float64[] if the logits are float64; or a `fz.weighted` result.
 
@@ -333,11 +333,16 @@ def chunked_cross_entropy(
         chunks = next((n for n in range(least, 2 * least) if length % n == 0), least)
     options = (softcap, ignore_index, label_smoothing)
     head = (weight,) if bias is None else (weight, bias)
+    if not torch.is_grad_enabled():  # or gradients would be computed that nobody asks for
+        hidden, *head = (x.detach() for x in (hidden, *head))
     total: Any = _ChunkedSum.apply(hidden, targets, (max(1, min(chunks, rows)), options), *head)
     if reduction == "sum":
         return total
     count = (targets != ignore_index).sum()
-    return weighted(total, count) if reduction == "weighted" else total / count
+    if reduction == "weighted":
+        return weighted(total, count)
+    # The gradient of a mean over nothing is 0, as in F.cross_entropy, and not 0 / 0.
+    return torch.where(count > 0, total, total.detach()) / count
 
 
 class _ChunkedSum(torch.autograd.Function):
@@ -463,6 +468,9 @@ def _check_head(
             problems.append(f"weight: {shown(weight)}, not [vocabulary, {hidden.shape[-1]}] as hidden {shown(hidden)}")
         elif bias is not None and bias.shape != weight.shape[:1]:
             problems.append(f"bias: {shown(bias)}, not [{weight.shape[0]}]")
+        others = [(n, x) for n, x in (("weight", weight), ("bias", bias)) if x is not None and x.dtype != hidden.dtype]
+        if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # which would cast them
+            problems += [f"{n}: {shown(x)}, not of the dtype of hidden, {shown(hidden)}" for n, x in others]
         if targets.dtype != torch.int64 or targets.shape != hidden.shape[:-1]:
             problems.append(f"targets: {shown(targets)}, not int64{list(hidden.shape[:-1])} as the rows of hidden")
     problems += whole_number("chunks", chunks) if chunks is not None else []

@@ -191,12 +191,16 @@ def test_padding_that_changes_the_loss_is_an_error(tmp_path: Path, name: str) ->
         assert abs(x - y).max() < 1e-5
 
 
-def fresh(name: str, **more: Any) -> Any:
+def fresh(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """A tiny model of a class of the library with its initial weights, and with dropout."""
     cls = getattr(T, name)
     given = {n: x for n, x in SMALL.items() if hasattr(cls.config_class(), n) and "drop" not in n}
+    given |= {"decoder_start_token_id": 1} if name.endswith("ConditionalGeneration") else {}
     torch.manual_seed(0)
-    return cls(cls.config_class(**given | more))
+    model = cls(cls.config_class(**given | more))
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return model
 
 
 TWICE = {"max_steps": 2, "gradient_accumulation_steps": 1, "train_sampling_strategy": "sequential", "LENGTHS": None}
@@ -229,7 +233,7 @@ def test_ordinary_models_are_padded(tmp_path: Path, name: str, dtype: torch.dtyp
     """With dropout, and with weights in bfloat16: the comparison is in float32 and draws nothing."""
     collator = ragged if "Classification" in name else labelled
     made = trained(
-        Trainer, tmp_path, model=lambda: fresh(name).to(dtype), rows=ROWS, **TWICE | {"DATA_COLLATOR": collator}
+        Trainer, tmp_path, model=lambda: fresh(name, dtype), rows=ROWS, **TWICE | {"DATA_COLLATOR": collator}
     )
     assert made.num_programs == 1
 

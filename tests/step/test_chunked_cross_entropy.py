@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fzero as fz
 from fzero import optim
@@ -276,3 +277,34 @@ def test_the_gradient_of_the_gradient_is_an_error() -> None:
     loss = fz.chunked_cross_entropy(hidden, weight, torch.arange(4), chunks=2)
     with pytest.raises(FzeroTypeError, match="gradient of its gradient"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_a_mean_over_nothing_changes_nothing() -> None:
+    """Its gradients are zeros and not NaN, as those of F.cross_entropy are."""
+    hidden, weight = drawn(6, WIDTH).requires_grad_(), drawn(WORDS, WIDTH, seed=1).requires_grad_()
+    targets = torch.full((6,), -100)
+    for loss in (fz.chunked_cross_entropy(hidden, weight, targets, chunks=2), of_all_logits(hidden, weight, targets)):
+        assert loss.isnan()
+        assert not any(g.any() for g in torch.autograd.grad(loss, (hidden, weight)))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_computes_no_gradients(mode: Any) -> None:
+    hidden, weight = drawn(6, WIDTH).requires_grad_(), drawn(WORDS, WIDTH, seed=1).requires_grad_()
+    targets = torch.arange(6)
+    with mode(), FlopCounterMode(display=False) as counter:
+        loss = fz.chunked_cross_entropy(hidden, weight, targets, chunks=2)
+    assert counter.get_total_flops() == 2 * 6 * WIDTH * WORDS
+    assert loss.item() == pytest.approx(of_all_logits(hidden, weight, targets).item(), rel=1e-6)
+
+
+def test_tensors_of_different_dtypes_are_named() -> None:
+    """Unless autocast casts them."""
+    hidden, weight, targets = drawn(6, WIDTH), drawn(WORDS, WIDTH, seed=1).double(), torch.arange(6)
+    with pytest.raises(
+        FzeroTypeError, match=r"weight: float64\[48, 16\], not of the dtype of hidden, float32\[6, 16\]"
+    ):
+        fz.chunked_cross_entropy(hidden, weight, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fz.chunked_cross_entropy(hidden, weight.bfloat16(), targets)
+    assert found.item() == pytest.approx(of_all_logits(hidden, weight.float(), targets).item(), rel=1e-2)
