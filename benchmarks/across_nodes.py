@@ -1,4 +1,4 @@
-"""Bytes that leave a host in a step: ZeRO-3 over one axis, over two hop by hop, and with `once_a_step`.
+"""Bytes that leave a host in a step: ZeRO-3 over one axis, over two hop by hop, and with `hierarchical`.
 
     sudo python benchmarks/across_nodes.py          # a minute; Linux, root: hosts are network namespaces
 
@@ -51,7 +51,7 @@ def worker(folder: Path, interface: str, micro: list[int]) -> None:
         return [{"up": u, "down": d} for u, d in zip(up, down, strict=True)]
 
     both = fz.shard_params(axis=("data", "node"))
-    transforms = dict(zip(WAYS, ([fz.shard_params()], [both], [both, fz.once_a_step()]), strict=True))
+    transforms = dict(zip(WAYS, ([fz.shard_params()], [both], [both, fz.hierarchical()]), strict=True))
     rank, found = int(os.environ["RANK"]), []
     batches = [torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(WARM_UP + STEPS)]
     for way, spread in transforms.items():

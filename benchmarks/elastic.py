@@ -2,7 +2,7 @@
 
     python benchmarks/elastic.py                    # two ranks: about 3 minutes on 2 cores
 
-Keeping: a GPT of 57 M parameters under ZeRO-3, each step followed by `run.keep`, whose CPU seconds are set beside the
+Keeping: a GPT of 57 M parameters under ZeRO-3, each step followed by `run.commit`, whose CPU seconds are set beside the
 step's. A loss: rank 1 is killed before a step; the CPU seconds of the process that takes its place, from its start to
 the end of its first step, and those of the other rank from the end of the last step before to the end of the next. The
 compiler's cache is warm, by a run before.
@@ -54,7 +54,7 @@ def worker(args: argparse.Namespace) -> None:
             begin = time.thread_time()
             state, metrics = train(state, batch)
             loss, stepped = float(metrics["loss"]), time.thread_time()
-            run.keep(state)
+            run.commit(state)
             note = {
                 "rank": rank, "source": run.source, "step": index, "step_s": stepped - begin, "loss": loss,
                 "keep_s": time.thread_time() - stepped, "cpu_s": time.process_time(), "at": time.monotonic(),
@@ -123,7 +123,7 @@ def main() -> None:
     middle = {key: statistics.median(x[key] for x in losses) for key in losses[0]}
     share = statistics.median(shares)
     rows = [
-        ["run.keep, of a step's CPU seconds", f"{share:.4f}", f"{KEEP_LIMIT:g}: {verdict(share, KEEP_LIMIT)}"],
+        ["run.commit, of a step's CPU seconds", f"{share:.4f}", f"{KEEP_LIMIT:g}: {verdict(share, KEEP_LIMIT)}"],
         ["the process that takes the place, CPU s", f"{middle['replaced_s']:.2f}",
          f"{REPLACED_LIMIT:g}: {verdict(middle['replaced_s'], REPLACED_LIMIT)}"],
         ["the one that stays, CPU s", f"{middle['survivor_s']:.2f}",

@@ -96,7 +96,7 @@ def _fzero(args: argparse.Namespace, config: Any, before: Callable[[int], Any], 
         state = run.state(train, make_init(config), fz.random.key(0), path=Path(args.out) / "saved")
         for index in run.steps(state, args.steps):
             state, metrics = train(state, before(index))
-            run.keep(state)
+            run.commit(state)
             if (index + 1) % args.every == 0:
                 run.save(state, keep=1)
             done(index, metrics["loss"])

@@ -25,7 +25,7 @@ sys.path.insert(0, str(SOURCE / "tests"))
 from launchers import Launchers, launchers  # pyright: ignore[reportMissingImports]
 
 LIMIT = 400.0  # seconds
-FAST = ("--lost-host=10",), "last_call_timeout=3"
+FAST = ("--heartbeat-timeout=10",), "last_call_timeout=3"
 USUAL = (), ""
 
 
@@ -95,8 +95,9 @@ def main() -> None:
     notes = [
         "Three launchers of torchrun on one machine, each with a keeper and a rank, as if on hosts of their own; "
         f"{args.rounds} loss{'es' * (args.rounds > 1)} each. The state came from memory each time.",
-        "First line: --lost-host 45, and torchrun's last_call_timeout of 30 s, for which it waits for a third host. "
-        "The others: --lost-host 10 and --rdzv-conf last_call_timeout=3.",
+        "First line: --heartbeat-timeout 45, and torchrun's last_call_timeout of 30 s, for which it waits for a third "
+        "host. "
+        "The others: --heartbeat-timeout 10 and --rdzv-conf last_call_timeout=3.",
         "Seconds: from the strike to the end of the first step on two ranks; from the start of a new launcher to the "
         "end of the first step on three.",
         "Other programs ran on the machine at the same time, so these seconds are an upper bound.",

@@ -61,7 +61,7 @@ def _fzero(args: argparse.Namespace, config: Config, rank: int, batch: Any) -> S
     optimizer = optim.chain(optim.clip_by_global_norm(MAX_NORM), optim.adamw(LR, weight_decay=WEIGHT_DECAY))
     how: Any = OPTIONS.get(args.contestant, {})
     more = [fz.shard_opt_state()] if data > 1 else []
-    step = fz.compose(*more, fz.accumulate(MICRO, vertical=True), fz.pipeline(**how))(
+    step = fz.compose(*more, fz.accumulate(MICRO, schedule="layerwise"), fz.pipeline(**how))(
         fz.train_step(make_loss(config), optimizer)
     )
     train = fz.compile(step, mesh, batch=batch, backend=args.backend)

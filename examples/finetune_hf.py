@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
     if args.plan:
         say(str(plan))
         return
-    gb = {"at rest": plan.resting_bytes, "at the peak": plan.peak_bytes, "on disk": plan.disk_bytes}
+    gb = {"at rest": plan.persistent_bytes, "at the peak": plan.peak_bytes, "on disk": plan.disk_bytes}
     sizes = ", ".join(f"{n / 1e9:.3g} GB {what}" for what, n in gb.items() if n)
     say(f"planned for each process: {sizes}; {plan.step_seconds:.3g} s a step, bound by {plan.bound_by} (all: --plan)")
 
@@ -179,8 +179,8 @@ def run(args: argparse.Namespace) -> None:
         f"{f'resuming at step {start}' if start else f'training, held-out loss {held_out_loss():.4f}'}"
     )
     with (
-        fz.log(train, args.json, steps=args.steps, say=say) as report,
-        fz.data.read_ahead(data, start, args.steps, **here, device=mesh.device) as ahead,
+        fz.log(train, args.json, steps=args.steps, print_fn=say) as report,
+        fz.data.prefetch(data, start, args.steps, **here, device=mesh.device) as ahead,
     ):
         for index, batch in ahead:
             state, metrics = train(state, batch)

@@ -75,14 +75,14 @@ def weights():
     }
 
 
-def headline(micro_batches=4, layers=LAYERS, vertical=True):
+def headline(micro_batches=4, layers=LAYERS, schedule="layerwise"):
     """A step with its transforms, its parameters, and one rank's batch: bf16 with fp32 masters, clipped by the global
     norm, 8 sequences a micro-batch."""
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4)))
     transforms = (
         fz.mixed_precision("bf16"),
         fz.remat("full"),
-        fz.accumulate(micro_batches, vertical=vertical),
+        fz.accumulate(micro_batches, schedule=schedule),
         fz.offload("auto", path="."),
     )
     params = {

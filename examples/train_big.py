@@ -182,9 +182,9 @@ def run(args: argparse.Namespace) -> None:
             tokens=args.batch * args.seq,
             describe=described,
             below=below,
-            say=say,
+            print_fn=say,
         ) as report,
-        fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches,
+        fz.data.prefetch(text, start, args.steps, **here, device=mesh.device) as batches,
     ):
         for index, batch in batches:
             state, metrics = train(state, batch)

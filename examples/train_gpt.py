@@ -186,8 +186,8 @@ def run(args: argparse.Namespace) -> None:
         say(str(fz.lower(train.step, mesh, init, text.batch_at(0, **here)).program))
 
     with (
-        fz.log(train, args.json, steps=args.steps, tokens=args.batch * args.seq, lr=schedule, say=say) as report,
-        fz.data.read_ahead(text, start, args.steps, **here, device=mesh.device) as batches,
+        fz.log(train, args.json, steps=args.steps, tokens=args.batch * args.seq, lr=schedule, print_fn=say) as report,
+        fz.data.prefetch(text, start, args.steps, **here, device=mesh.device) as batches,
     ):
         for index, batch in batches:
             state, metrics = train(state, batch)

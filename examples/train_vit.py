@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> None:
         f"ZeRO-{args.zero}, {args.dtype}, {args.backend}, mesh {mesh} on {mesh.device.type}: {len(model.blocks)} layers"
     )
     with (
-        fz.log(train, args.json, steps=args.steps, say=say) as report,
-        fz.data.read_ahead(data, start, args.steps, **here, device=mesh.device) as batches,
+        fz.log(train, args.json, steps=args.steps, print_fn=say) as report,
+        fz.data.prefetch(data, start, args.steps, **here, device=mesh.device) as batches,
     ):
         for index, batch in batches:
             state, metrics = train(state, batch)
@@ -111,7 +111,7 @@ def plain(args: argparse.Namespace) -> None:
     model, (data, held_out) = make_model(args.seed), digits(args)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
     schedule = fz.optim.warmup_cosine(args.lr, args.steps // 10, args.steps, init=0.0, end=0.0)
-    with fz.log(path=args.json, steps=args.steps, say=say) as report:
+    with fz.log(path=args.json, steps=args.steps, print_fn=say) as report:
         for index in range(args.steps):
             adamw.param_groups[0]["lr"] = float(schedule(index))
             loss = model(**data.batch_at(index)).loss

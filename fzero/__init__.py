@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from fzero.transforms.compress import compress
     from fzero.transforms.expert import expert_parallel
     from fzero.transforms.fp8 import fp8
+    from fzero.transforms.hierarchical import hierarchical
     from fzero.transforms.offload import offload
-    from fzero.transforms.once_a_step import once_a_step
     from fzero.transforms.pipeline import pipeline
     from fzero.transforms.precision import mixed_precision
     from fzero.transforms.redundant import redundant
@@ -73,13 +73,13 @@ _HOME = {
     "fp8": "transforms.fp8",
     "functionalize": "modules.functionalize",
     "has_compiler": "build.build",
+    "hierarchical": "transforms.hierarchical",
     "log": "monitor",
     "choose_mesh": "lowering.choose_mesh",
     "lower": "lowering.lower",
     "make_mesh": "mesh",
     "mixed_precision": "transforms.precision",
     "move": "state.move",
-    "once_a_step": "transforms.once_a_step",
     "offload": "transforms.offload",
     "pipeline": "transforms.pipeline",
     "redundant": "transforms.redundant",
@@ -130,13 +130,13 @@ __all__ = [
     "functionalize",
     "has_compiler",
     "hf",
+    "hierarchical",
     "log",
     "lower",
     "make_mesh",
     "mixed_precision",
     "move",
     "offload",
-    "once_a_step",
     "optim",
     "pipeline",
     "random",
@@ -158,7 +158,14 @@ __all__ = [
 ]
 
 
+_RENAMED = {"once_a_step": "hierarchical"}
+"""Deprecated names, each with the new one."""
+
+
 def __getattr__(name: str) -> Any:
+    if new := _RENAMED.get(name):
+        importlib.import_module("fzero.deprecation").warn(f"fz.{name}", f"fz.{new}")
+        return __getattr__(new)
     if name not in __all__:
         if name.startswith("__"):  # asked by Python and its tools
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,7 @@ import torch
 
 from fzero import tree
 from fzero.arguments import count, function, number, path_like, plain_numbers, shown
+from fzero.deprecation import keyword_aliases
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.optim.leaves import scheduled
 from fzero.optim.schedules import Schedule
@@ -70,10 +71,10 @@ class Log:
         to: tuple[Tracker, ...],
         describe: Callable[[Record], str] | None,
         below: Callable[[Record], RenderableType] | None,
-        say: Callable[[str], None],
+        print_fn: Callable[[str], None],
     ):
         self._train, self._path, self._steps, self._tokens, self._lr = train, path, steps, tokens, lr
-        self._trackers, self._describe, self._below, self._say = to, describe, below, say
+        self._trackers, self._describe, self._below, self._print_fn = to, describe, below, print_fn
         self._file: TextIO | None = None
         self._losses: deque[float] = deque(maxlen=1024)
         self._pending: tuple[_Later, Record, float] | None = None
@@ -146,7 +147,7 @@ class Log:
         due = step % every == 0 or step == self._steps if self._steps else now - self._told >= SELDOM
         if step == self._first or due:
             self._told = now
-            self._say(f"{_place(step, self._steps)}  {self.text(record)}")
+            self._print_fn(f"{_place(step, self._steps)}  {self.text(record)}")
 
     def _rates(self, step: int, seconds: float) -> Record:
         found: Record = {}
@@ -186,6 +187,7 @@ class Log:
         return self._below(record) if self._below else None
 
 
+@keyword_aliases("fz.log", say="print_fn")
 @plain_numbers
 def log(
     train: Compiled | None = None,
@@ -197,7 +199,7 @@ def log(
     to: str | Tracker | Iterable[str | Tracker] = (),
     describe: Callable[[Record], str] | None = None,
     below: Callable[[Record], RenderableType] | None = None,
-    say: Callable[[str], None] | None = None,
+    print_fn: Callable[[str], None] | None = None,
 ) -> Log:
     """A function that logs each step of a training loop: `report(state, metrics)`.
 
@@ -220,7 +222,7 @@ def log(
         to: trackers: "tensorboard", "wandb" or "mlflow", if they are installed, or functions of a record.
         describe: the text of a record on the line.
         below: what a terminal shows below the line, for `rich`.
-        say: prints a plain line; by default `print`, flushed.
+        print_fn: prints a plain line; by default `print`, flushed.
 
     Communication: none.
     Memory: the scalars of one step. On a device other than the CPU a record is written one step later, so that the loop
@@ -234,7 +236,7 @@ def log(
         >>> step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1))
         >>> train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
         >>> state, records = train.init({"w": torch.eye(4)}), []
-        >>> with fz.log(train, path=None, steps=3, to=records.append, say=lambda line: None) as report:
+        >>> with fz.log(train, path=None, steps=3, to=records.append, print_fn=lambda line: None) as report:
         ...     for _ in range(3):
         ...         state, metrics = train(state, torch.ones(2, 4))
         ...         report(state, metrics)
@@ -260,7 +262,7 @@ def log(
     file = None if path is None else Path(path)
     writes = train is None or train.mesh.rank == 0
     found = tuple(t if callable(t) else TRACKERS[t](file) for t in named) if writes else ()
-    return Log(train, file, steps, tokens, lr, found, describe, below, say or _print)
+    return Log(train, file, steps, tokens, lr, found, describe, below, print_fn or _print)
 
 
 def described(record: Record) -> str:

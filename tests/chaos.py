@@ -319,9 +319,9 @@ def worker(args: argparse.Namespace) -> None:
         struck.note("from", run.source, int(state.step), run.mesh.size)
         for step in run.steps(state, args.steps):
             struck.begin(step)
-            batch = survivor.batch_at(step, **run.place)
+            batch = survivor.batch_at(step, **run.data_shard)
             state, metrics = train(state, batch)
-            run.keep(state)
+            run.commit(state)
             struck.note("done", step + 1, float(metrics["loss"]))
             struck.note("kept", step + 1)
             if path is not None and (step + 1) % SAVE_EVERY == 0 and run.save(state, keep=2) is not None:
@@ -403,7 +403,7 @@ class Driver:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=10000"]
         command += [f"--nproc-per-node={self._args.ranks}"]
         command += ["-m", "fzero.run"] if self.leg == "disk" else [__file__, "--keeper"]
-        command += ["--hang", str(self._args.hang), *self._args.flags.split(), *self._worker()]
+        command += ["--hang-timeout", str(self._args.hang), *self._args.flags.split(), *self._worker()]
         before = self._taken()
         with (self._out / "output").open("ab") as output:
             process = subprocess.Popen(
@@ -570,7 +570,7 @@ class Resized(Driver):
             "TORCHELASTIC_RUN_ID": self._mark, "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(port), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         }  # fmt: skip
-        command = [sys.executable, "-m", "fzero.run", "--hang", str(self._args.hang), "--memory"]
+        command = [sys.executable, "-m", "fzero.run", "--hang-timeout", str(self._args.hang), "--memory"]
         with (self._out / "output").open("ab") as out:
             return [
                 subprocess.Popen([*command, f"memory-{host}", *self._worker()], stdout=out, stderr=out, cwd=self._out,
@@ -755,7 +755,7 @@ def judge(runs: list[tuple[Driver, Driver]], args: argparse.Namespace) -> list[C
         f"{d.leg}: {name} was not named within {args.hang + 10:g} s" for d, at, name in stopped if not in_time(d, at)
     ]
     condition(
-        f"a stopped rank is named within --hang ({args.hang:g} s) and 10, and replaced",
+        f"a stopped rank is named within --hang-timeout ({args.hang:g} s) and 10, and replaced",
         "the time from SIGSTOP to its keeper's line; the run went on",
         len(stopped),
         late,

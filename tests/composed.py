@@ -201,7 +201,7 @@ def compose(
     step = fz.train_step(loss_fn, OPTIMIZERS[optimizer](), has_aux=aux, trainable=trainable)
     transforms = [fz.remat(pick("remat", ["full", "none", "min_cut"])), PRECISIONS[pick("precision", precisions)]]
     if num_micro > 1:
-        transforms.append(fz.accumulate(num_micro, vertical=pick("vertical", [False, True])))
+        transforms.append(fz.accumulate(num_micro, schedule=pick("schedule", ["sequential", "layerwise"])))
     if ranks > 1:
         transforms.append(pick("stage", stages))
     return Case(fz.compose(*transforms)(step), params, batch, ", ".join(chosen))

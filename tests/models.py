@@ -164,7 +164,7 @@ def whitening(lr: float) -> optim.GradientTransformation:
             "mu": fz.tree.map(torch.zeros_like, params),
         }
 
-    @optim.whole
+    @optim.unsharded
     def leaf(g: torch.Tensor, left: torch.Tensor, mu: torch.Tensor) -> tuple[torch.Tensor, ...]:
         g = g.reshape(g.shape[0], -1)
         left = 0.9 * left + g @ g.T

@@ -52,7 +52,7 @@ PIECES: dict[str, Piece] = {
         lambda: [fz.shard_params(), fz.data_parallel(axis="replica")], ("data", "replica"), common=False
     ),
     "once_a_step": Piece(
-        lambda: [fz.shard_params(axis=("data", "node")), fz.once_a_step(axis="node")],
+        lambda: [fz.shard_params(axis=("data", "node")), fz.hierarchical(axis="node")],
         ("data", "node"),
         needs=lambda: [fz.accumulate(2)],
     ),
@@ -60,12 +60,15 @@ PIECES: dict[str, Piece] = {
     "tensor_sequence": Piece(lambda: [fz.tensor_parallel(sequence=True)], ("model",)),
     "sequence": Piece(lambda: [fz.sequence_parallel()], ("seq",)),
     "expert": Piece(lambda: [fz.expert_parallel(where=of_experts)], ("expert",)),
-    "pipeline": Piece(lambda: [fz.pipeline()], ("pipe",), needs=lambda: [fz.accumulate(2, vertical=True)]),
+    "pipeline": Piece(lambda: [fz.pipeline()], ("pipe",), needs=lambda: [fz.accumulate(2, schedule="layerwise")]),
     "pipeline_zb": Piece(
-        lambda: [fz.pipeline(schedule="zb")], ("pipe",), needs=lambda: [fz.accumulate(2, vertical=True)], common=False
+        lambda: [fz.pipeline(schedule="zb")],
+        ("pipe",),
+        needs=lambda: [fz.accumulate(2, schedule="layerwise")],
+        common=False,
     ),
     "accumulate": Piece(lambda: [fz.accumulate(2)]),
-    "accumulate_layerwise": Piece(lambda: [fz.accumulate(2, vertical=True)]),
+    "accumulate_layerwise": Piece(lambda: [fz.accumulate(2, schedule="layerwise")]),
     "remat_full": Piece(lambda: [fz.remat("full")]),
     "remat_none": Piece(lambda: [fz.remat("none")], common=False),
     "bf16": Piece(lambda: [fz.mixed_precision("bf16")]),

@@ -37,7 +37,7 @@ def train(run: Run, out: Path, steps: int, path: Path | None = None) -> int:
     """Trains on, two rows at a time on each rank, with sends to the next host where there are several. With a `path`
     the last state is saved there."""
     optimizer = fz.optim.chain(fz.optim.clip_by_global_norm(1.0), fz.optim.adamw(fz.optim.warmup_cosine(1e-2, 3, 40)))
-    transforms = [fz.shard_params(), fz.accumulate(run.micro_batches(ROWS, rows=2))]
+    transforms = [fz.shard_params(), fz.accumulate(run.num_micro_batches(ROWS, max_samples=2))]
     if run.mesh.size > 1:
         transforms.append(fz.redundant())
     step = fz.compose(*transforms)(fz.train_step(loss_fn, optimizer))
@@ -52,14 +52,14 @@ def train(run: Run, out: Path, steps: int, path: Path | None = None) -> int:
         if run.mesh.rank == 0 and (out / "rank-0").exists():
             (out / "rank-0").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        state, metrics = compiled(state, survivor.batch_at(index, **run.place))
+        state, metrics = compiled(state, survivor.batch_at(index, **run.data_shard))
         if run.mesh.rank == 0:
             (out / f"programs-{run.mesh.size}").write_text(str(compiled.program))
             with (out / "log").open("a") as f:  # before it is kept: what is killed in between does it again
                 f.write(json.dumps([int(state.step), float(metrics["loss"])]) + "\n")
             with (out / "sizes").open("a") as f:
                 f.write(json.dumps([run.mesh.size, int(state.step), float(metrics["loss"]), time.time()]) + "\n")
-        run.keep(state)
+        run.commit(state)
         time.sleep(float(os.environ.get("RESIZER_NAP", "0")))
     if path is not None:
         run.save(state)

@@ -54,7 +54,7 @@ def batch_at(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tenso
 def step_on(mesh: fz.Mesh) -> Any:
     alone = "STAGED_ALONE" in os.environ
     optimizer = fz.optim.chain(fz.optim.clip_by_global_norm(1.0), fz.optim.adamw(1e-2))
-    transforms = [fz.shard_params(), fz.accumulate(4, vertical=True), fz.pipeline()]
+    transforms = [fz.shard_params(), fz.accumulate(4, schedule="layerwise"), fz.pipeline()]
     transforms += [fz.redundant()] if not alone and mesh.axes["data"] > 1 else []
     return fz.compose(*transforms)(fz.train_step(loss_fn, optimizer))
 
@@ -88,8 +88,8 @@ def train(run: Run, out: Path, steps: int, faults: dict[str, str] | None = None,
     left = killed_at(mesh) if faults else [0]
     for index in run.steps(state, steps):
         left[0] = int((faults or {}).get(f"{mesh.rank}.{life}.{index}", "0"))
-        state, metrics = compiled(state, batch_at(index, **run.place))
-        run.keep(state)
+        state, metrics = compiled(state, batch_at(index, **run.data_shard))
+        run.commit(state)
         if mesh.rank == 0:
             with (out / "log").open("a") as f:
                 f.write(json.dumps([int(state.step), float(metrics["loss"]), float(metrics["grad_norm"])]) + "\n")

@@ -85,10 +85,10 @@ def train(run: Run, out: Path, steps: int, faults: dict[str, str], life: int = 0
         f.write(f"{run.source} {int(state.step)}\n")
     for step in run.steps(state, steps):
         strike(faults.get(f"{run.mesh.rank}.{life}.{step}"))
-        state, metrics = compiled(state, batch_at(step, **run.place))
+        state, metrics = compiled(state, batch_at(step, **run.data_shard))
         if (fault := faults.get(f"{run.mesh.rank}.{life}.{step}.after")) is not None:
             strike(fault)
-        run.keep(state)
+        run.commit(state)
         if "SURVIVOR_SAVES" in os.environ and step % 2:
             run.save(state, wait=False)
         if run.mesh.rank == 0:

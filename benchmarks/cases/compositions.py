@@ -64,7 +64,7 @@ def compositions(args: argparse.Namespace) -> Table:
         found.extend(results(args))
     wrong = sorted((number, text, problem) for number, text, problem in found if problem)
     kinds = collections.Counter(choice.replace("=_", "=") for _, text, _ in found for choice in text.split(", "))
-    shown = ("layer", "optimizer", "precision", "remat", "vertical", "tied")
+    shown = ("layer", "optimizer", "precision", "remat", "schedule", "tied")
     rows: list[tuple[Any, ...]] = [("compositions", len(found)), ("equal", len(found) - len(wrong))]
     rows += [("others", len(wrong)), *((k, number) for k, number in sorted(kinds.items()) if k.split("=")[0] in shown)]
     last = max((number for number, _, _ in found), default=args.first)

@@ -96,8 +96,8 @@ def pairs() -> list[Pair]:
         near("replica=2, data=2, and data=2, replica=2", nodes, swapped),
         near("accumulate(1) and (2)", one, on(1, twice)),
         near("accumulate(1) and (4)", one, on(1, "accumulate 4")),
-        same("accumulate(2), in a loop and vertical", on(1, twice), on(1, "accumulate 2 vertical")),
-        near("the same with shard_params, 2 processes", z3_twice, on(2, z3, "accumulate 2 vertical")),
+        same("accumulate(2), in a loop and vertical", on(1, twice), on(1, "accumulate 2 layerwise")),
+        near("the same with shard_params, 2 processes", z3_twice, on(2, z3, "accumulate 2 layerwise")),
         near("2 processes, and accumulate(2)", two, on(1, twice)),
         *(same(f"remat {kind} and min_cut", on(1, f"remat {kind}"), one) for kind in ("none", "full")),
         near("remat full and min_cut, inductor", on(1, whole, backend="inductor"), fast),
@@ -211,12 +211,12 @@ MODELS: dict[str, Callable[[argparse.Namespace], tuple[Any, Any, list[Any]]]] = 
 
 
 def transform_of(text: str, run: Run, folder: str) -> Any:
-    """A transform by its name, and what it is given: `accumulate 2 vertical`."""
+    """A transform by its name, and what it is given: `accumulate 2 layerwise`."""
     import fzero as fz
 
     name, *given = text.split()
     if name == "accumulate":
-        return fz.accumulate(int(given[0]), vertical="vertical" in given)
+        return fz.accumulate(int(given[0]), schedule="layerwise" if "layerwise" in given else "sequential")
     if name == "remat":
         return fz.remat(given[0])
     if name == "offload":

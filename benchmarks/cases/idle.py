@@ -80,7 +80,7 @@ def _found(lower: Any) -> dict[str, Any]:
         return {"refused": "; ".join(str(error).splitlines()[:3])}
     at = ROLES.index("idle_pool")
     needed = max(sample.total - sample.by_role[at] for sample in plan.memory)
-    sizes = {"peak": plan.peak_bytes, "resting": plan.resting_bytes, "arena": plan.pool_bytes, "needed": needed}
+    sizes = {"peak": plan.peak_bytes, "resting": plan.persistent_bytes, "arena": plan.pool_bytes, "needed": needed}
     return {**sizes, "idle": plan.breakdown["idle_pool"], "seconds": plan.step_seconds}
 
 
@@ -103,7 +103,9 @@ def _steps(layers: int | None) -> Iterator[tuple[str, Any]]:
             ),
         )
     for micro_batches, vertical in HEADLINE:
-        step, params, batch = plan_llama.headline(micro_batches, layers or plan_llama.LAYERS, vertical)
+        step, params, batch = plan_llama.headline(
+            micro_batches, layers or plan_llama.LAYERS, "layerwise" if vertical else "sequential"
+        )
         name = f"headline, {micro_batches}{', vertical' if vertical and micro_batches > 1 else ''}"
         yield name, lambda s=step, p=params, b=batch: fz.lower(s, cuda(1), p, b, device="rtx4090", **BUDGETS).plan
     step, params, batch = plan_gpt.trillion(layers=layers or plan_gpt.LAYERS)

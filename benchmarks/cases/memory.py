@@ -263,7 +263,7 @@ def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         return {
             "predicted": plan.peak_bytes,
             "measured": sum(inputs.values()) + plan.pool_bytes + temporary,
-            "resting": plan.resting_bytes,
+            "resting": plan.persistent_bytes,
             "pool": plan.pool_bytes,
             "line": plan.peak_line.text,
         }

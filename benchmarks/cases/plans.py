@@ -39,14 +39,16 @@ def headline(args: argparse.Namespace) -> Table:
 
     device, rows, cases = get_device(args.device), [], []
     for micro_batches, vertical in HEADLINE:
-        step, params, batch = plan_llama.headline(micro_batches, args.layers or plan_llama.LAYERS, vertical)
+        step, params, batch = plan_llama.headline(
+            micro_batches, args.layers or plan_llama.LAYERS, "layerwise" if vertical else "sequential"
+        )
         begin = time.process_time()
         plan = fz.lower(step, fz.AbstractMesh(data=1, device_type="cuda"), params, batch, device=device, **BUDGETS).plan
         took, tokens = time.process_time() - begin, batch[0].numel()
         peaks = [plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes]
         name = f"{micro_batches}{', vertical' if vertical and micro_batches > 1 else ''}"
         speed = [f"{tokens:,}", f"{plan.step_seconds:.1f}", f"{86400e-6 * tokens / plan.step_seconds:.0f}"]
-        shares = ["" if plan.mfu is None else f"{plan.mfu:.0%}", f"{plan.speed_of_light:.0%}"]
+        shares = ["" if plan.mfu is None else f"{plan.mfu:.0%}", f"{plan.roofline_fraction:.0%}"]
         rows.append([name, *speed, *shares, *(f"{n / 1e9:.1f}" for n in peaks), plan.bound_by, f"{took:.0f}"])
         case = {"micro_batches": micro_batches, "vertical": vertical, "tokens": tokens}
         case |= {"step_seconds": plan.step_seconds, "peaks": peaks, "planned_in_cpu_seconds": took}
@@ -76,7 +78,7 @@ SIZES = {  # vocabulary, width, hidden, layers, key and value heads
     "1 T": (50304, 25600, 68352, 128, 200),
 }
 AUTO = ("--offload", "auto")
-VERTICAL = ("--accumulate", "8", "--vertical")
+VERTICAL = ("--accumulate", "8", "--layerwise")
 HOME = (*AUTO, *VERTICAL, "--host-budget", "58GB", "--disk-budget", "2TB")
 MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{f"{n}, 8 x 80 GB": (n, ("--devices", "8xh100")) for n in list(SIZES)[:4]},
@@ -230,7 +232,7 @@ def _long(layers: int, length: int, rows: int, mesh: dict[str, int], kept: str) 
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
     transforms = [fz.mixed_precision("bf16"), fz.remat(kept)]
     transforms += [fz.shard_params(axis=tuple(mesh))] if "data" in mesh and mesh["data"] > 1 else []
-    transforms += [fz.sequence_parallel(whole_bytes="100GB")] if "seq" in mesh else []
+    transforms += [fz.sequence_parallel(max_replicated_bytes="100GB")] if "seq" in mesh else []
     step = fz.compose(*transforms)(fz.train_step(make_loss(config), optimizer))
     with FakeTensorMode():
         params = make_init(config)(fz.random.key(0))
@@ -336,7 +338,12 @@ def _staged(
 
     config = Config(batch=micro, **model)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
-    transforms = [fz.mixed_precision("bf16"), fz.remat(kept), fz.accumulate(micro, vertical=True), fz.pipeline(**how)]
+    transforms = [
+        fz.mixed_precision("bf16"),
+        fz.remat(kept),
+        fz.accumulate(micro, schedule="layerwise"),
+        fz.pipeline(**how),
+    ]
     transforms += [fz.shard_opt_state()] if "data" in mesh else []
     transforms += [fz.tensor_parallel()] if "model" in mesh else []
     step = fz.compose(*transforms)(fz.train_step(make_loss(config), optimizer))

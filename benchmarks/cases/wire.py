@@ -32,7 +32,7 @@ def cases() -> dict[str, tuple[str, Any, dict[str, Any]]]:
     import fzero as fz
 
     both = ("data", "node")
-    once = fz.compose(fz.shard_params(axis=both), fz.accumulate(8), fz.once_a_step())
+    once = fz.compose(fz.shard_params(axis=both), fz.accumulate(8), fz.hierarchical())
     hybrid = fz.compose(fz.shard_params(), fz.data_parallel(axis="node"))
     return {
         "8B, ZeRO-3": ("Llama 3 8B", fz.shard_params(axis=both), HOPS),

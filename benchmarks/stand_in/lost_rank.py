@@ -50,7 +50,7 @@ def main(run: Any) -> int:
         finally:
             if "at" in lost and "freed" not in lost:
                 lost["freed"] = time.time() - lost["at"]
-        run.keep(state)
+        run.commit(state)
     return int(state.step)
 
 

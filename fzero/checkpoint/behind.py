@@ -35,12 +35,12 @@ _TIMEOUT = 600.0  # seconds that ranks wait for each other where no mesh says ho
 
 _log = logging.getLogger("fzero")
 one_at_a_time = threading.RLock()  # held from waiting for a save until the next one is under way
-_last: Saving | None = None
+_last: AsyncSave | None = None
 _memory: torch.Tensor | None = None  # what copies lie in; kept from save to save, for its pages cost more than a copy
 
 
-class Saving:
-    """A save that goes on in a thread. Made by `save(..., wait=False)`.
+class AsyncSave:
+    """A save that runs in a thread. Made by `save(..., wait=False)`.
 
     A save that fails is logged at once, by the logger `fzero`; its error is raised by `wait`, and, if a rank has not
     called that, by the next save on every rank. `close_mesh()`, the end of the process, and whoever looks for a
@@ -76,9 +76,9 @@ class Saving:
 
     def __repr__(self) -> str:
         if self._process != os.getpid():
-            return f"Saving(step {self.step}, of process {self._process})"
+            return f"AsyncSave(step {self.step}, of process {self._process})"
         how = "failed" if self._error is not None else str(self._result) if self.done else "under way"
-        return f"Saving(step {self.step}: {how})"
+        return f"AsyncSave(step {self.step}: {how})"
 
     @property
     def done(self) -> bool:
@@ -123,7 +123,7 @@ class Saving:
         if self._process != os.getpid():
             what = f"process {self._process} saves step {self.step}, and this one was forked from it"
             fix = "wait in the process that called save; fz.checkpoint.find(path) finds it when it is complete"
-            raise CheckpointError("checkpoint.Saving", what, fix=fix)
+            raise CheckpointError("checkpoint.AsyncSave", what, fix=fix)
 
 
 def start(
@@ -133,7 +133,7 @@ def start(
     save: Callable[[Ranks, dict[str, torch.Tensor]], Place],
     what: str,
     undo: Callable[[], object],
-) -> Saving:
+) -> AsyncSave:
     """Starts a save behind the training.
 
     Args:
@@ -160,7 +160,7 @@ def start(
         with among as ranks:
             return save(ranks, copies)
 
-    saving = _last = Saving(step, run)
+    saving = _last = AsyncSave(step, run)
     before_leaving(_finish_and_let_go)
     saving._begin()
     return saving

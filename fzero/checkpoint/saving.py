@@ -28,7 +28,7 @@ from fzero import tree
 from fzero.arguments import flag, plain_numbers
 from fzero.boxes import Boxes, part_shape
 from fzero.checkpoint import behind, format, skeleton
-from fzero.checkpoint.behind import Saving
+from fzero.checkpoint.behind import AsyncSave
 from fzero.checkpoint.directory import complete_steps, pointed, step_name
 from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
 from fzero.checkpoint.places import INDEX, Place, Url, as_path
@@ -129,7 +129,7 @@ def save(
     check_replicas: bool = True,
     wait: Literal[False],
     private: bool = False,
-) -> Saving: ...
+) -> AsyncSave: ...
 @overload
 def save(
     path: str | os.PathLike[str],
@@ -140,7 +140,7 @@ def save(
     check_replicas: bool = True,
     wait: bool,
     private: bool = False,
-) -> Place | Saving: ...
+) -> Place | AsyncSave: ...
 @plain_numbers
 def save(
     path: str | os.PathLike[str],
@@ -151,7 +151,7 @@ def save(
     check_replicas: bool = True,
     wait: bool = True,
     private: bool = False,
-) -> Place | Saving:
+) -> Place | AsyncSave:
     """Saves a state as `path/step-XXXXXXXX`, in place of an older checkpoint of the same step.
 
     Every rank calls it. It returns when the checkpoint is complete and on stable storage; until then the previous one
@@ -169,7 +169,7 @@ def save(
             checkpoint that one of them wrote. It reads those leaves once, where they are, except for leaves on disk,
             which are not compared.
         wait: False to go on while it is written: what this rank writes is copied to host memory, and a thread does the
-            rest. A `Saving` comes back, whose `wait()` returns the path; a save under way is waited for by the next
+            rest. An `AsyncSave` comes back, whose `wait()` returns the path; a save under way is waited for by the next
             one. Not for states with leaves on disk, which such a copy would bring into memory.
         private: True for files that this user alone can read (0600, in directories of 0700), whatever the umask;
             otherwise files have the permissions that the umask leaves. Directories that are there stay as they are. Not

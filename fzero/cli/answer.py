@@ -108,12 +108,12 @@ class Answer:
                 (
                     "MFU",
                     f"{plan.mfu:.1%}",
-                    f"of the device's peak; {plan.speed_of_light:.0%} of what it is assumed to attain",
+                    f"of the device's peak; {plan.roofline_fraction:.0%} of what it is assumed to attain",
                 )
             )
         where = "device" if plan.device.asynchronous else "host"
         rows = [(word, size(n), f"{n / plan.peak_bytes:.0%}") for word, n in self.filled.items()]
-        rows.append(("the plan's peak", size(plan.peak_bytes), f"{size(plan.resting_bytes)} of it between steps"))
+        rows.append(("the plan's peak", size(plan.peak_bytes), f"{size(plan.persistent_bytes)} of it between steps"))
         rows += self._process_rows(where, plan.peak_bytes)
         what = f"{self.script.name} on {self._devices()}"
         out = [
@@ -153,8 +153,8 @@ class Answer:
                 )
         if self.script.mixture:
             out.append(
-                "experts: fz.hf.expert_rows, with which each expert computes a fixed number of rows, whatever the "
-                "router chooses; the library's own ways need far more memory or cannot be compiled"
+                "experts: fz.hf.experts_implementation, with which each expert computes a fixed number of rows, "
+                "whatever the router chooses; the library's own ways need far more memory or cannot be compiled"
             )
         hosts = math.ceil(self.num_ranks / device.devices_per_host)
         mesh = ", ".join(f"{axis}={n}" for axis, n in self.lowered.program.mesh.axes.items())
@@ -178,9 +178,9 @@ class Answer:
             queue = max(moved, key=lambda q: plan.busy[q])
             hidden = plan.busy[queue] / max(plan.busy["compute"], 1e-9) * of.accumulate  # by so many micro-batches
             n, tier = max(2, of.accumulate, 2 ** round(math.log2(hidden))), "disk" if queue == DISK else "host"
-            if not of.vertical:
+            if not of.layerwise:
                 out.append(
-                    f"--accumulate {n} --vertical (not tried): the state comes from the {tier} once for {n} "
+                    f"--accumulate {n} --layerwise (not tried): the state comes from the {tier} once for {n} "
                     "micro-batches, whose compute takes about as long"
                 )
             elif n > of.accumulate:
@@ -191,7 +191,7 @@ class Answer:
         limit = self.lowered.budget.nbytes if self.lowered.budget else None
         if not out and limit and plan.peak_bytes < LITTLE * limit:
             out.append(f"--batch {2 * of.batch}: more than half of the memory is free")
-        if of.offload != "none" and not plan.disk_bytes and not plan.host_resting_bytes and plan.device.asynchronous:
+        if of.offload != "none" and not plan.disk_bytes and not plan.host_persistent_bytes and plan.device.asynchronous:
             out.append("without --offload: all of the state fits on the device")
         return out
 
@@ -207,9 +207,8 @@ class Answer:
         if both <= device.memory_bytes:
             text += f"process, of the {size(device.memory_bytes)} of {device.name}"
         else:
-            text += (
-                f"process, more than the {size(device.memory_bytes)} of {device.name}: --whole counts the process in"
-            )
+            text += f"process, more than the {size(device.memory_bytes)} of {device.name}: "
+            text += "--include-process counts the process in"
         budget = self.lowered.budget
         if on_device and budget is not None and (host_peak := self.plan.host_peak_bytes):
             process = self.process_bytes("host")

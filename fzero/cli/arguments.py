@@ -11,6 +11,7 @@ from typing import Annotated, Union
 import tyro
 
 from fzero.cli.commands import Calibrate, Check, PlanCommand, Show
+from fzero.deprecation import renamed_flags
 
 _ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says
 more; `fzero --version` prints the version.
@@ -61,11 +62,15 @@ _ELSEWHERE = {
 }
 """Flags of other tools: those that stand for them here."""
 
+_RENAMED = {"--vertical": "--layerwise", "--whole": "--include-process"}
+"""Deprecated flags, and the new ones."""
+
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
 def parse(args: Sequence[str]) -> PlanCommand | Show | Check | Calibrate:
     """The command of a command line. Exits, as argparse does, with 2 and what is wrong, or with 0 after a help text."""
+    args = renamed_flags(args, _RENAMED, "fzero")
 
     def told(name: str, kind: type) -> object:
         # in the list of commands a line each, the whole in a command's own help

@@ -89,8 +89,8 @@ class _OfTarget:
     """both at once: 8xh100 is --mesh data=8 --device h100; 64xa100-40gb"""
     budget: Annotated[str | None, _BUDGET] = None
     """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
-    whole: Annotated[bool, _FLAG] = False
-    """--budget is the whole of a card or a container: what the process takes besides comes off it first"""
+    include_process: Annotated[bool, _FLAG] = False
+    """--budget is the memory of a whole device or container: the memory of the process itself is subtracted from it"""
     host_budget: Annotated[str | None, _BUDGET] = None
     """host memory a rank may use, where the host's is another than the device's"""
     disk_budget: Annotated[str | None, _BUDGET] = None
@@ -110,7 +110,7 @@ class _OfTarget:
     def budget_bytes(self) -> int | None:
         """The budget of the program, without the process."""
         found = _bytes(self.budget)
-        if found is None or not self.whole:
+        if found is None or not self.include_process:
             return found
         axes, device = self._devices()
         return left(device, found, math.prod(axes.values()) > 1, device.process_bytes or INTERPRETER)
@@ -191,8 +191,8 @@ class _OfTarget:
             problems.append(f"both {self.target} and --hf {self.model.hf}")
         elif self.target is not None:
             problems += [f"--{name}: is about --hf, and {self.target} has it in its code" for name in self.model.given]
-        if self.whole and self.budget is None:
-            problems.append("--whole: is about --budget SIZE")
+        if self.include_process and self.budget is None:
+            problems.append("--include-process: is about --budget SIZE")
         return problems
 
     def _check(self) -> None:
@@ -243,7 +243,7 @@ def _rounded(nbytes: int) -> str:
 
 def _as_text(command: _OfTarget) -> str | None:
     """The budget of the program, as a flag has it."""
-    if command.whole and (found := command.budget_bytes) is not None:
+    if command.include_process and (found := command.budget_bytes) is not None:
         return _rounded(found)
     return command.budget
 

@@ -61,8 +61,8 @@ class OfModel:
     """what blocks recompute: auto, full, none, min_cut, or a fraction"""
     accumulate: int = 1
     """micro-batches a step, each of --batch sequences"""
-    vertical: Annotated[bool, _FLAG] = False
-    """all micro-batches pass through a block before the next one begins"""
+    layerwise: Annotated[bool, _FLAG] = False
+    """all micro-batches pass through a block before the next block starts (with --accumulate)"""
     offload: Literal["none", "auto", "cpu", "nvme"] = "none"
     """where optimizer state and parameters are stored: auto finds what is fastest within the budgets"""
     scratch: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: /scratch)")] = None
@@ -80,7 +80,7 @@ class OfModel:
         Raises:
             UsageError: flags that the search decides.
         """
-        searched = {"zero", "tensor", "vertical", "offload", "scratch"}.intersection(self.given)
+        searched = {"zero", "tensor", "layerwise", "offload", "scratch"}.intersection(self.given)
         if problems := [f"--{name} does not go with --mesh auto" for name in sorted(searched)]:
             fix = "leave them out: they are searched for; --batch and --accumulate say how many sequences a step has"
             raise UsageError("mesh", "--mesh auto plans every mesh of a number of devices", problems, fix)
@@ -108,7 +108,7 @@ class Script(NamedTuple):
         unit: what these are.
         size: layers, width, heads and vocabulary, as text.
         unknown: a line for the keys of the configuration that its class does not have.
-        mixture: whether the experts of a mixture compute by `fz.hf.expert_rows`.
+        mixture: whether the experts of a mixture compute by `fz.hf.experts_implementation`.
     """
 
     name: str
@@ -141,7 +141,7 @@ def planned(
     """The script of a model on a mesh, and its target.
 
     The library's own ways to compute the experts of a mixture either depend on the values of the batch or copy an
-    expert's weights for each token, so a mixture computes by `fz.hf.expert_rows`.
+    expert's weights for each token, so a mixture computes by `fz.hf.experts_implementation`.
 
     Args:
         of: the flags.
@@ -180,7 +180,7 @@ def _script(
     if mixture:
         made = (
             "# each expert computes a fixed number of rows; choices above it are dropped (capacity=None drops none)\n"
-            f"rows = fz.hf.expert_rows(capacity={_CAPACITY})\n{made}"
+            f"rows = fz.hf.experts_implementation(capacity={_CAPACITY})\n{made}"
         )
     names = [imported] if path.is_dir() else sorted({"AutoConfig", imported})
     size = 1
@@ -245,7 +245,7 @@ _FLAGS = {
     r"fz\.offload\(.nvme., \(": "--offload nvme --scratch DIR",
     r"fz\.remat\(.full.\)": "--remat full",
     r"fz\.shard_params\(axis": "--zero 3",
-    r"vertical=True": "--accumulate N --vertical",
+    r"schedule=.layerwise.": "--accumulate N --layerwise",
     r"raise a budget": "--budget SIZE, --host-budget SIZE, --disk-budget SIZE",
 }
 """The flags for what refusals name (lowering/advice.py, at_rest.py, auto.py)."""
@@ -321,8 +321,8 @@ def _check(of: OfModel, config: Any, axes: Mapping[str, int]) -> None:
     most = _positions(config)
     if of.seq is not None and most is not None and of.seq > most:
         problems.append(f"--seq {of.seq}: the configuration has max_position_embeddings={most}")
-    if of.vertical and of.accumulate == 1:
-        problems.append("--vertical: there is one micro-batch; add e.g. --accumulate 8")
+    if of.layerwise and of.accumulate == 1:
+        problems.append("--layerwise: there is one micro-batch; add e.g. --accumulate 8")
     policies = ("auto", "full", "none", "min_cut")
     if of.remat is not None and of.remat not in policies and not re.fullmatch(r"0?\.\d+|[01](\.0*)?", of.remat):
         near = difflib.get_close_matches(of.remat, policies, n=1)
@@ -441,7 +441,8 @@ def _transforms(of: OfModel, axes: dict[str, int], budgets: Mapping[Any, str | N
     policy = of.remat or ("full" if of.offload != "none" else "auto")
     out.append(f"fz.remat({_quoted(policy) if policy.isidentifier() else float(policy)})")
     if of.accumulate > 1:
-        out.append(f"fz.accumulate({of.accumulate}{', vertical=True' if of.vertical else ''})")
+        schedule = ', schedule="layerwise"' if of.layerwise else ""
+        out.append(f"fz.accumulate({of.accumulate}{schedule})")
     disk = of.scratch or ("/scratch" if of.offload == "nvme" or budgets.get("disk_budget") is not None else None)
     path = f", path={_quoted(disk)}" if disk and of.offload != "cpu" else ""
     if of.offload == "auto":

@@ -89,7 +89,7 @@ class ArrayDataset(Steps):
         """The data set of a `DataLoader`, with its batch size, its way to collate, and shuffled where it is.
 
         The order is that of `seed`, not the loader's own, which nothing can resume. Samples are made in the process
-        that asks (`read_ahead` does so in a thread), not by the loader's workers; an epoch has no batch of fewer rows
+        that asks (`prefetch` does so in a thread), not by the loader's workers; an epoch has no batch of fewer rows
         at its end, the next epoch's rows fill it.
 
         Args:

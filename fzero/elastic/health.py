@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fzero.arguments import python_numbers
+from fzero.deprecation import attribute_alias, keyword_aliases
 
 
 class Finding(NamedTuple):
@@ -29,29 +30,33 @@ class Finding(NamedTuple):
     text: str
 
 
+@keyword_aliases("fz.Health", replicas="check_replicas_every")
 @dataclass(frozen=True)
 class Health:
     """The checks that a run does while it trains: `fz.run(main, health=fz.Health(...))`.
 
     Args:
-        replicas: every so many batches `run.keep` compares the values that several ranks hold in common
-            (`train.check_replicas`). None: never.
+        check_replicas_every: `run.commit` compares the values that several ranks hold in common
+            (`train.check_replicas`) every `check_replicas_every` batches. None: never.
 
     Example:
         >>> import fzero as fz
-        >>> fz.Health(replicas=1000).replicas
+        >>> fz.Health(check_replicas_every=1000).check_replicas_every
         1000
         >>> fz.run(lambda run: run.health, health=fz.Health(), device="cpu")
         []
     """
 
-    replicas: int | None = None
+    check_replicas_every: int | None = None
+
+    replicas = attribute_alias("Health", "replicas", "check_replicas_every")
 
     def __post_init__(self) -> None:
         vars(self).update(python_numbers(vars(self)))  # a frozen dataclass forbids plain assignment
 
     def problems(self) -> list[str]:
         """A line for each argument that is invalid."""
-        if self.replicas is None or (type(self.replicas) is int and self.replicas >= 1):
+        every = self.check_replicas_every
+        if every is None or (type(every) is int and every >= 1):
             return []
-        return [f"health: replicas={self.replicas!r}: must be a whole number of at least 1, or None"]
+        return [f"health: check_replicas_every={every!r}: must be a whole number of at least 1, or None"]

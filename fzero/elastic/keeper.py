@@ -20,13 +20,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fzero.deprecation import renamed_flags
 from fzero.elastic import host, hosts
 from fzero.processes import restarts_left
 
 _LOOK = 0.05  # seconds between two looks at the process
 _STACKS = 1.0  # seconds for a process to print its stacks
-_VALUED = ("--hang", "--lost-host", "--max-losses", "--memory")
-_LOST_HOST = 45.0  # seconds
+_VALUED = ("--hang-timeout", "--heartbeat-timeout", "--max-failures", "--memory")
+_RENAMED = {
+    "--hang": "--hang-timeout",
+    "--lost-host": "--heartbeat-timeout",
+    "--max-losses": "--max-failures",
+}
+_HEARTBEAT_TIMEOUT = 45.0  # seconds
 _AGAIN = 1  # the exit code with which torchrun is asked to start again
 _FRESH = 5.0  # seconds for which a rank that waited for others is taken to wait still
 
@@ -36,22 +42,24 @@ class Keeper:
 
     Args:
         command: what starts it.
-        hang: seconds without anything that fzero sees, from its second step on, after which it is killed.
-        lost_host: seconds without a life sign of another host after which a rank that does not get on ends.
-        max_losses: deaths in a row without a step between them that are taken.
+        hang_timeout: seconds without progress that fzero can see, from the second step on, after which it is killed.
+        heartbeat_timeout: seconds without a heartbeat from another host, after which a rank that makes no progress
+            exits.
+        max_failures: failures in a row, without a step between them, after which the run ends.
         memory: where the run keeps its states on this host.
     """
 
     def __init__(
         self,
         command: list[str],
-        hang: float,
-        lost_host: float,
-        max_losses: int,
+        hang_timeout: float,
+        heartbeat_timeout: float,
+        max_failures: int,
         memory: Path,
     ):
-        self._command, self._hang, self._max_losses, self._memory = command, hang, max_losses, memory
-        self._lost_host, self._hosts, self._is_alone = lost_host, hosts.Watch(memory), False
+        self._command, self._memory, self._max_failures = command, memory, max_failures
+        self._hang_timeout, self._heartbeat_timeout = hang_timeout, heartbeat_timeout
+        self._hosts, self._is_alone = hosts.Watch(memory), False
         self._rank = int(os.environ.get("RANK", "0"))
         self._progress = host.RankProgress(memory, self._rank)
         self._progress.say(host.STARTING, 0)
@@ -104,7 +112,7 @@ class Keeper:
             losses = 1 if step > last else losses + 1
             last, name = step, signal.Signals(-code).name
             where = f"in step {step}" if phase != host.STARTING else "before it called fz.run"
-            if losses >= self._max_losses:
+            if losses >= self._max_failures:
                 self._say(f"died of {name} {losses} time{'s' * (losses > 1)} {where}: the run ends here")
                 return 128 - code
             self._say(f"died of {name} {where}; it is started again")
@@ -136,14 +144,14 @@ class Keeper:
                 return _AGAIN
             waits = time.monotonic() - seen.waited < _FRESH and seen.phase == host.STEPPING
             watched = seen.phase == host.JOINING or seen.has_stepped
-            if watched and time.monotonic() - since > self._hang * (2 if waits else 1):
+            if watched and time.monotonic() - since > self._hang_timeout * (2 if waits else 1):
                 self._end(seen.step)
         return self._process.wait()
 
     def _end(self, step: int) -> None:
         """Kills a process that hangs, which says where if it can."""
         assert self._process is not None
-        self._say(f"has done nothing for {self._hang:g} s in step {step}; its stacks:")
+        self._say(f"has done nothing for {self._hang_timeout:g} s in step {step}; its stacks:")
         self._process.send_signal(signal.SIGUSR1)
         time.sleep(_STACKS)
         self._process.kill()
@@ -155,14 +163,14 @@ class Keeper:
         if not self._hosts.look():
             return "the process that kept the store of the ranks is gone"
         found = hosts.silent(self._memory) if idle > _FRESH else None
-        if found is None or (silence := time.monotonic() - found.since) < self._lost_host:
+        if found is None or (silence := time.monotonic() - found.since) < self._heartbeat_timeout:
             return ""
         who = (
             "the store of the ranks has not answered"
             if found.host == hosts.STORE
             else f"host {found.host} (GROUP_RANK) has given no sign of life"
         )
-        return f"{who} for {silence:.0f} s (--lost-host)"
+        return f"{who} for {silence:.0f} s (--heartbeat-timeout)"
 
     def _does_not_come(self) -> int:
         """The exit code of a rank that has ended with 0 and no call of `fz.run`: 1 if any other one calls it, which
@@ -203,27 +211,31 @@ def main(args: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--hang",
+        "--hang-timeout",
         type=float,
         default=600.0,
-        help="seconds in which a rank does nothing that fzero sees, after which it is killed",
+        help="seconds without progress that fzero can see, after which a rank is killed",
     )
     parser.add_argument(
-        "--lost-host",
+        "--heartbeat-timeout",
         type=float,
-        default=_LOST_HOST,
-        help="seconds without a life sign of another host, after which a rank that does not get on ends, so that "
-        "torchrun starts the ranks again on the hosts that are left",
+        default=_HEARTBEAT_TIMEOUT,
+        help="seconds without a heartbeat from another host, after which a rank that makes no progress exits, so "
+        "that torchrun restarts the ranks on the remaining hosts",
     )
-    parser.add_argument("--max-losses", type=int, default=3, help="deaths in one step that end the run")
+    parser.add_argument(
+        "--max-failures", type=int, default=3, help="failures of a rank in one step, after which the run ends"
+    )
     parser.add_argument("--memory", help="where states are kept, in place of /dev/shm")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="of the script")
-    given = parser.parse_args(_apart(sys.argv[1:] if args is None else args))
-    bounded = all(0 < seconds < math.inf for seconds in (given.hang, given.lost_host))
-    if not bounded or given.max_losses < 1:
-        parser.error("--hang and --lost-host must be greater than 0 and finite, and --max-losses at least 1")
+    given = parser.parse_args(_normalized(sys.argv[1:] if args is None else args))
+    bounded = all(0 < seconds < math.inf for seconds in (given.hang_timeout, given.heartbeat_timeout))
+    if not bounded or given.max_failures < 1:
+        parser.error(
+            "--hang-timeout and --heartbeat-timeout must be greater than 0 and finite, and --max-failures at least 1"
+        )
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
             parser.error(f"{name}={os.environ[name]!r} in the environment must be a whole number, as torchrun sets it")
@@ -236,19 +248,23 @@ def main(args: list[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--memory: {error}")
     command = [*_python(), *(["-m"] if given.module else []), given.script, *given.args]
-    return Keeper(command, given.hang, given.lost_host, given.max_losses, memory).run()
+    return Keeper(command, given.hang_timeout, given.heartbeat_timeout, given.max_failures, memory).run()
 
 
-def _apart(args: list[str]) -> list[str]:
-    """Arguments with -mMODULE as -m MODULE, as Python itself takes it."""
-    for i, one in enumerate(args):
-        if i and args[i - 1] in _VALUED:
-            continue
-        if one.startswith("-m") and len(one) > 2:
-            return [*args[:i], "-m", one[2:], *args[i + 1 :]]
-        if not one.startswith("-"):
+def _normalized(args: list[str]) -> list[str]:
+    """The arguments with `-mMODULE` as `-m MODULE`, as Python itself accepts it, and with the new names of deprecated
+    flags. The script's own arguments stay as they are."""
+    first = len(args)
+    for i, arg in enumerate(args):
+        is_value = i > 0 and args[i - 1] in (*_VALUED, *_RENAMED)
+        if not is_value and (arg.startswith("-m") or not arg.startswith("-")):
+            first = i
             break
-    return args
+    flags, script = args[:first], args[first:]
+    if script and script[0].startswith("-m") and len(script[0]) > 2:
+        script = ["-m", script[0][2:], *script[1:]]
+    tells = os.environ.get("RANK", "0") == "0"
+    return [*renamed_flags(flags, _RENAMED, "fzero.run" if tells else None), *script]
 
 
 def _python() -> list[str]:

@@ -13,12 +13,13 @@ import torch
 
 from fzero import checkpoint, launcher, tree
 from fzero.arguments import count, flag, plain_numbers, shown
-from fzero.checkpoint.behind import Saving
+from fzero.checkpoint.behind import AsyncSave
 from fzero.checkpoint.index import Index
 from fzero.checkpoint.places import Url
 from fzero.checkpoint.saving import not_private
 from fzero.comm.transport import transport
 from fzero.data.steps import Steps
+from fzero.deprecation import attribute_alias, keyword_aliases
 from fzero.elastic import host, memories
 from fzero.elastic.health import Finding, Health
 from fzero.elastic.joining import Signals
@@ -51,14 +52,15 @@ class Run:
 
     Attributes:
         mesh: of all ranks.
-        place: `rank` and `size` along the axes of the mesh, as the datasets of `fz.data` take them.
+        data_shard: which shard of the global batch this rank trains on, as `{"rank": ..., "size": ...}`, the arguments
+            of `batch_at` in `fz.data`.
         source: where `state` found the state: "memory", "disk" or "init".
         stopping: whether a signal has asked the run to end; every rank sees the same between two steps.
         health: what was found wrong since the ranks came together (`fz.Health`), the same on every rank.
 
     Example:
         >>> import fzero as fz
-        >>> fz.run(lambda run: (run.mesh.size, run.place, run.stopping), device="cpu")
+        >>> fz.run(lambda run: (run.mesh.size, run.data_shard, run.stopping), device="cpu")
         (1, {'rank': 0, 'size': 1}, False)
     """
 
@@ -74,7 +76,7 @@ class Run:
         self.mesh, self.source, self.stopping = mesh, "", False
         self._on_resize = on_resize
         self.health: list[Finding] = []
-        self._replicas = health.replicas
+        self._replicas = health.check_replicas_every
         self._memory, self._every, self._signals = memory, every, signals
         here = Processes.of()
         first = here.rank - here.local
@@ -88,7 +90,7 @@ class Run:
         self._calls: int | None = None  # of the step, before this turn of the loop
         self._known = 0, 0  # batches seen and steps taken, as the state was that was looked at last
         self._safe: tuple[int, int] | None = None  # of the state that is on disk
-        self._behind: tuple[Saving, tuple[int, int]] | None = None  # a save that goes on, and of which state
+        self._behind: tuple[AsyncSave, tuple[int, int]] | None = None  # a save that goes on, and of which state
         self._on_disk: list[str] = []
         self._path: str | os.PathLike[str] | None = None
         self._saved: dict[str, Any] = {}
@@ -96,42 +98,48 @@ class Run:
         self._strange = False  # whether the log says that a stranger writes to the store
 
     @property
-    def place(self) -> dict[str, int]:
+    def data_shard(self) -> dict[str, int]:
         if self._train is not None:
             axes = zero_of(self._train.step, self.mesh).batch_axes
         else:
             axes = tuple(name for name in self.mesh.axes if name in ("node", "replica", "data"))
         return {"rank": self.mesh.index(axes), "size": self.mesh.axis_size(axes)}
 
+    place = attribute_alias("run", "place", "data_shard")
+    micro_batches = attribute_alias("run", "micro_batches", "num_micro_batches")
+    keep = attribute_alias("run", "keep", "commit")
+
+    @keyword_aliases("run.num_micro_batches", rows="max_samples")
     @plain_numbers
-    def micro_batches(self, batch: int, rows: int) -> int:
-        """The number for `fz.accumulate` with which the global batch stays as it is on however many ranks there are:
-        the smallest that divides a rank's part of it into micro-batches of at most so many rows.
+    def num_micro_batches(self, batch: int, max_samples: int) -> int:
+        """The number of micro-batches to give to `fz.accumulate` so that the global batch stays the same on any number
+        of ranks: the smallest number that divides a rank's share of the batch into micro-batches of at most
+        `max_samples` samples.
 
         Args:
-            batch: rows of the global batch.
-            rows: the most that a rank takes at a time.
+            batch: samples in the global batch.
+            max_samples: the largest micro-batch of a rank.
 
         Raises:
             FzeroValueError: numbers below 1; a batch that these ranks cannot share alike, with the numbers that can.
 
         Example:
             >>> import fzero as fz
-            >>> fz.run(lambda run: run.micro_batches(24, rows=5), device="cpu")
+            >>> fz.run(lambda run: run.num_micro_batches(24, max_samples=5), device="cpu")
             6
         """
-        fix = "e.g. fz.accumulate(run.micro_batches(data.batch, rows=4))"
-        if problems := count("batch", batch) + count("rows", rows):
-            raise FzeroValueError("run.micro_batches", "invalid arguments", problems, fix)
-        size = self.place["size"]
+        fix = "e.g. fz.accumulate(run.num_micro_batches(data.batch, max_samples=4))"
+        if problems := count("batch", batch) + count("max_samples", max_samples):
+            raise FzeroValueError("run.num_micro_batches", "invalid arguments", problems, fix)
+        size = self.data_shard["size"]
         if batch % size:
             able = [n for n in range(1, batch + 1) if batch % n == 0]
             near = [n for n in able if n < size][-4:] + [n for n in able if n > size][:2]
             what = f"a batch of {batch} rows cannot be shared by {size} ranks alike"
             fix = f"start the run on a number of ranks that divides it ({', '.join(map(str, near))})"
-            raise FzeroValueError("run.micro_batches", what, fix=fix)
+            raise FzeroValueError("run.num_micro_batches", what, fix=fix)
         share = batch // size
-        return next(n for n in range(-(-share // rows), share + 1) if share % n == 0)
+        return next(n for n in range(-(-share // max_samples), share + 1) if share % n == 0)
 
     def state(
         self,
@@ -159,7 +167,7 @@ class Run:
         Raises:
             CheckpointError, FzeroValueError: from these; too little host memory for the state, with the free amount; a
                 lost memory without a `path`; a checkpoint of a run on other data, listing every difference; another
-                number of ranks, with `on_resize="refuse"`.
+                number of ranks, with `on_resize="error"`.
         """
         problems = [] if isinstance(train, CompiledStep) else [f"train={shown(train)}: must be what fz.compile returns"]
         if data is not None and not isinstance(data, Steps):
@@ -274,29 +282,28 @@ class Run:
         if self.stopping:
             self._save_last()
 
-    def keep(self, state: State) -> None:
+    def commit(self, state: State) -> None:
         """Copies this rank's part of a state to its host's memory, from where the run goes on if a process is lost.
 
         Memory: on each host twice what its ranks hold; with `redundant` three times that, and twice what is sent to
-        them. Communication: none, except for the comparison that `fz.Health(replicas=)` asks for.
+        them. Communication: none, except for the comparison that `fz.Health(check_replicas_every=)` asks for.
 
         Raises:
             FzeroValueError: leaves rest on disk, which are not kept in memory; or it is not the run's state.
-            DivergenceError: with `fz.Health(replicas=)`, values that ranks hold in common and that differ, by leaf and
-                rank.
+            DivergenceError: with `fz.Health(check_replicas_every=)`, replicas that differ, by leaf and rank.
         """
         if not isinstance(state, State):
             what = f"{type(state).__name__} is not a state"
-            raise FzeroValueError("run.keep", what, fix="state, metrics = train(state, batch); run.keep(state)")
-        check_whole(state, "run.keep")
+            raise FzeroValueError("run.commit", what, fix="state, metrics = train(state, batch); run.commit(state)")
+        check_whole(state, "run.commit")
         kept = self._vault is not None and self._batches() % self._every == 0
         if kept or not state.step.is_cuda:  # else the host would wait for the step
-            self._count(state, "keep")
+            self._count(state, "commit")
         self._newest = state
         if self._vault is not None and self._on_disk:
             what = f"{len(self._on_disk)} leaves rest on disk, and are not kept in memory"
-            fix = "leave run.keep out and call run.save(state), or let them rest elsewhere"
-            raise FzeroValueError("run.keep", what, self._on_disk[:5], fix)
+            fix = "leave run.commit out and call run.save(state), or let them rest elsewhere"
+            raise FzeroValueError("run.commit", what, self._on_disk[:5], fix)
         seen = self._batches()
         if self._replicas is not None and self._train is not None and seen % self._replicas == 0:
             self._train.check_replicas(state)
@@ -308,14 +315,14 @@ class Run:
     @plain_numbers
     def save(
         self, state: State, *, keep: int | None = None, meta: Mapping[str, Any] | None = None, wait: bool = True
-    ) -> Path | Url | Saving | None:
+    ) -> Path | Url | AsyncSave | None:
         """`fz.checkpoint.save` under the path of `state`. Where the disk is full, or fails, the run goes on with a
         warning: the checkpoint before is as it was, and the state is in memory. None then.
 
         Args:
             state, keep, meta: as there.
-            wait: False to go on with steps while a copy of the state is written: a `Saving` comes back. Whether it came
-                to a checkpoint is looked at by the next `save` and at the end of the run, which wait for it.
+            wait: False to go on with steps while a copy of the state is written: an `AsyncSave` is returned. The
+                next `save` and the end of the run wait for it, and check whether it has written a checkpoint.
 
         Communication, memory: of `fz.checkpoint.save`.
 
@@ -331,7 +338,7 @@ class Run:
 
     def _save(
         self, state: State, keep: int | None, meta: Mapping[str, Any] | None, wait: bool = True
-    ) -> Path | Url | Saving:
+    ) -> Path | Url | AsyncSave:
         if self._path is None:
             fix = "run.state(train, params, key, path='runs/gpt')"
             raise FzeroValueError("run.save", "the run has no directory for checkpoints", fix=fix)
@@ -349,7 +356,7 @@ class Run:
             note["data"] = {**(self._cursor or {}), "next": self._data.data_step(note["seen"])}
         more = {**(meta or {}), _NOTE: note}
         saved = checkpoint.save(self._path, state, keep=keep, meta=more, wait=wait, private=self._private)
-        if isinstance(saved, Saving):
+        if isinstance(saved, AsyncSave):
             self._behind = saved, self._known
         else:
             self._safe = self._known
@@ -419,8 +426,10 @@ class Run:
         seen, step = self._batches(), int(state.step)
         if seen == self._known[0] and step != self._known[1]:
             what = f"the state has taken {step} steps, and had taken {self._known[1]}, after the same {seen} batches"
-            fix = "loop over run.steps(state, stop), with one step and one run.keep a turn; several: train on batches "
-            fix += "index * 2 and index * 2 + 1, and keep after the second"
+            fix = (
+                "loop over run.steps(state, stop), with one step and one run.commit a turn; several: train on batches "
+            )
+            fix += "index * 2 and index * 2 + 1, and commit after the second"
             raise FzeroValueError(f"run.{owner}", what, fix=fix)
         self._known = seen, step
 
@@ -478,7 +487,7 @@ class Run:
         """Says, or refuses, that another number of ranks has trained this state."""
         if found is None or (before := memories.ranks_of(found)) == (now := self.mesh.size):
             return
-        if self._on_resize == "refuse":
+        if self._on_resize == "error":
             what = f"the state of step {found.step} was trained by {before} ranks, and here are {now}"
             fix = f"start the run on {before} ranks, or allow another number: fz.run(main, on_resize='keep_batch')"
             raise FzeroValueError("run", what, fix=fix)

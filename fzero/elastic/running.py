@@ -18,6 +18,7 @@ import torch
 
 from fzero import launcher
 from fzero.arguments import function, number, path_like, plain_numbers, shown
+from fzero.deprecation import keyword_aliases
 from fzero.elastic import host
 from fzero.elastic.health import Health
 from fzero.elastic.joining import (
@@ -46,6 +47,7 @@ logger = logging.getLogger("fzero")
 _ended: Counter[Path] = Counter()  # runs under a keeper that this process has seen the end of, by their memory
 
 
+@keyword_aliases("fz.run", on_resize=("on_resize", {"refuse": "error"}))
 @plain_numbers
 def run(
     main: Callable[[Run], T],
@@ -55,14 +57,14 @@ def run(
     stop_on: Sequence[int] = (signal.SIGTERM,),
     timeout: float = 600.0,
     health: Health | None = None,
-    on_resize: Literal["keep_batch", "refuse"] = "keep_batch",
+    on_resize: Literal["keep_batch", "error"] = "keep_batch",
     **mesh: Any,
 ) -> T:
     """Calls `main`, and calls it again on a new mesh whenever a rank was lost, until it returns.
 
     Under `python -m fzero.run` (docs/elastic.md) a process that dies is started again by itself, and the others stay,
     with their memory and what they have compiled; started by torchrun alone, it starts all of them. Either way `state`
-    finds what `keep` left in the memory of the hosts. One process without either: `main` is called once.
+    finds what `commit` left in the memory of the hosts. One process without either: `main` is called once.
 
     Args:
         main: takes a `Run` and trains: on `run.mesh`, from `run.state(...)`, over `run.steps(...)`.
@@ -72,8 +74,9 @@ def run(
         stop_on: signals that end the run after the step under way. The process then exits with code 143.
         timeout: of `make_mesh`: seconds in which all ranks must have come, and for which they wait in a transfer.
         health: what the run checks while it trains.
-        on_resize: a state that another number of ranks has trained is gone on from, and what `run.place` and
-            `run.micro_batches` say keeps the global batch; "refuse": it is an error.
+        on_resize: what happens to a state that a different number of ranks has trained. "keep_batch": training
+            continues from it, and `run.data_shard` and `run.num_micro_batches` keep the global batch the same. "error":
+            an error is raised.
         mesh: further arguments of `make_mesh`.
 
     Raises:
@@ -89,7 +92,7 @@ def run(
         ...     state = run.state(train, {"w": torch.ones(2)})
         ...     for index in run.steps(state, 3):
         ...         state, metrics = train(state, torch.ones(2))
-        ...         run.keep(state)
+        ...         run.commit(state)
         ...     return int(state.step)
         >>> run(main, device="cpu")
         3
@@ -151,8 +154,8 @@ def _problems(main: Any, memory: Any, every: Any, stop_on: Any, timeout: Any, he
         problems += health.problems()
     else:
         problems.append(f"health={health!r}: must be fz.Health(...)")
-    if on_resize not in ("keep_batch", "refuse"):
-        problems.append(f"on_resize={on_resize!r}: must be 'keep_batch' or 'refuse'")
+    if on_resize not in ("keep_batch", "error"):
+        problems.append(f"on_resize={on_resize!r}: must be 'keep_batch' or 'error'")
     problems += function("main", main, "run")
     if any(
         kind(main) for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)

@@ -121,7 +121,7 @@ class Vault:
             odd = [f"{a[0]}: {tree.form(*a[1:])}" for a in form if a not in self._form]
             odd += [f"{b[0]}: {tree.form(*b[1:])} is not there" for b in self._form if b not in form]
             fix = "keep the state that run.state returned, as its steps return it"
-            raise FzeroValueError("run.keep", "this is not the run's state", odd[:8], fix)
+            raise FzeroValueError("run.commit", "this is not the run's state", odd[:8], fix)
         flat = tree.leaves(lasting(state))
         slot = self._spare(step)
         self._sealed[slot].fill_(0)

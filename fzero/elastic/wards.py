@@ -98,7 +98,7 @@ class Wards:
         """Says that a step begins from the state that has seen so many batches."""
         if self._coming is not None and self._speaks:
             self._speaks = False
-            fix = "call run.keep(state) after every step; fz.run(every=k) with fz.redundant(every=k) does less"
+            fix = "call run.commit(state) after every step; fz.run(every=k) with fz.redundant(every=k) does less"
             what = f"what ranks have sent of the state after {self._seen} batches (fz.redundant) is of no use"
             logger.warning("fzero.run: %s: it was not kept, or the state after it; %s", what, fix)
         self._seen, self._coming, self._come = seen, None, set()

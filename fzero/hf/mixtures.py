@@ -16,8 +16,8 @@ NAME = "fzero_rows"
 
 
 @plain_numbers
-def expert_rows(capacity: Capacity | None = None, ranks: int | None = None) -> str:
-    """Registers an implementation of experts with the library, and returns its name.
+def experts_implementation(capacity: Capacity | None = None, ranks: int | None = None) -> str:
+    """Registers an implementation of the experts of a mixture with the library, and returns its name.
 
     `fz.experts.dispatch` makes the rows of the experts, and two products compute with all of them. Give the
     name as `experts_implementation=` to `from_config` and `from_pretrained`, of the library or of `fz.hf`, or to
@@ -36,16 +36,16 @@ def expert_rows(capacity: Capacity | None = None, ranks: int | None = None) -> s
         >>> import transformers, fzero as fz
         >>> settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
         >>> config = transformers.MixtralConfig(**settings, num_attention_heads=2, num_key_value_heads=2)
-        >>> name = fz.hf.expert_rows(capacity=1.25)
+        >>> name = fz.hf.experts_implementation(capacity=1.25)
         >>> model = fz.hf.from_config(transformers.AutoModelForCausalLM, config, experts_implementation=name)
         >>> experts = fz.expert_parallel(where=lambda path, leaf: "['experts']" in path)
     """
-    library("hf.expert_rows")
+    library("hf.experts_implementation")
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # pyright: ignore[reportMissingImports] - of `hf`
 
     if problems := capacity_problems(1.0 if capacity is None else capacity, ranks):
         fix = "a factor above 0, e.g. 1.25; None drops nothing"
-        raise FzeroValueError("hf.expert_rows", "invalid arguments", problems, fix)
+        raise FzeroValueError("hf.experts_implementation", "invalid arguments", problems, fix)
     said = ["rank", ranks, f"{capacity[1]:g}"] if isinstance(capacity, tuple) else [f"{capacity:g}"] if capacity else []
     name = "_".join(map(str, [NAME, *said]))
 

@@ -135,8 +135,8 @@ def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
     about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
     micro = find(step.transforms, accumulate.Accumulate)
     about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))
-    if micro and not micro.vertical:
-        about(("gradients",), replace(micro, vertical=True))
+    if micro and not micro.layerwise:
+        about(("gradients",), replace(micro, schedule="layerwise"))
     if not mesh.unified_memory:
         about(("saved",), offload("cpu", "activations"))
     return [transform for _, transform in sorted(found, key=lambda pair: -pair[0])] + [mixed_precision("bf16")]

@@ -375,7 +375,8 @@ class _Tiers:
             'fz.remat("full")': on_device("saved") and (policy is None or policy.policy not in ("full", 0.0, "auto")),
             "a smaller batch": on_device(*WITH_BATCH),
             'gradients among what "auto" may move': grads and "gradients" not in self.auto.of,
-            "fz.accumulate(n, vertical=True), so that gradients can wait on disk": grads and self.sizes.turns > 1,
+            "fz.accumulate(n, schedule='layerwise'), so that gradients can wait on disk": grads
+            and self.sizes.turns > 1,
             'fz.mixed_precision("bf16", reduce="bf16"), for gradients of half the bytes': grads
             and precision is not None
             and (precision.compute, precision.reduce) == ("bf16", "fp32"),

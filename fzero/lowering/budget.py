@@ -156,8 +156,10 @@ def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str], 
     fixes = ["apply what lowers it most"] if advice else []
     host = budget.host is not None and found.host_peak_bytes > budget.host
     if host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes:
-        vertical = ", with fz.accumulate(n, vertical=True)" if any(line.op == "loop" for line in program.lines) else ""
-        fixes += [f"let gradients wait on disk (fz.offload('nvme', 'gradients', path=DIR){vertical})"]
+        layerwise = (
+            ", with fz.accumulate(n, schedule='layerwise')" if any(line.op == "loop" for line in program.lines) else ""
+        )
+        fixes += [f"let gradients wait on disk (fz.offload('nvme', 'gradients', path=DIR){layerwise})"]
     fixes += ["use a smaller batch"] if over and rows > 1 and share_of(found, WITH_BATCH) > FEW else []
     return BudgetError(
         "memory_budget",

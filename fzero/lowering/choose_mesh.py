@@ -138,7 +138,8 @@ def _transforms(step: Step, axes: Mapping[str, int], rows: int, experts: Any) ->
         yield "fz.pipeline()", pipeline.pipeline()
         if find(step.transforms, accumulate.Accumulate) is None:
             micro = max(n for n in range(1, 4 * axes["pipe"] + 1) if max(rows, 1) % n == 0)
-            yield f"fz.accumulate({micro}, vertical=True)", accumulate.accumulate(micro, vertical=True)
+            made = accumulate.accumulate(micro, schedule="layerwise")
+            yield f"fz.accumulate({micro}, schedule='layerwise')", made
     if "seq" in axes:
         yield "fz.sequence_parallel()", sequence.sequence_parallel()
     if "expert" in axes and experts is not None:

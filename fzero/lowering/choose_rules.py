@@ -243,7 +243,7 @@ class _Prices:
             elif product_flops(node) and (made is None or node not in made.varies):
                 total += _nbytes(node.meta["val"])
         whole = made.whole if made else ()
-        if any(x.nbytes > self.spec.whole_bytes for x in whole):
+        if any(x.nbytes > self.spec.max_replicated_bytes for x in whole):
             return math.inf
         return self._share * total + sum(x.nbytes for x in whole)
 

@@ -57,7 +57,7 @@ def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) ->
         return Chosen(replace(step, transforms=others))
     _check(step, params)
     # Stages take turns by micro-batch, so there is no loop over micro-batches.
-    others = tuple(replace(t, vertical=True) if isinstance(t, Accumulate) else t for t in others)
+    others = tuple(replace(t, schedule="layerwise") if isinstance(t, Accumulate) else t for t in others)
     step = replace(step, transforms=(*others, spec))
     inputs = params_inputs(step, mesh, params)
     program = trace_step(step, mesh, inputs, batch).base

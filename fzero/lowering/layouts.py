@@ -34,8 +34,8 @@ from fzero.transforms.base import find
 from fzero.transforms.compress import Compress
 from fzero.transforms.cutting import Cutting
 from fzero.transforms.fp8 import Fp8
+from fzero.transforms.hierarchical import Hierarchical
 from fzero.transforms.offload import Offload, tiers_of
-from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.pipeline import Pipeline
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
@@ -82,7 +82,7 @@ def zero_of(step: Step | EvalStep, mesh: AbstractMesh) -> Zero:
         specs,
         mesh,
         lambda leaf: precision is not None and precision.casts(leaf),
-        find(step.transforms, OnceAStep),
+        find(step.transforms, Hierarchical),
         tuple(spec for spec in cutting if mesh.axes[spec.axis] > 1),
         pipeline and pipeline.axis,
     )
@@ -274,9 +274,9 @@ def gradient_leaves(step: Step | EvalStep, mesh: AbstractMesh, params: Inputs) -
     if isinstance(step, EvalStep) or not any("gradients" in record.of for record in offloads(step)):
         return {}
     micro = find(step.transforms, Accumulate)
-    if micro is not None and micro.num_micro_batches > 1 and not micro.vertical:
+    if micro is not None and micro.num_micro_batches > 1 and not micro.layerwise:
         problems = [f"{micro}: each micro-batch would read and write all that were added up before"]
-        fix = f"add them up block by block, and write the sum once: {replace(micro, vertical=True)}"
+        fix = f"add them up block by block, and write the sum once: {replace(micro, schedule='layerwise')}"
         raise TransformError("offload", "gradients that wait on disk cannot be added up in a loop", problems, fix)
     zero, precision = zero_of(step, mesh), precision_of(step)
     tiers, trained = (

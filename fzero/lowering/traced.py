@@ -106,16 +106,16 @@ def trace_step(
 
 
 def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:
-    """Raises FzeroValueError where `whole` accepts no leaf of the batch, or some paths of a tied one."""
-    if accumulation.whole is None:
+    """Raises FzeroValueError if `replicated` accepts no leaf of the batch, or only some of the paths of a tied leaf."""
+    if accumulation.replicated is None:
         return
-    paths, whole = [x.path for x in batch.leaves], [not accumulation.cuts(x) for x in batch.leaves]
-    if not any(whole) and (missed := accepts_none("whole", accumulation.whole, paths)):
-        what, fix = "all leaves of the batch are cut", "give a path as it stands here, or leave `whole` out"
+    paths, replicated = [x.path for x in batch.leaves], [not accumulation.cuts(x) for x in batch.leaves]
+    if not any(replicated) and (missed := accepts_none("replicated", accumulation.replicated, paths)):
+        what, fix = "all leaves of the batch are cut", "give a path as it stands here, or leave `replicated` out"
         raise FzeroValueError("accumulate", what, missed, fix)
-    if torn := torn_ties(paths, batch.ties, whole, "whole"):
-        what = "leaves of the batch are one tensor, and `whole` accepts some of its paths"
-        fix = "give x.clone() for those that are to be whole"
+    if torn := torn_ties(paths, batch.ties, replicated, "replicated"):
+        what = "leaves of the batch are one tensor, and `replicated` accepts some of its paths"
+        fix = "give x.clone() for the paths that are to be replicated"
         raise FzeroValueError("accumulate", what, torn, fix)
 
 

@@ -25,7 +25,7 @@ from fzero.step import Step
 from fzero.trace.record import without_gc
 from fzero.transforms import remat
 from fzero.transforms.base import find
-from fzero.transforms.once_a_step import OnceAStep
+from fzero.transforms.hierarchical import Hierarchical
 
 RECENT = 4
 """Choices whose programs of the last passes are kept: a search takes one of the last that it looks at."""
@@ -237,7 +237,7 @@ def first_choice(step: Step, mesh: AbstractMesh, limited: bool) -> Choice:
     """The choice that takes least memory. `limited`: there is a budget of it; without one, where a line is a launch,
     a choice with few of them instead."""
     policy = (find(step.transforms, remat.Remat) or remat.Remat()).policy
-    once = find(step.transforms, OnceAStep)
+    once = find(step.transforms, Hierarchical)
     stay = 0.0 if once is None else once.least if limited else once.most
     choice = Choice(0.0 if policy == "auto" and limited else policy, stay=stay)
     return choice if limited or mesh.device_type == "cpu" else few_launches(choice)

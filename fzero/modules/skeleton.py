@@ -154,8 +154,8 @@ def check_plain(own: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tens
     if problems:
         fix = (
             "change gradients in the optimizer: fz.optim.chain(fz.optim.GradientTransformation(init, update), "
-            "fz.optim.adamw(...)), whose update calls fz.optim.whole(hook) for this leaf (a hook makes the tensors it "
-            "uses); tie parameters by binding "
+            "fz.optim.adamw(...)), whose update calls fz.optim.unsharded(hook) for this leaf (a hook makes the "
+            "tensors it uses); tie parameters by binding "
             "one to both names (b.weight = a.weight), and take views of them in the forward"
         )
         raise FzeroTypeError("functionalize", "tensors of the module are more than values", problems, fix)

@@ -9,15 +9,16 @@
 
 Names and meanings are optax's. [Note: optimizers on shards] `update` combines the tensors of a leaf and 0-dim tensors
 pointwise, and sums over whole leaves. So it means the same on a flat shard, given an all_reduce for each sum, and
-nothing here knows about meshes. A function marked with `whole` is given whole leaves. Whatever depends on the step
+nothing here knows about meshes. A function marked with `unsharded` is given whole leaves. Whatever depends on the step
 alone (learning rate, bias corrections) is computed once per update as a 0-dim tensor, never inside a leaf's arithmetic.
 
 Arithmetic and state are float32, or float64 for float64 leaves, whatever the dtypes of gradients and parameters.
 `None` in place of a leaf (a frozen parameter) must stand in params, grads and updates alike, and passes through.
 """
 
-from typing import NoReturn
+from typing import Any
 
+from fzero.deprecation import warn
 from fzero.errors import no_attribute
 from fzero.optim.adadelta import AdadeltaState, adadelta
 from fzero.optim.adafactor import AdafactorState, adafactor
@@ -58,7 +59,7 @@ from fzero.optim.transforms import (
     scale_by_schedule,
     set_to_zero,
 )
-from fzero.optim.whole import whole
+from fzero.optim.unsharded import unsharded
 
 __all__ = [
     "ASGDState",
@@ -119,11 +120,11 @@ __all__ = [
     "skip_nonfinite",
     "stochastic_round",
     "trace",
+    "unsharded",
     "warmup_cosine",
     "warmup_decay_lr",
     "warmup_lr",
     "warmup_stable_decay",
-    "whole",
 ]
 
 
@@ -137,7 +138,10 @@ _ABSENT = {
 """Optimizers of torch.optim that are absent, in small letters: why, and what to use."""
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
+    if name == "whole":
+        warn("fz.optim.whole", "fz.optim.unsharded")
+        return unsharded
     if absent := _ABSENT.get(name.lower()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {absent[0]}\nFix: {absent[1]}")
     raise no_attribute(__name__, name, __all__)

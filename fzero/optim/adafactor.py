@@ -26,7 +26,7 @@ from fzero.optim.leaves import (
     upcast,
 )
 from fzero.optim.schedules import Schedule
-from fzero.optim.whole import whole
+from fzero.optim.unsharded import unsharded
 from fzero.tree import Tree
 
 _WHERE = "optim.adafactor"
@@ -73,7 +73,7 @@ def adafactor(
         weight_decay: at least 0, multiplied by the learning rate.
         maximize: ascend instead of descend.
 
-    Communication: on shards the gradients of matrices are gathered, as of `optim.whole`; two all_reduces of 4
+    Communication: on shards the gradients of matrices are gathered, as of `optim.unsharded`; two all_reduces of 4
         bytes a leaf, before coalescing.
 
     Memory: `4 (m + n)` bytes of a matrix [m, n], on every rank; 4 bytes an element of a vector (8 for float64).
@@ -135,7 +135,7 @@ def adafactor(
     return GradientTransformation(init, update)
 
 
-@whole
+@unsharded
 def _factored(
     g: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, share: torch.Tensor, least: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

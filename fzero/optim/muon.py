@@ -17,7 +17,7 @@ from fzero.optim.leaves import check, leafwise, need_params, new_count, new_mome
 from fzero.optim.masking import partition
 from fzero.optim.quantized import SIGNED, Coded, new_codes
 from fzero.optim.schedules import Schedule
-from fzero.optim.whole import whole
+from fzero.optim.unsharded import unsharded
 from fzero.tree import Tree
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -89,7 +89,7 @@ def muon(
     and T tokens a step. By plan 64 layers of width 1,024 with 65,536 tokens on 8 H100 take 115 ms a step, with `adamw`
     108: 4.0 of the 6.8 ms are products in bf16, 2 are launches.
 
-    Communication: on shards as of `optim.whole`, with 2 bytes an element in each direction ("fp32": 4).
+    Communication: on shards as of `optim.unsharded`, with 2 bytes an element in each direction ("fp32": 4).
 
     Memory: 4 bytes a parameter (8 for float64); 1.02 with `state_dtype="int8"`.
 
@@ -197,7 +197,7 @@ def _are_matrices(shape: torch.Size, num: int) -> bool:
     return len(shape) == 3 and shape[0] == num
 
 
-@whole
+@unsharded
 def _orthogonal(u: torch.Tensor, num: int, steps: int, eps: float) -> torch.Tensor:
     """Each of `num` matrices with its singular values near 1, by Newton and Schulz."""
     a, b, c = _COEFFICIENTS

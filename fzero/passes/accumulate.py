@@ -1,4 +1,4 @@
-"""Repeats the lines of loss and gradients for each micro-batch, in a loop or vertically, and adds up their sums."""
+"""Repeats the lines of loss and gradients for each micro-batch, in a loop or layer by layer, and adds up their sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rewrite(program: Program, num: int, batch: Mapping[str, tuple[int, ...]]) ->
     shape of each input that is cut."""
     record = find(program.transforms, Accumulate)
     lines, totals = (
-        _repeated(program, num, batch) if record is not None and record.vertical else _looped(program, num, batch)
+        _repeated(program, num, batch) if record is not None and record.layerwise else _looped(program, num, batch)
     )
     update = _update(program)
     grads = {leaf: totals[name] for leaf, name in program.grads.items()}

@@ -17,7 +17,7 @@ FARTHEST = 3  # blocks ahead that a gather is tried to start
 class Choice:
     """A choice for everything that a step leaves open. `remat`: a policy of the transform; `whole_grads`: gradients of
     micro-batches add up whole and are reduced once a step, or not, `because`; `stay`: the share of blocks whose
-    parameters stay gathered over the axis of `once_a_step`; `cast_once`: shards are cast once for all micro-batches,
+    parameters stay gathered over the axis of `hierarchical`; `cast_once`: shards are cast once for all micro-batches,
     and take the room; `host_share`: how much of what rests off the device is updated on the host, by bytes,
     `share_because`; `grads`: which gradients wait in host memory (`waiting_on_host` of passes/off_device.py); `guess`:
     the tiers whose leaves are updated on a guess (passes/speculate.py); `rests`: what `offload("auto")` moves off the

@@ -489,13 +489,14 @@ class _ToParts:
 
     def _check(self) -> None:
         """Raises naming the operations that every rank would compute whole, above the bytes that the spec allows."""
-        large = {of: nbytes for of, nbytes in self.whole.items() if nbytes > self.spec.whole_bytes}
+        large = {of: nbytes for of, nbytes in self.whole.items() if nbytes > self.spec.max_replicated_bytes}
         if not large:
             return
         problems = [f"{op} of {fn}: {size(nbytes)}{where}" for (fn, op, where), nbytes in large.items()]
-        most = size(self.spec.whole_bytes)
+        most = size(self.spec.max_replicated_bytes)
         what = f"operations would be computed whole on every rank of {self.axis!r}, of more than {most}"
-        fix = f"{self.spec.way_out}, or allow it: fz.{self.spec.name}(..., whole_bytes='{size(max(large.values()))}')"
+        allowed = f"fz.{self.spec.name}(..., max_replicated_bytes='{size(max(large.values()))}')"
+        fix = f"{self.spec.way_out}, or allow it: {allowed}"
         raise FzeroValueError(self.spec.name, what, problems, fix)
 
 

@@ -40,7 +40,7 @@ def rewrite(
         program: a base program, or one with a loop over micro-batches.
         zero: the demands of the parallel transforms.
         whole_grads: whether over micro-batches gradients add up whole, whatever the stage, and are reduced once a step.
-        stay: the share of blocks, from the last, whose parameters stay gathered over the axis of `once_a_step`.
+        stay: the share of blocks, from the last, whose parameters stay gathered over the axis of `hierarchical`.
         cast_once: the leaves of which a loop over micro-batches gathers shards that were cast before it.
     """
     return _Rewrite(program, zero, whole_grads, stay, cast_once).run()

@@ -1,8 +1,8 @@
 """Divides a program among the stages of a pipeline: each gets a program of its own, the lines of its blocks in the
 order of a schedule, with lines that hand values to other stages or take them.
 
-The program of `accumulate(vertical=True)` has each line once a micro-batch. It is the whole program of a pipeline, but
-for its order.
+The program of `accumulate(schedule="layerwise")` has each line once per micro-batch. It is the whole program of a
+pipeline, except for the order.
 
 [Note: stages] A line belongs to a stage:
   - a block's to that of the block;

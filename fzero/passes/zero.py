@@ -13,13 +13,13 @@ from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
 from fzero.transforms.base import Transform, find
 from fzero.transforms.cutting import Cutting
-from fzero.transforms.once_a_step import OnceAStep
+from fzero.transforms.hierarchical import Hierarchical
 from fzero.transforms.shard import Parallel, ShardParams
 
 
-def keeps_gathers(transforms: tuple[Transform, ...]) -> OnceAStep | None:
-    """The `once_a_step` among them, if parameters are gathered over its axis."""
-    once = find(transforms, OnceAStep)
+def keeps_gathers(transforms: tuple[Transform, ...]) -> Hierarchical | None:
+    """The `hierarchical` among them, if parameters are gathered over its axis."""
+    once = find(transforms, Hierarchical)
     gathers = once and any(isinstance(t, ShardParams) and once.axis in t.axes for t in transforms)
     return once if gathers else None
 
@@ -31,7 +31,7 @@ class Zero:
     specs: tuple[Parallel, ...]
     mesh: AbstractMesh
     casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
-    once: OnceAStep | None = None
+    once: Hierarchical | None = None
     cutting: tuple[Cutting, ...] = ()  # the specs that cut anything on this mesh, in order
     stages: str | None = None  # the axis of a pipeline
     # by path of a leaf and stage, the axes of the specs that shard it: predicates are asked once
@@ -88,7 +88,7 @@ class Zero:
         return param.with_layout(axes=finest if coded or self.casts(param) else self.params(param), grid=finest)
 
     def check_once(self, leaves: Sequence[Leaf]) -> None:
-        """Raises if none of these parameters is cut over the axis of `once_a_step`, though a transform names it."""
+        """Raises if none of these parameters is cut over the axis of `hierarchical`, though a transform names it."""
         once = self.once
         cut = [tuple(a for a in r.axes if self.mesh.axes[a] > 1) for r in self.specs if r.stage > 1]
         if once is None or not any(once.axis in axes[1:] for axes in cut):
@@ -100,8 +100,8 @@ class Zero:
         shown = [f"{leaf}: {few if leaf.numel < num else 'left out'}" for leaf in leaves]
         more = [f"and {len(leaves) - 5} more"] if len(leaves) > 5 else []
         what = f"does nothing over axis {once.axis!r}: no parameter is cut over it"
-        fix = "let `where` accept large parameters, or leave once_a_step out"
-        raise FzeroValueError("once_a_step", what, [*(f"{r}" for r in self.specs), *shown[:5], *more], fix)
+        fix = "let `where` accept large parameters, or leave hierarchical out"
+        raise FzeroValueError("hierarchical", what, [*(f"{r}" for r in self.specs), *shown[:5], *more], fix)
 
     def check(self) -> None:
         problems = [f"{r}: the mesh has {self.mesh}" for r in self.specs if not {*r.axes} <= {*self.mesh.axes}]
@@ -124,7 +124,7 @@ class Zero:
                 f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it",
             )
 
-    def _check_once(self, once: OnceAStep) -> None:
+    def _check_once(self, once: Hierarchical) -> None:
         """Raises if a step has nothing that would cross the axis less often."""
         axis, cut = once.axis, [r for r in self.specs if once.axis in r.axes and r.stage > 1]
         if cut and any(r.axes[0] != axis for r in cut):
@@ -143,5 +143,5 @@ class Zero:
             what = (
                 f"no parameter or gradient is sharded over {axis!r}, so what crosses it crosses it once a step already"
             )
-            fix = f"shard over it too: fz.shard_params(axis=('data', {axis!r})); or leave once_a_step out"
-        raise FzeroValueError("once_a_step", title, [what, *(f"{r}" for r in self.specs)], fix)
+            fix = f"shard over it too: fz.shard_params(axis=('data', {axis!r})); or leave hierarchical out"
+        raise FzeroValueError("hierarchical", title, [what, *(f"{r}" for r in self.specs)], fix)

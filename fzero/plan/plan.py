@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.arguments import path_like, plain_numbers
+from fzero.deprecation import attribute_alias, keyword_aliases
 from fzero.errors import FzeroTypeError
 from fzero.plan.cost import (
     HOST,
@@ -80,7 +81,7 @@ class StagePlan(NamedTuple):
         num_blocks: that it has.
         compute_seconds: in which functions run.
         bubble: the share of the step in which it waits for other stages, or is done before the last of them.
-        peak_bytes, host_peak_bytes, resting_bytes: as of `Plan`.
+        peak_bytes, host_peak_bytes, persistent_bytes: as of `Plan`.
         sent_bytes: what it hands to other stages in a step.
     """
 
@@ -89,8 +90,10 @@ class StagePlan(NamedTuple):
     bubble: float
     peak_bytes: int
     host_peak_bytes: int
-    resting_bytes: int
+    persistent_bytes: int
     sent_bytes: int
+
+    resting_bytes = attribute_alias("StagePlan", "resting_bytes", "persistent_bytes")
 
 
 class PlanDecision(NamedTuple):
@@ -115,17 +118,17 @@ class Plan:
         waits: every line that waits, in order.
         peak_bytes: the most memory of the device alive at once, the state included, with its line `peak_line` and what
             it is for, `breakdown`.
-        resting_bytes: the state on the device between steps.
-        host_peak_bytes, host_resting_bytes: likewise of the host's memory; 0 where that is the device's, which then
+        persistent_bytes: the state on the device between steps.
+        host_peak_bytes, host_persistent_bytes: likewise of the host's memory; 0 where that is the device's, which then
             counts it. `host_breakdown`: what that peak is for.
         disk_bytes: the scratch files: leaves on disk, each in whole sectors (`layout.padded`).
-        ward_bytes: the host memory in which `fz.run` keeps what another rank sends (`redundant`), two slots; part of no
-            peak.
+        peer_replica_bytes: the host memory in which `fz.run` keeps the state that another rank sends (`redundant`),
+            two copies; part of no peak.
         pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.
         model_flops: products of one step of this rank's part of the batch, recomputation left out.
         mfu: model FLOPs utilisation (PaLM, Chowdhery et al. 2022): the share of the step that the device would need for
             `model_flops` at its peak, in the dtype that most products run in. None if the device's peak is not known.
-        speed_of_light: likewise at the rate that it attains.
+        roofline_fraction: like `mfu`, but relative to the rate that the device attains instead of its peak.
         memory: a sample a line that runs, in order; of a loop, two turns.
         events: the timeline.
         lines: the text of every line.
@@ -142,7 +145,7 @@ class Plan:
         >>> step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)))
         >>> params, batch = {"w": torch.empty(1024, 512, device="meta")}, torch.empty(8, 1024, device="meta")
         >>> found = fz.lower(step, fz.AbstractMesh(data=8), params, batch).plan
-        >>> found.resting_bytes, found.channels["gather:data"].bytes
+        >>> found.persistent_bytes, found.channels["gather:data"].bytes
         (262176, 1835008)
         >>> fz.fits(found, "80GB")
         True
@@ -160,23 +163,28 @@ class Plan:
     peak_bytes: int
     peak_line: At
     breakdown: Mapping[str, int]
-    resting_bytes: int
+    persistent_bytes: int
     host_peak_bytes: int
     host_breakdown: Mapping[str, int]
-    host_resting_bytes: int
+    host_persistent_bytes: int
     disk_bytes: int
     pool_bytes: int
     model_flops: float
     mfu: float | None
-    speed_of_light: float
+    roofline_fraction: float
     memory: tuple[Sample, ...] = field(repr=False)
     events: tuple[Event, ...] = field(repr=False)
     lines: tuple[str, ...] = field(repr=False)
     decisions: tuple[PlanDecision, ...] = ()
-    ward_bytes: int = 0
+    peer_replica_bytes: int = 0
     stages: tuple[StagePlan, ...] = ()
     stage_events: tuple[tuple[Event, ...], ...] = field(default=(), repr=False)
     process: tuple[ProcessPart, ...] = ()
+
+    speed_of_light = attribute_alias("Plan", "speed_of_light", "roofline_fraction")
+    resting_bytes = attribute_alias("Plan", "resting_bytes", "persistent_bytes")
+    host_resting_bytes = attribute_alias("Plan", "host_resting_bytes", "host_persistent_bytes")
+    ward_bytes = attribute_alias("Plan", "ward_bytes", "peer_replica_bytes")
 
     def __str__(self) -> str:
         from fzero.plan.render import table
@@ -321,20 +329,20 @@ def plan(
         peak_bytes=peak.total,
         peak_line=At(peak.line, line_of[peak.line]),
         breakdown=dict(zip(ROLES, peak.by_role, strict=True)),
-        resting_bytes=resting_bytes(program),
+        persistent_bytes=resting_bytes(program),
         host_peak_bytes=host_peak.host,
         host_breakdown=dict(zip(ROLES, host_peak.host_by_role, strict=True)),
-        host_resting_bytes=resting_bytes(program, "host"),
+        host_persistent_bytes=resting_bytes(program, "host"),
         disk_bytes=disk_bytes(program),
         pool_bytes=program.pool_bytes,
         model_flops=flops,
         mfu=flops / step_seconds / stated if stated and step_seconds else None,
-        speed_of_light=flops / step_seconds / found.rate(dtype) if step_seconds else 0.0,
+        roofline_fraction=flops / step_seconds / found.rate(dtype) if step_seconds else 0.0,
         memory=tuple(memory),
         events=tuple(timeline.events),
         lines=tuple(line_of),
         decisions=tuple(decisions),
-        ward_bytes=ward_bytes(program),
+        peer_replica_bytes=ward_bytes(program),
         stages=tuple(
             _stage(x, of, step_seconds, found, backend)
             for x, of in zip(stages, timelines, strict=True)
@@ -357,7 +365,7 @@ def _stage(program: Program, timeline: Timeline, step_seconds: float, device: De
         bubble=waits / step_seconds if step_seconds else 0.0,
         peak_bytes=peak,
         host_peak_bytes=host,
-        resting_bytes=resting_bytes(program),
+        persistent_bytes=resting_bytes(program),
         sent_bytes=sum(transfer_bytes(line, program.values_by_name, program.mesh) for line in hands),
     )
 
@@ -403,15 +411,16 @@ def _timelines(programs: Sequence[Program], device: Device, backend: str) -> lis
     return simulate(programs, lambda line, program: seconds(line, program, rates, backend), device.asynchronous)
 
 
+@keyword_aliases("fz.fits", whole="include_process")
 @plain_numbers
-def fits(plan: Plan, budget: str | int, *, whole: bool = False) -> bool:
+def fits(plan: Plan, budget: str | int, *, include_process: bool = False) -> bool:
     """Whether a plan's peak, of a pipeline that of every stage, stays within a budget of memory.
 
     Args:
         plan: of a step.
         budget: bytes of each rank, or text: "80GB" (10^9), "24GiB" (2^30).
-        whole: whether the budget is the whole of a card or a container, which the process is in too
-            (`Plan.process_bytes`).
+        include_process: whether the budget must also hold the process itself (`Plan.process_bytes`), as the memory of
+            a whole device or container does.
 
     Raises:
         FzeroValueError: text that is not a size.
@@ -423,11 +432,11 @@ def fits(plan: Plan, budget: str | int, *, whole: bool = False) -> bool:
         >>> plan = fz.lower(step, fz.AbstractMesh(data=1), params, batch, device="h100").plan
         >>> fits(plan, "80GB"), fits(plan, "1KiB")
         (True, False)
-        >>> fits(plan, "500MiB"), fits(plan, "500MiB", whole=True)
+        >>> fits(plan, "500MiB"), fits(plan, "500MiB", include_process=True)
         (True, False)
     """
     peak = max([plan.peak_bytes, *(stage.peak_bytes for stage in plan.stages)])
-    return peak + plan.process_bytes * whole <= parse_bytes(budget)
+    return peak + plan.process_bytes * include_process <= parse_bytes(budget)
 
 
 def compute_dtype(program: Program) -> torch.dtype:

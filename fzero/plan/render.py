@@ -43,9 +43,13 @@ def tables(plan: Plan) -> list[TextTable]:
     share = plan.exposed_seconds / plan.step_seconds if plan.step_seconds else 0.0
     totals = [
         ("peak memory", size(plan.peak_bytes), f"line {plan.peak_line.index}: {brief(plan.peak_line.text, 72)}"),
-        ("at rest", size(plan.resting_bytes), "the state between steps"),
+        ("at rest", size(plan.persistent_bytes), "the state between steps"),
         ("the process", size(plan.process_bytes), f"beside the peak: {_largest_part(plan)}"),
-        *([("wards", size(plan.ward_bytes), "host memory of fz.run: another rank's state")] if plan.ward_bytes else []),
+        *(
+            [("wards", size(plan.peer_replica_bytes), "host memory of fz.run: another rank's state")]
+            if plan.peer_replica_bytes
+            else []
+        ),
         ("time", duration(plan.step_seconds), f"{duration(plan.compute_seconds)} compute"),
         ("exposed transfers", duration(plan.exposed_seconds), f"{share:.1%} of the step"),
         ("bound by", plan.bound_by, f"{plan.busy[plan.bound_by]:.1%} busy"),
@@ -60,7 +64,7 @@ def tables(plan: Plan) -> list[TextTable]:
     if plan.stages:
         columns = ("stage", "blocks", "peak", "at rest", "compute", "bubble", "hands on")
         rows = [
-            (str(n), str(x.num_blocks), size(x.peak_bytes), size(x.resting_bytes), duration(x.compute_seconds))
+            (str(n), str(x.num_blocks), size(x.peak_bytes), size(x.persistent_bytes), duration(x.compute_seconds))
             + (f"{x.bubble:.1%}", size(x.sent_bytes))
             for n, x in enumerate(plan.stages)
         ]
@@ -72,8 +76,8 @@ def tables(plan: Plan) -> list[TextTable]:
             f"{role} {size(n)}" for role, n in sorted(plan.host_breakdown.items(), key=lambda item: -item[1]) if n
         )
         tiers = [
-            ("device", size(plan.resting_bytes), size(plan.peak_bytes), ""),
-            ("host", size(plan.host_resting_bytes), size(plan.host_peak_bytes), on_host or "the device's memory"),
+            ("device", size(plan.persistent_bytes), size(plan.peak_bytes), ""),
+            ("host", size(plan.host_persistent_bytes), size(plan.host_peak_bytes), on_host or "the device's memory"),
             ("disk", size(plan.disk_bytes), size(plan.disk_bytes), "scratch files"),
         ]
         out.append(TextTable("tiers", ("", "at rest", "peak", ""), tiers))
@@ -103,7 +107,7 @@ def _largest_part(plan: Plan) -> str:
 
 
 def _utilisation(plan: Plan) -> str:
-    attained = f"{plan.speed_of_light:.1%} of what"
+    attained = f"{plan.roofline_fraction:.1%} of what"
     return (
         f"{attained} the device attains"
         if plan.mfu is None
@@ -208,6 +212,15 @@ def brief(text: str, width: int = 84) -> str:
 # --- data ---
 
 
+_RENAMED = {
+    "speed_of_light": "roofline_fraction",
+    "resting_bytes": "persistent_bytes",
+    "host_resting_bytes": "host_persistent_bytes",
+    "ward_bytes": "peer_replica_bytes",
+}
+"""Deprecated keys of the JSON, and the new ones. JSON cannot warn, so both are there until the old ones are removed."""
+
+
 def as_json(plan: Plan) -> str:
     """Every field but the timeline. `memory` has a row a sample: line, turn, then bytes in the order of
     `memory_columns`."""
@@ -226,12 +239,13 @@ def as_json(plan: Plan) -> str:
             {"line": w.line.index, "text": w.line.text, "channel": w.channel, "seconds": w.seconds} for w in plan.waits
         ],
         "decisions": [d._asdict() for d in plan.decisions],
-        "stages": [stage._asdict() for stage in plan.stages],
+        "stages": [{**x._asdict(), "resting_bytes": x.persistent_bytes} for x in plan.stages],
         "bubble": plan.bubble,
         "memory_columns": ["line", "turn", *ROLES],
         "memory": [[s.line, s.turn, *s.by_role] for s in plan.memory],
         "host_memory": [s.host for s in plan.memory],
     }
+    data |= {old: data[new] for old, new in _RENAMED.items()}
     return json.dumps(data, indent=1) + "\n"
 
 

@@ -183,8 +183,8 @@ def propagate(
                 want[arg].add(needs)
     if problems:
         fix = (
-            "a function that reads a matrix as a matrix: optim.whole(fn)(leaf); or keep this leaf whole: where=lambda "
-            "path, leaf: ..."
+            "a function that reads a matrix as a matrix: optim.unsharded(fn)(leaf); or keep this leaf whole: "
+            "where=lambda path, leaf: ..."
         )
         raise FzeroTypeError(owner, "cannot run on shards", problems, fix)
     graph = compat.Graph()

@@ -18,10 +18,10 @@ from fzero.transforms.fp8 import Fp8
 @dataclass(frozen=True)
 class Cutting(Transform):
     """A mesh axis along which every rank computes with its part of the values. An operation of
-    more than `whole_bytes` that every rank would compute whole is an error."""
+    more than `max_replicated_bytes` that every rank would compute whole is an error."""
 
     axis: str = ""
-    whole_bytes: int = 1 << 20
+    max_replicated_bytes: int = 1 << 20
     order: ClassVar[int] = 45
     cuts_batch: ClassVar[bool] = False
     """Whether ranks along the axis have rows of their own; else they have the same batch."""

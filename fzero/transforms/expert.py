@@ -11,6 +11,7 @@ import torch
 
 from fzero.arguments import amount, keywords
 from fzero.boxes import Dim
+from fzero.deprecation import keyword_aliases
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
 from fzero.transforms.base import Transform, applied
@@ -56,17 +57,22 @@ class ExpertParallel(Cutting):
 
     def __str__(self) -> str:
         where = getattr(self.where, "__name__", repr(self.where))
-        said = [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
+        said = (
+            []
+            if self.max_replicated_bytes == 1 << 20
+            else [f"max_replicated_bytes={size(self.max_replicated_bytes)!r}"]
+        )
         return f"{self.name}({', '.join([f'axis={self.axis!r}', f'where={where}', *said])})"
 
 
+@keyword_aliases("fz.expert_parallel", whole_bytes="max_replicated_bytes")
 @keywords
 def expert_parallel(
     step: Any = None,
     *,
     where: Callable[[str, torch.Tensor], bool],
     axis: str = "expert",
-    whole_bytes: int | str = "1MiB",
+    max_replicated_bytes: int | str = "1MiB",
 ) -> Any:
     """Cuts experts' parameters and the batch over `axis`; around products with these parameters ranks exchange rows.
 
@@ -80,7 +86,7 @@ def expert_parallel(
         step: a training or evaluation step; without one a transform is returned.
         where: a predicate of a parameter's path and a meta tensor like it: whether it is of experts, by its first dim.
         axis: the mesh axis. It cuts the batch.
-        whole_bytes: an operation for which more bytes of experts than this are gathered is an error instead.
+        max_replicated_bytes: an operation for which more bytes of experts than this are gathered is an error instead.
 
     Communication: of a block with two products, 2 all_to_alls in the forward and 2 in the backward, of its rows:
         (E-1)/E of them each. Gradients of experts are not reduced over `axis`: those of all rows meet where they are.
@@ -90,7 +96,7 @@ def expert_parallel(
     Raises:
         FzeroTypeError: a `where` that cannot be called, an `axis` that is not a name.
         FzeroValueError: when the program is built, a number of experts that does not divide; a `where` with
-            nothing to act on; an operation above `whole_bytes`.
+            nothing to act on; an operation above `max_replicated_bytes`.
         TransformError: `tensor_parallel` or `fp8`; one of two tied names.
 
     Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
@@ -112,9 +118,9 @@ def expert_parallel(
         ['all_to_all_start', 'all_to_all_start']
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
-    problems += amount("whole_bytes", whole_bytes)
+    problems += amount("max_replicated_bytes", max_replicated_bytes)
     problems += [] if callable(where) else [f"where={where!r}: a predicate (path, leaf) -> bool"]
     if problems:
         fix = "e.g. fz.expert_parallel(where=lambda path, leaf: 'experts' in path)"
         raise FzeroTypeError("expert_parallel", "invalid arguments", problems, fix)
-    return applied(ExpertParallel(axis=axis, whole_bytes=parse_bytes(whole_bytes), where=where), step)
+    return applied(ExpertParallel(axis=axis, max_replicated_bytes=parse_bytes(max_replicated_bytes), where=where), step)

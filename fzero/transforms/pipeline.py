@@ -14,8 +14,8 @@ from fzero.layout import Leaf, Only
 from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.fp8 import Fp8
+from fzero.transforms.hierarchical import Hierarchical
 from fzero.transforms.offload import Offload
-from fzero.transforms.once_a_step import OnceAStep
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
 from fzero.transforms.shard import Parallel
@@ -24,7 +24,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
 GATHERS = ("step", "micro")
 UNIT = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 """A unit of a table of one's own: forward, backward or weights, the micro-batch, the chunk."""
-_NOT_YET = (Fp8, Offload, OnceAStep)
+_NOT_YET = (Fp8, Offload, Hierarchical)
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def pipeline(
     on to the next, micro-batch by micro-batch.
 
     It needs `accumulate(m)` for the micro-batches, which then run in the order of `schedule`. Equal to the step with
-    `accumulate(m, vertical=True)` alone: in fp32 the same bits. A rank has only the parameters and optimizer state of
-    its own stages. A leaf that several stages read, such as a tied embedding, belongs to the first of them. Every rank
-    along `axis` gets the same rows, and returns the same metrics. The stages are laid out for the `batch` given to
-    `fz.compile`, or else at the first step: until then every rank has the whole state.
+    only `accumulate(m, schedule="layerwise")`: in fp32 the same bits. A rank has only the parameters and optimizer
+    state of its own stages. A leaf that several stages read, such as a tied embedding, belongs to the first of them.
+    Every rank along `axis` gets the same rows, and returns the same metrics. The stages are laid out for the `batch`
+    given to `fz.compile`, or else at the first step: until then every rank has the whole state.
 
     Args:
         step: a training step; without one a transform is returned.
@@ -125,7 +125,7 @@ def pipeline(
             parameters. Also a backward that reads what an earlier stage's makes, and an update of leaves of two stages
             at once.
         TransformError: a parallel transform or `redundant` over `axis`; `offload`,
-            `once_a_step`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
+            `hierarchical`, `fp8`, or a `mixed_precision` that watches blocks; an evaluation.
         VerifyError: stages that wait for each other.
 
     Papers: Huang et al., GPipe, 2019; Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training,

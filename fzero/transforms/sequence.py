@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from fzero.arguments import amount, keywords
 from fzero.boxes import Dim
+from fzero.deprecation import keyword_aliases
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.trace.cut_rules import Attention, nearest
 from fzero.transforms.base import Transform, applied
@@ -65,13 +66,18 @@ class SequenceParallel(Cutting):
 
     def __str__(self) -> str:
         said = [] if self.attention == "auto" else [f"attention={self.attention!r}"]
-        said += [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
+        said += (
+            []
+            if self.max_replicated_bytes == 1 << 20
+            else [f"max_replicated_bytes={size(self.max_replicated_bytes)!r}"]
+        )
         return f"{self.name}({', '.join([f'axis={self.axis!r}', *said])})"
 
 
+@keyword_aliases("fz.sequence_parallel", whole_bytes="max_replicated_bytes")
 @keywords
 def sequence_parallel(
-    step: Any = None, *, axis: str = "seq", attention: Attention = "auto", whole_bytes: int | str = "1MiB"
+    step: Any = None, *, axis: str = "seq", attention: Attention = "auto", max_replicated_bytes: int | str = "1MiB"
 ) -> Any:
     """Cuts what passes between blocks by position over `axis`; around attention ranks exchange positions for heads.
 
@@ -87,7 +93,8 @@ def sequence_parallel(
             and back; heads of keys that are fewer are sent to each rank that reads them. "keys": keys and values are
             gathered, queries stay. "auto": heads, where the heads of the queries divide by the axis. Attention that is
             written in products gathers keys and values.
-        whole_bytes: an operation whose whole inputs take more bytes than this on a rank is an error instead.
+        max_replicated_bytes: the largest operation that every rank may compute on unsharded inputs, in bytes of
+            these inputs. A larger one is an error.
 
     Communication: "heads": an attention exchanges 4 values of its size (queries, keys, values, results) in the forward
         and 4 in the backward: (S-1)/S of a rank's part each, less for keys of fewer heads. "keys": it gathers 2 in the
@@ -99,7 +106,7 @@ def sequence_parallel(
     Raises:
         FzeroTypeError: an `axis` that is not a name, another `attention`.
         FzeroValueError: when the program is built, positions, or heads that are asked for, that do not divide; a step
-            without blocks; an operation above `whole_bytes`.
+            without blocks; an operation above `max_replicated_bytes`.
         TransformError: `data_parallel` over `axis`; `tensor_parallel(sequence=True)`; `fp8`.
 
     Paper: Jacobs et al., DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
@@ -121,8 +128,10 @@ def sequence_parallel(
         [('all_to_all_start', 3), ('all_to_all_start', 1)]
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
-    problems += amount("whole_bytes", whole_bytes)
+    problems += amount("max_replicated_bytes", max_replicated_bytes)
     problems += [] if attention in _WAYS else [f"attention={attention!r}: one of {', '.join(map(repr, _WAYS))}"]
     if problems:
         raise FzeroTypeError("sequence_parallel", "invalid arguments", problems, "e.g. axis='seq'")
-    return applied(SequenceParallel(axis=axis, attention=attention, whole_bytes=parse_bytes(whole_bytes)), step)
+    return applied(
+        SequenceParallel(axis=axis, attention=attention, max_replicated_bytes=parse_bytes(max_replicated_bytes)), step
+    )

@@ -143,13 +143,13 @@ def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", w
 def shard_grads(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
     """ZeRO-2: as `shard_opt_state`, and no whole gradient outlives the backward of its block.
 
-    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated; vertically a block's
-    sum leaves, once a step.
+    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated. With the
+    layerwise schedule the sum of a block's gradients leaves, once per step.
 
     Args: as `shard_opt_state`.
 
-    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch, unless it is `accumulate(n,
-        vertical=True)`.
+    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch, except with
+        `accumulate(n, schedule="layerwise")`.
     Memory: at rest as `shard_opt_state`; during the step 4P/N bytes of gradients instead of 4P.
 
     Raises: as `shard_opt_state`.
@@ -185,8 +185,8 @@ def shard_params(
 
     Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype,
         and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch
-        under `accumulate` unless `vertical`. Over several axes as for `shard_opt_state`; `once_a_step` has what crosses
-        the last of them cross it once a step.
+        under `accumulate`, except with its layerwise schedule. Over several axes as for `shard_opt_state`;
+        with `hierarchical`, once per step over the last axis.
     Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most
         two blocks' gathered parameters and one block's gradients besides.
 

@@ -13,6 +13,7 @@ import torch
 
 from fzero.arguments import amount, flag, keywords, python_numbers
 from fzero.boxes import Dim
+from fzero.deprecation import keyword_aliases
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.layout import Leaf
 from fzero.step import EvalStep
@@ -83,7 +84,11 @@ class TensorParallel(Cutting):
 
     def __str__(self) -> str:
         said = ["sequence=True"] if self.sequence else []
-        said += [] if self.whole_bytes == 1 << 20 else [f"whole_bytes={size(self.whole_bytes)!r}"]
+        said += (
+            []
+            if self.max_replicated_bytes == 1 << 20
+            else [f"max_replicated_bytes={size(self.max_replicated_bytes)!r}"]
+        )
         return f"{self.name}({', '.join([f'axis={self.axis!r}', f'rules={self.shown_rules}', *said])})"
 
     @property
@@ -94,6 +99,7 @@ class TensorParallel(Cutting):
         return "{" + ", ".join(f"{glob!r}: {_shown(dim)}" for glob, dim in self.rules) + "}"
 
 
+@keyword_aliases("fz.tensor_parallel", whole_bytes="max_replicated_bytes")
 @keywords
 def tensor_parallel(
     step: Any = None,
@@ -101,7 +107,7 @@ def tensor_parallel(
     axis: str = "model",
     rules: Rules | None = None,
     sequence: bool = False,
-    whole_bytes: int | str = "1MiB",
+    max_replicated_bytes: int | str = "1MiB",
 ) -> Any:
     """Cuts parameters along a dim over `axis`, and computes with the parts: ranks exchange results, not parameters.
 
@@ -120,7 +126,8 @@ def tensor_parallel(
             program's header prints them.
         sequence: whether what passes between blocks is cut by position (dim 1) as well: norms, residuals and dropouts
             are not repeated. Each all_reduce becomes a reduce_scatter and an all_gather.
-        whole_bytes: an operation whose whole inputs take more bytes than this on a rank is an error instead.
+        max_replicated_bytes: the largest operation that every rank may compute on unsharded inputs, in bytes of
+            these inputs. A larger one is an error.
 
     Communication: of a transformer block whose first matrix of a pair is cut by columns and whose second by rows, two
         all_reduces of its activations in the forward and two in the backward: 2 (M-1)/M of their bytes each.
@@ -129,7 +136,7 @@ def tensor_parallel(
     Raises:
         FzeroTypeError: `rules` that are neither, an `axis` that is not a name.
         FzeroValueError: from `fz.compile` without `batch`, if there are no rules; when the program is built, a rule
-            that no parameter matches; a dim that does not divide; an operation above `whole_bytes`.
+            that no parameter matches; a dim that does not divide; an operation above `max_replicated_bytes`.
         TransformError: an evaluation, if there are no rules; another transform that cuts the batch, or a leaf, over
             `axis`; `fp8`; tied leaves with two rules.
 
@@ -153,7 +160,7 @@ def tensor_parallel(
         tensor_parallel(axis='model', rules={'down': 0, 'up': 1})
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: a name of a mesh axis"]
-    problems += amount("whole_bytes", whole_bytes)
+    problems += amount("max_replicated_bytes", max_replicated_bytes)
     problems += flag("sequence", sequence)
     problems += ["step: a mapping, which no step is: name it, rules="] * isinstance(step, Mapping)
     given: Any = rules
@@ -168,7 +175,7 @@ def tensor_parallel(
     if problems:
         fix = "of nn.Linear, e.g. fz.tensor_parallel(rules={'up.weight': 0, 'up.bias': 0, 'down.weight': 1})"
         raise FzeroTypeError("tensor_parallel", "invalid arguments", problems, fix)
-    return applied(TensorParallel(axis, parse_bytes(whole_bytes), given, sequence), step)
+    return applied(TensorParallel(axis, parse_bytes(max_replicated_bytes), given, sequence), step)
 
 
 def _wrong(glob: Any, rule: Any) -> str:

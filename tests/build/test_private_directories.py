@@ -235,7 +235,7 @@ def saves(root: Path, umask: int) -> dict[str, dict[str, int]]:
             state = run.state(train, {"w": torch.ones(8)}, path=root / "kept", private=True)
             for index in run.steps(state, 2):
                 state, _ = train(state, torch.ones(8))
-                run.keep(state)
+                run.commit(state)
                 run.save(state, wait=index == 0)
 
         fz.run(main, device="cpu")

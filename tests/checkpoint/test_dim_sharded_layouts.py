@@ -215,7 +215,7 @@ def beside(way: str, path: str) -> list[Any]:
     flat = fz.make_mesh(unified_memory=False, **axes), [fz.shard_params(axis=("data", "model"))]
     for more in (
         [fz.mixed_precision("bf16"), fz.accumulate(2)],
-        [fz.offload("cpu", ("opt_state", "params")), fz.accumulate(2, vertical=True)],
+        [fz.offload("cpu", ("opt_state", "params")), fz.accumulate(2, schedule="layerwise")],
         [fz.mixed_precision("bf16"), fz.offload("nvme", ("opt_state", "gradients"), path=path)],
         [fz.mixed_precision("fp16"), fz.remat("none")],
     ):

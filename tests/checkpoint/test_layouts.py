@@ -70,7 +70,7 @@ def whole_state() -> fz.State:
 PLAIN = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2)))
 
 COLUMNS: dict[str, Any] = {"up": 1, "bias": 0, "down": 0}
-STAGED = [fz.accumulate(2, vertical=True), fz.pipeline()]
+STAGED = [fz.accumulate(2, schedule="layerwise"), fz.pipeline()]
 GROUPS = {"up": Dim(1, 3), "bias": Dim(0, 3), "down": Dim(0)}
 LAYOUTS: dict[str, tuple[list[Any], dict[str, int]]] = {
     "one_rank": ([], {"data": 1}),
@@ -83,7 +83,7 @@ LAYOUTS: dict[str, tuple[list[Any], dict[str, int]]] = {
     "two_axes": ([fz.shard_params(axis=BOTH)], {"node": 2, "data": 2}),
     "node_first": ([fz.shard_params(axis=("node", "data"))], {"node": 2, "data": 3}),
     "state_over_more": ([fz.shard_params(), fz.shard_opt_state(axis=BOTH)], {"node": 2, "data": 2}),
-    "once_a_step": ([fz.shard_params(axis=BOTH), fz.once_a_step(), fz.accumulate(2)], {"node": 2, "data": 2}),
+    "hierarchical": ([fz.shard_params(axis=BOTH), fz.hierarchical(), fz.accumulate(2)], {"node": 2, "data": 2}),
     "replicated": ([fz.shard_params(), fz.data_parallel(axis="replica")], {"replica": 2, "data": 2}),
     "redundant": ([fz.shard_params(), fz.redundant()], {"data": 3}),
     "host": ([fz.offload("cpu", ("params", "opt_state"))], {"data": 1}),
@@ -97,7 +97,7 @@ LAYOUTS: dict[str, tuple[list[Any], dict[str, int]]] = {
         {"data": 2, "expert": 2},
     ),
     "pipeline": (STAGED, {"pipe": 2}),
-    "pipeline_of_4": ([fz.accumulate(4, vertical=True), fz.pipeline(schedule="zb")], {"pipe": 4}),
+    "pipeline_of_4": ([fz.accumulate(4, schedule="layerwise"), fz.pipeline(schedule="zb")], {"pipe": 4}),
     "pipeline_interleaved": ([STAGED[0], fz.pipeline(schedule="interleaved", chunks=2)], {"pipe": 2}),
     "pipeline_tensor_zero_3": (
         [*STAGED, fz.tensor_parallel(rules=COLUMNS), fz.shard_params()],

@@ -41,7 +41,7 @@ def test_json_lines_and_what_goes_on_from_them(tmp_path):
     """Steps that come again take the place of those that a run before had written, a line cut off among them."""
     path, said = tmp_path / "deep" / "log.jsonl", []
     train, state = trained()
-    with fz.log(train, path, steps=40, tokens=8, lr=lambda step: 0.1 * (step + 1), say=said.append) as report:
+    with fz.log(train, path, steps=40, tokens=8, lr=lambda step: 0.1 * (step + 1), print_fn=said.append) as report:
         take(train, state, report, 40)
     first = records(path)
     assert [r["step"] for r in first] == list(range(1, 41))
@@ -55,7 +55,7 @@ def test_json_lines_and_what_goes_on_from_them(tmp_path):
     train, state = trained()
     for _ in range(10):
         state, _ = train(state, torch.ones(2, 4))
-    with fz.log(train, path, say=said.append) as report:
+    with fz.log(train, path, print_fn=said.append) as report:
         take(train, state, report, 2, rows=2)
     again = records(path)
     assert [r["step"] for r in again] == list(range(1, 13)) and again[:10] == first[:10] and again[-1]["rows"] == 2
@@ -70,7 +70,7 @@ def test_a_schedule_is_called_as_the_optimizer_calls_it():
 
     found = []
     train, state = trained()
-    with fz.log(train, None, lr=schedule, to=found.append, say=lambda line: None) as report:
+    with fz.log(train, None, lr=schedule, to=found.append, print_fn=lambda line: None) as report:
         take(train, state, report, 6)
     expected = [0.1 * min(1.0, (k + 1) / 4) * 0.5 * (1 + math.cos(math.pi * k / 40)) for k in range(6)]
     assert [r["lr"] for r in found] == pytest.approx(expected, rel=1e-6)
@@ -86,7 +86,7 @@ def test_a_record_that_fails_is_not_logged_again_when_the_log_closes():
     train, state = trained()
     with (
         pytest.raises(fz.errors.FzeroTypeError, match="a schedule returns one number"),
-        fz.log(train, None, lr=schedule, say=lambda line: None) as report,
+        fz.log(train, None, lr=schedule, print_fn=lambda line: None) as report,
     ):
         take(train, state, report, 2)
     assert asked == [0]
@@ -123,7 +123,7 @@ def test_trackers(monkeypatch):
     wandb = types.SimpleNamespace(run=object(), log=lambda record, step: logged.append((step, record)))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     train, state = trained()
-    with fz.log(train, None, to=["wandb", logged.append], say=lambda line: None) as report:
+    with fz.log(train, None, to=["wandb", logged.append], print_fn=lambda line: None) as report:
         take(train, state, report, 2, note="text")
     (step, scalars), record = logged[:2]
     assert step == record["step"] == 1 and scalars["loss"] == record["loss"] and record["note"] == "text"
@@ -149,7 +149,7 @@ def other_rank(path: str) -> list[str]:
     step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.sgd(0.1)))
     train = fz.compile(step, fz.make_mesh(), backend="eager")
     state = train.init({"w": torch.eye(4)})
-    with fz.log(train, path, say=said.append) as report:
+    with fz.log(train, path, print_fn=said.append) as report:
         take(train, state, report, 2)
     return said
 

@@ -109,7 +109,7 @@ def code_of(out: str) -> str:
     ("kind", "flags"),
     [
         ("llama", ("--seq", "16")),
-        ("gpt2", ("--accumulate", "2", "--vertical", "--precision", "fp32", "--remat", "0.5")),
+        ("gpt2", ("--accumulate", "2", "--layerwise", "--precision", "fp32", "--remat", "0.5")),
         ("t5", ("--seq", "8", "--batch", "2", "--remat", "full")),
         ("bert", ("--seq", "8", "--precision", "fp32")),
         ("mixtral", ("--seq", "64", "--precision", "fp32")),
@@ -142,8 +142,10 @@ def test_a_mixture_computes_rows_of_fixed_size(run: Any, saved: Any) -> None:
     flags = ("--devices", "1xh100", "--seq", "64", "--remat", "none")
     code, out, err = run("--hf", saved("mixtral"), *flags)
     assert code == 0, err
-    assert "rows = fz.hf.expert_rows(capacity=1.25)\n" in code_of(out) and "experts_implementation=rows" in code_of(out)
-    assert "assumed: experts: fz.hf.expert_rows" in out
+    assert "rows = fz.hf.experts_implementation(capacity=1.25)\n" in code_of(
+        out
+    ) and "experts_implementation=rows" in code_of(out)
+    assert "assumed: experts: fz.hf.experts_implementation" in out
     code, out, _ = run("--hf", saved("mixtral"), *flags, "--json")
     model = fz.hf.from_config(transformers.AutoModelForCausalLM, SMALL["mixtral"]())
     ids = torch.empty(1, 64, dtype=torch.int64, device="meta")
@@ -190,7 +192,7 @@ def test_without_the_library_it_says_what_to_install(
     says = "transformers 5, and 4.57.0 is installed" if version else "needs the library transformers"
     assert code == 2 and says in err and err.endswith("Fix: pip install 'transformers>=5,<6' accelerate\n")
     for use in (
-        lambda: fz.hf.expert_rows(),
+        lambda: fz.hf.experts_implementation(),
         lambda: fz.hf.from_pretrained(None, where),
         lambda: fz.hf.from_config(None, None),
         lambda: fz.hf.Trainer,
@@ -260,9 +262,9 @@ def test_tiers_and_what_would_be_better(run: Any, saved: Any) -> None:
     code, out, _ = run(*flags)
     data = json.loads(out)
     assert code == 0 and 'fz.offload("nvme", ("opt_state", "params"), path="/scratch")' in data["code"]
-    assert data["disk_bytes"] and any("--vertical" in line and "disk" in line for line in data["better"])
+    assert data["disk_bytes"] and any("--layerwise" in line and "disk" in line for line in data["better"])
     assert 'fz.remat("full")' in data["code"] and data["bound_by"] == "disk"
-    better = re.search(r"--accumulate (\d+) --vertical", str(data["better"]))
+    better = re.search(r"--accumulate (\d+) --layerwise", str(data["better"]))
     assert better and int(better[1]) > 1
     code, out, _ = run("--hf", where, "--devices", "1xrtx4090", "--offload", "auto", "--json")
     data = json.loads(out)
@@ -306,7 +308,7 @@ def test_the_state_at_rest_is_that_of_the_plan() -> None:
         made, mesh = transform(step), fz.AbstractMesh(device_type="cuda", data=4)
         plan = fz.lower(made, mesh, params, torch.empty(8, 64, device="meta"), device="h100").plan
         found = at_rest(made, mesh, params_inputs(made, mesh, params))
-        assert 0 <= plan.resting_bytes - found.total <= 64, "the step, the key"
+        assert 0 <= plan.persistent_bytes - found.total <= 64, "the step, the key"
 
 
 @pytest.mark.parametrize(
@@ -322,7 +324,7 @@ def test_the_state_at_rest_is_that_of_the_plan() -> None:
         (("--hf", "{llama}", "--devices", "8"), "perhaps you meant: 8xh100"),
         (("--hf", "{llama}", "--devices", "h100"), "perhaps you meant: 1xh100"),
         (("--hf", "{llama}", "--devices", "8xh100", "--seq", "64"), "max_position_embeddings=32"),
-        (("--hf", "{llama}", "--devices", "8xh100", "--batch", "0", "--vertical"), r"--batch 0.*--vertical: "),
+        (("--hf", "{llama}", "--devices", "8xh100", "--batch", "0", "--layerwise"), r"--batch 0.*--layerwise: "),
         (("--hf", "{llama}", "--devices", "8xh100", "--remat", "ful"), "perhaps you meant full"),
         (("--hf", "{llama}", "--devices", "8xh100", "--scratch", "/x"), "nothing goes to disk"),
         (("--hf", "{llama}", "--devices", "8xh100", "--mesh", "data=4"), "another number of devices"),

@@ -150,7 +150,7 @@ def test_an_error_after_torchruns_signal_is_told_at_once(tmp_path: Path) -> None
         "    state = run.state(train, {'w': torch.ones(4, 4)}, path='saved')",
         "    for index in run.steps(state, 10**6):",
         "        state, _ = train(state, torch.ones(2, 4))",
-        "        run.keep(state)",
+        "        run.commit(state)",
         "        if index == 2: run.save(state)",
         "        if index == 4 and RANK == 0: FULL.touch()",
         "        if FULL.exists(): time.sleep(0.1)",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.data import ArrayDataset, read_ahead
+from fzero.data import ArrayDataset, prefetch
 from fzero.errors import FzeroTypeError, FzeroValueError
 
 X, Y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
@@ -58,7 +58,7 @@ def test_a_run_goes_on_where_it_was_and_with_the_same_data_alone() -> None:
     assert data.resume(cursor) == 7
     with pytest.raises(FzeroValueError, match=r"(?s)shuffle: saved with True, now False.*digest: saved with"):
         ArrayDataset(X + 1, Y, batch=6, seed=3, shuffle=False).resume(cursor)
-    with read_ahead(data, 3, 5) as batches:
+    with prefetch(data, 3, 5) as batches:
         assert all(torch.equal(batch[0], data.batch_at(step)[0]) for step, batch in batches)
     skipped = ArrayDataset(X, Y, batch=6, seed=3, skip=[(2, 4)])
     assert torch.equal(skipped.batch_at(2)[0], data.batch_at(4)[0]) and skipped.resume(cursor) == 5
@@ -170,7 +170,7 @@ def test_draws_from_the_global_generator() -> None:
         ArrayDataset(X, batch=2, transform=lambda batch, key: torch.rand_like(batch)).batch_at(0)
     with (
         pytest.raises(FzeroValueError, match="global generator"),
-        read_ahead(ArrayDataset(Noisy(), batch=2), 0) as ahead,
+        prefetch(ArrayDataset(Noisy(), batch=2), 0) as ahead,
     ):
         next(iter(ahead))
 

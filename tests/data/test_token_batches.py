@@ -10,7 +10,7 @@ import pytest
 import torch
 from rejections import raises
 
-from fzero.data import TokenDataset, python_source, read_ahead, write_tokens
+from fzero.data import TokenDataset, prefetch, python_source, write_tokens
 from fzero.data import steps as steps_file
 from fzero.data.steps import _permute, _round_keys, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
@@ -141,19 +141,19 @@ def test_python_source():
 
 
 def readers():
-    return [t for t in threading.enumerate() if t.name == "fzero-read-ahead"]
+    return [t for t in threading.enumerate() if t.name == "fzero-prefetch"]
 
 
 def test_read_ahead_gives_every_step_in_order():
     data = TokenDataset(corpus(), seq=10, batch=4)
     for depth in (1, 2, 50):
         steps = []
-        for step, (tokens, targets) in read_ahead(data, 5, 30, rank=1, size=2, depth=depth, device="cpu"):
+        for step, (tokens, targets) in prefetch(data, 5, 30, rank=1, size=2, depth=depth, device="cpu"):
             steps.append(step)
             assert torch.equal(tokens, data.batch_at(step, 1, 2)[0]) and torch.equal(targets, tokens + 1)
         assert steps == list(range(5, 30))
-    assert list(read_ahead(data, 3, 3)) == []
-    batches = read_ahead(data, 0, 1)
+    assert list(prefetch(data, 3, 3)) == []
+    batches = prefetch(data, 0, 1)
     assert [s for s, _ in batches] == [0] and list(batches) == []  # an iterator that is at its end stays there
     assert not readers()
 
@@ -171,7 +171,7 @@ class Source:
 
 def test_read_ahead_is_ahead_but_not_further_than_its_depth():
     source = Source()
-    batches = read_ahead(source, 0, depth=3)
+    batches = prefetch(source, 0, depth=3)
     assert next(batches)[0] == 0
     deadline = time.monotonic() + 5
     while source.made < 5 and time.monotonic() < deadline:
@@ -184,19 +184,19 @@ def test_read_ahead_is_ahead_but_not_further_than_its_depth():
 
 
 def test_read_ahead_ends_when_its_consumer_does():
-    for step, batch in read_ahead(Source(), 0):
+    for step, batch in prefetch(Source(), 0):
         if step == 3:
             assert batch["name"] == "step 3"
             break
 
     def interrupted():
-        with read_ahead(Source(), 0) as batches:
+        with prefetch(Source(), 0) as batches:
             for _ in batches:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    dropped = read_ahead(Source(), 0)
+    dropped = prefetch(Source(), 0)
     del dropped
     gc.collect()
     for thread in readers():
@@ -216,7 +216,7 @@ class Slow(Source):
 
 def test_read_ahead_waits_for_the_batch_under_way():
     """With the iterator, and so with the process, which a thread in the middle of an operation would take along."""
-    dropped = read_ahead(Slow(), 0)
+    dropped = prefetch(Slow(), 0)
     assert Slow.began.wait(5) and readers() and dropped._close.atexit
     del dropped
     gc.collect()
@@ -227,7 +227,7 @@ def test_read_ahead_waits_for_the_batch_under_way():
     ("error", "seen"), [(ValueError, ValueError), (StopIteration, RuntimeError), (FzeroValueError, FzeroValueError)]
 )
 def test_read_ahead_raises_where_the_batch_would_have_come(error, seen):
-    batches, steps = read_ahead(Source(fail_at=2, error=error), 0), []
+    batches, steps = prefetch(Source(fail_at=2, error=error), 0), []
     with pytest.raises(seen, match=r"no step 2|StopIteration"):
         for step, _ in batches:
             steps.append(step)
@@ -290,7 +290,7 @@ def test_read_ahead_raises_where_the_batch_would_have_come(error, seen):
             "fraction=0.01 leaves .*\n.*3 windows",
         ),
         (lambda: TokenDataset(corpus(), seq=4, batch=8).split(1.0), FzeroValueError, "fraction=1.0"),
-        (lambda: read_ahead(Source(), 0, depth=0), FzeroValueError, "depth=0"),
+        (lambda: prefetch(Source(), 0, depth=0), FzeroValueError, "depth=0"),
         (lambda: python_source(limit_bytes=0), FzeroValueError, "limit_bytes=0"),
     ],
 )

@@ -62,7 +62,7 @@ def test_hosts_come_and_one_is_lost_and_another_comes(run_ranks: Any, tmp_path: 
     out, calm = tmp_path / "hosts", tmp_path / "calm"
     out.mkdir()
     script = [str(ROOT / "tests" / "resizer.py"), str(out), "100000"]
-    conf, flags = "last_call_timeout=3", ("--lost-host=10", "--hang=120")
+    conf, flags = "last_call_timeout=3", ("--heartbeat-timeout=10", "--hang-timeout=120")
     env = {"RESIZER_NAP": NAP, "RESIZER_SHARED": ""}
     with launchers(out, "1:3", script, conf, env) as started:
 
@@ -87,7 +87,7 @@ def test_hosts_come_and_one_is_lost_and_another_comes(run_ranks: Any, tmp_path: 
         until(started, "the end", lambda: all(x.poll() is not None for x in started.all))
         text = started.text()
         assert [x.returncode for i, x in enumerate(started.all) if i != lost] == [0, 0, 0], text
-        assert "(--lost-host); torchrun starts the ranks on the hosts that are left" in text, text
+        assert "(--heartbeat-timeout); torchrun starts the ranks on the hosts that are left" in text, text
         assert "rank 0 died of SIGKILL" in text and "the store is gone" not in text, text
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in text, "it is set"
     done = segments(out)

@@ -50,8 +50,8 @@ def test_no_batch_is_seen_twice_where_steps_are_skipped(tmp_path: Path, source: 
             if number == fails:
                 raise KeyboardInterrupt
             seen.append(number)
-            state, _ = train(state, data.batch_at(number, **run.place))
-            run.keep(state)
+            state, _ = train(state, data.batch_at(number, **run.data_shard))
+            run.commit(state)
             if source == "disk" and number % 5 == 0:
                 run.save(state, keep=2)
         return [x.clone() for x in fz.tree.leaves(state)], int(state.step), run.source
@@ -145,14 +145,14 @@ def drifting(replicas: int | None) -> str:
         train = fz.compile(step, run.mesh, backend="eager")
         state = run.state(train, survivor.init)
         for number in run.steps(state, 6):
-            state, _ = train(state, survivor.batch_at(number, **run.place))
+            state, _ = train(state, survivor.batch_at(number, **run.data_shard))
             if number == 3 and run.mesh.rank == 1:
                 state.params["w"].view(-1)[0] += 1
-            run.keep(state)
+            run.commit(state)
             seen.append(number)
 
     try:
-        fz.run(main, health=fz.Health(replicas=replicas))
+        fz.run(main, health=fz.Health(check_replicas_every=replicas))
     except fz.errors.DivergenceError as error:
         return f"{seen[-1]}: {error}"
     return "whole"
@@ -167,6 +167,9 @@ def test_a_replica_that_has_drifted_is_named_when_it_is_kept(run_ranks: Any, rep
 
 
 def test_wrong_health() -> None:
-    for words, care in {"health=3: must be fz.Health": 3, r"replicas=0\.5": fz.Health(replicas=0.5)}.items():  # type: ignore[arg-type]
+    for words, care in {
+        "health=3: must be fz.Health": 3,
+        r"check_replicas_every=0\.5": fz.Health(check_replicas_every=0.5),
+    }.items():  # type: ignore[arg-type]
         with pytest.raises(fz.errors.FzeroValueError, match=words):
             fz.run(lambda run: None, health=care)  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def moved(path: str) -> list[Any]:
     """A checkpoint of two pipelines of two stages, laid out while it lives for four stages, and for no stages."""
     two, four, none = (fz.make_mesh(**axes) for axes in ({"data": 2, "pipe": 2}, {"data": 1, "pipe": 4}, {"data": 4}))
     plain = fz.shard_params(fz.train_step(staged.loss_fn, fz.optim.adamw(1e-2)))
-    made = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline())(plain)
+    made = fz.compose(fz.accumulate(4, schedule="layerwise"), fz.pipeline())(plain)
     batch = lambda mesh: staged.batch_at(0, mesh.index("data"), mesh.axes["data"])  # noqa: E731
     first, then = (fz.compile(made, mesh, backend="eager", batch=batch(mesh)) for mesh in (two, four))
     last = fz.compile(plain, none, backend="eager")

@@ -76,7 +76,7 @@ def test_what_a_resize_is_refused_for(run_ranks: Any, tmp_path: Path) -> None:
 
     assert fz.run(main) == "disk"
     with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)step 0 was trained by 2 ranks, and.*on 2 ranks"):
-        fz.run(main, on_resize="refuse")
+        fz.run(main, on_resize="error")
     wrong: Any = "scale"
     with pytest.raises(fz.errors.FzeroValueError, match="on_resize='scale': must be 'keep_batch' or 'refuse'"):
         fz.run(main, on_resize=wrong)
@@ -98,11 +98,11 @@ def test_micro_batches_keep_the_global_batch(monkeypatch: pytest.MonkeyPatch) ->
         for size in (1, 2, 3, 5, 8):
             monkeypatch.setattr(type(run), "place", {"rank": 0, "size": size})
             try:
-                found[size] = run.micro_batches(24, rows=5)
+                found[size] = run.num_micro_batches(24, max_samples=5)
             except fz.errors.FzeroValueError as error:
                 found[size] = str(error)
-        with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)batch=0.*rows=1.5"):
-            run.micro_batches(0, 1.5)
+        with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)batch=0.*max_samples=1.5"):
+            run.num_micro_batches(0, 1.5)
 
     fz.run(main)
     assert {n: x for n, x in found.items() if n != 5} == {1: 6, 2: 3, 3: 2, 8: 1}

@@ -104,7 +104,7 @@ def test_ranks_that_die_one_by_one_and_together(run_ranks: Any, tmp_path: Path) 
     out.mkdir()
     calm.mkdir()
     run_ranks(2, plainly, str(calm), 8)
-    with keepers(out, 9, *faults, flags=("--hang", "5")) as (zero, one):
+    with keepers(out, 9, *faults, flags=("--hang-timeout", "5")) as (zero, one):
         code, text = ended(one)
         assert code == 1 and "a user's own error" in text, text
         zero.send_signal(signal.SIGTERM)  # as torchrun does then
@@ -172,7 +172,7 @@ def train(run, name, fault):
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         state, _ = compiled(state, torch.ones(4))
-        run.keep(state)
+        run.commit(state)
     run.save(state)
     if name == "second":
         print("ended", state.params["w"].tolist(), [x.name for x in Path(os.environ["FZERO_RUN_MEMORY"]).glob("of-*")])
@@ -310,7 +310,7 @@ def test_sigterm_to_all_processes_of_a_rank(tmp_path: Path) -> None:
         "    batches = iter(torch.utils.data.DataLoader(torch.ones(100000, 2), batch_size=2, num_workers=1))\n"
         "    for index in run.steps(state, 40000):\n"
         "        state, _ = train(state, next(batches))\n"
-        "        run.keep(state)\n"
+        "        run.commit(state)\n"
         "        if index == 5: print('here', flush=True)\n"
         "if __name__ == '__main__':\n"
         "    fz.run(main)\n"
@@ -333,7 +333,7 @@ def test_sigterm_to_all_processes_of_a_rank(tmp_path: Path) -> None:
 def test_losses_in_a_row_end_a_run(tmp_path: Path) -> None:
     script = tmp_path / "dies.py"
     script.write_text("import os; os.kill(os.getpid(), 9)")
-    command = [sys.executable, "-m", "fzero.run", "--memory", str(tmp_path), "--max-losses", "2", str(script)]
+    command = [sys.executable, "-m", "fzero.run", "--memory", str(tmp_path), "--max-failures", "2", str(script)]
     done = subprocess.run(command, env={**environment(), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 0 died of SIGKILL 2 times before it called fz.run: the run ends here" in done.stderr
@@ -342,12 +342,12 @@ def test_losses_in_a_row_end_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--hang", "0", "x.py"], "--hang and --lost-host must be greater than 0"),
-        (["--lost-host", "inf", "x.py"], "--lost-host must be greater than 0 and finite"),
-        (["--hang", "nan", "x.py"], "--hang and --lost-host must be greater than 0 and finite"),
+        (["--hang-timeout", "0", "x.py"], "--hang-timeout and --heartbeat-timeout must be greater than 0"),
+        (["--heartbeat-timeout", "inf", "x.py"], "--heartbeat-timeout must be greater than 0 and finite"),
+        (["--hang-timeout", "nan", "x.py"], "--hang-timeout and --heartbeat-timeout must be greater than 0 and finite"),
         (["--memory", "s3://a/b", "x.py"], "must be a directory of this host, not a URL"),
         (["--memory", "", "x.py"], "names no directory"),
-        (["--max", "2", __file__], "unrecognized arguments: --max"),  # --max-losses is not guessed
+        (["--max", "2", __file__], "unrecognized arguments: --max"),  # --max-failures is not guessed
         (["nowhere.py"], "there is no file nowhere.py"),
         ([], "the following arguments are required: script"),
     ],
@@ -359,8 +359,8 @@ def test_wrong_commands(flags: list[str], words: str, capsys: pytest.CaptureFixt
 
 
 def test_a_module_is_named_as_python_takes_it() -> None:
-    assert keeper._apart(["--memory", "-mb", "--hang=3", "-mtrain", "-mx"])[3:] == ["-m", "train", "-mx"]
-    assert keeper._apart(["train.py", "-mx"]) == ["train.py", "-mx"]
+    assert keeper._normalized(["--memory", "-mb", "--hang-timeout=3", "-mtrain", "-mx"])[3:] == ["-m", "train", "-mx"]
+    assert keeper._normalized(["train.py", "-mx"]) == ["train.py", "-mx"]
 
 
 def test_importing_the_module_of_the_command_gives_the_function() -> None:
@@ -440,9 +440,9 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "disk").mkdir()
 
     def main(run: Any, transform: Any = lambda step: step) -> None:
-        run.keep(run.state(fz.compile(transform(step), run.mesh, backend="eager"), params))
+        run.commit(run.state(fz.compile(transform(step), run.mesh, backend="eager"), params))
 
-    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)run.keep: 2 leaves rest on disk.*run.save"):
+    with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)run.commit: 2 leaves rest on disk.*run.save"):
         fz.run(lambda run: main(run, fz.offload("nvme", "opt_state", path=tmp_path / "disk")), memory=tmp_path)
 
     def train_state(params: Any) -> Any:
@@ -467,7 +467,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     for wrong, words in wrongs:
         with pytest.raises(fz.errors.FzeroValueError, match=words):
-            fz.run(lambda run, wrong=wrong: (main(run), run.keep(wrong)), memory=tmp_path / "roomy")
+            fz.run(lambda run, wrong=wrong: (main(run), run.commit(wrong)), memory=tmp_path / "roomy")
     (tmp_path / "file").write_text("")
     with pytest.raises(fz.errors.FzeroValueError, match=r"memory cannot be used\n.*file.*\nFix: fz.run\(memory=DIR\)"):
         fz.run(main, memory=tmp_path / "file")
@@ -507,8 +507,8 @@ def test_wrong_arguments() -> None:
         ),
         (lambda: looped(lambda run, step, state: run.save(state, meta={"fzero.run": 1}), path=Path("x")), "run's own"),
         (
-            lambda: looped(lambda run, step, state: 1, health=care(replicas=True)),
-            "replicas=True: must be a whole number",
+            lambda: looped(lambda run, step, state: 1, health=care(check_replicas_every=True)),
+            "check_replicas_every=True: must be a whole number",
         ),
     ]
     for call, words in wrong:
@@ -552,14 +552,14 @@ def test_loops_that_count_otherwise_than_the_run(tmp_path: Path) -> None:
     def own(run: Any, step: Any, state: Any) -> None:
         for _ in range(3):
             step()
-            run.keep(state)
+            run.commit(state)
 
     def twice(run: Any, step: Any, state: Any) -> None:
         for _ in run.steps(state, 4):
             step()
-            run.keep(state)
+            run.commit(state)
             step()
-            run.keep(state)
+            run.commit(state)
 
     def saved(run: Any, step: Any, state: Any) -> None:
         step()
@@ -568,18 +568,18 @@ def test_loops_that_count_otherwise_than_the_run(tmp_path: Path) -> None:
     def listed(run: Any, step: Any, state: Any) -> None:
         for _ in list(run.steps(state, 4)):
             step()
-            run.keep(state)
+            run.commit(state)
 
     def short(run: Any, step: Any, state: Any) -> None:
         for _ in list(run.steps(state, 2)):
             step()
-            run.keep(state)
+            run.commit(state)
 
     def loaded(run: Any, step: Any, state: Any) -> None:
         data = torch.utils.data.DataLoader(NUMBERS, batch_size=None, sampler=run.steps(state, 8), num_workers=1)
         for _ in data:
             step()
-            run.keep(state)
+            run.commit(state)
 
     def again(run: Any, step: Any, state: Any) -> None:
         run.state(fz.compile(PLAIN, run.mesh, backend="eager"), {"w": torch.ones(2)})
@@ -601,10 +601,10 @@ def test_loops_that_count_otherwise_than_the_run(tmp_path: Path) -> None:
             step()
             if index % 2:
                 step()
-            run.keep(state)
-            run.keep(state)
+            run.commit(state)
+            run.commit(state)
         run.save(state)
-        run.keep(state)
+        run.commit(state)
         for _ in torch.utils.data.DataLoader(NUMBERS, batch_size=None, sampler=run.steps(state, 9)):
             step()
             run.save(state)
@@ -618,7 +618,7 @@ def test_a_signal_that_no_turn_of_the_loop_has_seen(tmp_path: Path, leaves: str)
     def loop(run: Any, step: Any, state: Any) -> None:
         for index in run.steps(state, 3):
             step()
-            run.keep(state)
+            run.commit(state)
             if leaves == "break" and index == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
                 break

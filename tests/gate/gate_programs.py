@@ -289,7 +289,7 @@ DEEP = functools.partial(gpt, layers=4)
 
 
 def pipelined(*transforms: Any, micro_batches: int = 2, mesh: dict[str, int] | None = None, **how: Any) -> Case:
-    pieces = (*transforms, fz.accumulate(micro_batches, vertical=True), fz.pipeline(**how))
+    pieces = (*transforms, fz.accumulate(micro_batches, schedule="layerwise"), fz.pipeline(**how))
     return train_gpt(*pieces, mesh=mesh or {"pipe": 2}, model=DEEP())
 
 
@@ -301,12 +301,12 @@ PROGRAMS: dict[str, Callable[[], Case]] = {
     "zero_3": lambda: train_gpt(fz.shard_params()),
     "zero_3_two_axes": lambda: train_gpt(fz.shard_params(axis=BOTH), mesh=TWO_AXES),
     "zero_3_once_a_step": lambda: train_gpt(
-        fz.shard_params(axis=BOTH), fz.accumulate(2), fz.once_a_step(axis="node"), mesh=TWO_AXES
+        fz.shard_params(axis=BOTH), fz.accumulate(2), fz.hierarchical(axis="node"), mesh=TWO_AXES
     ),
     "redundant": lambda: train_gpt(fz.shard_params(), fz.redundant()),
     # accumulation and rematerialization
     "accumulate_loop": lambda: train_gpt(fz.shard_params(), fz.accumulate(4)),
-    "accumulate_layerwise": lambda: train_gpt(fz.shard_params(), fz.accumulate(4, vertical=True)),
+    "accumulate_layerwise": lambda: train_gpt(fz.shard_params(), fz.accumulate(4, schedule="layerwise")),
     "remat_full": lambda: train_gpt(fz.shard_params(), fz.remat("full")),
     "remat_min_cut": lambda: train_gpt(fz.shard_params(), fz.remat("min_cut"), model=gpt(3)),
     "remat_fraction": lambda: train_gpt(fz.shard_params(), fz.remat(0.5), model=gpt(3)),

@@ -116,9 +116,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(math.isfinite(x["step_seconds"]) for x in found["meshes"])
     assert main([*name, "--mesh", "data=2", "--mesh", "data=4"]) == 2
     assert "another number of devices" in capsys.readouterr().err
-    assert main([*name, "--mesh", "auto", "--seq", "64", "--whole", "--trace", "step.json"]) == 2
+    assert main([*name, "--mesh", "auto", "--seq", "64", "--include-process", "--trace", "step.json"]) == 2
     said = capsys.readouterr().err
-    assert "--seq: is about --hf" in said and "--whole: is about --budget" in said and "--trace is for one mesh" in said
+    assert (
+        "--seq: is about --hf" in said
+        and "--include-process: is about --budget" in said
+        and "--trace is for one mesh" in said
+    )
     assert main(["show", *name[1:], "--mesh", "data=2", "--mesh", "model=2"]) == 2
     assert "is for fzero plan" in capsys.readouterr().err
 

@@ -253,7 +253,7 @@ def test_reductions_that_go_on_over_another_axis_are_not_coalesced(num: int) -> 
 @pytest.mark.full(keep=["transforms1"])
 @pytest.mark.parametrize(
     "transforms",
-    [(fz.shard_params(),), (fz.shard_grads(),), (fz.shard_params(axis=("data", "node")), fz.once_a_step(axis="node"))],
+    [(fz.shard_params(),), (fz.shard_grads(),), (fz.shard_params(axis=("data", "node")), fz.hierarchical(axis="node"))],
 )
 def test_sums_of_micro_batches_a_block_later_are_faster_where_there_is_room(transforms: Any) -> None:
     """A reduction in a loop travels while the next block computes; the one after it is added before anything else reads
@@ -380,7 +380,7 @@ def test_advice_was_tried() -> None:
     ), "one memory: there is a disk alone"
     lines = error_lines(fz.data_parallel(fz.accumulate(4)(PLAIN)), rows=4, mesh=fz.AbstractMesh(data=4))
     assert entry(lines, "with fz.shard_params(axis='data'): ") or "fz.shard_params(axis='data')" in str(lines)
-    assert entry(lines, "with fz.accumulate(num_micro_batches=4, vertical=True): ") or "vertical=True" in str(lines)
+    assert entry(lines, "with fz.accumulate(num_micro_batches=4, schedule='layerwise'): ") or "layerwise" in str(lines)
 
 
 def test_few_programs_are_lowered_for_advice_on_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -384,11 +384,11 @@ def test_a_hook_of_a_parameter_is_rejected_with_a_way_out_that_works() -> None:
     net = module(Linear, in_block=False)
     hooked = copy.deepcopy(net)
     hooked.linear.weight.register_hook(torch.triu)  # type: ignore[union-attr]
-    with pytest.raises(FzeroTypeError, match=r"(?s)linear.weight: has hooks.*fz.optim.whole\(hook\)"):
+    with pytest.raises(FzeroTypeError, match=r"(?s)linear.weight: has hooks.*fz.optim.unsharded\(hook\)"):
         fz.functionalize(hooked)
 
     def update(grads: Any, state: Any, params: Any) -> Any:
-        return {"linear": {**grads["linear"], "weight": optim.whole(torch.triu)(grads["linear"]["weight"])}}, state
+        return {"linear": {**grads["linear"], "weight": optim.unsharded(torch.triu)(grads["linear"]["weight"])}}, state
 
     model = fz.functionalize(net)
     optimizer = optim.chain(optim.GradientTransformation(lambda params: (), update), optim.sgd(0.1))

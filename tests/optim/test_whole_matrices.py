@@ -1,5 +1,5 @@
-"""Optimizers that read whole matrices: Muon against torch.optim, and functions marked with `optim.whole` on every mesh
-against one process."""
+"""Optimizers that read whole matrices: Muon against torch.optim, and functions marked with `optim.unsharded` on every
+mesh against one process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_muon_refuses() -> None:
         with pytest.raises(FzeroValueError, match=f"optim.muon: invalid arguments.*\n.*{name}"):
             optim.muon(0.1, **{name: value})
     with pytest.raises(FzeroValueError, match=r"fn=3: must be a function"):
-        optim.whole(3)  # type: ignore[arg-type]
+        optim.unsharded(3)  # type: ignore[arg-type]
 
 
 def test_the_trainer_translates_torchs() -> None:
@@ -127,7 +127,7 @@ def all_whole(lr: float) -> optim.GradientTransformation:
         mu = fz.tree.map(lambda m, g: 0.5 * m + g, state, grads)
         return fz.tree.map(lambda m, p: -lr * (m.cumsum(0) + 0.1 * p.sort(0).values), mu, params), mu
 
-    return optim.GradientTransformation(lambda params: fz.tree.map(torch.zeros_like, params), optim.whole(update))
+    return optim.GradientTransformation(lambda params: fz.tree.map(torch.zeros_like, params), optim.unsharded(update))
 
 
 OPTIMIZERS = {
@@ -142,7 +142,7 @@ MESHES: dict[str, tuple[Any, dict[str, int]]] = {
     "stage 1": (fz.shard_opt_state(), {"data": 3}),
     "stage 2": (fz.compose(fz.shard_grads(), fz.accumulate(2)), {"data": 4}),
     "stage 3": (fz.shard_params(), {"data": 3}),
-    "vertical": (fz.compose(fz.shard_params(), fz.accumulate(2, vertical=True)), {"data": 2}),
+    "vertical": (fz.compose(fz.shard_params(), fz.accumulate(2, schedule="layerwise")), {"data": 2}),
     "two axes": (fz.shard_params(axis=("data", "node")), {"node": 2, "data": 2}),
     "replicas": (fz.compose(fz.shard_params(), fz.data_parallel(axis="replica")), {"replica": 2, "data": 2}),
     "stages": (

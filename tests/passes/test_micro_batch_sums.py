@@ -29,7 +29,7 @@ CASES: dict[str, Any] = {
     "stage 2": (8, (BF16, fz.shard_grads(), fz.accumulate(2))),
     "stage 3": (8, (BF16, fz.shard_params())),
     "stage 3, accumulate": (8, (BF16, fz.shard_params(), fz.accumulate(3))),
-    "vertical": (8, (BF16, fz.shard_params(), fz.accumulate(2, vertical=True))),
+    "vertical": (8, (BF16, fz.shard_params(), fz.accumulate(2, schedule="layerwise"))),
     "offload": (8, (BF16, fz.shard_params(), fz.offload("cpu", ("opt_state", "params", "activations")))),
     "offload, accumulate": (8, (BF16, fz.shard_params(), fz.accumulate(2), fz.offload("cpu", ("opt_state", "params")))),
 }

@@ -47,7 +47,7 @@ STEPS = {
         APART,
     ),
     "stages": (
-        fz.compose(fz.accumulate(2, vertical=True), fz.pipeline(schedule="zb")),
+        fz.compose(fz.accumulate(2, schedule="layerwise"), fz.pipeline(schedule="zb")),
         fz.AbstractMesh(pipe=2),
     ),
 }

@@ -107,7 +107,7 @@ OFFLOADS = {
     "half": lambda d: (fz.offload("nvme", "opt_state", path=d, fraction=0.5),),
     "bf16": lambda d: (fz.mixed_precision("bf16"), fz.offload("nvme", BOTH, path=d)),
     "rounded": lambda d: (fz.mixed_precision("bf16", params="bf16"), fz.offload("nvme", BOTH, path=d)),
-    "vertical": lambda d: (fz.accumulate(2, vertical=True), fz.offload("nvme", BOTH, path=d)),
+    "vertical": lambda d: (fz.accumulate(2, schedule="layerwise"), fz.offload("nvme", BOTH, path=d)),
 }
 
 
@@ -137,7 +137,7 @@ ON_HOST = {
     "bf16": lambda d: (fz.mixed_precision("bf16"), fz.offload("cpu", BOTH)),
     "rounded": lambda d: (fz.mixed_precision("bf16", params="bf16"), fz.offload("cpu", "opt_state")),
     "and disk": lambda d: (fz.offload("cpu", "params"), fz.offload("nvme", "opt_state", path=d)),
-    "vertical": lambda d: (fz.accumulate(2, vertical=True), fz.offload("cpu", BOTH)),
+    "vertical": lambda d: (fz.accumulate(2, schedule="layerwise"), fz.offload("cpu", BOTH)),
 }
 
 

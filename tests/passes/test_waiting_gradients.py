@@ -67,7 +67,11 @@ OFFLOADS: dict[str, Any] = {
     ),
 }
 ON_DISK = {"all on disk": LAYERS, "all on disk, streamed": LAYERS, "gradients on disk": LAYERS, "two thirds of them": 2}
-ACCUMULATE: dict[str, Any] = {"once": (), "loop": (fz.accumulate(4),), "vertical": (fz.accumulate(4, vertical=True),)}
+ACCUMULATE: dict[str, Any] = {
+    "once": (),
+    "loop": (fz.accumulate(4),),
+    "vertical": (fz.accumulate(4, schedule="layerwise"),),
+}
 PRECISION: dict[str, Any] = {
     "fp32": (),
     "bf16": (fz.mixed_precision("bf16"),),
@@ -215,7 +219,10 @@ def test_memory_does_not_grow_with_the_layers() -> None:
 
 def test_no_room_on_the_host_is_told_with_the_disk() -> None:
     params = [{"w": torch.empty(512, 512, device="meta"), "bias": torch.empty(512, device="meta")} for _ in range(8)]
-    for more, fix in (((), "path=DIR)"), ((fz.accumulate(2),), "path=DIR), with fz.accumulate(n, vertical=True)")):
+    for more, fix in (
+        ((), "path=DIR)"),
+        ((fz.accumulate(2),), "path=DIR), with fz.accumulate(n, schedule='layerwise')"),
+    ):
         step = fz.compose(fz.offload("nvme", BOTH, path="/s", update_on="host"), *more)(
             fz.train_step(loss_fn, optimizer())
         )
@@ -279,7 +286,7 @@ def test_they_are_not_added_up_on_disk(tmp_path: Path) -> None:
     step = fz.compose(fz.accumulate(4), OFFLOADS["gradients on disk"](tmp_path)[0])(fz.train_step(loss_fn, optimizer()))
     with pytest.raises(
         TransformError,
-        match=r"(?s)cannot be added up in a loop.*Fix: .*accumulate\(num_micro_batches=4, vertical=True\)",
+        match=r"(?s)cannot be added up in a loop.*Fix: .*accumulate\(num_micro_batches=4, schedule='layerwise'\)",
     ):
         fz.compile(step, fz.make_mesh(data=1), backend="eager").init(init)
 
@@ -327,7 +334,7 @@ def test_guesses_and_their_redos_read_gradients_that_have_left(tmp_path: Path, m
 def on_ranks(path: str) -> list[bool]:
     found, mesh, apart = [], fz.make_mesh(data=2), fz.make_mesh(data=2, unified_memory=False)
     with leaving():
-        vertical = (fz.accumulate(2, vertical=True), fz.mixed_precision("bf16", reduce="bf16"))
+        vertical = (fz.accumulate(2, schedule="layerwise"), fz.mixed_precision("bf16", reduce="bf16"))
         cases = [("host", (fz.accumulate(2),), fz.shard_params()), ("disk, streamed", vertical, fz.shard_params())]
         cases += [("all on disk", vertical, fz.shard_params()), ("gradients on disk", (), fz.shard_opt_state())]
         for name, more, stage in cases:

@@ -31,7 +31,7 @@ DEVICE = replace(
     disk_write=Link(1e-4, 4.5e9),
 )
 SMALL = {"memory_budget": "8GB", "host_budget": "6GB", "disk_budget": "20GB"}
-SHALLOW = {"micro_batches": 2, "layers": 2, "vertical": False}
+SHALLOW = {"micro_batches": 2, "layers": 2, "schedule": "sequential"}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_model_whose_gradients_the_host_has_no_room_for_either() -> None:
             fz.offload("auto", of, path="/s"),
             fz.mixed_precision("bf16"),
             fz.remat("full"),
-            fz.accumulate(2, vertical=True),
+            fz.accumulate(2, schedule="layerwise"),
         )
         batch = torch.empty(64, 1024, device="meta")
         return fz.lower(
@@ -106,7 +106,7 @@ def test_a_model_whose_gradients_the_host_has_no_room_for_either() -> None:
     fix = str(caught.value).splitlines()[-1]
     assert "    on the host: gradients " in str(caught.value), "what fills it most, first"
     assert 'gradients among what "auto" may move' in fix and 'reduce="bf16"' in fix
-    assert "remat" not in fix and "vertical" not in fix, "which the step has"
+    assert "remat" not in fix and "layerwise" not in fix, "which the step has"
 
 
 @pytest.mark.exhaustive

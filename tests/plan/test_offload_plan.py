@@ -218,17 +218,19 @@ def test_each_tier_has_its_bytes() -> None:
     plain = lowered(device="h100")
     found = lowered(fz.offload("cpu", "opt_state"), fz.offload("nvme", "params", path="/scratch"), device="h100")
     params, opt_state = state_bytes(plain, "params"), state_bytes(plain, "opt_state")
-    assert found.plan.host_resting_bytes == opt_state
+    assert found.plan.host_persistent_bytes == opt_state
     assert found.plan.disk_bytes == state_bytes(found, "params", layout.padded) > params
-    assert found.plan.resting_bytes == plain.plan.resting_bytes - params - opt_state
-    assert found.plan.host_peak_bytes == max(s.host for s in found.plan.memory) > found.plan.host_resting_bytes
-    assert plain.plan.host_peak_bytes == plain.plan.host_resting_bytes == plain.plan.disk_bytes == 0
+    assert found.plan.persistent_bytes == plain.plan.persistent_bytes - params - opt_state
+    assert found.plan.host_peak_bytes == max(s.host for s in found.plan.memory) > found.plan.host_persistent_bytes
+    assert plain.plan.host_peak_bytes == plain.plan.host_persistent_bytes == plain.plan.disk_bytes == 0
 
 
 def test_on_one_memory_the_hosts_bytes_are_the_devices() -> None:
     mesh = fz.AbstractMesh(data=1)
     found, plain = lowered(fz.offload("cpu"), mesh=mesh).plan, lowered(mesh=mesh).plan
-    assert found.host_peak_bytes == found.host_resting_bytes == 0 and found.resting_bytes == plain.resting_bytes
+    assert (
+        found.host_peak_bytes == found.host_persistent_bytes == 0 and found.persistent_bytes == plain.persistent_bytes
+    )
     assert "tiers" not in str(plain)
 
 
@@ -504,11 +506,11 @@ def test_a_role_is_split_over_host_and_disk_where_the_host_has_no_room_for_all()
         int(0.85 * make().plan.peak_bytes),
     )
     whole = make(step, memory_budget=budget)
-    assert whole.plan.disk_bytes == 0 < whole.plan.host_resting_bytes
+    assert whole.plan.disk_bytes == 0 < whole.plan.host_persistent_bytes
     room = int(0.95 * make(fz.offload("cpu", fraction=0.375, update_on="host")).plan.host_peak_bytes)
     split = make(step, memory_budget=budget, host_budget=room)
     assert (
-        split.plan.disk_bytes > 0 < split.plan.host_resting_bytes
+        split.plan.disk_bytes > 0 < split.plan.host_persistent_bytes
         and split.plan.host_peak_bytes <= room
         and split.plan.peak_bytes <= budget
     )

@@ -298,7 +298,7 @@ def test_parts_add_up(stage, num_micro, precision, device):
     program = lowered(stage, num_micro, precision).program
     found = plan(program, device)
     assert sum(found.breakdown.values()) == found.peak_bytes == max(s.total for s in found.memory)
-    assert found.resting_bytes + found.pool_bytes < found.peak_bytes
+    assert found.persistent_bytes + found.pool_bytes < found.peak_bytes
     assert found.step_seconds == pytest.approx(found.compute_seconds + found.exposed_seconds)
     assert (
         found.exposed_seconds
@@ -307,11 +307,11 @@ def test_parts_add_up(stage, num_micro, precision, device):
     )
     assert found.lines[found.peak_line.index] == found.peak_line.text and len(found.lines) == len(list(program.walk()))
     assert all(found.breakdown[role] > 0 for role in ("params", "opt_state", "batch", "gradients", "saved"))
-    assert min(found.breakdown.values()) >= 0 and 0 < found.speed_of_light < 1
+    assert min(found.breakdown.values()) >= 0 and 0 < found.roofline_fraction < 1
     peak = found.device.peak_flops.get({"fp32": "float32", "bf16": "bfloat16"}[precision])
     assert found.mfu == (pytest.approx(found.model_flops / found.step_seconds / peak) if peak else None)
     assert peak is None or found.mfu == pytest.approx(
-        found.speed_of_light * found.device.flops["bfloat16"] / found.device.peak_flops["bfloat16"]
+        found.roofline_fraction * found.device.flops["bfloat16"] / found.device.peak_flops["bfloat16"]
     )
     assert all(w.line.text.split(" = ")[1].startswith("wait(") for w in found.waits)
 
@@ -351,7 +351,7 @@ def test_loops_multiply_what_they_hold():
 @pytest.mark.full
 def test_more_sharding_rests_and_peaks_lower():
     plans = [plan(lowered(stage, ranks=6, layers=6).program, "cpu") for stage in range(4)]
-    resting = [p.resting_bytes for p in plans]
+    resting = [p.persistent_bytes for p in plans]
     assert resting[0] > resting[1] == resting[2] > resting[3]
     peaks = [p.peak_bytes for p in plans]
     assert peaks[3] <= min(peaks[:3]) and peaks[1] <= peaks[0]
@@ -411,9 +411,9 @@ def test_a_hundred_billion_parameters_on_a_thousand_devices():
     num_params = sum(x.numel for x in lowered.program.leaves.values() if x.role == "params")
     assert num_params == pytest.approx(1e11, rel=0.05)
     # the shards of norms are padded to a block
-    assert found.resting_bytes == pytest.approx(12 * num_params / ranks, rel=1e-4)
+    assert found.persistent_bytes == pytest.approx(12 * num_params / ranks, rel=1e-4)
     block = 2 * 12 * 25600**2  # bytes of a layer in bf16
-    assert found.resting_bytes + 2 * block < found.peak_bytes < 12 * num_params
+    assert found.persistent_bytes + 2 * block < found.peak_bytes < 12 * num_params
     assert found.channels["gather:data"].bytes == pytest.approx(2 * 2 * num_params, rel=0.02)
     assert not fz.fits(found, found.peak_bytes - 1) and fz.fits(found, found.peak_bytes)
 
@@ -426,8 +426,8 @@ CASES = {
     "none": (fz.remat("none"),),
     "accumulate": (fz.accumulate(2),),
     "bf16": (fz.mixed_precision("bf16"),),
-    "vertical": (fz.accumulate(3, vertical=True),),
-    "bf16_vertical": (fz.mixed_precision("bf16"), fz.accumulate(3, vertical=True), fz.remat("none")),
+    "vertical": (fz.accumulate(3, schedule="layerwise"),),
+    "bf16_vertical": (fz.mixed_precision("bf16"), fz.accumulate(3, schedule="layerwise"), fz.remat("none")),
     "bf16_accumulate": (fz.mixed_precision("bf16"), fz.accumulate(3), fz.remat("none")),
 }
 
@@ -530,9 +530,9 @@ def test_json_holds_what_the_plan_holds(tmp_path):
     assert data == json.loads((tmp_path / "plan.json").read_text())
     times, sizes = (
         ("step_seconds", "compute_seconds", "exposed_seconds"),
-        ("peak_bytes", "resting_bytes", "host_peak_bytes", "disk_bytes", "pool_bytes"),
+        ("peak_bytes", "persistent_bytes", "host_peak_bytes", "disk_bytes", "pool_bytes"),
     )
-    for field in (*times, *sizes, "model_flops", "mfu", "speed_of_light", "mesh", "name", "bound_by", "busy"):
+    for field in (*times, *sizes, "model_flops", "mfu", "roofline_fraction", "mesh", "name", "bound_by", "busy"):
         assert data[field] == getattr(found, field)
     assert (
         data["channels"] == {k: {**c._asdict(), "bandwidth": c.bandwidth} for k, c in found.channels.items()}
@@ -652,7 +652,7 @@ def test_the_process_comes_on_top_of_the_peak():
     data = json.loads(known.to_json())
     assert data["process_bytes"] == known.process_bytes == sum(x["nbytes"] for x in data["process"])
     limit = known.peak_bytes + known.process_bytes
-    assert fz.fits(known, limit, whole=True) and not fz.fits(known, limit - 1, whole=True)
+    assert fz.fits(known, limit, include_process=True) and not fz.fits(known, limit - 1, include_process=True)
     assert fz.fits(known, known.peak_bytes)
 
 

@@ -115,7 +115,7 @@ STEPS = {
     "zero-1": [fz.shard_opt_state(), fz.mixed_precision("bf16")],
     "zero-3, clipped": [fz.shard_params(), fz.data_parallel(axis="replica"), fz.remat("full")],
     "loop": [fz.shard_params(), fz.accumulate(2)],
-    "vertical": [fz.shard_params(), fz.accumulate(2, vertical=True)],
+    "vertical": [fz.shard_params(), fz.accumulate(2, schedule="layerwise")],
     "host": [fz.offload("cpu", ("opt_state", "params", "activations")), fz.shard_params()],
     "device": [fz.offload("cpu", "opt_state", update_on="device")],
     "disk": [fz.offload("nvme", ("opt_state", "params"), path="/scratch")],

@@ -53,7 +53,10 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.compose(fz.shard_params(), fz.mixed_precision("bf16", params="bf16")),
         fz.AbstractMesh(data=3),
     ),
-    "stage_3_vertical": (fz.compose(fz.shard_params(), fz.accumulate(3, vertical=True)), fz.AbstractMesh(data=2)),
+    "stage_3_vertical": (
+        fz.compose(fz.shard_params(), fz.accumulate(3, schedule="layerwise")),
+        fz.AbstractMesh(data=2),
+    ),
     "hsdp_fp16": (
         fz.compose(fz.shard_params(), fz.data_parallel(axis="replica"), fz.mixed_precision("fp16")),
         fz.AbstractMesh(replica=2, data=2),
@@ -63,7 +66,7 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
         fz.AbstractMesh(node=2, data=2),
     ),
     "two_axes_once": (
-        fz.compose(fz.shard_params(axis=("data", "node")), fz.once_a_step(), fz.mixed_precision("bf16")),
+        fz.compose(fz.shard_params(axis=("data", "node")), fz.hierarchical(), fz.mixed_precision("bf16")),
         fz.AbstractMesh(node=2, data=2),
     ),
     "cut_dims": (
@@ -82,7 +85,7 @@ PROGRAMS: dict[str, tuple[Any, fz.AbstractMesh]] = {
     ),
     "whole": (fz.shard_params(axis=("data", "node")), fz.AbstractMesh(node=2, data=2)),
     "pipeline": (
-        fz.compose(fz.accumulate(2, vertical=True), fz.pipeline(stages=[1, 1]), fz.shard_opt_state()),
+        fz.compose(fz.accumulate(2, schedule="layerwise"), fz.pipeline(stages=[1, 1]), fz.shard_opt_state()),
         fz.AbstractMesh(data=2, pipe=2),
     ),
     "offload_cpu": (fz.compose(fz.shard_params(), fz.offload("cpu", ("opt_state", "params"))), APART),

@@ -79,7 +79,7 @@ def test_no_region_lies_apart_that_must_not() -> None:
 WAYS: dict[str, tuple[Any, ...]] = {
     "stage 3, bf16": (fz.shard_params(), fz.mixed_precision("bf16"), fz.remat("full")),
     "stage 3, accumulate": (fz.shard_params(), fz.accumulate(2)),
-    "stage 2, vertical": (fz.shard_grads(), fz.accumulate(2, vertical=True)),
+    "stage 2, vertical": (fz.shard_grads(), fz.accumulate(2, schedule="layerwise")),
     "stage 1": (fz.shard_opt_state(),),
     "offload": (fz.shard_params(), fz.mixed_precision("bf16"), fz.offload("cpu", ("opt_state", "params"))),
 }
@@ -111,7 +111,7 @@ def _trained(name: str, all_apart: bool, is_late: bool) -> tuple[Any, Any, int, 
         held: list[Any] = [state]
         measured = allocated(lambda: held.append(train(held.pop(), third)), mesh.device)
         leaves = sum(x.nbytes for x in fz.tree.leaves(third))
-        planned = train.plan.peak_bytes - train.plan.pool_bytes - train.plan.resting_bytes - leaves
+        planned = train.plan.peak_bytes - train.plan.pool_bytes - train.plan.persistent_bytes - leaves
         rooms = {p.room for line in train.program.pooled for p in line.into if p is not None and p.arena == "apart"}
     return metrics, whole, len(rooms), planned, measured
 

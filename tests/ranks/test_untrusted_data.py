@@ -218,7 +218,7 @@ def steps_taken(strange: str) -> tuple[int, bool, list[str]]:
             if index == 3 and run.mesh.rank == 1 and not strange.startswith("never"):
                 os.kill(os.getpid(), signal.SIGTERM)
             state, _ = train(state, torch.ones(2))
-            run.keep(state)
+            run.commit(state)
         return int(state.step), run.stopping
 
     handler = Listen()

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "fp16 with a loss scale": ((fz.mixed_precision("fp16"),), "mixed", "clipped"),
     "bf16 parameters, accumulate": ((fz.mixed_precision("bf16", params="bf16"), fz.accumulate(2)), "gpt", "sgd"),
     "remat, lion": ((fz.remat("full"),), "bare", "lion"),
-    "vertical": ((fz.accumulate(3, vertical=True),), "gpt", "lamb"),
+    "vertical": ((fz.accumulate(3, schedule="layerwise"),), "gpt", "lamb"),
 }
 
 

@@ -81,30 +81,32 @@ COLUMNS = {"x": torch.arange(32.0).view(8, 4), "columns": torch.tensor([0, 3]), 
 WIDE = {"w": torch.arange(16.0).view(4, 4) / 100}
 
 
-@pytest.mark.parametrize("vertical", [False, True])
-def test_a_batch_whose_leaves_have_different_numbers_of_rows(vertical):
+@pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
+def test_a_batch_whose_leaves_have_different_numbers_of_rows(schedule):
     step, mesh = fz.train_step(columns, optim.sgd(0.1)), fz.make_mesh()
-    lost = fz.accumulate(step, 2, vertical=vertical)
+    lost = fz.accumulate(step, 2, schedule=schedule)
     raises(
         FzeroValueError,
         lambda: fz.lower(lost, ONE, WIDE, COLUMNS),
         "batch['columns'] [2]: other leaves have 8 rows",
-        "whole=lambda path, leaf:",
+        "replicated=lambda path, leaf:",
     )
-    wrong = fz.accumulate(step, 3, vertical=vertical, whole=lambda path, leaf: "columns" in path)
+    wrong = fz.accumulate(step, 3, schedule=schedule, replicated=lambda path, leaf: "columns" in path)
     raises(
         FzeroValueError,
         lambda: fz.lower(wrong, ONE, WIDE, COLUMNS),
         "batch['x'] [8, 4]: dim 0 of 8 is not a multiple of 3",
     )
-    raises(FzeroTypeError, lambda: fz.accumulate(2, whole=["columns"]), "a predicate is a function of (path, leaf)")
+    raises(
+        FzeroTypeError, lambda: fz.accumulate(2, replicated=["columns"]), "a predicate is a function of (path, leaf)"
+    )
 
-    right = fz.accumulate(step, 2, vertical=vertical, whole=lambda path, leaf: "columns" in path)
+    right = fz.accumulate(step, 2, schedule=schedule, replicated=lambda path, leaf: "columns" in path)
     train = fz.compile(right, mesh, backend="eager")
     (want, said), (got, heard) = step(step.init(WIDE), COLUMNS), train(train.init(WIDE), COLUMNS)
     assert torch.allclose(said["loss"], heard["loss"]) and torch.allclose(want.params["w"], got.params["w"])
     fz.testing.check_equivalent(right, WIDE, COLUMNS, mesh, backend="eager", steps=2)
-    assert "whole=<lambda>" in str(right.transforms[0])
+    assert "replicated=<lambda>" in str(right.transforms[0])
 
 
 def test_a_batch_that_is_a_conjugate_view():
@@ -153,7 +155,7 @@ def test_leaves_of_a_batch_that_are_one_tensor_are_one_in_the_loss():
     for batch in (one, two, one):
         for run, first in ((step, step.init(WEIGHTS)), (train, train.init(WEIGHTS))):
             assert torch.allclose(run(first, batch)[1]["loss"], loss(WEIGHTS, batch))
-    torn = compiled_loss(loss, lambda step: fz.accumulate(step, 2, whole=lambda path, leaf: "y" in path))
+    torn = compiled_loss(loss, lambda step: fz.accumulate(step, 2, replicated=lambda path, leaf: "y" in path))
     raises(
         FzeroValueError, lambda: torn(torn.init(WEIGHTS), one), "batch['x'] and batch['y'] are one tensor", "x.clone()"
     )

@@ -185,8 +185,12 @@ COMPOSITIONS: Any = {
     "pipeline_tied": ({"pipe": 2, "data": 2}, True, [fz.pipeline(), fz.accumulate(2), fz.shard_params()]),
     "vocabulary": ({"model": 2}, False, [fz.tensor_parallel(rules=UNTIED)]),
     "vocabulary_tied": ({"model": 2}, True, [fz.tensor_parallel(rules=RULES)]),
-    "vocabulary_sequence": ({"model": 2}, False, [fz.tensor_parallel(rules=UNTIED, sequence=True, whole_bytes=0)]),
-    "sequence": ({"seq": 2}, False, [fz.sequence_parallel(whole_bytes=0)]),
+    "vocabulary_sequence": (
+        {"model": 2},
+        False,
+        [fz.tensor_parallel(rules=UNTIED, sequence=True, max_replicated_bytes=0)],
+    ),
+    "sequence": ({"seq": 2}, False, [fz.sequence_parallel(max_replicated_bytes=0)]),
 }
 
 

@@ -177,7 +177,7 @@ def _decayed(*, clip: bool = False, skip: bool = False) -> Any:
 EMPTY: dict[str, tuple[Any, fz.AbstractMesh, tuple[Any, ...], dict[str, bool]]] = {
     "one process": (("sum", True), fz.AbstractMesh(data=1), (), {}),
     "0 / 0 in the backward": (("none", True), fz.AbstractMesh(data=1), (fz.accumulate(2),), {}),
-    "clipped": (("sum", True), fz.AbstractMesh(data=1), (fz.accumulate(2, vertical=True),), {"clip": True}),
+    "clipped": (("sum", True), fz.AbstractMesh(data=1), (fz.accumulate(2, schedule="layerwise"),), {"clip": True}),
     "bf16": (("sum", True), fz.AbstractMesh(data=1), (fz.mixed_precision("bf16"),), {}),
     "fp16": (("none", True), fz.AbstractMesh(data=1), (fz.mixed_precision("fp16"),), {}),
     "ZeRO-1": (("sum", True), fz.AbstractMesh(data=2), (fz.shard_opt_state(),), {}),

@@ -153,9 +153,9 @@ def test_the_plain_step_is_pytorchs():
     assert not any(x.requires_grad for x in flat(state.params).values())
 
 
-@pytest.mark.parametrize("vertical", [False, True])
-def test_micro_batches_are_averaged(vertical):
-    got = run(fz.make_mesh(data=1), make(fz.accumulate(3, vertical=vertical)))
+@pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
+def test_micro_batches_are_averaged(schedule):
+    got = run(fz.make_mesh(data=1), make(fz.accumulate(3, schedule=schedule)))
     for now, expected in zip(got, pytorch(parts=3, num=3), strict=True):
         for name, x in flat(expected).items():
             torch.testing.assert_close(now[name], x, rtol=1e-5, atol=1e-6, msg=name)

@@ -29,18 +29,20 @@ NUMBERS: dict[str, Callable[[Number], Any]] = {
     "AbstractMesh": lambda n: fz.AbstractMesh(data=n(2)),
     "make_mesh": lambda n: fz.make_mesh(data=(n(2), n(1)), timeout=n(600)).axes,
     "accumulate": lambda n: (fz.accumulate(n(2)), fz.accumulate(num_micro_batches=n(2))),
-    "expert_parallel": lambda n: fz.expert_parallel(where=bool, whole_bytes=n(4096)),
+    "expert_parallel": lambda n: fz.expert_parallel(where=bool, max_replicated_bytes=n(4096)),
     "mixed_precision": lambda n: fz.mixed_precision("fp16", loss_scale=n(128)),
     "offload": lambda n: fz.offload("cpu", fraction=n(1)),
-    "once_a_step": lambda n: fz.once_a_step(gathers=n(1)),
+    "hierarchical": lambda n: fz.hierarchical(gathers=n(1)),
     "pipeline": lambda n: fz.pipeline(schedule="interleaved", stages=[n(1), n(2)], chunks=n(2)),
     "redundant": lambda n: fz.redundant(every=n(2)),
     "remat": lambda n: fz.remat(n(1)),
-    "sequence_parallel": lambda n: fz.sequence_parallel(whole_bytes=n(4096)),
-    "tensor_parallel": lambda n: fz.tensor_parallel(rules={"w": n(0), "v": (n(1), n(2))}, whole_bytes=n(4096)),
+    "sequence_parallel": lambda n: fz.sequence_parallel(max_replicated_bytes=n(4096)),
+    "tensor_parallel": lambda n: fz.tensor_parallel(rules={"w": n(0), "v": (n(1), n(2))}, max_replicated_bytes=n(4096)),
     "LossScale": lambda n: fz.LossScale(initial=n(8), growth_interval=n(3), hysteresis=n(2)),
-    "Health": lambda n: fz.Health(replicas=n(7)),
-    "run": lambda n: fz.run(lambda run: run.micro_batches(n(24), rows=n(5)), every=n(1), timeout=n(60), device="cpu"),
+    "Health": lambda n: fz.Health(check_replicas_every=n(7)),
+    "run": lambda n: fz.run(
+        lambda run: run.num_micro_batches(n(24), max_samples=n(5)), every=n(1), timeout=n(60), device="cpu"
+    ),
     "weighted": lambda n: fz.weighted(torch.ones(()), n(3)),
     "adamw": lambda n: optim.adamw(n(1), b1=n(0), b2=n(0), eps=n(1)).update(
         PARAMS, optim.adamw(1).init(PARAMS), PARAMS
@@ -68,7 +70,7 @@ NUMBERS: dict[str, Callable[[Number], Any]] = {
     ).cursor(n(4)),
     "batches": lambda n: (DATA.batch_at(n(3), n(1), n(2)), DATA.resume({**DATA.cursor(3), "next": n(3)})),
     "windows": lambda n: DATA.windows(n(0), n(3)),
-    "read_ahead": lambda n: list(fz.data.read_ahead(DATA, n(3), n(5), rank=n(0), size=n(1), depth=n(2))),
+    "prefetch": lambda n: list(fz.data.prefetch(DATA, n(3), n(5), rank=n(0), size=n(1), depth=n(2))),
     "dispatch": lambda n: fz.experts.dispatch(
         torch.ones(4, 2), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), num_experts=n(2), capacity=n(1)
     ),

@@ -102,7 +102,7 @@ def on_shards() -> list[torch.Tensor]:
     for transform in (
         fz.shard_params(),
         fz.shard_opt_state(),
-        fz.compose(fz.shard_grads(), fz.accumulate(3, vertical=True), fz.remat("full")),
+        fz.compose(fz.shard_grads(), fz.accumulate(3, schedule="layerwise"), fz.remat("full")),
     ):
         train = fz.compile(transform(fz.train_step(loss, CASES["adamw"][0])), mesh, backend="eager")
         state = train.init(PARAMS)

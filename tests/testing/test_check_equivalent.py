@@ -272,7 +272,7 @@ ALONE = [
     Fault(buffer_of_another, (), None, "vjp(", "which is not what was made"),
     Fault(micro_batch_dropped, (fz.remat("full"), fz.accumulate(2)), "accumulate", "accumulate("),
     Fault(sum_rounded, (fz.accumulate(3),), "accumulate", "accumulate("),
-    Fault(first_micro_batch_only, (fz.accumulate(2, vertical=True),), "accumulate", "take_part("),
+    Fault(first_micro_batch_only, (fz.accumulate(2, schedule="layerwise"),), "accumulate", "take_part("),
     Fault(update_twice, (fz.accumulate(2),), None, "update_v2("),
     Fault(update_skipped, (), None, "update_v2("),
     Fault(clipping_lost, (), None, "update", MEANT),
@@ -314,7 +314,7 @@ def test_a_fault_between_ranks_is_named_on_every_rank(run_ranks, number):
 
 STEPS = {
     "gpt": (fz.shard_params(), fz.accumulate(2), fz.remat("full"), fz.mixed_precision("bf16")),
-    "bare": (fz.shard_opt_state(), fz.accumulate(3, vertical=True)),
+    "bare": (fz.shard_opt_state(), fz.accumulate(3, schedule="layerwise")),
     "mixed": (fz.shard_grads(), fz.remat("none"), fz.mixed_precision("bf16", params="bf16")),
 }
 
@@ -542,7 +542,7 @@ def other_rows() -> list[str]:
     mesh, x = fz.make_mesh(), torch.linspace(-1, 1, 16).view(8, 2)
     step = fz.shard_params(fz.train_step(lambda p, b: ((b[0] @ p["w"]) * b[1]).square().mean(), optim.sgd(0.1)))
     found = []
-    for one in (step, fz.accumulate(step, 1, whole=lambda path, leaf: path == "batch[1]")):
+    for one in (step, fz.accumulate(step, 1, replicated=lambda path, leaf: path == "batch[1]")):
         try:
             found.append(
                 str(check_equivalent(one, {"w": torch.eye(2)}, (x + mesh.rank, torch.ones(2)), mesh).equivalent)
@@ -555,7 +555,11 @@ def other_rows() -> list[str]:
 def test_a_leaf_with_other_rows_is_asked_about(run_ranks):
     """On several ranks the plain step would get all ranks' rows of it, one behind the other."""
     for said, right in run_ranks(2, other_rows):
-        assert "batch[0] [8, 2]" in said and "batch[1] [2]" in said and "accumulate(1, whole=" in said.splitlines()[-1]
+        assert (
+            "batch[0] [8, 2]" in said
+            and "batch[1] [2]" in said
+            and "accumulate(1, replicated=" in said.splitlines()[-1]
+        )
         assert right == "True"
 
 

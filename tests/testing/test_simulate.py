@@ -242,7 +242,9 @@ def test_arguments_that_simulate_refuses() -> None:
         fz.testing.simulate(step, mesh, params, (torch.ones(4, 4), torch.ones(4)), steps=1.5)  # type: ignore[arg-type]
     with pytest.raises(FzeroTypeError, match=r"(?s)params\['w'\]: a meta tensor"):
         fz.testing.simulate(step, mesh, {"w": torch.ones(4, device="meta")}, (torch.ones(4, 4), torch.ones(4)))
-    says = r"(?s)different numbers of rows.*batch\[0\] \[8, 4\].*batch\[1\] \[4\].*accumulate\(1, whole=.*batch\[1\]"
+    says = (
+        r"(?s)different numbers of rows.*batch\[0\] \[8, 4\].*batch\[1\] \[4\].*accumulate\(1, replicated=.*batch\[1\]"
+    )
     with pytest.raises(FzeroValueError, match=says):
         fz.testing.simulate(step, mesh, params, (torch.ones(8, 4), torch.ones(4)))
 

@@ -47,7 +47,12 @@ def by_torch(loss: Callable[..., Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("uses", [logged, unread])
 @pytest.mark.parametrize(
     "transform",
-    [fz.compose(), fz.remat("full"), fz.remat("none"), fz.compose(fz.shard_params(), fz.accumulate(2, vertical=True))],
+    [
+        fz.compose(),
+        fz.remat("full"),
+        fz.remat("none"),
+        fz.compose(fz.shard_params(), fz.accumulate(2, schedule="layerwise")),
+    ],
 )
 def test_a_result_that_is_not_differentiated_has_no_backward(uses: Any, transform: Any) -> None:
     """Zeros in place of its gradient would be nan where they meet an infinite derivative."""

@@ -1,4 +1,4 @@
-"""accumulate(n, vertical=True): the bits of a loop over micro-batches, with parameters that travel once a step."""
+"""accumulate(n, schedule="layerwise"): the bits of a loop over micro-batches; parameters are gathered once per step."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_same_bits_as_in_a_loop(name):
     for num in (2 + which % 3, 2 + (which + 1) % 3):
         # a model meets two of three numbers and of three transforms, which all meet elsewhere
         more = BESIDE[(num + which) % 3]
-        got, program = trained(mesh, name, fz.accumulate(num, vertical=True), *more)
+        got, program = trained(mesh, name, fz.accumulate(num, schedule="layerwise"), *more)
         want, looped = trained(mesh, name, fz.accumulate(num), *more)
         assert not any(line.op == "loop" for line in program.lines) and any(line.op == "loop" for line in looped.lines)
         assert_same_bits(got, want, (num, more))
@@ -129,7 +129,7 @@ def test_the_same_bits_from_every_tier(tmp_path, offload, unified):
     for name, optimizer, more in cases[(TIERS.index(offload) + unified) % 2 :: 2]:
         # the others on the other kind of memory
         got, program = trained(
-            mesh, name, fz.accumulate(3, vertical=True), *more, *OFFLOADS[offload](tmp_path), optimizer=optimizer
+            mesh, name, fz.accumulate(3, schedule="layerwise"), *more, *OFFLOADS[offload](tmp_path), optimizer=optimizer
         )
         assert any(line.op in COPIES for line in program.lines)
         assert_same_bits(got, in_a_loop(name, *more, optimizer=optimizer), (name, more))
@@ -152,7 +152,7 @@ def on_ranks(num: int, folder: Path) -> list[Any]:
     """Of each model and stage: vertically, vertically from every tier, and if that is the same sum, in a loop."""
     mesh, out = fz.make_mesh(data=-1), []
     for name, stage in ON_RANKS.items():
-        vertical = (STAGES[stage](), fz.accumulate(num, vertical=True))
+        vertical = (STAGES[stage](), fz.accumulate(num, schedule="layerwise"))
         forms = [vertical, (*vertical, fz.offload("nvme", ("opt_state", "params"), path=folder))]
         if stage < 2:  # in a loop too gradients are added up and then reduced
             forms.append((STAGES[stage](), fz.accumulate(num)))
@@ -163,7 +163,7 @@ def on_ranks(num: int, folder: Path) -> list[Any]:
 def apart_on_ranks(num: int) -> list[Any]:
     mesh, out = fz.make_mesh(data=-1, unified_memory=False), []
     for stage, name in APART.items():
-        vertical = (STAGES[stage](), fz.accumulate(num, vertical=True))
+        vertical = (STAGES[stage](), fz.accumulate(num, schedule="layerwise"))
         out.append(
             [
                 trained(mesh, name, *vertical)[0],
@@ -236,7 +236,7 @@ def test_parameters_and_gradients_travel_once_a_step(num, more):
     """A part of what a loop moves, and just what the step without micro-batches does."""
     vertical, looped, once = (
         moved(lowered(fz.shard_params(), *t, *more))
-        for t in ((fz.accumulate(num, vertical=True),), (fz.accumulate(num),), ())
+        for t in ((fz.accumulate(num, schedule="layerwise"),), (fz.accumulate(num),), ())
     )
     assert vertical == once
     for op in ("all_gather_start", "reduce_scatter_start"):
@@ -262,7 +262,7 @@ def test_leaves_are_fetched_once_a_step(stage, tier, op):
         return moved(lowered(STAGES[stage](), tier, *transforms, unified_memory=False))[op]
 
     once = fetched()
-    assert fetched(fz.accumulate(2, vertical=True)) == fetched(fz.accumulate(4, vertical=True)) == once
+    assert fetched(fz.accumulate(2, schedule="layerwise")) == fetched(fz.accumulate(4, schedule="layerwise")) == once
     (few, less), (many, more) = fetched(fz.accumulate(2)), fetched(fz.accumulate(4))
     leaves = [x for x in lowered(STAGES[stage](), tier, unified_memory=False).leaves.values() if x.role == "params"]
     expected = sum(x.numel * 4 * (2 if "layers" in x.path else 1) for x in leaves) // (2 if stage == 3 else 1)
@@ -274,7 +274,7 @@ def test_activations_that_rest_come_back_for_one_micro_batch(monkeypatch):
     monkeypatch.setattr(off_device, "SMALL", 0)
     offload = fz.offload("cpu", ("params", "activations"))
     program = lowered(
-        offload, fz.accumulate(4, vertical=True), fz.remat("none"), fz.data_parallel(), unified_memory=False
+        offload, fz.accumulate(4, schedule="layerwise"), fz.remat("none"), fz.data_parallel(), unified_memory=False
     )
     waits = {line.args[0]: line for line in program.lines if line.op == "wait"}
     lines = [line for line in program.lines if line.by in ("offload", "fuse") or line.block is not None]
@@ -300,7 +300,7 @@ def test_activations_that_rest_come_back_for_one_micro_batch(monkeypatch):
 
 def test_what_only_reads_the_state_is_made_once():
     program = fz.lower(
-        fz.accumulate(fz.train_step(read_twice_loss, optim.sgd(0.1), has_aux=True), 3, vertical=True),
+        fz.accumulate(fz.train_step(read_twice_loss, optim.sgd(0.1), has_aux=True), 3, schedule="layerwise"),
         fz.AbstractMesh(data=1),
         read_twice_params(),
         rows("x", by=torch.tensor(2.0))[0],
@@ -311,7 +311,7 @@ def test_what_only_reads_the_state_is_made_once():
 
 def test_a_line_and_its_repetitions_stand_together():
     for transforms in ((fz.data_parallel(),), (fz.shard_params(), fz.mixed_precision("bf16"))):
-        program = lowered(*transforms, fz.accumulate(3, vertical=True))
+        program = lowered(*transforms, fz.accumulate(3, schedule="layerwise"))
         blocks = [line for line in program.lines if line.block is not None]
         assert [line.micro for line in blocks] == [(m, 3) for _ in range(len(blocks) // 3) for m in range(3)]
         groups = [blocks[i : i + 3] for i in range(0, len(blocks), 3)]
@@ -326,7 +326,7 @@ def test_no_function_is_compiled_twice(stage, device):
     more = (fz.mixed_precision("bf16"),) if (stage + (device == "cuda")) % 2 else ()
     vertical, looped = (
         lowered(STAGES[stage](), a, *more, device_type=device)
-        for a in (fz.accumulate(3, vertical=True), fz.accumulate(3))
+        for a in (fz.accumulate(3, schedule="layerwise"), fz.accumulate(3))
     )
     assert len(vertical.functions) <= len(looped.functions)
 
@@ -345,7 +345,7 @@ def whole_blocks(program: Program) -> int:
 
 def test_a_gather_starts_before_all_of_the_block_before():
     """One block ahead, that is all its micro-batches ahead: two blocks are whole at a time, as without."""
-    program = lowered(fz.shard_params(), fz.accumulate(3, vertical=True), fz.remat("full"), optimizer="clipped")
+    program = lowered(fz.shard_params(), fz.accumulate(3, schedule="layerwise"), fz.remat("full"), optimizer="clipped")
     assert whole_blocks(program) == whole_blocks(lowered(fz.shard_params(), fz.remat("full"), optimizer="clipped")) == 2
     lines = program.lines
     waits = {line.args[0]: line for line in lines if line.op == "wait"}
@@ -360,7 +360,7 @@ def test_a_gather_starts_before_all_of_the_block_before():
 
 def test_whole_gradients_do_not_pile_up():
     """A block's sum and one micro-batch's beside it, while the one before is reduced; everything else is shards."""
-    program = lowered(fz.shard_grads(), fz.accumulate(4, vertical=True), layers=8, shared_memory=False)
+    program = lowered(fz.shard_grads(), fz.accumulate(4, schedule="layerwise"), layers=8, shared_memory=False)
     params = [x for x in program.leaves.values() if x.role == "params"]
     total = sum(x.numel * 4 for x in params)
     block = max(sum(x.numel * 4 for x in params if f"['layers'][{i}]" in x.path) for i in range(8))
@@ -370,7 +370,7 @@ def test_whole_gradients_do_not_pile_up():
 
 def test_an_update_comes_with_its_blocks_last_micro_batch():
     """As without micro-batches: nothing of all leaves must be known, so gradients need not wait for each other."""
-    program = lowered(fz.shard_params(), fz.accumulate(3, vertical=True))
+    program = lowered(fz.shard_params(), fz.accumulate(3, schedule="layerwise"))
     lines = list(program.lines)
     updates = [i for i, line in enumerate(lines) if line.op == "call" and line.writes]
     backwards = [i for i, line in enumerate(lines) if line.is_backward]
@@ -391,10 +391,10 @@ def _around(updates: Sequence[int], backwards: Sequence[int]) -> list[tuple[int,
 
 @pytest.mark.full
 def test_a_budget_fits_it():
-    step = fz.compose(fz.shard_params(), fz.remat("auto"), fz.accumulate(2, vertical=True))(
+    step = fz.compose(fz.shard_params(), fz.remat("auto"), fz.accumulate(2, schedule="layerwise"))(
         fz.train_step(models.gpt_loss, optim.adamw(1e-3))
     )
-    smallest = fz.compose(fz.shard_params(), fz.remat(0.0), fz.accumulate(2, vertical=True))
+    smallest = fz.compose(fz.shard_params(), fz.remat(0.0), fz.accumulate(2, schedule="layerwise"))
     smallest = smallest(fz.train_step(models.gpt_loss, optim.adamw(1e-3)))
     mesh, batch = fz.AbstractMesh(data=2), meta_part(batches(1)[0], 2)
     least = fz.lower(smallest, mesh, models.gpt_init, batch).plan.peak_bytes
@@ -417,7 +417,7 @@ def edited(program: Program, which: Any, new: Any) -> Program:
 
 
 def test_broken_sums_are_rejected():
-    program = lowered(fz.shard_params(), fz.accumulate(3, vertical=True))
+    program = lowered(fz.shard_params(), fz.accumulate(3, schedule="layerwise"))
     adds = [line for line in program.lines if line.op == "add"]
 
     def rejects(which: Line, new: Line, *words: str) -> None:
@@ -447,14 +447,14 @@ def test_broken_sums_are_rejected():
 
 def test_it_is_a_choice_of_a_step():
     step = fz.train_step(models.gpt_loss, optim.sgd(0.1))
-    vertical = fz.accumulate(step, 2, vertical=True)
+    vertical = fz.accumulate(step, 2, schedule="layerwise")
     assert (
-        vertical == fz.accumulate(2, vertical=True)(step)
-        and str(vertical.transforms[0]) == "accumulate(num_micro_batches=2, vertical=True)"
+        vertical == fz.accumulate(2, schedule="layerwise")(step)
+        and str(vertical.transforms[0]) == "accumulate(num_micro_batches=2, schedule='layerwise')"
     )
     with pytest.raises(TransformError, match="two different accumulate"):
         fz.accumulate(vertical, 2)
-    with pytest.raises(FzeroValueError, match="neither True nor False"):
-        fz.accumulate(2, vertical=2)  # type: ignore[arg-type]
-    both = fz.shard_params(), fz.accumulate(2, vertical=True)
+    with pytest.raises(FzeroValueError, match="schedule=2: must be one of 'sequential', 'layerwise'"):
+        fz.accumulate(2, schedule=2)  # type: ignore[arg-type]
+    both = fz.shard_params(), fz.accumulate(2, schedule="layerwise")
     assert fz.compose(*both)(step) == fz.compose(*both[::-1])(step)

@@ -350,7 +350,7 @@ APART = fz.AbstractMesh(data=2, unified_memory=False)
 BOTH = ("data", "node")
 BESIDE: dict[str, tuple[Any, fz.AbstractMesh]] = {
     "loop": (fz.compose(fz.shard_params(), fz.accumulate(2)), DATA),
-    "once": (fz.compose(fz.shard_params(axis=BOTH), fz.once_a_step(), fz.accumulate(2)), NODE),
+    "once": (fz.compose(fz.shard_params(axis=BOTH), fz.hierarchical(), fz.accumulate(2)), NODE),
 }
 
 
@@ -454,7 +454,7 @@ def shrunk(path: str, coded: bool) -> tuple[str, float, list[torch.Tensor]]:
         batch, loss = BATCH.chunk(run.mesh.size)[run.mesh.rank], 0.0
         for _ in run.steps(state, int(state.step) + 1):
             state, metrics = train(state, batch)
-            run.keep(state)
+            run.commit(state)
             loss = float(metrics["loss"])
         run.save(state)
         return run.source, loss, [x.clone() for x in fz.tree.leaves(train.gather(state).params)]

@@ -102,7 +102,7 @@ def moved(program: Any) -> Counter[tuple[str, str]]:
 
 WAYS = {
     "parameters over experts": ({"expert": 2}, [fz.shard_params(axis="expert")]),
-    "vertical": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)]),
+    "vertical": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, schedule="layerwise")]),
     "gradients": ({"data": 2, "expert": 2}, [fz.shard_grads(axis=BOTH), fz.accumulate(2), fz.remat(policy="full")]),
     "data first": ({"data": 2, "expert": 2}, [fz.shard_opt_state(axis=("data", "expert"))]),
     "hosts": (
@@ -152,7 +152,7 @@ STAGED = {
 @pytest.mark.parametrize("way", STAGED)
 def test_stages_with_experts(way):
     axes, transforms = STAGED[way]
-    made = step(fz.accumulate(2, vertical=True), *transforms, loss=loss_of(ranks=2))
+    made = step(fz.accumulate(2, schedule="layerwise"), *transforms, loss=loss_of(ranks=2))
     mesh = AbstractMesh(expert=2, **axes)
     twice = {"x": torch.cat([batch()["x"]] * 2)}
     fz.testing.check_equivalent(made, params(4), twice, mesh, steps=1)
@@ -162,7 +162,7 @@ def staged(schedule: str | None) -> Any:
     """The parameters of a few steps, on stages or on none."""
     mesh = fz.make_mesh(expert=2) if schedule is None else fz.make_mesh(expert=2, pipe=2)
     stages = [] if schedule is None else [fz.pipeline(schedule=schedule)]
-    made = step(fz.accumulate(2, vertical=True), *stages, loss=loss_of(ranks=2))
+    made = step(fz.accumulate(2, schedule="layerwise"), *stages, loss=loss_of(ranks=2))
     part = batch(mesh.index("expert"), 2)
     train = fz.compile(made, mesh, backend="eager", batch=part)
     state = train.init(params())
@@ -181,7 +181,11 @@ TWO = {
     "alone": ({"expert": 2, "seq": 2}, []),
     "everything": (
         {"data": 2, "expert": 2, "seq": 2},
-        [fz.shard_params(axis=("expert", "data", "seq")), fz.accumulate(2, vertical=True), fz.remat(policy="none")],
+        [
+            fz.shard_params(axis=("expert", "data", "seq")),
+            fz.accumulate(2, schedule="layerwise"),
+            fz.remat(policy="none"),
+        ],
     ),
 }
 
@@ -204,7 +208,7 @@ def test_positions_are_cut_over_another_axis(way):
 
 
 RANKS = {
-    "groups": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)], 4),
+    "groups": ({"data": 2, "expert": 2}, [fz.shard_params(axis=BOTH), fz.accumulate(2, schedule="layerwise")], 4),
     "positions": ({"expert": 2, "seq": 2}, [fz.sequence_parallel()], 2),
 }
 
@@ -226,7 +230,7 @@ def test_rows_of_a_rank_are_of_all_its_experts(way):
 
 def test_groups_that_do_not_divide_are_named():
     with pytest.raises(FzeroValueError, match=r"(?s)would be computed whole.*fzero.expert_mm.*multiple"):
-        lowered(AbstractMesh(expert=4), loss=loss_of(ranks=2), whole_bytes="1KiB")
+        lowered(AbstractMesh(expert=4), loss=loss_of(ranks=2), max_replicated_bytes="1KiB")
 
 
 @pytest.mark.full
@@ -339,7 +343,7 @@ def test_mixtures_of_transformers(family, of):
 
     made = architectures.MODELS[family]()
     before = made.module(**made.inputs).loss
-    made.module.set_experts_implementation(fz.hf.expert_rows(**of))
+    made.module.set_experts_implementation(fz.hf.experts_implementation(**of))
     torch.testing.assert_close(made.module(**made.inputs).loss, before)
     model = fz.functionalize(made.module)
     rows = torch.randint(0, architectures.VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(4))
@@ -357,7 +361,7 @@ def test_rows_meet_for_a_gradient_that_is_narrower():
     import architectures
 
     module = architectures.MODELS["qwen3_moe"]().module
-    module.set_experts_implementation(fz.hf.expert_rows())
+    module.set_experts_implementation(fz.hf.experts_implementation())
     model, tokens = fz.functionalize(module), torch.empty(4, LENGTH, dtype=torch.int64, device="meta")
     made = fz.expert_parallel(model.train_step(tensor.OPTIMIZER), where=lambda path, leaf: "['experts']" in path)
     program = fz.lower(made, AbstractMesh(expert=2), model.params, {"input_ids": tokens, "labels": tokens}).program
@@ -367,10 +371,10 @@ def test_rows_meet_for_a_gradient_that_is_narrower():
 
 def test_a_capacity_of_transformers_is_a_factor():
     pytest.importorskip("transformers")
-    assert fz.hf.expert_rows(1.25) == "fzero_rows_1.25"
-    assert fz.hf.expert_rows(("rank", 1.5), ranks=4) == "fzero_rows_rank_4_1.5"
+    assert fz.hf.experts_implementation(1.25) == "fzero_rows_1.25"
+    assert fz.hf.experts_implementation(("rank", 1.5), ranks=4) == "fzero_rows_rank_4_1.5"
     with pytest.raises(FzeroValueError, match=r"capacity=-1: (.|\n)*Fix: a factor above 0"):
-        fz.hf.expert_rows(-1)
+        fz.hf.experts_implementation(-1)
 
 
 def test_parameters_that_no_product_reads_are_gathered_and_named():
@@ -388,7 +392,7 @@ def test_parameters_that_no_product_reads_are_gathered_and_named():
     fz.testing.check_equivalent(made, given, {"x": torch.randn(8, LENGTH, WIDTH)}, at, steps=2)
     shapes = fz.tree.map(lambda x: torch.empty_like(x, device="meta"), (given, {"x": torch.randn(8, LENGTH, WIDTH)}))
     assert "is computed whole on every rank of expert" in str(fz.lower(made, at, *shapes).program.notes)
-    made = step(loss=loss, where=lambda path, leaf: "router" not in path, whole_bytes="16B")
+    made = step(loss=loss, where=lambda path, leaf: "router" not in path, max_replicated_bytes="16B")
     with pytest.raises(FzeroValueError, match=r"(?s)would be computed whole.*products alone"):
         fz.lower(made, at, *shapes)
 

@@ -318,7 +318,7 @@ def test_other_transforms_change_no_bit():
     ]:
         assert same(alone(fz.fp8(), *others), want), others
     micro = alone(fz.fp8(), fz.accumulate(2))
-    assert same(alone(fz.fp8(), fz.accumulate(2, vertical=True)), micro) and not same(micro, want), (
+    assert same(alone(fz.fp8(), fz.accumulate(2, schedule="layerwise")), micro) and not same(micro, want), (
         "scales are those of a micro-batch"
     )
 

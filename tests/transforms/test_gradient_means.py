@@ -111,7 +111,7 @@ def test_fp16_of_a_weighted_loss_is_that_of_its_mean(shape):
     assert any(skipped) and not all(skipped) and want[-1][0] < 0.9 * want[0][0]
     check(by_fzero(weighted, params, batch), want)
     two = by_hand(params, batch, 2, MOVING)
-    for transform in (fz.accumulate(2), fz.accumulate(2, vertical=True)):
+    for transform in (fz.accumulate(2), fz.accumulate(2, schedule="layerwise")):
         check(by_fzero(weighted, params, batch, transform), two)
     every = {**batch, "real": torch.ones_like(batch["real"])}
     want = by_hand(params, every, 2, MOVING)
@@ -125,7 +125,7 @@ def on_ranks(shape: tuple[int, int]) -> list[Run]:
     each = [
         (weighted, fz.shard_params()),
         (weighted, fz.data_parallel(), fz.accumulate(2)),
-        (weighted, fz.shard_params(), fz.accumulate(2, vertical=True)),
+        (weighted, fz.shard_params(), fz.accumulate(2, schedule="layerwise")),
         (all_targets, fz.shard_grads()),
         (mean, fz.shard_grads()),
     ]
@@ -223,7 +223,7 @@ def test_a_backward_that_clips_sees_the_whole_mean(how):
         for transforms, ranks in (
             ([], 1),
             ([fz.accumulate(2)], 1),
-            ([fz.accumulate(4, vertical=True)], 1),
+            ([fz.accumulate(4, schedule="layerwise")], 1),
             ([fz.shard_params()], 2),
             ([fz.shard_params(), fz.accumulate(2)], 2),
         ):
@@ -266,9 +266,11 @@ def test_a_count_of_any_origin_averages_exactly(loss_fn):
     params, batch = given(16, 8)
     batch |= {"number": torch.tensor(7.0)} if loss_fn is leaf_of_the_batch else {}
     step = fz.train_step(loss_fn, optim.sgd(1.0))
-    whole = (lambda path, leaf: "number" in path) if loss_fn is leaf_of_the_batch else None
-    for vertical in (False, True):
-        train = fz.compile(fz.accumulate(2, vertical=vertical, whole=whole)(step), fz.make_mesh(), backend="eager")
+    replicated = (lambda path, leaf: "number" in path) if loss_fn is leaf_of_the_batch else None
+    for schedule in ("sequential", "layerwise"):
+        train = fz.compile(
+            fz.accumulate(2, schedule=schedule, replicated=replicated)(step), fz.make_mesh(), backend="eager"
+        )
         state, _ = train(train.init(params), batch)
         keys = fz.random.fold_in(train.init(params).key, torch.tensor(0))
         parts: list[Any] = []
@@ -309,8 +311,8 @@ def test_the_count_travels_while_the_forward_runs():
 @pytest.mark.parametrize("loss_fn", [weighted, all_targets, drawn, confident, mean])
 def test_every_line_is_what_the_step_means(loss_fn):
     params, batch = given(16, 8)
-    for vertical in (False, True):
-        step = fz.accumulate(4, vertical=vertical)(fz.train_step(loss_fn, optim.adamw(1e-2)))
+    for schedule in ("sequential", "layerwise"):
+        step = fz.accumulate(4, schedule=schedule)(fz.train_step(loss_fn, optim.adamw(1e-2)))
         line, _ = first_differing(setting_of(step, params, batch, fz.make_mesh(), 1, None, "eager", {}), None)
         assert line is None, line
 

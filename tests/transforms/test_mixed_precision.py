@@ -224,7 +224,7 @@ CASES = {
     "data_parallel": (STAGES[0](),),
     "zero_1": (STAGES[1](), fz.accumulate(2)),
     "zero_3, accumulate": (STAGES[3](), fz.accumulate(4)),
-    "vertical": (STAGES[2](), fz.accumulate(2, vertical=True), fz.remat("none")),
+    "vertical": (STAGES[2](), fz.accumulate(2, schedule="layerwise"), fz.remat("none")),
     "offload": (STAGES[3](), fz.offload("cpu", "opt_state")),
     "offload all": (STAGES[1](), fz.accumulate(2), fz.offload("cpu", ("params", "opt_state"), update_on="device")),
 }

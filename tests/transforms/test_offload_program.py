@@ -64,7 +64,7 @@ def test_memory_does_not_grow_with_depth(unified: bool) -> None:
     given = models.BATCH * models.SEQ * 64 * 4
     room = 0 if unified else short.peak_bytes // 12  # for gaps in the pool
     assert 8 * given <= long.peak_bytes - short.peak_bytes < 8 * (given + 64) + room  # and a block's share of the norm
-    assert long.resting_bytes == short.resting_bytes < 64
+    assert long.persistent_bytes == short.persistent_bytes < 64
     (clipped, sizes), (more, deeper) = (plans(layers, optimizer="clipped", unified=unified) for layers in (4, 12))
     # all gradients wait for the norm
     assert more.peak_bytes - clipped.peak_bytes <= 1.05 * 4 * (deeper[""] - sizes[""]) + 8 * given

@@ -1,4 +1,4 @@
-"""pipeline: blocks divided among the ranks along an axis train as accumulate(m, vertical=True) alone does."""
+"""pipeline: blocks divided among the ranks along an axis train as accumulate(m, schedule="layerwise") alone does."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def plain(optimizer: Any = None) -> Any:
 
 
 def pipelined(m: int, *more: Any, optimizer: Any = None, **how: Any) -> Any:
-    return fz.compose(*more, fz.accumulate(m, vertical=True), fz.pipeline(**how))(plain(optimizer))
+    return fz.compose(*more, fz.accumulate(m, schedule="layerwise"), fz.pipeline(**how))(plain(optimizer))
 
 
 def equal(got: Any, want: Any, tolerance: float = 0.0) -> None:
@@ -105,7 +105,7 @@ def test_alone_it_has_the_bits_of_accumulate() -> None:
         for tied in (True, False) if p == 2 else (p == 4,):
             mesh, one = AbstractMesh(pipe=p), AbstractMesh(data=1)
             if (m, tied) not in want:
-                whole = fz.compose(fz.accumulate(m, vertical=True))(plain())
+                whole = fz.compose(fz.accumulate(m, schedule="layerwise"))(plain())
                 want[m, tied] = fz.testing.simulate(whole, one, params(tied=tied), batch(), steps=2)
             equal(fz.testing.simulate(pipelined(m, **how), mesh, params(tied=tied), batch(), steps=2), want[m, tied])
 
@@ -193,7 +193,7 @@ def test_other_optimizers(name: str) -> None:
     made = {"sgd": optim.sgd(0.3, momentum=0.9), "lion": optim.lion(1e-2), "lamb": optim.lamb(1e-2)}
     optimizer = made.get(name, optim.adamw(0.05))
     want = fz.testing.simulate(
-        fz.accumulate(4, vertical=True)(plain(optimizer)), AbstractMesh(data=1), params(), batch(), steps=2
+        fz.accumulate(4, schedule="layerwise")(plain(optimizer)), AbstractMesh(data=1), params(), batch(), steps=2
     )
     equal(
         fz.testing.simulate(pipelined(4, optimizer=optimizer), AbstractMesh(pipe=2), params(), batch(), steps=2), want
@@ -243,7 +243,7 @@ def on_ranks(axes: dict[str, int], more: list[Any], how: Any, path: str, backend
 
 def expected(m: int = 4, steps: int = 3) -> Any:
     return fz.testing.simulate(
-        fz.accumulate(m, vertical=True)(plain()), AbstractMesh(data=1), params(), batch(), steps=steps
+        fz.accumulate(m, schedule="layerwise")(plain()), AbstractMesh(data=1), params(), batch(), steps=steps
     )
 
 
@@ -388,7 +388,7 @@ def chain(params: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def chained(optimizer: Any) -> tuple[Program, ...]:
-    step = fz.compose(fz.accumulate(2, vertical=True), fz.pipeline())(fz.train_step(chain, optimizer))
+    step = fz.compose(fz.accumulate(2, schedule="layerwise"), fz.pipeline())(fz.train_step(chain, optimizer))
     given = {"layers": [{"w": torch.eye(4), "b": torch.zeros(4)} for _ in range(2)]}
     return fz.lower(step, AbstractMesh(pipe=2), given, torch.ones(4, 4)).programs
 
@@ -452,7 +452,7 @@ def test_the_plan_of_all_stages() -> None:
     parts = {"forward": 1.0, "backward": 2.0, "both": 3.0}
     one = lambda line, program: parts[line.block.part] if line.block else 0.0  # noqa: E731
     for p, m, how in ((2, 4, "1f1b"), (4, 8, "1f1b"), (4, 4, "1f1b")):
-        step = fz.compose(fz.accumulate(m, vertical=True), fz.pipeline(schedule=how))(
+        step = fz.compose(fz.accumulate(m, schedule="layerwise"), fz.pipeline(schedule=how))(
             fz.train_step(chain, optim.sgd(0.1))
         )
         given = {"layers": [{"w": torch.eye(4), "b": torch.zeros(4)} for _ in range(8)]}
@@ -460,13 +460,15 @@ def test_the_plan_of_all_stages() -> None:
         found = simulate(lowered.programs, one, asynchronous=True)
         seconds = max(x.step_seconds for x in found)
         assert [1 - x.compute_seconds / seconds for x in found] == pytest.approx([(p - 1) / (m + p - 1)] * p), how
-    zb = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline(schedule="zb"))(fz.train_step(chain, optim.sgd(0.1)))
+    zb = fz.compose(fz.accumulate(4, schedule="layerwise"), fz.pipeline(schedule="zb"))(
+        fz.train_step(chain, optim.sgd(0.1))
+    )
     rows = torch.empty(4 * 8192, 4, device="meta")
     seconds, filled = (fz.lower(x, AbstractMesh(pipe=4), given, rows, device="h100").plan.bubble for x in (step, zb))
     assert filled < 0.8 * seconds
     plan = lowered.plan
     assert [x.num_blocks for x in plan.stages] == [2] * 4 and plan.peak_bytes == plan.stages[0].peak_bytes
-    assert [x.resting_bytes for x in plan.stages] == [resting_bytes(x) for x in lowered.programs]
+    assert [x.persistent_bytes for x in plan.stages] == [resting_bytes(x) for x in lowered.programs]
     assert plan.step_seconds >= max(x.compute_seconds for x in plan.stages) and 0 < plan.bubble < 1
     highest = max(x.peak_bytes for x in plan.stages)
     assert fz.fits(plan, highest) and not fz.fits(plan, highest - 1)
@@ -491,7 +493,7 @@ def of_numbers(program: Program) -> list[Line]:
 
 def cut_step(parallel: Any, optimizer: Any, tensor: bool) -> Any:
     rules = [fz.tensor_parallel(rules={"w": 1})] if tensor else []
-    made = fz.compose(parallel(), *rules, fz.accumulate(2, vertical=True), fz.pipeline())
+    made = fz.compose(parallel(), *rules, fz.accumulate(2, schedule="layerwise"), fz.pipeline())
     return made(fz.train_step(chain, optimizer))
 
 
@@ -567,7 +569,7 @@ def test_parameters_are_gathered_once_a_step_or_for_each_micro_batch() -> None:
     peaks, moved = [], []
     given = {"layers": [{"w": torch.empty(64, 64, device="meta"), "b": torch.zeros(64)} for _ in range(16)]}
     for gather in ("step", "micro"):
-        step = fz.compose(fz.shard_params(), fz.accumulate(4, vertical=True), fz.pipeline(gather=gather))
+        step = fz.compose(fz.shard_params(), fz.accumulate(4, schedule="layerwise"), fz.pipeline(gather=gather))
         step = step(fz.train_step(chain, optim.sgd(0.1)))
         rows = torch.empty(4 * 8, 64, device="meta")
         plan = fz.lower(step, AbstractMesh(data=2, pipe=2), given, rows, device="h100").plan
@@ -580,7 +582,7 @@ def test_parameters_are_gathered_once_a_step_or_for_each_micro_batch() -> None:
 def test_a_memory_budget_is_for_every_stage() -> None:
     """The search keeps what fits on the stage that takes most, and an error names that stage."""
     given = {"layers": [{"w": torch.empty(64, 64, device="meta"), "b": torch.zeros(64)} for _ in range(6)]}
-    step = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline(), fz.remat("auto"))(
+    step = fz.compose(fz.accumulate(4, schedule="layerwise"), fz.pipeline(), fz.remat("auto"))(
         fz.train_step(chain, optim.sgd(0.1))
     )
     rows = torch.empty(4 * 256, 64, device="meta")
@@ -701,7 +703,7 @@ def test_leaves_that_the_step_writes_are_named_and_the_ways_out_are_taken() -> N
             x.norm.train(not freeze)
         model = fz.functionalize(torch.nn.Sequential(*layers), blocks=[Normed])
         step = model.train_step(optim.sgd(0.1), lambda out, batch: out.square().mean())
-        step = fz.compose(fz.accumulate(2, vertical=True), fz.pipeline())(step)
+        step = fz.compose(fz.accumulate(2, schedule="layerwise"), fz.pipeline())(step)
         return fz.lower(step, mesh, model.params, batch)
 
     with pytest.raises(FzeroValueError) as caught:
@@ -747,7 +749,7 @@ def of_turned_values(stages: list[int]) -> tuple[float, float]:
         return x.square().mean()
 
     step = fz.train_step(loss, optim.adamw(1e-2))
-    made = fz.compose(fz.accumulate(4, vertical=True), fz.pipeline(stages=stages))(step)
+    made = fz.compose(fz.accumulate(4, schedule="layerwise"), fz.pipeline(stages=stages))(step)
     train = fz.compile(made, fz.make_mesh(pipe=2), batch=x)
     state, alone = train.init(given), step.init(given, fz.random.key(0))
     for _ in range(2):

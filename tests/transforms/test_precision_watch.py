@@ -23,7 +23,10 @@ CASES: dict[str, tuple[tuple[Any, ...], int]] = {  # and micro-batches
     "no remat": ((fz.shard_grads, fz.remat("none"), fz.accumulate(2)), 2),
     "remat": ((fz.shard_params, fz.remat("full")), 1),
     "offload": ((fz.shard_params, fz.offload("cpu", ("opt_state", "activations"))), 1),
-    "vertical": ((fz.shard_params, fz.accumulate(3, vertical=True), fz.offload("cpu", ("params", "opt_state"))), 3),
+    "vertical": (
+        (fz.shard_params, fz.accumulate(3, schedule="layerwise"), fz.offload("cpu", ("params", "opt_state"))),
+        3,
+    ),
 }
 
 

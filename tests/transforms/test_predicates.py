@@ -1,4 +1,4 @@
-"""Functions of (path, leaf), as `where`, `trainable`, `mutable` and `whole` take them: they answer True or False,
+"""Functions of (path, leaf), as `where`, `trainable`, `mutable` and `replicated` take them: they answer True or False,
 accept something, and treat all paths of one tensor alike."""
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def test_a_predicate_of_paths_that_accepts_none():
         raise AssertionError("checked before the trace, which may take minutes")
 
     step = fz.train_step(traced, optim.sgd(0.1))
-    cut = fz.accumulate(step, 2, whole=lambda path, leaf: "mask" in path)
+    cut = fz.accumulate(step, 2, replicated=lambda path, leaf: "mask" in path)
     refused = lambda x, *words: raises(FzeroValueError, lambda: fz.lower(cut, ONE, VECTOR, x), *words)  # noqa: E731
     refused(ROWS, "all leaves of the batch are cut", "none of 1 leaves")
-    tied = "batch['mask'] and batch['rows'] are one tensor: `whole` accepts batch['mask'], not batch['rows']"
-    refused({"mask": ROWS, "rows": ROWS}, "`whole` accepts some of its paths", tied, "give x.clone()")
+    tied = "batch['mask'] and batch['rows'] are one tensor: `replicated` accepts batch['mask'], not batch['rows']"
+    refused({"mask": ROWS, "rows": ROWS}, "`replicated` accepts some of its paths", tied, "give x.clone()")
 
 
 def test_a_predicate_answers_true_or_false() -> None:
@@ -102,15 +102,15 @@ def test_a_predicate_answers_true_or_false() -> None:
             *(t(where=says)(fz.data_parallel(STEP)) for t in (fz.shard_params, fz.shard_grads, fz.fp8)),
             fz.mixed_precision("bf16", where=says)(fz.data_parallel(STEP)),
             fz.offload("cpu", where=says)(fz.data_parallel(STEP)),
-            fz.accumulate(2, whole=says)(fz.data_parallel(STEP)),
+            fz.accumulate(2, replicated=says)(fz.data_parallel(STEP)),
         ]
         for step, name in zip(
-            steps, ["trainable", "mutable", "where", "where", "where", "where", "where", "whole"], strict=True
+            steps, ["trainable", "mutable", "where", "where", "where", "where", "where", "replicated"], strict=True
         ):
             with pytest.raises(FzeroTypeError) as caught:
                 fz.lower(step, MESH, PARAMS, BATCH)
             text = str(caught.value)
             assert (
-                f"`{name}` answers neither True nor False\n  {'batch' if name == 'whole' else 'params['}" in text
+                f"`{name}` answers neither True nor False\n  {'batch' if name == 'replicated' else 'params['}" in text
                 and "Fix: return a bool" in text
             ), text

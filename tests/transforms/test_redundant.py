@@ -268,8 +268,8 @@ def test_what_is_sent_is_what_the_ranks_do_not_share() -> None:
     sent = lambda *ts: lowered(mesh, *ts).plan.channels["send:data"].bytes  # noqa: E731
     assert sent(fz.shard_params(), fz.redundant()) == 12 * num // 2
     assert sent(fz.shard_opt_state(), fz.redundant()) == 8 * num // 2
-    assert lowered(mesh, fz.shard_opt_state(), fz.redundant(every=3)).plan.ward_bytes == 2 * 8 * num // 2
-    assert lowered(mesh, fz.shard_params()).plan.ward_bytes == 0
+    assert lowered(mesh, fz.shard_opt_state(), fz.redundant(every=3)).plan.peer_replica_bytes == 2 * 8 * num // 2
+    assert lowered(mesh, fz.shard_params()).plan.peer_replica_bytes == 0
     assert sent(fz.shard_params(), fz.redundant(every=3)) == sum(12 * n // 2 // 3 for n in (20, 20, 4))
     frozen = fz.train_step(loss_fn, adamw(), trainable=lambda path, x: "scale" in path)
     program = fz.lower(fz.redundant(fz.shard_params(frozen)), mesh, PARAMS, torch.ones(6, 4))

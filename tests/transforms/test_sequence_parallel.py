@@ -102,7 +102,7 @@ def moved(program: Any) -> Counter[tuple[str, str]]:
 WAYS = {
     "state over both axes": (fz.shard_opt_state(axis=BOTH), fz.remat(policy="none")),
     "gradients over both axes": (fz.shard_grads(axis=BOTH), fz.accumulate(2), fz.remat(policy="full")),
-    "parameters over both axes": (fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)),
+    "parameters over both axes": (fz.shard_params(axis=BOTH), fz.accumulate(2, schedule="layerwise")),
 }
 
 
@@ -119,7 +119,7 @@ TWO = {
     "state over positions": ({"seq": 2, "model": 2}, [fz.shard_opt_state(axis="seq"), fz.accumulate(2)], "heads"),
     "parameters": (
         {"data": 2, "seq": 2, "model": 2},
-        [fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)],
+        [fz.shard_params(axis=BOTH), fz.accumulate(2, schedule="layerwise")],
         "keys",
     ),
 }
@@ -177,7 +177,9 @@ def test_a_layer_exchanges_four_values_each_way(remat):
 
 
 def test_gradients_are_reduced_once_over_data_and_positions():
-    program = lowered(AbstractMesh(data=2, seq=2), fz.shard_params(axis=BOTH), fz.accumulate(2, vertical=True)).program
+    program = lowered(
+        AbstractMesh(data=2, seq=2), fz.shard_params(axis=BOTH), fz.accumulate(2, schedule="layerwise")
+    ).program
     scattered = [x.axes for x in program.lines if x.op == "reduce_scatter_start"]
     leaves = sum(x.role == "params" and bool(x.layout.axes) for x in program.leaves.values())
     assert {*scattered} == {("data",), ("seq",)}
@@ -324,7 +326,7 @@ def test_what_reads_all_positions_is_equal_and_named():
     (note,) = lowered(AbstractMesh(seq=2), loss=loss_of(last=sliced)).program.notes
     assert "aten.slice.Tensor of" in note and "is computed whole on every rank of seq: 6.0 KiB" in note
     with pytest.raises(FzeroValueError, match=r"(?s)would be computed whole.*slice.*shift labels, not logits"):
-        lowered(AbstractMesh(seq=2), loss=loss_of(last=sliced), whole_bytes="1KiB")
+        lowered(AbstractMesh(seq=2), loss=loss_of(last=sliced), max_replicated_bytes="1KiB")
 
 
 @fz.block
@@ -344,7 +346,7 @@ def mixed(p, batch):
 MIXED = {
     "parameters over both axes": [fz.shard_params(axis=BOTH)],
     "positions first": [fz.shard_params(axis=("seq", "data")), fz.accumulate(2)],
-    "gradients": [fz.shard_grads(axis=BOTH), fz.accumulate(2, vertical=True)],
+    "gradients": [fz.shard_grads(axis=BOTH), fz.accumulate(2, schedule="layerwise")],
     "data alone": [fz.shard_opt_state()],
 }
 

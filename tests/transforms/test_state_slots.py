@@ -222,7 +222,7 @@ def settings(tmp_path: Path) -> dict[str, tuple[Any, int, torch.dtype]]:
     return {
         "alone": ((), 1, fp32),
         "accumulate": ((fz.accumulate(2),), 2, fp32),
-        "vertical": ((fz.accumulate(2, vertical=True),), 2, fp32),
+        "vertical": ((fz.accumulate(2, schedule="layerwise"),), 2, fp32),
         "bf16": ((fz.mixed_precision("bf16"),), 1, torch.bfloat16),
         "host": ((fz.offload("cpu", ("opt_state", "params")),), 1, fp32),
         "disk": ((fz.offload("nvme", "opt_state", path=str(tmp_path)),), 1, fp32),

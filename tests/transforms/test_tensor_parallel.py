@@ -153,7 +153,7 @@ def test_rules_that_cut_badly_are_equal_and_named(op, rules):
     assert any(re.search(f"{named} is computed whole on every rank of model", x) for x in program.notes)
     assert all(f"#   {x}" in str(program) for x in program.notes)
     with pytest.raises(FzeroValueError, match=rf"(?s)would be computed whole.*{named}"):
-        lowered(AbstractMesh(model=2), rules=rules, whole_bytes=0)
+        lowered(AbstractMesh(model=2), rules=rules, max_replicated_bytes=0)
 
 
 def test_the_same_step_on_a_mesh_without_the_axis_of_more_than_one_is_the_plain_one():
@@ -196,7 +196,7 @@ def test_what_cannot_be_meant():
 
 ON_RANKS = {  # besides: in a loop with shard_params below, by position
     "plain": [fz.data_parallel()],
-    "vertical": [fz.shard_grads(), fz.accumulate(2, vertical=True)],
+    "vertical": [fz.shard_grads(), fz.accumulate(2, schedule="layerwise")],
     "all on the host": [fz.shard_params(), fz.offload("cpu"), fz.mixed_precision("bf16")],
 }
 
@@ -443,9 +443,9 @@ def places(mesh_axes: dict[str, int], axis: str) -> list[dict[str, int]]:
 
     def main(run: Any) -> list[dict[str, int]]:
         train = fz.compile(tensor.step(fz.data_parallel(), axis=axis), run.mesh, backend="eager")
-        before = run.place
+        before = run.data_shard
         run.state(train, params=tensor.params())
-        return [before, run.place]
+        return [before, run.data_shard]
 
     return fz.run(main, device="cpu", **mesh_axes)
 

@@ -32,7 +32,7 @@ MESHES = {
     "node=2 x data=2 x model=2": {"node": 2, "data": 2, "model": 2},
 }
 STAGES = ("plain", "data_parallel", "shard_opt_state", "shard_grads", "shard_params")
-TURNS = {"once": [], "accumulate(2)": [fz.accumulate(2)], "vertical": [fz.accumulate(2, vertical=True)]}
+TURNS = {"once": [], "accumulate(2)": [fz.accumulate(2)], "vertical": [fz.accumulate(2, schedule="layerwise")]}
 REMATS = ("min_cut", "none", "full")
 STEPS = 4  # of which the first has the same parameters in each
 

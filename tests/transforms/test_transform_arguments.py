@@ -159,9 +159,9 @@ def test_a_negative_size_names_the_transform_and_the_argument(transform: Any) ->
     more = {"rules": {"w": 0}} if transform is fz.tensor_parallel else {}
     more |= {"where": bool} if transform is fz.expert_parallel else {}
     with pytest.raises(
-        FzeroError, match=f"fzero.{transform.__name__}: .*\n  whole_bytes=-1: must be a number of bytes"
+        FzeroError, match=f"fzero.{transform.__name__}: .*\n  max_replicated_bytes=-1: must be a number of bytes"
     ):
-        transform(whole_bytes=-1, **more)
+        transform(max_replicated_bytes=-1, **more)
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
@@ -171,8 +171,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: fz.compose(lambda s: None)(STEP), "argument 0 returns NoneType, not a step"),
     (lambda: fz.accumulate(2)(EVALUATE), "does nothing to an evaluation"),
-    (lambda: fz.accumulate(2, vertical=1), "vertical=1: neither True nor False"),
-    (lambda: fz.accumulate(2, whole=lambda p: True), "whole=<lambda>(p): a predicate is a function of (path, leaf)"),
+    (lambda: fz.accumulate(2, schedule="depth"), "schedule='depth': must be one of 'sequential', 'layerwise'"),
+    (
+        lambda: fz.accumulate(2, replicated=lambda p: True),
+        "replicated=<lambda>(p): a predicate is a function of (path, leaf)",
+    ),
     (lambda: fz.shard_params(where=lambda p, x, y: True), "where=<lambda>(p, x, y): a predicate is"),
     (lambda: fz.shard_params(axis=""), "axis=''"),
     (lambda: fz.mixed_precision("bf16", where=lambda p: True), "where=<lambda>(p)"),

@@ -79,11 +79,11 @@ WAYS: dict[str, list[Any]] = {
         fz.shard_params(axis="data", where=weights),
         fz.shard_opt_state(axis=BOTH, where=lambda path, leaf: "down" in path or "head" in path),
     ],
-    "once": [fz.shard_params(axis=BOTH), fz.once_a_step()],
-    "gathers once": [fz.shard_params(axis=BOTH), fz.once_a_step(reductions=False)],
-    "some gathers once": [fz.shard_params(axis=BOTH), fz.once_a_step(gathers=0.5)],
-    "reductions once": [fz.shard_params(axis=BOTH), fz.once_a_step(gathers=0.0)],
-    "grads once": [fz.shard_grads(axis=BOTH), fz.once_a_step()],
+    "once": [fz.shard_params(axis=BOTH), fz.hierarchical()],
+    "gathers once": [fz.shard_params(axis=BOTH), fz.hierarchical(reductions=False)],
+    "some gathers once": [fz.shard_params(axis=BOTH), fz.hierarchical(gathers=0.5)],
+    "reductions once": [fz.shard_params(axis=BOTH), fz.hierarchical(gathers=0.0)],
+    "grads once": [fz.shard_grads(axis=BOTH), fz.hierarchical()],
 }
 
 
@@ -469,32 +469,32 @@ REFUSED: dict[str, tuple[Any, type[FzeroError], str]] = {
     ),
     "idle": (lambda: built(fz.shard_params(axis="data")), FzeroValueError, "no transform uses a mesh axis"),
     "once of one": (
-        lambda: built(fz.shard_params(axis="data"), fz.data_parallel(axis="node"), fz.once_a_step()),
+        lambda: built(fz.shard_params(axis="data"), fz.data_parallel(axis="node"), fz.hierarchical()),
         FzeroValueError,
         "sharded over 'node'",
     ),
     "once of the first": (
-        lambda: built(fz.shard_params(axis=BOTH), fz.once_a_step(axis="data")),
+        lambda: built(fz.shard_params(axis=BOTH), fz.hierarchical(axis="data")),
         FzeroValueError,
         "'data' cuts first",
     ),
     "once of nothing": (
-        lambda: built(fz.shard_opt_state(axis=BOTH), fz.once_a_step()),
+        lambda: built(fz.shard_opt_state(axis=BOTH), fz.hierarchical()),
         FzeroValueError,
         "crosses it once a step already",
     ),
     "once unknown": (
-        lambda: built(fz.shard_params(), fz.once_a_step(), axes={"data": 4}),
+        lambda: built(fz.shard_params(), fz.hierarchical(), axes={"data": 4}),
         FzeroValueError,
         "no axis 'node'",
     ),
     "once no leaf": (
-        lambda: built(fz.shard_params(axis=BOTH, where=lambda path, leaf: leaf.numel() > 10**6), fz.once_a_step()),
+        lambda: built(fz.shard_params(axis=BOTH, where=lambda path, leaf: leaf.numel() > 10**6), fz.hierarchical()),
         FzeroValueError,
         "does nothing over axis 'node': no parameter is cut over it",
     ),
     "once small leaves": (
-        lambda: built(fz.shard_params(axis=BOTH), fz.once_a_step(), axes={"node": 50, "data": 50}),
+        lambda: built(fz.shard_params(axis=BOTH), fz.hierarchical(), axes={"node": 50, "data": 50}),
         FzeroValueError,
         "['up'] (float32[5, 11]): fewer elements than the 2500 shards",
     ),
@@ -503,12 +503,12 @@ REFUSED: dict[str, tuple[Any, type[FzeroError], str]] = {
         FzeroTypeError,
         "Fix: e.g. axis=('data', 'node')",
     ),
-    "once nothing": (lambda: fz.once_a_step(gathers=0, reductions=False), FzeroValueError, "leave nothing to do"),
-    "share": (lambda: fz.once_a_step(gathers=1.5), FzeroValueError, "not a share of the blocks"),
-    "text": (lambda: fz.once_a_step(gathers="all"), FzeroValueError, "not a share of the blocks"),
-    "nan": (lambda: fz.once_a_step(gathers=float("nan")), FzeroValueError, "not a share of the blocks"),
-    "axis": (lambda: fz.once_a_step(axis=("data", "node")), FzeroTypeError, "the name of one axis"),
-    "evaluation": (lambda: fz.once_a_step()(fz.eval_step(loss_fn)), TransformError, "gathers each parameter once"),
+    "once nothing": (lambda: fz.hierarchical(gathers=0, reductions=False), FzeroValueError, "leave nothing to do"),
+    "share": (lambda: fz.hierarchical(gathers=1.5), FzeroValueError, "not a share of the blocks"),
+    "text": (lambda: fz.hierarchical(gathers="all"), FzeroValueError, "not a share of the blocks"),
+    "nan": (lambda: fz.hierarchical(gathers=float("nan")), FzeroValueError, "not a share of the blocks"),
+    "axis": (lambda: fz.hierarchical(axis=("data", "node")), FzeroTypeError, "the name of one axis"),
+    "evaluation": (lambda: fz.hierarchical()(fz.eval_step(loss_fn)), TransformError, "gathers each parameter once"),
 }
 
 
@@ -529,7 +529,7 @@ def test_a_plan_says_over_which_axes_gradients_are_reduced_when():
 def test_an_axis_of_one_device_is_no_axis():
     """So that a script runs on one host as on many."""
     for axes in ({"node": 1, "data": 2}, {"node": 2, "data": 1}, {"node": 1, "data": 1}):
-        found = built(fz.shard_params(axis=BOTH), fz.once_a_step(), axes=axes)
+        found = built(fz.shard_params(axis=BOTH), fz.hierarchical(), axes=axes)
         cut = tuple(a for a in BOTH if axes[a] > 1)
         assert {leaf.layout.axes for leaf in found.program.leaves.values() if leaf.role == "params"} == {cut}
 
@@ -544,7 +544,7 @@ def test_with_one_rank_along_the_faster_axes_nothing_stays_whole() -> None:
         step = fz.shard_params(axis=("data", "node"))(fz.train_step(_square, optim.sgd(0.1)))
         plain, once = (
             fz.lower(fz.accumulate(s, 2), fz.AbstractMesh(**axes), meta, batch).program
-            for s in (step, fz.once_a_step(step))
+            for s in (step, fz.hierarchical(step))
         )
         assert once.lines == plain.lines
 
@@ -552,7 +552,7 @@ def test_with_one_rank_along_the_faster_axes_nothing_stays_whole() -> None:
 def test_decisions_name_kept_gathers_only_where_there_are_some() -> None:
     meta, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(2, 64, device="meta")
     for stage, told in ((fz.shard_params, True), (fz.shard_grads, False)):
-        step = fz.compose(stage(axis=("data", "node")), fz.once_a_step())(fz.train_step(_square, optim.sgd(0.1)))
+        step = fz.compose(stage(axis=("data", "node")), fz.hierarchical())(fz.train_step(_square, optim.sgd(0.1)))
         plan = fz.lower(step, fz.AbstractMesh(node=2, data=2), meta, batch).plan
         assert ("gathered once a step" in [d.what for d in plan.decisions]) is told
 

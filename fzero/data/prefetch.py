@@ -25,7 +25,7 @@ class Dataset(Protocol):
 
 
 @plain_numbers
-def read_ahead(
+def prefetch(
     dataset: Dataset,
     start: int,
     stop: int | None = None,
@@ -34,8 +34,8 @@ def read_ahead(
     size: int = 1,
     depth: int = 2,
     device: torch.device | str | None = None,
-) -> ReadAhead:
-    """An iterator over `(step, batch)` for the steps from `start` to `stop - 1`, read ahead by a thread.
+) -> Prefetcher:
+    """An iterator over `(step, batch)` for the steps from `start` to `stop - 1`, prefetched by a thread.
 
     The batches are those of `dataset.batch_at(step, rank, size)`. An exception in the thread is raised where the batch
     would have come. The thread ends with the last step, with `close()`, and when the iterator is dropped (so a `break`
@@ -54,22 +54,22 @@ def read_ahead(
     Example:
         >>> from fzero.data import TokenDataset
         >>> data = TokenDataset(torch.arange(100), seq=4, batch=2)
-        >>> [step for step, (tokens, targets) in read_ahead(data, 3, 6)]
+        >>> [step for step, (tokens, targets) in prefetch(data, 3, 6)]
         [3, 4, 5]
     """
     if not isinstance(depth, int) or depth < 1:
         raise FzeroValueError(
-            "data.read_ahead", f"depth={depth!r} keeps no batch ready", fix="choose a depth of at least 1"
+            "data.prefetch", f"depth={depth!r} keeps no batch ready", fix="choose a depth of at least 1"
         )
     where = None if device is None else torch.device(device)
     if where is not None and where.type == "cuda" and where.index is None:
         # the caller's: the thread has a current device of its own
         where = torch.device("cuda", torch.cuda.current_device())
-    return ReadAhead(dataset, start, stop, rank, size, depth, where)
+    return Prefetcher(dataset, start, stop, rank, size, depth, where)
 
 
-class ReadAhead:
-    """The iterator of `read_ahead`; also a context manager that closes itself.
+class Prefetcher:
+    """The iterator of `prefetch`; also a context manager that closes itself.
 
     Example:
         >>> import tempfile, torch
@@ -77,7 +77,7 @@ class ReadAhead:
         >>> path = tempfile.mkdtemp() + "/tokens.bin"
         >>> data.write_tokens(path, torch.arange(100), torch.uint16)
         >>> tokens = data.TokenDataset(path, dtype=torch.uint16, seq=8, batch=2)
-        >>> with data.read_ahead(tokens, 0, 3) as batches:
+        >>> with data.prefetch(tokens, 0, 3) as batches:
         ...     print([step for step, batch in batches])
         [0, 1, 2]
     """
@@ -98,11 +98,11 @@ class ReadAhead:
         steps = itertools.count(start) if stop is None else range(start, stop)
         # The thread must not refer to this object, or it could never be dropped.
         args = (dataset, steps, rank, size, device, self._ready, self._stopped)
-        self._thread = threading.Thread(target=_produce, args=args, name="fzero-read-ahead", daemon=True)
+        self._thread = threading.Thread(target=_produce, args=args, name="fzero-prefetch", daemon=True)
         self._thread.start()
         self._close = weakref.finalize(self, _stop, self._ready, self._stopped, self._thread)
 
-    def __iter__(self) -> ReadAhead:
+    def __iter__(self) -> Prefetcher:
         return self
 
     def __next__(self) -> tuple[int, Any]:
@@ -124,7 +124,7 @@ class ReadAhead:
         self._close()
         self._thread.join()
 
-    def __enter__(self) -> ReadAhead:
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(self, *_: object) -> None:

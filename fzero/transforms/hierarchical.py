@@ -13,12 +13,12 @@ from fzero.transforms.base import Transform, applied
 
 
 @dataclass(frozen=True)
-class OnceAStep(Transform):
+class Hierarchical(Transform):
     axis: str = "node"
     gathers: float | str = "auto"
     reductions: bool = True
-    order: ClassVar[int] = 60
-    name: ClassVar[str] = "once_a_step"
+    order: ClassVar[int] = 61
+    name: ClassVar[str] = "hierarchical"
 
     def idle(self, step: EvalStep) -> str | None:
         return "an evaluation gathers each parameter once, and reduces no gradient"
@@ -40,7 +40,9 @@ class OnceAStep(Transform):
 
 
 @keywords
-def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = "auto", reductions: bool = True) -> Any:
+def hierarchical(
+    step: Any = None, *, axis: str = "node", gathers: float | str = "auto", reductions: bool = True
+) -> Any:
     """Lets what crosses a slow axis cross it once a step: parameters, gathered over it, stay until the step ends, and
     gradients are reduced over it last.
 
@@ -60,7 +62,7 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
 
     Communication: over `axis` with M ranks, and L ranks along the axes that cut before it, (M-1)/M x (2P + 4P)/L bytes
         sent per rank and step with bf16 compute and fp32 reductions. The number of micro-batches does not matter;
-        without `once_a_step` each costs 2 x 2P + 4P. Over the other axes as without it.
+        without `hierarchical` each costs 2 x 2P + 4P. Over the other axes as without it.
     Memory: 2P/L bytes per rank for what stays gathered (4P/L in fp32), during the step, and with `accumulate` 4P/L for
         the sums instead of 4P/(L M).
 
@@ -68,7 +70,7 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
         FzeroTypeError: an `axis` that is not a name, `reductions` that is no flag.
         FzeroValueError: an invalid share. When the program is built: an axis missing from the mesh, without a sharded
             leaf, or cutting first.
-        TransformError: a second, different `once_a_step`; an evaluation.
+        TransformError: a second, different `hierarchical`; an evaluation.
 
     Paper: Wang et al., ZeRO++: extremely efficient collective communication for giant model training, 2023 (the
         secondary partition of parameters).
@@ -76,19 +78,19 @@ def once_a_step(step: Any = None, *, axis: str = "node", gathers: float | str = 
     Example:
         >>> import fzero as fz
         >>> step = fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
-        >>> step = fz.compose(fz.shard_params(axis=("data", "node")), once_a_step(axis="node"), fz.accumulate(4))(step)
+        >>> step = fz.compose(fz.shard_params(axis=("data", "node")), hierarchical(axis="node"), fz.accumulate(4))(step)
         >>> print(step.transforms[-1])
-        once_a_step(axis='node', gathers='auto', reductions=True)
+        hierarchical(axis='node', gathers='auto', reductions=True)
     """
     problems = [] if isinstance(axis, str) and axis else [f"axis={axis!r}: the name of one axis"]
     problems += flag("reductions", reductions)
     if problems:
-        raise FzeroTypeError("once_a_step", "invalid arguments", problems, "e.g. fz.once_a_step(axis='node')")
+        raise FzeroTypeError("hierarchical", "invalid arguments", problems, "e.g. fz.hierarchical(axis='node')")
     if gathers != "auto" and (isinstance(gathers, str) or number("gathers", gathers, at_least=0) or gathers > 1):
         fix = 'gathers="auto", or a share of the blocks between 0 and 1'
-        raise FzeroValueError("once_a_step", f"gathers={gathers!r} is not a share of the blocks", fix=fix)
+        raise FzeroValueError("hierarchical", f"gathers={gathers!r} is not a share of the blocks", fix=fix)
     if gathers == 0 and not reductions:
         raise FzeroValueError(
-            "once_a_step", "gathers=0 and reductions=False leave nothing to do", fix="leave it out, or one of the two"
+            "hierarchical", "gathers=0 and reductions=False leave nothing to do", fix="leave it out, or one of the two"
         )
-    return applied(OnceAStep(axis, gathers, reductions), step)
+    return applied(Hierarchical(axis, gathers, reductions), step)

@@ -14,12 +14,12 @@ from fzero.operators.whole import WHOLE
 from fzero.optim.leaves import reject
 
 
-def whole(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as an optimizer's update may call it on leaves of any sharding: its tensors arrive whole, and its results go
-    back to shards.
+def unsharded(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that receives unsharded tensors although the optimizer's update that calls it has shards of them. Its
+    results are sharded again.
 
-    It may be a function of one matrix, or a whole `update`: then gradients, state and params all arrive whole. A matrix
-    product, a transpose, a sort or a factorisation needs it; pointwise operations and full reductions do not.
+    It may be a function of one matrix, or a whole `update`: then gradients, state and params are all unsharded. A
+    matrix product, a transpose, a sort or a factorisation needs it; pointwise operations and full reductions do not.
 
     Args:
         fn: a pure function of trees of tensors. Other arguments are passed on.
@@ -32,7 +32,7 @@ def whole(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Example:
         >>> from fzero import optim
-        >>> cubed = optim.whole(lambda g: g @ g.T @ g)
+        >>> cubed = optim.unsharded(lambda g: g @ g.T @ g)
         >>> optimizer = optim.GradientTransformation(
         ...     lambda params: (), lambda grads, state, params: ({"w": -0.1 * cubed(grads["w"])}, state)
         ... )
@@ -40,12 +40,12 @@ def whole(fn: Callable[..., Any]) -> Callable[..., Any]:
         tensor([[-0.8000]])
     """
     wrong = [] if callable(fn) else [f"fn={shown(fn)}: must be a function of tensors"]
-    reject("optim.whole", wrong, "e.g. optim.whole(lambda m: m @ m.T @ m)")
+    reject("optim.unsharded", wrong, "e.g. optim.unsharded(lambda m: m @ m.T @ m)")
 
     @functools.wraps(fn)
-    def on_whole(*args: Any, **kwargs: Any) -> Any:
+    def on_unsharded(*args: Any, **kwargs: Any) -> Any:
         mark = lambda x: WHOLE(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
         args, kwargs = tree.map(mark, (args, kwargs))
         return fn(*args, **kwargs)
 
-    return on_whole
+    return on_unsharded

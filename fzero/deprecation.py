@@ -1,0 +1,122 @@
+"""Keeps the old spelling of a public name working for one release, with a warning that gives the new one.
+
+An alias stays for the release that introduces the new name and is removed in `REMOVED_IN`. Everything that has to go
+then uses a function of this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from fzero.errors import FzeroTypeError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+REMOVED_IN = "0.4"
+
+
+def message(old: str, new: str) -> str:
+    return f"{old} is deprecated and will be removed in {REMOVED_IN}: use {new}"
+
+
+def warn(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warns that a public name is deprecated.
+
+    The category is `FutureWarning`, because Python hides a `DeprecationWarning` unless the code that caused it is in
+    `__main__`, and a model or a data set is usually defined in a module.
+
+    Args:
+        old: the old spelling, as a user writes it: "fz.once_a_step".
+        new: the new one.
+        stacklevel: of `warnings.warn`. The default blames the caller of the function that calls `warn`.
+    """
+    warnings.warn(message(old, new), FutureWarning, stacklevel=stacklevel)
+
+
+def keyword_aliases(owner: str, **aliases: str | tuple[str, Mapping[Any, Any]]) -> Callable[[F], F]:
+    """A decorator of a function or class that still accepts old keyword arguments, with a warning.
+
+    Args:
+        owner: the function, as a user writes it: "fz.accumulate".
+        aliases: for each old keyword the new one, or the new one and a mapping from old to new values. If both keywords
+            are the same, only the values in the mapping are deprecated.
+
+    Raises:
+        FzeroTypeError: from the decorated function, if the old and the new keyword are both given.
+
+    Example:
+        >>> @keyword_aliases("repeat", text="message", loud=("style", {True: "bold", False: "plain"}))
+        ... def repeat(message, style="plain"):
+        ...     return style, message
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     repeat(text="yes", loud=True)
+        ('bold', 'yes')
+        >>> print(caught[1].message)
+        repeat(loud=True) is deprecated and will be removed in 0.4: use repeat(style='bold')
+    """
+
+    def decorate(fn: F) -> F:
+        if isinstance(fn, type):  # keeps the class itself, so that isinstance and subclasses work as before
+            fn.__init__ = decorate(fn.__init__)  # type: ignore[misc]
+            return fn  # type: ignore[return-value]
+
+        @functools.wraps(fn)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            for old, alias in aliases.items():
+                if old not in kwargs:
+                    continue
+                new, values = (alias, {}) if isinstance(alias, str) else alias
+                value = kwargs[old]
+                new_value = values.get(value, value) if isinstance(value, (bool, str)) else value
+                if old == new and new_value == value:
+                    continue
+                if old != new and new in kwargs:
+                    what = f"{old}= is the old name of {new}=, and both are given"
+                    raise FzeroTypeError(owner.removeprefix("fz."), what, fix=f"leave {old}= out")
+                del kwargs[old]
+                kwargs[new] = new_value
+                before, after = (repr(value), repr(new_value)) if values else ("", "")
+                warn(f"{owner}({old}={before})", f"{owner}({new}={after})")
+            return fn(*args, **kwargs)
+
+        return called  # type: ignore[return-value]
+
+    return decorate
+
+
+def attribute_alias(owner: str, old: str, new: str) -> Any:
+    """The old name of an attribute or method, as a property of its class that warns: `keep = attribute_alias("run",
+    "keep", "commit")`."""
+
+    def get(self: Any) -> Any:
+        warn(f"{owner}.{old}", f"{owner}.{new}")
+        return getattr(self, new)
+
+    return property(get, doc=f"The old name of `{new}`.")
+
+
+def renamed_flags(args: Sequence[str], renamed: Mapping[str, str], owner: str | None) -> list[str]:
+    """Command-line arguments with the new names of deprecated flags, given as `--flag value` or `--flag=value`.
+
+    Args:
+        args: the arguments.
+        renamed: the new name of each deprecated flag.
+        owner: the command, which starts the message on stderr; None prints no message.
+
+    Example:
+        >>> renamed_flags(["--hang=5", "--memory", "/tmp"], {"--hang": "--hang-timeout"}, None)
+        ['--hang-timeout=5', '--memory', '/tmp']
+    """
+    found = list[str]()
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        new = renamed.get(flag, flag)
+        if new != flag and owner is not None:
+            print(f"{owner}: {message(flag, new)}", file=sys.stderr, flush=True)
+        found.append(f"{new}{equals}{value}")
+    return found
