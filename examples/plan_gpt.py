@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 
 import fzero as fz
 from fzero import optim
@@ -25,10 +26,10 @@ def embed(p, tokens):
 
 @fz.block
 def attention(p, x):
-    qkv = (norm(p["norm"], x) @ p["qkv"]).unflatten(-1, (3, HEADS, -1))  # [batch, t, 3, head, d]
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    qkv = norm(p["norm"], x) @ p["qkv"]
+    q, k, v = rearrange(qkv, "b t (three head d) -> three b head t d", three=3, head=HEADS)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return x + mixed.transpose(1, 2).flatten(2) @ p["out"]
+    return x + rearrange(mixed, "b head t d -> b t (head d)") @ p["out"]
 
 
 @fz.block
@@ -38,7 +39,8 @@ def mlp(p, x):
 
 @fz.block
 def head(p, x, targets):
-    return F.cross_entropy((norm(p["norm"], x) @ p["vocab"]).float().flatten(0, 1), targets.flatten())
+    logits = (norm(p["norm"], x) @ p["vocab"]).float()
+    return F.cross_entropy(rearrange(logits, "b t vocab -> (b t) vocab"), rearrange(targets, "b t -> (b t)"))
 
 
 def loss_fn(params, batch):

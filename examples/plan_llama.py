@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 
 import fzero as fz
 from fzero import optim
@@ -34,21 +35,18 @@ def embed(p, tokens):
 
 @fz.block
 def layer(p, x):
-    b, t, d = x.shape
     h = norm(p["norm_1"], x)
-    q, k, v = ((h @ p[name]).view(b, t, HEADS, d // HEADS).transpose(1, 2) for name in ("q", "k", "v"))
-    x = (
-        x
-        + F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True).transpose(1, 2).reshape(b, t, d)
-        @ p["out"]
-    )
+    q, k, v = (rearrange(h @ p[name], "b t (head d) -> b head t d", head=HEADS) for name in ("q", "k", "v"))
+    mixed = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+    x = x + rearrange(mixed, "b head t d -> b t (head d)") @ p["out"]
     h = norm(p["norm_2"], x)
     return x + (F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
 @fz.block
 def head(p, x, targets):
-    return F.cross_entropy((norm(p["norm"], x) @ p["vocab"]).float().flatten(0, 1), targets.flatten())
+    logits = (norm(p["norm"], x) @ p["vocab"]).float()
+    return F.cross_entropy(rearrange(logits, "b t vocab -> (b t) vocab"), rearrange(targets, "b t -> (b t)"))
 
 
 def loss_fn(params, batch):

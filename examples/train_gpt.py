@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from console import digest, exit_code, parse_args, say, stops, use_deterministic_algorithms
+from einops import rearrange
 
 import fzero as fz
 from fzero import optim
@@ -50,9 +51,10 @@ def rotary(x):
 
 @fz.block
 def layer(p, x, heads):
-    q, k, v = (norm(p["norm1"], x) @ p["qkv"]).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # [b, head, t, d]
+    qkv = norm(p["norm1"], x) @ p["qkv"]
+    q, k, v = rearrange(qkv, "b t (three head d) -> three b head t d", three=3, head=heads)
     mixed = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
-    x = x + mixed.transpose(1, 2).flatten(2) @ p["out"]
+    x = x + rearrange(mixed, "b head t d -> b t (head d)") @ p["out"]
     return x + F.gelu(norm(p["norm2"], x) @ p["up"], approximate="tanh") @ p["down"]
 
 
@@ -61,7 +63,7 @@ def head(p, x, targets=None, smoothing=0.0, z_loss=0.0):
     logits = (norm(p["norm"], x) @ p["vocab"]).float()  # the loss is in fp32, whatever the model computes in
     if targets is None:
         return logits
-    logits, targets = logits.flatten(0, 1), targets.flatten()
+    logits, targets = rearrange(logits, "b t vocab -> (b t) vocab"), rearrange(targets, "b t -> (b t)")
     entropy = F.cross_entropy(logits, targets)
     loss = F.cross_entropy(logits, targets, label_smoothing=smoothing) if smoothing else entropy
     if z_loss:  # keeps the logits' normaliser near 1 (PaLM, Chowdhery et al. 2022)

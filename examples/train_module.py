@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from console import say
+from einops import rearrange
 
 import fzero as fz
 
@@ -32,7 +33,7 @@ class NextByte(nn.Module):
         self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
 
     def forward(self, text):
-        return self.head(self.layers(self.embed(text).flatten(1)))
+        return self.head(self.layers(rearrange(self.embed(text), "b t width -> b (t width)")))
 
 
 parser = argparse.ArgumentParser(description="Trains a small model on Python's own source.")

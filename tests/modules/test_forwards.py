@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from einops import rearrange, reduce, repeat
+from einops.layers.torch import Rearrange
 from torch import nn
 from torch._higher_order_ops.map import map as mapped
 from torch._higher_order_ops.while_loop import while_loop
@@ -279,6 +281,35 @@ def test_a_trace_leaves_nothing_in_caches_of_functions(in_block: bool, drop: flo
         assert evaluate(model.params, batch).item() == pytest.approx(squares(net(X[:rows]), batch).item(), rel=1e-5)
     assert squares(net(X), (X, Y)).item() == expected
     assert model.apply(model.params, X, key=fz.random.key(0)).isfinite().all()
+
+
+class Einops(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = Rearrange("b (head d) -> b head d", head=2)
+
+    def forward(self, x: Any) -> Any:
+        q, k = rearrange(self.linear(x), "b (two head d) -> two b head d", two=2, head=2)
+        mean = repeat(reduce(self.heads(x), "b head d -> b d", "mean"), "b d -> b head d", head=2)
+        return x + rearrange(torch.cat([q * k, k], -1) + mean, "b head d -> b (head d)")
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["", "block"])
+def test_einops_keeps_its_caches(in_block: bool, tmp_path: Any) -> None:
+    """einops remembers each pattern, and the class of each tensor it has seen, in caches that fill while a step is
+    traced and afterwards."""
+    net = module(Einops, in_block)
+    want = plain(net, steps=3)
+    model = fz.functionalize(net)
+    step = fz.accumulate(2)(model.train_step(optim.sgd(0.1), squares))
+    train = fz.compile(step, fz.make_mesh(), backend="eager")
+    state, losses = train.init(model.params), []
+    for _ in range(3):
+        state, metrics = train(state, (X, Y))
+        losses.append(metrics["loss"].item())
+        rearrange(np.zeros((2, 3)), "a b -> b a")  # a new pattern, and a class that no trace has seen
+    fz.checkpoint.save(tmp_path, state)
+    assert losses == pytest.approx(want, rel=1e-5)
 
 
 GRIDS: dict[int, torch.Tensor] = {}
