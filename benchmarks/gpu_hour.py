@@ -10,7 +10,7 @@ besides is packed at its end: DIR/gpu_hour_CALL.tgz holds logs, traces and scrip
 compiled functions, if they are few enough. `--kept FILE` begins with such functions on another machine.
 
 Send home DIR: results.jsonl is enough for the page, which takes several folders. A machine without an index wants
-`--wheels W` in every call, made by `pip download -d W optree safetensors rich tyro numpy pytest pytest-xdist`.
+`--wheels W` in every call, made by `pip download -d W optree einops safetensors rich tyro numpy pytest pytest-xdist`.
 
 With `--device cpu --small` the same code runs in minutes; what only a GPU can show is skipped there by name. On a
 device that computes nothing `no_gpu.py --hour` rehearses it.
