@@ -78,7 +78,7 @@ def test_what_a_resize_is_refused_for(run_ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)step 0 was trained by 2 ranks, and.*on 2 ranks"):
         fz.run(main, on_resize="error")
     wrong: Any = "scale"
-    with pytest.raises(fz.errors.FzeroValueError, match="on_resize='scale': must be 'keep_batch' or 'refuse'"):
+    with pytest.raises(fz.errors.FzeroValueError, match="on_resize='scale': must be 'keep_batch' or 'error'"):
         fz.run(main, on_resize=wrong)
     with pytest.raises(
         fz.errors.FzeroValueError, match="Fix: follow each line; an argument that is left out has a valid"
@@ -96,7 +96,7 @@ def test_micro_batches_keep_the_global_batch(monkeypatch: pytest.MonkeyPatch) ->
 
     def main(run: Any) -> None:
         for size in (1, 2, 3, 5, 8):
-            monkeypatch.setattr(type(run), "place", {"rank": 0, "size": size})
+            monkeypatch.setattr(type(run), "data_shard", {"rank": 0, "size": size})
             try:
                 found[size] = run.num_micro_batches(24, max_samples=5)
             except fz.errors.FzeroValueError as error:
