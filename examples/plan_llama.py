@@ -7,6 +7,8 @@ fzero plan examples/plan_llama.py:headline --mesh data=1 --device rtx4090 \\
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -73,7 +75,7 @@ def weights():
     }
 
 
-def headline(micro_batches=4, layers=LAYERS, schedule="layerwise"):
+def headline(micro_batches=4, layers=LAYERS, schedule: Literal["sequential", "layerwise"] = "layerwise"):
     """A step with its transforms, its parameters, and one rank's batch: bf16 with fp32 masters, clipped by the global
     norm, 8 sequences a micro-batch."""
     step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4)))
