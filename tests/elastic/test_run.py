@@ -585,7 +585,7 @@ def test_loops_that_count_otherwise_than_the_run(tmp_path: Path) -> None:
         run.state(fz.compile(PLAIN, run.mesh, backend="eager"), {"w": torch.ones(2)})
 
     counts, ahead = (
-        r"run\.(keep|save): the state has taken \d steps, and had",
+        r"run\.(commit|save): the state has taken \d steps, and had",
         r"(?s)run.steps: it is read ahead.*skip=",
     )
     words = {own: counts, twice: counts, saved: counts, short: ahead, listed: ahead, loaded: ahead, again: "one state"}
