@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -41,8 +41,6 @@ from fzero.mesh import Mesh
 from fzero.ranks.together import Ranks, together, world
 from fzero.read_json import parsed
 from fzero.train_state import check_whole, lasting
-
-T = TypeVar("T")
 
 logger = logging.getLogger("fzero")
 

@@ -18,9 +18,6 @@ from fzero.layout import host_offsets
 from fzero.mesh import Mesh
 from fzero.units import size
 
-Tensors = Sequence[torch.Tensor]
-
-
 _HUGE = 2 << 20  # bytes of a huge page
 
 

@@ -20,8 +20,6 @@ from fzero.modules import capture
 from fzero.trace.reads.settings import Settings, settings
 from fzero.trace.reads.user_lines import own_line
 
-Tensors = dict[str, torch.Tensor]
-
 
 class TensorSlot(NamedTuple):
     """A place of a module that holds a tensor: `_parameters` or `_buffers` of `owner`, under `attribute`. Tied places

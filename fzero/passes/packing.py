@@ -65,11 +65,6 @@ def _packed(items: tuple[Item, ...]) -> Packing:
     return best
 
 
-def least(items: Sequence[Item]) -> int:
-    """Bytes that any arena for these items has at least: those that are taken at once."""
-    return max(_taken(items)) if items else 0
-
-
 def _packings(items: Sequence[Item], taken: Sequence[int]) -> Iterator[Packing]:
     """Packings to choose from, those by whole orders first."""
     contention = functools.cache(lambda i: max(max(taken[a : b + 1]) for a, b in items[i].times))

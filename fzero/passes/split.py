@@ -30,9 +30,6 @@ from fzero.trace.recorder import Recorded
 from fzero.trace.storages import storage_of
 from fzero.trace.subgraph import Subgraph, ancestors, extract, reached, views_of
 
-aten = torch.ops.aten
-
-
 MOST_CUTS = 256
 """Blocks whose minimum cut a process remembers; then it begins anew."""
 _known_cuts: dict[Any, frozenset[int]] = {}

@@ -12,8 +12,6 @@ import torch.fx as fx
 from fzero.trace.flops import PRODUCTS, packet
 from fzero.trace.storages import writes
 
-aten = torch.ops.aten
-
 
 def by_locality(nodes: list[fx.Node]) -> list[fx.Node]:
     """The nodes with each operation right before the first that reads it, as Inductor moves them (its
