@@ -20,13 +20,12 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A copy in flight: its destinations, its sources and a wait. On CUDA also its two events; a copy to the host also
-    has a wait of the stream alone."""
+    """A copy in flight: its destinations, its sources and a wait. A copy to the host also has a wait of the stream
+    alone."""
 
     filled: Tensors
     sources: Tensors
     done: Callable[[], None]
-    span: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     hold: Callable[[], None] | None = None
 
     def wait(self) -> Tensors:
@@ -92,12 +91,12 @@ class Streams:
         self._using: list[tuple[torch.cuda.Event, Tensors]] = []
 
     def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
-        filled, begin, done = self._start(self._to_host, sources, into)
-        return PendingCopy(filled, sources, done.synchronize, (begin, done), lambda: self._hold(done, filled))
+        filled, done = self._start(self._to_host, sources, into)
+        return PendingCopy(filled, sources, done.synchronize, lambda: self._hold(done, filled))
 
     def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
-        filled, begin, done = self._start(self._to_device, sources, into)
-        return PendingCopy(filled, sources, lambda: self._hold(done, sources), (begin, done))
+        filled, done = self._start(self._to_device, sources, into)
+        return PendingCopy(filled, sources, lambda: self._hold(done, sources))
 
     def _hold(self, done: torch.cuda.Event, on_host: Tensors) -> None:
         """Has the device wait for a copy that uses this memory of the host."""
@@ -111,18 +110,16 @@ class Streams:
 
     def _start(
         self, stream: torch.cuda.Stream, sources: Tensors, into: Tensors | None
-    ) -> tuple[Tensors, torch.cuda.Event, torch.cuda.Event]:
+    ) -> tuple[Tensors, torch.cuda.Event]:
         assert into is not None, "two memories"
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        begin = torch.cuda.Event(enable_timing=True)
-        begin.record(stream)
         with torch.cuda.stream(stream):
             for source, target in moves(sources, into):
                 target.copy_(source, non_blocking=True)
         # the host sleeps meanwhile: its cores have updates to compute
-        done = torch.cuda.Event(enable_timing=True, blocking=True)
+        done = torch.cuda.Event(blocking=True)
         done.record(stream)
-        return into, begin, done
+        return into, done
 
 
 def meet(some: Tensors, others: Tensors) -> bool:
