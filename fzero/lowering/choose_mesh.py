@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.errors import FzeroError, FzeroValueError
+from fzero.arguments import count, plain_numbers
+from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError
 from fzero.lowering.budget import Budget
 from fzero.lowering.layouts import abstract
 from fzero.lowering.lower import resolve_and_lower
@@ -21,6 +22,7 @@ from fzero.plan.process import INTERPRETER, room
 from fzero.plan.render import TextTable, plain
 from fzero.progress import shown
 from fzero.step import Step, compose
+from fzero.step.checks import no_step
 from fzero.transforms import accumulate, expert, pipeline, remat, sequence, shard, tensor
 from fzero.transforms.base import find, on_device
 from fzero.units import as_argument, duration, parse_bytes, size
@@ -68,6 +70,7 @@ class MeshPlans(NamedTuple):
         return plain([TextTable(title, columns, rows, True)]) + (f"\n{self.code}" if self.found[0].plan else "")
 
 
+@plain_numbers
 def choose_mesh(
     step: Step,
     params: Any,
@@ -93,9 +96,17 @@ def choose_mesh(
         >>> print(choose_mesh(step, w, x, meshes=[fz.AbstractMesh(data=2)], device="h100").best.mesh)
         data=2
     """
+    if not isinstance(step, Step):
+        raise no_step("choose_mesh", "plans training with", step)
+    problems = count("devices", devices)
+    problems += [f"meshes: {type(x).__name__}, not a mesh" for x in meshes if not isinstance(x, AbstractMesh)]
+    if problems:
+        fix = "devices=8; meshes=[fz.AbstractMesh(data=8)]"
+        raise FzeroTypeError("choose_mesh", "invalid arguments", problems, fix)
     step, params = on_device(step, None), abstract(params) if callable(params) else params
     rates = device if isinstance(device, Device) else get_device(device, "cuda" if torch.cuda.is_available() else "cpu")
-    nbytes = parse_bytes(memory_budget or room(rates, True, rates.process_bytes or INTERPRETER))
+    own = room(rates, True, rates.process_bytes or INTERPRETER)
+    nbytes = parse_bytes(own if memory_budget is None else memory_budget)
     wanted, found = meshes or _meshes(devices, rates.devices_per_host, experts is not None), list[MeshPlan]()
     leaves, structure = tree.flatten(batch)
     rows = next((len(x) for x in leaves if isinstance(x, torch.Tensor) and x.ndim), 1)

@@ -12,7 +12,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.cli import main
-from fzero.errors import FzeroValueError, TransformError
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
 from fzero.lowering.choose_mesh import MOST, choose_mesh
 
 
@@ -139,3 +139,20 @@ def test_the_command_plans_all_and_names_experts(capsys: pytest.CaptureFixture[s
     assert "--experts is about --mesh auto" in capsys.readouterr().err
     assert main([*name, "--mesh", "auto", "--budget", "1KiB"]) == 1
     assert "left out" not in (said := capsys.readouterr().out) and "fz.make_mesh" not in said
+
+
+def test_wrong_arguments_are_named() -> None:
+    step, params, batch = given(rows=8)
+    numbers: list[Any] = [0, -2, 2.5, "4", True]
+    for devices in numbers:
+        with pytest.raises(FzeroTypeError, match=r"devices=(?s:.*)Fix: devices=8"):
+            fz.choose_mesh(step, params, batch, devices=devices, device="h100")
+    with pytest.raises(FzeroTypeError, match="meshes: str, not a mesh"):
+        fz.choose_mesh(step, params, batch, meshes=["data=2"], device="h100")  # type: ignore[list-item]
+    for other in (loss_fn, fz.eval_step(loss_fn)):
+        with pytest.raises(FzeroTypeError, match=r"plans training with a step, not(?s:.*)Fix: "):
+            fz.choose_mesh(other, params, batch, devices=2, device="h100")  # type: ignore[arg-type]
+    nothing = fz.choose_mesh(
+        step, params, batch, meshes=[fz.AbstractMesh(data=2)], device="h100", backend="eager", memory_budget=0
+    )
+    assert nothing.budget == 0 and nothing.found[0].plan is None
