@@ -28,9 +28,9 @@ from fzero.lowering.search import ENDS, GAIN, Search
 from fzero.lowering.traced import Traced, trace_step, with_leaves
 from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh
+from fzero.passes import speculate
 from fzero.passes.choice import Choice
 from fzero.passes.off_device import GRADS
-from fzero.passes.speculate import TIERS, num_guessable
 from fzero.plan.plan import Plan, PlanDecision, plan
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs
@@ -216,10 +216,10 @@ class _Tiers:
             return (), "the step fits as it is"
         layouts = self._layouts()
         most = max(layouts, key=lambda rests: sum(share.host + share.disk for share in rests), default=())
-        program = self.variants(most).cut(self.least)
+        program = self.variants(most).before("gradients", self.least)
         self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
         # after a loop there is nothing left to run beside
-        self.guessable = self.sizes.turns == 1 and bool(num_guessable(program, TIERS[-1]))
+        self.speculates = self.sizes.turns == 1 and speculate.is_possible(program)
         bounds = {way: self._bound(way) for rests in layouts for way in self._ways(rests)}
         bounds |= self._with_gradients_on_disk(bounds)
         # in one order on every rank: among equals the one that moves least comes first
@@ -289,7 +289,7 @@ class _Tiers:
     # --- what a choice takes ---
 
     def _ways(self, rests: Shares) -> list[Choice]:
-        """The open places of updates and waiting gradients, and updates on a guess: all updates on the host or, if
+        """The open places of updates and waiting gradients, and speculative updates: all updates on the host or, if
         open, none. Mixtures are tried afterwards."""
         state = any("opt_state" in share.roles for share in rests)
         open_side = state and not self.unified and self.auto.update_on == "auto"
@@ -297,11 +297,11 @@ class _Tiers:
         held = [s for s in rests if not {*_STATE}.isdisjoint(s.roles)]
         host, disk = any(s.host for s in held), any(s.disk for s in held)
         # copies in host memory take room that must be given
-        there = (state and disk, state and host and self.budget.host is not None)
-        guesses = ((), *(tiers for tiers, able in zip(TIERS, there, strict=True) if able and self.guessable))
+        able = (state and disk, state and host and self.budget.host is not None)
+        guesses = (tiers for tiers, is_able in zip(speculate.TIERS, able, strict=True) if is_able and self.speculates)
         return [
             replace(self.least, host_share=share, grads=waiting, guess=guess, rests=rests)
-            for guess in guesses
+            for guess in ((), *guesses)
             for share in (ENDS if open_side else ENDS[:1])
             for waiting in (("update",) if self.unified else grads)
         ]
@@ -312,7 +312,8 @@ class _Tiers:
             of |= dict.fromkeys(share.roles, (share.host / FINEST, share.disk / FINEST))
         on_host = choice.host_share > 0 and self.auto.update_on != "device"
         rests = Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
-        return self.sizes.least(rests, on_host, choice.grads, self.budget.device, choice.guess)
+        early = speculate.shares(choice.guess, rests, bool(self.sizes.copies))
+        return self.sizes.least(rests, on_host, choice.grads, self.budget.device, early)
 
     def _expected(self, choice: Choice, bound: Least) -> float:
         """By how many bytes a candidate is over the budgets, if it exceeds its lower bound as the last similar

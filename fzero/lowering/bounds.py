@@ -30,6 +30,12 @@ class Rests(NamedTuple):
     activations: float = 0.0
     gradients: float = 0.0
 
+    def masters(self, copies: bool) -> tuple[float, float]:
+        """Likewise of masters: of parameters that are computed with in `copies` the rest is where their state is."""
+        (state_h, state_d), (params_h, params_d) = self.state, self.params
+        left = (1 - params_h - params_d) * copies
+        return params_h + left * state_h, params_d + left * state_d
+
 
 class Least(NamedTuple):
     """Lower bounds: bytes of each tier, and for each phase of a step (forward, backward, late updates) the busy seconds
@@ -87,7 +93,7 @@ class Sizes:
     forward_seconds: float
     backward_seconds: float
 
-    def least(self, rests: Rests, on_host: bool, grads: str, device: Device, guess: Sequence[str] = ()) -> Least:
+    def least(self, rests: Rests, on_host: bool, grads: str, device: Device, early: Sequence[float] = (0, 0)) -> Least:
         """The least that a layout takes.
 
         Args:
@@ -95,11 +101,11 @@ class Sizes:
             on_host: whether the host updates state that rests off the device.
             grads: which gradients wait on the host, as in `waiting_on_host`, of those that do not on disk.
             device: whose rates.
-            guess: the tiers whose leaves are updated on a guess.
+            early: of the state in host memory and on disk the shares that are updated in the backward although their
+                updates wait for all gradients. The old values are kept.
         """
         (state_h, state_d), (params_h, params_d) = rests.state, rests.params
-        left = (1 - params_h - params_d) * bool(self.copies)  # of masters, which rest with their state
-        master_h, master_d = params_h + left * state_h, params_d + left * state_d
+        master_h, master_d = rests.masters(bool(self.copies))
         off_h, off_d = (s * self.state + m * self.params for s, m in ((state_h, master_h), (state_d, master_d)))
         # copies that the update brings to the device
         streams = self.copies * (master_h + master_d - params_h - params_d)
@@ -111,7 +117,7 @@ class Sizes:
         )
         saved = self.activations * rests.activations
         written = off_d + self.copies * params_d
-        copied = off_h if "host" in guess else 0.0  # before it is overwritten
+        copied = off_h * early[0]  # before it is overwritten
         streamed = 0.0 if on_host else off_h + off_d
 
         def queues(
@@ -134,10 +140,7 @@ class Sizes:
             )
 
         # what is updated in the backward
-        disk, host = (float(self.turns == 1 and (tier in guess or not self.waits)) for tier in ("disk", "host"))
-        if guess == ("disk",) and state_d:
-            # not what has parameters elsewhere, nor what is updated together with state elsewhere, as most is
-            disk *= max(0.0, 1 - max(0.0, params_h - state_h) / state_d) if state_h <= master_h else 0.0
+        host, disk = early if self.waits else (float(self.turns == 1),) * 2
         memory = (disk * off_d + host * off_h) / (off_d + off_h) if off_d + off_h else 1.0
         summed = 3 * waiting * self.turns if self.turns > 1 else 0
         leaving = waiting * (self.turns if on_host else 1) + stored
@@ -152,7 +155,7 @@ class Sizes:
         return Least(
             device=on_device + max(self.grads - waiting - stored, self.activations - saved + self.inside),
             host=off_h + self.copies * params_h + copied + max(waiting, saved),
-            disk=written * (1 + (disk if guess else 0)) + stored,
+            disk=written * (1 + early[1]) + stored,
             phases=(
                 *((forward, backward) if self.turns == 1 else (_sum(forward, backward),)),
                 update(1 - disk, 1 - memory, 1 - memory),

@@ -10,6 +10,7 @@ from fzero.errors import BudgetError
 from fzero.passes.choice import Choice
 from fzero.passes.off_device import blocks_updated_on_host
 from fzero.passes.overlap import Order
+from fzero.passes.pipeline import PASSES
 from fzero.passes.zero import keeps_gathers
 from fzero.plan.devices import Device
 from fzero.plan.plan import Plan, PlanDecision
@@ -84,9 +85,7 @@ def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[Pl
         why = "wherever their update runs: the device has no room for them"
         why = why if host else "sums over micro-batches: it is faster"
         found.append(PlanDecision("gradients wait", f"on the {'host' if host else 'device'}", why))
-    if choice.guess:
-        why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again "
-        found.append(PlanDecision("update", "on a guess", f"{why}if that changes it"))
+    found += [PlanDecision(*said) for passed in PASSES if (said := passed.decision(choice))]
     if choice.share_because:
         on_host, num = blocks_updated_on_host(program)
         sides = {num: f"all {num} blocks on the host", 0: f"all {num} blocks on the device"}
@@ -207,11 +206,7 @@ def waiting(program: Program) -> str | None:
     if any(line.op == "loop" for line in program.lines):
         return "those of all blocks add up over the micro-batches of a loop"
     backward = [i for i, line in enumerate(program.lines) if line.is_backward]
-    updates = [
-        i
-        for i, line in enumerate(program.lines)
-        if line.by == "optimizer" and line.writes and line.fn and not line.guess
-    ]
+    updates = [i for i, line in enumerate(program.lines) if line.by == "optimizer" and line.writes and line.fn]
     if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
         return None
     return (

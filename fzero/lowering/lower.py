@@ -60,8 +60,8 @@ def lower(
         memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By
             default the one that keeps at most two blocks' parameters whole.
         host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch
-            files. What they are is `Plan.host_peak_bytes` and `disk_bytes`. With a host budget its room is used: what
-            rests there may then be updated on a guess.
+            files. What they are is `Plan.host_peak_bytes` and `disk_bytes`. With a host budget its room is used if that
+            makes the step faster (docs/transforms/offload.md).
         device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a
             calibration file: an abstract mesh is one of such devices. By default this machine's, or the mesh's.
         backend: likewise.

@@ -100,7 +100,7 @@ class Search:
         """The fastest choice that fits; None if none does.
 
         Args:
-            starts: choices of least memory, which differ in the places where gradients wait and the updates on a guess.
+            starts: choices of least memory, of `Variants.starts`.
         """
         grown = [found for start in starts if (found := self._grown(start)) is not None]
         if len(grown) == 1:

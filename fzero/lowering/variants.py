@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from fzero.errors import FzeroValueError, VerifyError
@@ -18,7 +17,6 @@ from fzero.mesh import AbstractMesh
 from fzero.passes import off_device
 from fzero.passes.choice import Choice
 from fzero.passes.pipeline import FIRST, Asked, Pass, check_after, passes_of, sides
-from fzero.passes.speculate import TIERS, num_guessable
 from fzero.passes.stages import num_stages
 from fzero.program.ir import Program
 from fzero.step import Step
@@ -64,10 +62,13 @@ class Variants:
         self._idle = {*asked.skip}  # passes to skip that have had nothing to do
 
     def starts(self, least: Choice, budget: Budget | None) -> list[list[Choice]]:
-        """The choices that a search begins with: each differs from the least one in the updates that are on a guess and
-        the gradients that wait on the host. Further lists have choices for a budget that no other fits."""
-        starts = [least, *([] if budget is None else self._guesses(least, budget.host is not None))]
-        if budget is None or budget.nbytes is None:
+        """The choices that a search begins with: the least one, those that passes add to it (`Pass.starts`), and each
+        with other gradients that wait on the host. Further lists have choices for a budget that no other fits."""
+        if budget is None:
+            return [[least]]
+        added = ((self.before(x.name, least), x.starts) for x in self.passes if x.starts is not None)
+        starts = [least, *(choice for program, add in added for choice in add(least, program, budget))]
+        if budget.nbytes is None:
             return [starts]
         *sooner, last = self._grads(least)
         found = [[replace(c, grads=where) for c in starts for where in grads] for grads in (sooner, [last]) if grads]
@@ -78,15 +79,6 @@ class Variants:
         """The choice with as little on the way at a time as can be, which takes less memory than the least one and is
         slower; the same one if nothing is gathered or reduced."""
         return least.narrow() if self.asked.zero.batch_axes else least
-
-    def _guesses(self, least: Choice, copies: bool) -> list[Choice]:
-        """A choice with updates on a guess for each set of tiers by which more of them can be. `copies`: whether the
-        host has room for copies, which are made before a guess."""
-        if all(leaf.layout.tier == "device" for leaf in self._leaves.values()):
-            return []
-        counts = [0, *(num_guessable(self.cut(least), tiers) for tiers in TIERS)]
-        more = (tiers for tiers, (before, num) in zip(TIERS, pairwise(counts), strict=True) if before < num)
-        return [replace(least, guess=tiers) for tiers in more if copies or "host" not in tiers]
 
     def _grads(self, least: Choice) -> list[str]:
         """The gradients that may wait on the host, equal outcomes once: the last one takes least of the device's
@@ -110,10 +102,6 @@ class Variants:
         """The program of a choice that a pass would be given."""
         at = next(i for i, passed in enumerate(self.passes) if passed.name == name)
         return next(reversed(self._made(choice, at).values()))
-
-    def cut(self, choice: Choice) -> Program:
-        """The program of a choice before copies between tiers are placed: in the order of its lines."""
-        return next(reversed(self._made(choice, self._at_cut).values()))
 
     def __call__(self, choice: Choice) -> Program:
         """The program of a choice, not verified: the same object for choices that come to the same."""

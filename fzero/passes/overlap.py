@@ -458,11 +458,11 @@ class _Sinking:
         return set() if not _is_update(line) else self.kept if line.on_host else self.here
 
     def _done(self, line: Line) -> set[str]:
-        """The transfers that end before a line without reading them: writes on a guess end before the guess is checked,
-        and writes to disk before the next read."""
+        """The transfers that end before a line without reading them: writes end before lines that read old values, and
+        writes to disk before the next read."""
         if line.op == "disk_read_start":
             return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(line.args)}
-        return self.reduced if line.body and line.args else set()
+        return self.reduced if OPS[line.op].reads_old else set()
 
     def _reads(self, line: Line, handle: str) -> bool:
         """Whether a line reads the result of a transfer, unchanged or reduced further."""

@@ -34,6 +34,7 @@ from fzero.passes import (
     remat,
     rules,
     shard,
+    speculate,
     split_backward,
     stages,
     tiers,
@@ -45,7 +46,6 @@ from fzero.passes.device_waits import mark
 from fzero.passes.hoist_updates import hoist_updates
 from fzero.passes.overlap import overlap, sharable
 from fzero.passes.rename import rename_functions
-from fzero.passes.speculate import speculate
 from fzero.passes.zero import Zero, keeps_gathers
 from fzero.program.ir import Function, Line, Program
 from fzero.program.ops import STARTS
@@ -113,6 +113,8 @@ class Pass:
         grows: open values of which each takes more memory than the one before, and is never slower.
         ahead: sequences of open values of which each takes more memory than the one before, and may be faster: they are
             looked at once all others are chosen.
+        starts: choices to begin a search with, besides the least one: of that, the program before the pass, the budget.
+        decision: what a plan says of the part of a choice that it carries out: the fields of a `PlanDecision`.
         needed: the reason why a program without it is wrong; "" where it may be skipped.
         own: whether it is of this package; a violation is a bug of whoever wrote it.
     """
@@ -127,6 +129,8 @@ class Pass:
     tried: Options = lambda *_: ()
     grows: Options = lambda *_: ()
     ahead: Options = lambda *_: ()
+    starts: Options | None = None
+    decision: Callable[[Choice], tuple[str, str, str] | None] = _nothing
     needed: str = ""
     own: bool = True
 
@@ -258,9 +262,11 @@ PASSES = (
     ),
     Pass(
         "speculate",
-        lambda program, asked, on: speculate(program, on),
+        lambda program, asked, on: speculate.rewrite(program, on),
         wanted=lambda program, asked, on: on,
         option=lambda made, asked, choice: choice.guess,
+        starts=speculate.starts,
+        decision=speculate.decision,
     ),
     Pass("hoist_updates", lambda program, *_: hoist_updates(program), wanted=lambda program, *_: program.assigns),
     Pass(
@@ -272,7 +278,7 @@ PASSES = (
     ),
     Pass(
         "tiers",
-        lambda program, asked, option: tiers.rewrite(program, *option),
+        lambda program, asked, option: tiers.rewrite(speculate.with_old_values(program), *option),
         wanted=lambda program, asked, _: find(program.transforms, Offload),
         option=sides,
         before=rules.on_device,

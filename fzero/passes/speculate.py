@@ -11,25 +11,26 @@ the old ones do, and the same updates run again with the scalars as they are:
 
 Nothing depends on how good the guess is but time: a step after one whose guess was wrong does not guess, and waits. Of
 a leaf on disk the old value stays where it is, in the one of two extents; of every other a copy is kept, for which
-there must be memory: so updates of leaves in host memory are guessed only where a host budget says that there is
-(fzero/lowering/search.py).
+there must be memory: so updates of leaves in host memory are guessed only if a host budget says that there is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from fzero.program.attrs import TurnsAttrs
+from fzero.passes.choice import Choice
+from fzero.program.attrs import AssignAttrs, CastAttrs, TurnsAttrs
 from fzero.program.ir import Line, Program
-from fzero.program.names import Names
+from fzero.program.names import Names, identifier
 from fzero.program.ops import OPS, STARTS
 
 TIERS = (("disk",), ("disk", "host"))
 """The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
 
 
-def speculate(program: Program, tiers: Sequence[str]) -> Program:
+def rewrite(program: Program, tiers: Sequence[str]) -> Program:
     """A program whose update is cut, with the updates of leaves on these tiers on a guess, where they would wait for
     reductions of gradients.
 
@@ -43,9 +44,56 @@ def speculate(program: Program, tiers: Sequence[str]) -> Program:
     return _Guess(program, tiers).run()
 
 
-def num_guessable(program: Program, tiers: Sequence[str]) -> int:
-    """The number of updates that `guess` would speculate on."""
-    return len(_Guess(program, tiers).updates)
+def with_old_values(program: Program) -> Program:
+    """The program, after its updates were hoisted, with copies of the leaves that updates on a guess overwrite, which
+    the `redo` puts back. A leaf on disk needs none: its new value is written beside the old one. Copies in the compute
+    dtype need none: no update reads them."""
+    names, lines, kept = Names(program.values_by_name), list[Line](), dict[str, str]()
+    tier_of = lambda name: program.leaves[name].layout.tier  # noqa: E731
+    for line in program.lines:
+        for name in line.writes if line.guess else ():
+            if tier_of(name) != "disk" and program.leaves[name].role != "compute":
+                old = replace(program.values_by_name[name], name=names(f"{identifier(name)}_kept"))
+                attrs = CastAttrs(dtype=old.dtype, guess=True)
+                lines.append(Line("cast", (name,), (old,), attrs=attrs, by="optimizer"))
+                kept[name] = old.name
+        if line.op == "redo":
+            attrs, written = AssignAttrs(restores=True, guess=True), [w for x in line.body for w in x.writes]
+            for tier in ("host", "device"):
+                if ws := tuple(w for w in written if w in kept and tier_of(w) == tier):
+                    back = Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=ws, by="optimizer")
+                    line = replace(line, body=(back, *line.body))
+        lines.append(line)
+    return replace(program, lines=tuple(lines)) if kept else program
+
+
+def starts(least: Choice, program: Program, budget: Any) -> list[Choice]:
+    """The least choice with updates on a guess, for each set of tiers by which more of them can be. In host memory only
+    a budget has room for the old values. `program`: whose update is cut."""
+    counts = [0, *(len(_Guess(program, tiers).updates) for tiers in TIERS)]
+    more = [tiers for tiers, before, num in zip(TIERS, counts, counts[1:], strict=False) if before < num]
+    return [replace(least, guess=tiers) for tiers in more if budget.host is not None or "host" not in tiers]
+
+
+def is_possible(program: Program) -> bool:
+    """Whether any update can be on a guess. `program`: whose update is cut."""
+    return bool(_Guess(program, TIERS[-1]).updates)
+
+
+def shares(tiers: Sequence[str], rests: Any, copies: bool) -> tuple[float, float]:
+    """Upper bounds of the shares of the state in host memory and on disk that are updated on a guess. `rests`: where
+    it is (lowering/bounds.py); `copies`: whether masters have copies that are computed with."""
+    (state_h, state_d), (params_h, _) = rests.state, rests.params
+    if tiers != ("disk",) or not state_d:
+        return float("host" in tiers), float("disk" in tiers)
+    if state_h > rests.masters(copies)[0]:
+        return 0.0, 0.0  # most state on disk is updated together with state in host memory
+    return 0.0, max(0.0, 1 - max(0.0, params_h - state_h) / state_d)  # that of parameters in host memory is not
+
+
+def decision(choice: Choice) -> tuple[str, str, str] | None:
+    why = "the update of what rests off the device does not wait for the norm of all gradients, and is done again "
+    return ("update", "on a guess", f"{why}if that changes it") if choice.guess else None
 
 
 class _Guess:
@@ -54,15 +102,18 @@ class _Guess:
         self.lines = [line for line in program.lines if line.by == "optimizer"]
         self.made = {v.name: line for line in self.lines for v in line.out}
         self.handles = {line.out[0].name: line for line in self.lines if line.op in STARTS}
+        self.keys = {name for name, leaf in program.leaves.items() if leaf.role == "key"}
         self.updates = [line for line in self.lines if self._may_be_guessed(line)]
 
     def _may_be_guessed(self, line: Line) -> bool:
         if not line.fn or not line.writes:
             return False
-        tiers = {w: self.program.leaves[w].layout.tier if w in self.program.leaves else "" for w in line.writes}
+        tiers = {self.program.leaves[w].layout.tier if w in self.program.leaves else "" for w in line.writes}
+        off = tiers - {"device"}
+        if not off or not off <= self.tiers:
+            return False
         waits_for = set().union(*(self._reductions(a) for a in line.args if a in self.made))
-        off = {*tiers.values()} - {"device"}
-        return bool(off) and off <= self.tiers and bool(waits_for) and all(self._of_gradients(r) for r in waits_for)
+        return bool(waits_for) and all(self._of_gradients(r) for r in waits_for)
 
     def _reductions(self, name: str) -> set[str]:
         """The reductions over leaves that a value of the optimizer depends on: the names they have once they are known
@@ -77,11 +128,8 @@ class _Guess:
         """Whether a function makes scalars of a leaf: it reads a value from outside the optimizer, larger than a number
         or a key."""
         return bool(line.fn) and any(
-            a not in self.made and self.values[a].shape and not self._is_key(a) for a in line.args
+            a not in self.made and a not in self.keys and self.values[a].shape for a in line.args
         )
-
-    def _is_key(self, name: str) -> bool:
-        return name in self.program.leaves and self.program.leaves[name].role == "key"
 
     def _of_gradients(self, name: str) -> bool:
         """Whether a reduction reads nothing but gradients."""
@@ -95,7 +143,7 @@ class _Guess:
         if not self.updates:
             return self.program
         names = Names(self.values)
-        zeros: dict[tuple[tuple[int, ...], str], Line] = {}
+        zeros: dict[tuple[tuple[int, ...], str], str] = {}
         known: dict[str, str] = {}  # by a scalar, the guess of it
         new: list[Line] = []
 
@@ -109,10 +157,9 @@ class _Guess:
                 value = self.values[name]
                 key = value.shape, str(value.dtype)
                 if key not in zeros:
-                    zeros[key] = Line("zeros", (), (replace(value, name=names("neutral")),), by="optimizer")
-                    new.append(zeros[key])
-                known[name] = zeros[key].out[0].name
-                return known[name]
+                    zeros[key] = names("neutral")
+                    new.append(Line("zeros", (), (replace(value, name=zeros[key]),), by="optimizer"))
+                return known.setdefault(name, zeros[key])
             line = self.made[name]
             args = tuple(map(guessed, line.args))
             out = tuple(replace(v, name=names(f"guess_{v.name}")) for v in line.out)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from fzero.layout import Leaf
 from fzero.passes.accumulate import loop_totals
 from fzero.passes.off_device import known_last, no_gradients, saved_activations, update_lines
-from fzero.program.attrs import AssignAttrs, BufferAttrs, CastAttrs
+from fzero.program.attrs import BufferAttrs
 from fzero.program.ir import Function, Line, Program, Value, moving, repeats, resting
 from fzero.program.names import Names, identifier
 from fzero.program.ops import OPS
@@ -67,7 +67,6 @@ class _TierRewrite:
         self.on_device = on_device
         self.parts: set[str] = set()  # ranks' own of leaves that rest whole
         self.scalars: set[str] = set()  # what the optimizer makes of all leaves
-        self.kept: dict[str, str] = {}  # by a leaf that is updated on a guess the copy of its old value
         # activations that are on the host from forward to backward, gradients until their update
         self.resting: dict[str, str] = {}
         self.shared: dict[str, str] = {}  # values brought for a line and its repetitions for other micro-batches
@@ -97,6 +96,8 @@ class _TierRewrite:
         source = line.args[0] if line.args else ""
         if line.body:
             return self._with_body(line)
+        if line.guess and line.op in ("cast", "assign"):  # an old value is kept on the tier of its leaf
+            return self._on(self._tier(source), line)
         if (
             line.op == "cast"
             and source in self.program.leaves
@@ -118,7 +119,7 @@ class _TierRewrite:
                 if a in found
             }
             before = self._written() if self._stored(line) else []
-            lines = [*self._kept(line), *self._on(self._side(line), line)]
+            lines = self._on(self._side(line), line)
             guessed = [x.saying(guess=True) if x.writes or x.op == "disk_read_start" else x for x in lines]
             return [*before, *(guessed if line.guess else lines)]
         if line.op == "accumulate" and line.out[0].name in self.waiting:
@@ -138,11 +139,9 @@ class _TierRewrite:
         before = self._written()
         outside = {name: dict(tiers) for name, tiers in self.lies.items()}
         if OPS[line.op].reads_old:
-            self.lies, self.recent = (
-                {name: tiers for name, tiers in self.lies.items() if name not in self.program.leaves},
-                [],
-            )
-        body = (*self._restored(line), *self._lines(line.body), *self._added())
+            self.lies = {name: tiers for name, tiers in outside.items() if name not in self.program.leaves}
+            self.recent = []
+        body = (*self._lines(line.body), *self._added())
         self.lies, self.recent = outside, []
         return [*before, replace(line, body=body)]
 
@@ -366,31 +365,6 @@ class _TierRewrite:
         for tier in ("device", "host"):
             lines += self._store({t: s for t, s in pairs.items() if t not in here and self._tier(s) == tier}, tier)
         return lines
-
-    def _kept(self, line: Line) -> list[Line]:
-        """Copies of the leaves that an update on a guess overwrites; on disk the old value stays without a copy."""
-        lines: list[Line] = []
-        for leaf in line.writes if line.guess else ():
-            if self._tier(leaf) != "disk" and self._role(leaf) != "compute":
-                value = replace(self.values[leaf], name=self.names(f"{identifier(leaf)}_kept"))
-                lines.append(
-                    self._made(
-                        Line("cast", (leaf,), (value,), attrs=CastAttrs(dtype=value.dtype, guess=True), by="optimizer")
-                    )
-                )
-                self.kept[leaf] = value.name
-        return lines
-
-    def _restored(self, line: Line) -> list[Line]:
-        """Those copies put back, for a redo."""
-        kept = {w: self.kept[w] for x in line.body for w in x.writes if line.op == "redo" and w in self.kept}
-        by_tier = {tier: [w for w in kept if self._tier(w) == tier] for tier in ("device", "host")}
-        attrs = AssignAttrs(restores=True, guess=True)
-        return [
-            Line("assign", (*ws, *(kept[w] for w in ws)), attrs=attrs, writes=tuple(ws), by="optimizer")
-            for ws in by_tier.values()
-            if ws
-        ]
 
     # --- values that wait on the host, or on disk ---
 

@@ -273,7 +273,7 @@ class TakeAttrs(HandAttrs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WaitAttrs(Repeated, Guessed):
+class WaitAttrs(Repeated):
     """`together`: that every rank has read what went before when it returns (fzero/passes/pool.py); `host`: whether the
     host waits too, not the device alone (fzero/passes/device_waits.py)."""
 

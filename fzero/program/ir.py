@@ -22,9 +22,7 @@ small things that need no trace: `cast`, `buffer` (memory for what is written be
 micro-batch; an `accumulate` inside it is the sum over its turns, or the largest (`op`), and is read after it. Without a
 loop lines are repeated themselves (`repeats`), and `add` adds to totals in place: its first arguments, whose new names
 are its results. Names are assigned once, but for the leaves of the state: their buffers are donated, and `writes` says
-which a line overwrites. `redo` compares scalars with the guesses that lines that `guess` were carried out on, and
-carries out its body if they differ (fzero/passes/speculate.py); a plan counts it as not carried out. `zeros` makes a
-value of zeros.
+which a line overwrites. `zeros` makes a value of zeros. For lines on a `guess` see fzero/program/ops/redo.py.
 
 A `cast` to 8 bits reads a scale besides, and says `through` which dtype it goes (fzero/operators/scaled_matmul.py).
 
@@ -282,6 +280,12 @@ class Line(Generic[A]):
     def guess(self) -> bool:
         """Whether it is carried out on a guess; if the step does not guess, in vain or not at all."""
         return isinstance(self.attrs, Guessed) and self.attrs.guess
+
+    @property
+    def callee(self) -> str:
+        """What its text calls: its function or its op, by way of `guess` if it is on one."""
+        name = self.fn or self.op
+        return f"guess({name})" if self.guess else name
 
     @property
     def micro(self) -> tuple[int, int] | None:

@@ -131,9 +131,8 @@ def offload(
         way. It moves 28P through host memory. An update on the device 8P each way, 12P with masters. Offloaded
         parameters come in once for the forward and once for the vjp, 4P each (2P in bf16), per micro-batch. State on
         disk is read and written once, 8P bytes each way, 12P with masters or parameters, and gradients on disk, 4P
-        (2P); what the vjp has read is not read again. Twice that of state in a step that guessed wrongly that nothing
-        is clipped; within a host budget an update of state in host memory may be on a guess, too, and then moves 24P
-        more (docs/transforms/offload.md).
+        (2P); what the vjp has read is not read again. A step that clips may move state on disk twice, and within a
+        host budget 24P more through host memory (docs/transforms/offload.md).
     Memory: what is offloaded is not at rest on the device: 12P bytes less with fp32 Adam and all of it; during the step
         the buffers of the blocks that are under way. On disk it takes no host memory at rest either, and with clipping
         by the global norm twice its bytes. On a mesh whose device is the CPU, host and device are one memory: "cpu"

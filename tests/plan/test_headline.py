@@ -17,6 +17,7 @@ import fzero as fz
 from fzero import optim
 from fzero.errors import BudgetError
 from fzero.lowering.bounds import Rests, Sizes
+from fzero.passes import speculate
 from fzero.plan.devices import KNOWN, Link
 from fzero.progress import Progress
 from fzero.units import size
@@ -163,7 +164,9 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
     assert on_host.seconds == 2.0 + 4.0 + 34.0 < on_host.likely
     at_once = replace(sizes, waits=False).least(Rests(state=(1.0, 0.0)), True, "update", device)
     assert at_once.seconds == 2.0 + 34.0 and not any(at_once.phases[2])
-    guessed = sizes.least(Rests(state=(1.0, 0.0)), True, "update", device, ("disk", "host"))
+    shares = lambda rests, *tiers: speculate.shares(tiers, rests, copies=True)  # noqa: E731
+    early = shares(Rests(state=(1.0, 0.0)), "disk", "host")
+    guessed = sizes.least(Rests(state=(1.0, 0.0)), True, "update", device, early)
     assert guessed.host == on_host.host + 14 and guessed.seconds == 2.0 + 34.0 + 2 * 14, "copies of what is overwritten"
     streamed = sizes.least(Rests(state=(1.0, 0.0)), False, "update", device)
     assert streamed[:3] == (1 + 2 + 4, 14, 0) and streamed.phases[2] == (0.0, 0.0, 14.0, 14.0, 0.0)
@@ -172,9 +175,10 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
     rests = Rests(state=(0.0, 1.0), params=(0.0, 1.0), activations=1.0)
     on_disk = sizes.least(rests, True, "update", device)
     assert on_disk[:3] == (1, 4, 16) and [queues[1] for queues in on_disk.phases] == [2, 2, 14 + 16 / 0.5]
-    guessed = sizes.least(rests, True, "update", device, ("disk",))
+    guessed = sizes.least(rests, True, "update", device, shares(rests, "disk"))
     assert guessed[:3] == (1, 4, 2 * 16) and guessed.seconds == 3 + 2 + 14 + 16 / 0.5, "activations leave meanwhile"
-    apart = sizes.least(Rests(state=(0.0, 1.0), params=(1.0, 0.0)), True, "update", device, ("disk",))
+    rests_apart = Rests(state=(0.0, 1.0), params=(1.0, 0.0))
+    apart = sizes.least(rests_apart, True, "update", device, shares(rests_apart, "disk"))
     assert apart.disk == 10 and apart.phases[2][1], "not on a guess: what it would overwrite in host memory has no copy"
     stored = sizes.least(rests._replace(gradients=1.0), True, "update", device)
     assert stored[:3] == (1, 3, 16 + 4) and [queues[1] for queues in stored.phases] == [
@@ -182,7 +186,7 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
         2 + 4 / 0.5,
         14 + 4 + 16 / 0.5,
     ], "written, and read by the update"
-    stored = sizes.least(rests._replace(gradients=1.0), True, "update", device, ("disk",))
+    stored = sizes.least(rests._replace(gradients=1.0), True, "update", device, shares(rests, "disk"))
     assert [queues[1] for queues in stored.phases] == [2, 2 + 4 / 0.5 + 14 + 16 / 0.5, 0], (
         "a guess reads what is still in memory"
     )

@@ -39,7 +39,7 @@ _WORDS = {
         "",
     },
 }
-_FLAGS = ("in_text", "body", "reads_old", "waits", "settles", "skipped")
+_FLAGS = ("in_text", "body", "reads_old", "waits", "settles")
 _FLAGS += ("in_place", "outlives", "makes_own", "overwrites", "batched")
 
 A = TypeVar("A", bound=Attrs, default=Attrs)
@@ -151,7 +151,6 @@ class Op(Generic[A]):
         waits: whether it takes the handle of a start.
         settles: whether it may be on the host where a copy to the device still reads, though it was waited for: on CUDA
             the device alone waits, so these do before they write.
-        skipped: whether a line of it that says `guess` is not carried out at all in a step that makes none.
         pool: how its results lie in the pool (fzero/passes/pool.py): "total", "sum", "gather", "scatter", "reduce",
             "exchange", "fetch", "send", "leaves", "results" or "".
         in_place: whether its results are its first arguments, written.
@@ -175,7 +174,6 @@ class Op(Generic[A]):
     between: ClassVar[str] = ""
     waits: ClassVar[bool] = False
     settles: ClassVar[bool] = False
-    skipped: ClassVar[bool] = False
     pool: ClassVar[str] = ""
     in_place: ClassVar[bool] = False
     outlives: ClassVar[bool] = False
@@ -257,7 +255,7 @@ class Op(Generic[A]):
         return line.args
 
     def text(self, line: Line[A], program: Program) -> Text:
-        return Text(f"{called(line)}({', '.join([*line.args, *into(line, program)])})")
+        return Text(f"{line.callee}({', '.join([*line.args, *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any] | None:
         """The callable behind its name in the text; None where that is a function of the program, or Python itself."""
@@ -343,11 +341,6 @@ class Start(Op[A]):
 
 
 # --- parts of texts ---
-
-
-def called(line: Line) -> str:
-    """The callee of a line: its function, or its op; through `guess` if it is on one (fzero/program/ops/redo.py)."""
-    return f"guess({line.fn or line.op})" if line.guess else line.fn or line.op
 
 
 def into(line: Line, program: Program) -> Iterator[str]:

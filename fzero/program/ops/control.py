@@ -12,7 +12,7 @@ from fzero import compat
 from fzero.mesh import AbstractMesh
 from fzero.program.attrs import AddAttrs, AssignAttrs, JoinAttrs, TurnsAttrs, UpdateAttrs
 from fzero.program.ir import Line, Program, Value, local_bytes
-from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told, called, into, join_text
+from fzero.program.ops.base import Op, Rules, Running, Standing, Text, Told, into, join_text
 
 Tensors = Sequence[torch.Tensor]
 
@@ -208,7 +208,6 @@ class Assign(Op[AssignAttrs]):
     attrs = AssignAttrs
     computes = "there"
     settles = True
-    skipped = True
     overwrites = True
 
     def check(self, line: Line[AssignAttrs], args: list[Value], rules: Rules) -> None:
@@ -225,7 +224,7 @@ class Assign(Op[AssignAttrs]):
 
     def text(self, line: Line[AssignAttrs], program: Program) -> Text:
         num = len(line.writes)
-        return Text(f"{called(line)}([{', '.join(line.args[:num])}], [{', '.join(line.args[num:])}])", "in place")
+        return Text(f"{line.callee}([{', '.join(line.args[:num])}], [{', '.join(line.args[num:])}])", "in place")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         def assign(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Defines the op `redo`, and answers what other parts of the package ask about lines that are carried out on a guess.
 
 The pass fzero/passes/speculate.py makes such lines. They compute with guesses of scalars that are not known yet. A
-`redo` compares the scalars with the guesses once they are known, and carries out the same updates again if they differ.
+`redo` compares the scalars with the guesses once they are known, and carries out the same updates again if they differ;
+plans count it as not carried out.
 """
 
 from __future__ import annotations
@@ -136,9 +137,7 @@ class Attempt:
 
     def skips(self, line: Line) -> bool:
         """Whether the running step does not carry out a line at all."""
-        from fzero.program.ops import OPS
-
-        return line.guess and OPS[line.op].skipped and not self._made
+        return line.guess and line.op not in STARTS and not self._made
 
     def of(self, function: Callable[..., object]) -> Callable[..., object]:
         """A function that is carried out on a guess, or not at all if this step makes none."""

@@ -408,12 +408,9 @@ class Copy(Start[CopyAttrs]):
     def text(self, line: Line[CopyAttrs], program: Program) -> Text:
         moved = size(self.moved_bytes(line, program.values_by_name, program.mesh))
         over = [f"into=[{', '.join(line.writes)}]"] if line.writes else [*into(line, program)]
-        arguments = ", ".join([f"[{', '.join(self.sent(line))}]", *over, *self.keywords(line)])
+        guess = ["guess=True"] if line.guess and DISK in self.tiers(line) else []
+        arguments = ", ".join([f"[{', '.join(self.sent(line))}]", *over, *guess])
         return Text(f"{self.name}({arguments})", f">>> {moved} {self.way(line)}")
-
-    def keywords(self, line: Line[CopyAttrs]) -> list[str]:
-        """Further arguments in its text."""
-        return []
 
     def way(self, line: Line[CopyAttrs]) -> str:
         """The direction of the bytes, as a remark."""
@@ -468,9 +465,6 @@ class OnDisk(Copy):
 
     def channel(self, line: Line[CopyAttrs]) -> str:
         return DISK
-
-    def keywords(self, line: Line[CopyAttrs]) -> list[str]:
-        return ["guess=True"] if line.guess else []
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.attempt.on_disk(getattr(on.tiers, self.name), bool(self.writes))

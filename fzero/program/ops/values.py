@@ -32,7 +32,6 @@ from fzero.program.ops.base import (
     Standing,
     Text,
     Told,
-    called,
     into,
     micro_of,
     micro_text,
@@ -51,7 +50,6 @@ class Call(Op[CallAttrs]):
     attrs = CallAttrs
     computes = "said"
     settles = True
-    skipped = True
     pool = "results"
 
     def check(self, line: Line[CallAttrs], args: list[Value], rules: Rules) -> None:
@@ -124,7 +122,6 @@ class Cast(Op[CastAttrs]):
     attrs = CastAttrs
     computes = "there"
     settles = True
-    skipped = True
     pool = "results"
     makes_own = True
     batched = True
@@ -148,7 +145,7 @@ class Cast(Op[CastAttrs]):
 
     def text(self, line: Line[CastAttrs], program: Program) -> Text:
         source = line.args[0] if len(line.args) == 1 else f"[{', '.join(line.args)}]"
-        return Text(f"{called(line)}({', '.join([source, repr(dtype_name(line.attrs.dtype)), *into(line, program)])})")
+        return Text(f"{line.callee}({', '.join([source, repr(dtype_name(line.attrs.dtype)), *into(line, program)])})")
 
     def runs(self, on: Running) -> Callable[..., Any]:
         return on.tiers.settled(_cast, lambda *args: args[-1])
