@@ -324,6 +324,7 @@ def plan(
         channels={
             q: Channel(n, timeline.num_transfers[q], timeline.busy_seconds[q], exposed[q])
             for q, n in sorted(sent.items())
+            if q in timeline.num_transfers  # a host that only takes views of shards does no work
         },
         waits=tuple(WaitTime(At(n, line_of[n]), timeline.waited[n], s) for n, s in timeline.exposed.items()),
         peak_bytes=peak.total,

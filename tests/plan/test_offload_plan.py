@@ -252,6 +252,13 @@ def test_bytes_over_the_link_are_the_closed_form() -> None:
     assert host["host"].bytes >= 28 * params / 4 and "host" not in device
 
 
+def test_a_host_that_only_takes_shards_of_parameters_does_no_work() -> None:
+    offload = fz.offload("nvme", ("opt_state", "params"), path="/scratch", update_on="device")
+    found = lowered(fz.shard_grads(), offload, mesh=fz.AbstractMesh(data=2, unified_memory=False), device="h100")
+    assert any(line.op == "take_shard" for line in found.program.lines)
+    assert {"disk", "to_device", "to_host"} <= {*found.plan.channels} and "host" not in found.plan.channels
+
+
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_parts_of_a_step_with_tiers_add_up(device: str) -> None:
     found = lowered(
