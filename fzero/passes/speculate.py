@@ -24,7 +24,7 @@ from fzero.passes.choice import Choice
 from fzero.program.attrs import AssignAttrs, CastAttrs, TurnsAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.names import Names, identifier
-from fzero.program.ops import OPS, STARTS
+from fzero.program.ops import OPS
 
 TIERS = (("disk",), ("disk", "host"))
 """The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
@@ -101,16 +101,13 @@ class _Guess:
         self.program, self.values, self.tiers = program, program.values_by_name, {*tiers}
         self.lines = [line for line in program.lines if line.by == "optimizer"]
         self.made = {v.name: line for line in self.lines for v in line.out}
-        self.handles = {line.out[0].name: line for line in self.lines if line.op in STARTS}
         self.keys = {name for name, leaf in program.leaves.items() if leaf.role == "key"}
         self.updates = [line for line in self.lines if self._may_be_guessed(line)]
 
     def _may_be_guessed(self, line: Line) -> bool:
-        if not line.fn or not line.writes:
-            return False
-        tiers = {self.program.leaves[w].layout.tier if w in self.program.leaves else "" for w in line.writes}
-        off = tiers - {"device"}
-        if not off or not off <= self.tiers:
+        leaves = self.program.leaves
+        off = {leaves[w].layout.tier if w in leaves else "" for w in line.writes} - {"device"}
+        if not line.fn or not off or not off <= self.tiers:
             return False
         waits_for = set().union(*(self._reductions(a) for a in line.args if a in self.made))
         return bool(waits_for) and all(self._of_gradients(r) for r in waits_for)
@@ -135,7 +132,7 @@ class _Guess:
         """Whether a reduction reads nothing but gradients."""
         line = self.made[name]
         if OPS[line.op].waits:
-            start = self.handles[line.args[0]]
+            start = self.made[line.args[0]]
             return start.op == "all_reduce_start" and all(self._of_gradients(a) for a in start.args)
         return self._reduces(line) and not any(a in self.program.leaves or a in self.made for a in line.args)
 
