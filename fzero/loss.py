@@ -315,7 +315,8 @@ def chunked_cross_entropy(
         FzeroTypeError: arguments that are not such tensors and numbers, all of them listed. From the backward, if the
             gradient of the gradient is asked for (`create_graph=True`).
 
-    In float16 a chunk's gradient of `weight` is computed for a loss scale of 1 per target, and scaled in float32.
+    In float16 the gradients of a chunk are computed for a loss scale of 1 per target, and scaled in float32. They are
+    finite, however many rows a chunk has, if the elements of `hidden` are below 4096.
 
     References: Hsu et al., Liger Kernel: Efficient Triton kernels for LLM training, 2024; Wijmans et al., Cut your
         losses in large-vocabulary language models, ICLR 2025, which never materialize logits at all.
@@ -399,22 +400,32 @@ def _chunk(
     with respect to `head`. It is a block so that a compiled step frees the logits of a chunk before it computes the
     next."""
     softcap, ignore_index, label_smoothing = options
-    given = [x.detach().requires_grad_(need) for x, need in zip((hidden, *head), needs, strict=True)]
+    logits = F.linear(hidden, *head).detach().requires_grad_(any(needs))
     with torch.enable_grad():
-        logits = F.linear(*given)
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         loss = F.cross_entropy(
-            logits.to(_summed(logits.dtype)).flatten(0, -2),
+            capped.to(_summed(logits.dtype)).flatten(0, -2),
             targets.flatten(),
             reduction="sum",
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
         )
-    wanted = [x for x in given if x.requires_grad]
-    grads = [*torch.autograd.grad(loss, wanted)] if wanted else []
-    own = grads[: len(grads) - len(sums)]
-    return total + loss.detach(), own, [x + g for x, g in zip(sums, grads[len(own) :], strict=True)]
+    total = total + loss.detach()
+    if not any(needs):
+        return total, [], []
+    (grad,) = torch.autograd.grad(loss, logits)  # [..., vocabulary]
+    of_hidden, of_weight, *of_bias = needs
+    flat, made = grad.flatten(0, -2), []
+    if of_weight:
+        # Each row adds at most its largest element to an element of this product, so in float16 many rows overflow. The
+        # rows are divided by a power of two, which rounds none of them that matters, and the product is multiplied.
+        divisor = 2 ** (targets.numel() // 16).bit_length() if hidden.dtype == torch.float16 else 1
+        rows = hidden if divisor == 1 else hidden / divisor
+        product = flat.T @ rows.flatten(0, -2)
+        made.append(product if divisor == 1 else product.to(torch.float32) * divisor)
+    if of_bias and of_bias[0]:
+        made.append(flat.sum(0, dtype=_summed(flat.dtype)))
+    return total, [grad @ head[0]] if of_hidden else [], [x + g for x, g in zip(sums, made, strict=True)]
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:

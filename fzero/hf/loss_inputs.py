@@ -10,16 +10,19 @@ import collections
 import enum
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils.operations import convert_to_fp32  # pyright: ignore[reportMissingImports] - of the extra `hf`
+from transformers.trainer_pt_utils import LabelSmoother  # pyright: ignore[reportMissingImports]
 
 from fzero import compat
 from fzero.comm.replicas import digest
 from fzero.errors import FzeroValueError, TraceError
+from fzero.modules.chunked_loss import Chunked
 from fzero.modules.outside import version_of
 from fzero.trace.reads.code import names_in
 from fzero.trace.reads.value_keys import PLAIN_TYPES, contents
@@ -59,7 +62,7 @@ class LossInputs:
     @property
     def visible(self) -> tuple[Any, ...]:
         """The part that a program's settings are made of."""
-        return self.read, self.code, self.trainer.compute_loss_func
+        return self.read, self.code, self.trainer.compute_loss_func, self.trainer._chunked
 
     def look(self) -> None:
         """Writes down the values that the methods read of the trainer, its state, arguments and configuration, now."""
@@ -111,11 +114,18 @@ class LossInputs:
         trainer = self.trainer
         before, values = {id(x) for x in self._fakes()}, self._values()
         real = {n: vars(trainer)[n] for n in ("model", "model_wrapped") if n in vars(trainer)}
-        vars(trainer).update(dict.fromkeys(real, forward), _tracing=True)
+        during: dict[str, Any] = dict.fromkeys(real, forward)
+        chunked = Chunked() if trainer._chunked else None
+        if chunked is not None and type(trainer.label_smoother) is LabelSmoother:
+            real["label_smoother"] = trainer.label_smoother
+            during["label_smoother"] = functools.partial(_smoothed, trainer.label_smoother)
+        vars(trainer).update(during, _tracing=True)
         self.prepare(forward)
         try:
-            with forward.counting as counting:
+            with chunked or nullcontext(), forward.counting as counting:
                 yield counting
+            if chunked is not None:
+                chunked.check(type(trainer.model).__name__)
         finally:
             vars(trainer).update(real, _tracing=False)
         if kept := [path for x, path in self._fakes().items() if id(x) not in before]:
@@ -161,6 +171,24 @@ class LossInputs:
             for name, x in _variables(f):
                 found |= _tensors(x, name)
         return {x: path for x, path in found.items() if isinstance(x, compat.FakeTensor)}
+
+
+def _smoothed(
+    smoother: LabelSmoother, outputs: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """The loss of the library's LabelSmoother, which computes it from the logarithms of all probabilities, as a cross
+    entropy, which can be computed in chunks."""
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    if shift_labels:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    loss = F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        labels.reshape(-1),
+        ignore_index=smoother.ignore_index,
+        label_smoothing=smoother.epsilon,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def _config(trainer: Any) -> Any:

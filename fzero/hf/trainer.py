@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
@@ -22,7 +22,7 @@ from transformers.trainer import TRAINING_ARGS_NAME  # pyright: ignore[reportMis
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[reportMissingImports]
 
 from fzero import checkpoint, random, tree
-from fzero.arguments import python_numbers
+from fzero.arguments import python_numbers, shown
 from fzero.errors import CheckpointError, FzeroValueError, TraceError
 from fzero.hf import data_parts, optimizers, options, padding, recipe, saving, traced
 from fzero.hf.batch_kinds import Kind, Kinds, check_constants, differences, kind_of, split, tensors_of
@@ -76,6 +76,9 @@ class Trainer(Base):
         tensor_parallel: ranks that compute with one part of the data, along the axis `model`: the mesh and
             `fz.tensor_parallel(rules=fz.hf.tensor_rules(model))`, where they are not given. Samples, tokens and steps
             are counted once for each part of the data.
+        loss: "chunked" computes the cross entropies of a loss by `fz.chunked_cross_entropy`, in training and
+            evaluation, so that a step never holds all logits (docs/hugging_face.md). By default they are computed from
+            all logits. An evaluation that returns logits still holds them.
         lengths: to which ragged batches of any model are padded, as a collator would, whatever that changes; by default
             powers of two, if that changes nothing.
         save_weights: whether each checkpoint also has the configuration and the weights (`model.safetensors`, or of
@@ -116,6 +119,7 @@ class Trainer(Base):
         sync: Sequence[Any] = (),
         mesh: Mesh | None = None,
         tensor_parallel: int | None = None,
+        loss: Literal["chunked"] | None = None,
         lengths: Sequence[int] | None = None,
         save_weights: bool = True,
         backend: str = "inductor",
@@ -129,10 +133,12 @@ class Trainer(Base):
         pair = settings.get("optimizer_cls_and_kwargs")
         tensor_parallel, lengths = python_numbers((tensor_parallel, lengths))
         wrong = data_parts.problems(tensor_parallel, mesh, transforms, args)
+        if loss not in (None, "chunked"):
+            wrong.append(f"loss={shown(loss)}: must be 'chunked' or None; a loss function is compute_loss_func=")
         self._tensor = data_parts.tensor_axis(None if wrong else tensor_parallel, mesh, transforms)
         options.check(self, model, args, optimizer, pair, transforms, Trainer, sync, wrong)
         self._transforms, self._given_mesh, self.lengths = transforms, mesh, lengths
-        self._save_weights = save_weights
+        self._save_weights, self._chunked = save_weights, loss is not None
         budgets = {"memory_budget": memory_budget, "host_budget": host_budget, "disk_budget": disk_budget}
         self._compiling = {"backend": backend, **budgets}
         self._pretrained = model if isinstance(model, Pretrained) else None

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, attribute_
 from fzero.loss import Weighted
 from fzero.modules import capture
 from fzero.modules.buffers import overwritten, written_names
+from fzero.modules.chunked_loss import Chunked
 from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw
 from fzero.modules.entries import Arguments, Reading, arguments, check_spelling
 from fzero.modules.forward import Forward
@@ -229,13 +230,17 @@ class Functional(SelfChecked):
         made = initialized(self._still, self._own(), key)
         return tree.unflatten(self._structure, [made[name] for name in self._names])
 
-    def loss(self, fn: Loss | None = None, **settings: Any) -> Callable[..., Any]:
+    def loss(self, fn: Loss | Literal["chunked"] | None = None, **settings: Any) -> Callable[..., Any]:
         """A loss function `(params, batch, *, key)` for `fz.train_step`, of the module in training mode.
 
         Args:
             fn: `(outputs, batch) -> loss`, a scalar or `fz.weighted`, or `(loss, aux)` for `has_aux`. None: the model's
                 own, the `loss` among its outputs. If one cross entropy is computed for it, it is averaged over the
-                targets that are not ignored, exactly, whatever the parts of the batch have of them.
+                targets that are not ignored, exactly, whatever the parts of the batch have of them. "chunked": as None,
+                but cross entropies are computed by `fz.chunked_cross_entropy` from the input of the linear layer that
+                makes the logits, so that a compiled step never holds all logits. The model may scale the logits by
+                numbers, cap them by tanh, cast, reshape and shift them. Anything else that it does between the layer
+                and the cross entropy is an error that names the operation.
             settings: further arguments of the forward, the same in each call.
 
         `batch` is a dict of forward's arguments (with `fn`, entries that forward has no parameter for are `fn`'s
@@ -246,18 +251,21 @@ class Functional(SelfChecked):
 
         Returns: with overwritten buffers the function returns `(loss, new values)`.
         """
-        if fn is not None and (problems := function("fn", fn, "outputs", "batch")):
-            fix = "model.loss(lambda out, batch: F.cross_entropy(out, batch['y']))"
+        reduce, chunked = _own(fn)
+        if reduce is not None and (problems := function("fn", reduce, "outputs", "batch")):
+            fix = "model.loss(lambda out, batch: F.cross_entropy(out, batch['y'])), or model.loss('chunked')"
             raise FzeroTypeError("functionalize", "takes a function of outputs and batch", problems, fix)
 
         counts: dict[Any, int] = {}
 
         def loss_fn(params: Any, batch: Any, *, key: torch.Tensor) -> Any:
-            found = self._bound(fn, self._train, batch, settings, counts)
-            counting = Counting() if fn is None else None
+            found = self._bound(reduce, self._train, batch, settings, counts)
             given = Given(self._flat(params), key, _rows(batch), found.args, found.kwargs)
-            out, new = self._call(self._train, given, counting)
-            loss = own_loss(out, counting, self._name) if fn is None else self._read(fn, out, batch, found, False)
+            if reduce is None:
+                loss, new = self._own_loss(self._train, given, chunked)
+            else:
+                out, new = self._call(self._train, given)
+                loss = self._read(reduce, out, batch, found, False)
             if new is None:
                 return loss
             with_aux = isinstance(loss, tuple) and not isinstance(loss, Weighted)
@@ -266,14 +274,20 @@ class Functional(SelfChecked):
         return self.marked(loss_fn, "loss")
 
     def train_step(
-        self, optimizer: GradientTransformation, loss: Loss | None = None, *, has_aux: bool = False, **settings: Any
+        self,
+        optimizer: GradientTransformation,
+        loss: Loss | Literal["chunked"] | None = None,
+        *,
+        has_aux: bool = False,
+        **settings: Any,
     ) -> Step:
         """`fz.train_step(self.loss(loss, **settings), optimizer, has_aux=has_aux, trainable=self.trainable,
         mutable=self.mutable)`; with `fz.remat("full")` if gradient checkpointing was enabled in the module.
 
-        With `has_aux`, `loss` returns `(loss, aux)`. A forward's own argument `has_aux` is given to `self.loss`.
+        `loss` may be "chunked", as of `self.loss`. With `has_aux`, it returns `(loss, aux)`. A forward's own argument
+        `has_aux` is given to `self.loss`.
         """
-        if has_aux and loss is None:
+        if has_aux and _own(loss)[0] is None:
             fix = "model.train_step(optimizer, lambda out, batch: (out.loss, {'metric': ...}), has_aux=True)"
             raise FzeroTypeError("functionalize", "has_aux=True, but the model's own loss has no aux", fix=fix)
         loss_fn = self.loss(loss, **settings)
@@ -283,16 +297,21 @@ class Functional(SelfChecked):
             return remat(step, "full")
         return step
 
-    def eval_step(self, fn: Loss | None = None, **settings: Any) -> EvalStep:
+    def eval_step(self, fn: Loss | Literal["chunked"] | None = None, **settings: Any) -> EvalStep:
         """`fz.eval_step` of the module in evaluation mode, with the same params: `(params, batch) -> outputs`, or what
-        `fn(outputs, batch)` makes of them. It changes no state: what the forward writes to buffers is dropped."""
+        `fn(outputs, batch)` makes of them. With "chunked" the result is the model's own loss, computed as by
+        `model.loss("chunked")`. It changes no state: what the forward writes to buffers is dropped."""
 
+        reduce, chunked = _own(fn)
         mode, counts = self._eval, dict[Any, int]()
 
         def evaluate(params: Any, batch: Any) -> Any:
-            found = self._bound(fn, mode, batch, settings, counts)
-            out, _ = self._call(mode, Given(self._flat(params), None, None, found.args, found.kwargs))
-            return out if fn is None else self._read(fn, out, batch, found, True)
+            found = self._bound(reduce, mode, batch, settings, counts)
+            given = Given(self._flat(params), None, None, found.args, found.kwargs)
+            if chunked:
+                return self._own_loss(mode, given, chunked)[0]
+            out, _ = self._call(mode, given)
+            return out if reduce is None else self._read(reduce, out, batch, found, True)
 
         return eval_step(self.marked(evaluate, "eval"))
 
@@ -407,6 +426,16 @@ class Functional(SelfChecked):
         self.check()
         out, new = mode(given, counting)
         return out, tree.unflatten(self._structure, map(new.get, self._names)) if new else None
+
+    def _own_loss(self, mode: Mode, given: Given, chunked: bool) -> tuple[Any, Any]:
+        """The loss that the model computes itself, and the new values of buffers."""
+        counting, replacing = Counting(), Chunked() if chunked else None
+        with replacing or nullcontext():
+            out, new = self._call(mode, given, counting)
+        loss = own_loss(out, counting, self._name)
+        if replacing is not None:
+            replacing.check(self._name)
+        return loss, new
 
     def _flat(self, params: Any, whole: bool = True) -> dict[str, torch.Tensor]:
         """The tensors of a tree by name. `whole`: they have the shapes of the module's."""
@@ -608,6 +637,11 @@ class Mode:
                         fix = "torch.where in place of Python's if; distributions: validate_args=False"
                     raise TraceError("functionalize", text, [*lines_through(error), said], fix) from error
         return self._rehearsed[key]
+
+
+def _own(fn: Loss | Literal["chunked"] | None) -> tuple[Loss | None, bool]:
+    """The function of a loss, None for the model's own, and whether the model's own is computed in chunks."""
+    return (None, True) if isinstance(fn, str) and fn == "chunked" else (cast("Loss | None", fn), False)
 
 
 def _rehearsing(x: Any, rows: int | None) -> Any:

@@ -32,7 +32,7 @@ class Counting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
         target = given.get("target")
         if func not in (F.cross_entropy, F.nll_loss) or not isinstance(target, torch.Tensor):
             return func(*args, **kwargs)
@@ -53,7 +53,7 @@ class Counting(TorchFunctionMode):
         return total / count.where(count > 0, 1.0)
 
 
-_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _KEPT = ("input", "target", "weight", "ignore_index", "label_smoothing")
 
 

@@ -49,7 +49,8 @@ def functional(graph: Recorded, owner: str) -> Recorded:
     def run(*xs: torch.Tensor) -> Any:
         return _Calls(graph, again.calls, dict(zip(names, xs[len(inputs) :], strict=True))).run(*xs[: len(inputs)])
 
-    with torch.no_grad(), without_autocast(), again:
+    # Function modes are for the code of a user, which has run already.
+    with torch.no_grad(), without_autocast(), compat.no_function_modes(), again:
         outputs = compat.functionalized(run, [*(n.meta["val"] for n in inputs), *literals])
     return again.finish(outputs)
 

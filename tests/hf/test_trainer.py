@@ -96,7 +96,7 @@ def trained(cls: Any, path: Path, model: Any = llama, rows: Any = None, **settin
     if issubclass(cls, Trainer):  # one length: one program to make
         given = {"backend": "eager", "lengths": [40], **given}
     else:
-        given.pop("lengths", None)
+        given = {k: x for k, x in given.items() if k not in ("lengths", "loss")}
     rows = texts() if rows is None else rows
     args = arguments(output_dir=str(path), **settings)
     made = {"train_dataset": rows, "eval_dataset": rows[:7], "data_collator": collate, **given}
@@ -172,6 +172,27 @@ def test_as_the_librarys(tmp_path: Path) -> None:
 )
 def test_options(tmp_path: Path, settings: dict[str, Any]) -> None:
     beside(tmp_path, **settings)
+
+
+@pytest.mark.full(keep=["smoothing"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True},
+        {
+            "COMPUTE_LOSS_FUNC": lambda out, labels, num_items_in_batch=None: (
+                F.cross_entropy(out["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+                / num_items_in_batch  # pyright: ignore[reportOperatorIssue]
+            ),
+        },
+    ],
+    ids=["models_own", "smoothing", "loss_func"],
+)
+def test_a_loss_in_chunks(tmp_path: Path, settings: dict[str, Any]) -> None:
+    _, ours = beside(tmp_path, LOSS="chunked", max_steps=2, **settings)
+    for compiled in (ours.compiled, *(evaluation._usual for evaluation in ours._evaluations.values())):
+        assert any("chunk" in name for name in compiled.program.functions), [*compiled.program.functions]
 
 
 class Weighted:

@@ -101,6 +101,18 @@ def test_a_loss_scale_beyond_float16() -> None:
     torch.testing.assert_close(grad.float() / 2**17, wanted, rtol=5e-3, atol=1e-6)
 
 
+def test_many_rows_of_large_values_in_float16() -> None:
+    """4096 rows add up to a gradient of `weight` above the largest float16, and their mean is far below it."""
+    hidden, weight = torch.full((4096, 2), 32.0), torch.zeros(8, 2)
+    given = [x.half().requires_grad_() for x in (hidden, weight, torch.zeros(8))]
+    targets = torch.zeros(4096, dtype=torch.int64)
+    loss = fz.chunked_cross_entropy(given[0], given[1], targets, bias=given[2], chunks=1)
+    _, of_weight, of_bias = torch.autograd.grad(loss, given)
+    share = torch.full((8,), 1 / 8) - F.one_hot(torch.tensor(0), 8)
+    torch.testing.assert_close(of_weight.float(), 32 * share[:, None].expand(8, 2), rtol=1e-3, atol=0)
+    torch.testing.assert_close(of_bias.float(), share, rtol=1e-3, atol=0)
+
+
 class _Largest(TorchDispatchMode):
     """The most elements of a result of any operation."""
 
