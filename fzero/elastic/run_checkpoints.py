@@ -1,0 +1,149 @@
+"""Saves the checkpoints of a run, each with the number of batches that its state has seen."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fzero import checkpoint, launcher
+from fzero.arguments import shown
+from fzero.checkpoint.behind import AsyncSave
+from fzero.checkpoint.index import Index
+from fzero.checkpoint.places import Url
+from fzero.data.steps import Steps
+from fzero.errors import CheckpointError, FzeroValueError, StorageError
+from fzero.mesh import Mesh
+from fzero.ranks import agreement
+from fzero.step import State
+
+logger = logging.getLogger("fzero")
+
+_NOTE = "fzero.run"  # among a checkpoint's meta: how many batches its state has seen, and of which data
+
+
+class RunProgress(NamedTuple):
+    """How far a state is: the batches that it has seen, and the steps that it has taken."""
+
+    seen: int
+    step: int
+
+
+class RunCheckpoints:
+    """The checkpoints of a run.
+
+    Args:
+        mesh: of all ranks.
+        path: the directory, or a URL; None if the run has none.
+        data: the data set whose batches the run sees.
+        private: whether checkpoints are for this user alone.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        path: str | os.PathLike[str] | None = None,
+        data: Steps | None = None,
+        private: bool = False,
+    ):
+        self.path = path
+        self.safe: RunProgress | None = None  # of the state that is on disk
+        self._mesh, self._data, self._private = mesh, data, private
+        self._cursor: Mapping[str, Any] | None = None if data is None else data.cursor(0)  # before the first batch
+        self._behind: tuple[AsyncSave, RunProgress] | None = None  # a save that goes on, and of which state
+        self._saved: dict[str, Any] = {}  # the arguments of the last save
+
+    def newest(self) -> tuple[Index | None, int | None]:
+        """The newest checkpoint, and how many batches its state has seen; None if there is none."""
+        if self.path is None or checkpoint.find(self.path) is None:
+            return None, None
+        found = checkpoint.describe(self.path, self._mesh)
+        return found, self._seen_by(found)
+
+    def _seen_by(self, saved: Index) -> int:
+        note = saved.meta.get(_NOTE, {})
+        if self._data is not None and "data" in note:
+            data = self._data
+            return agreement.everywhere(self._mesh, "run", lambda: data.resume(note["data"]))
+        return note.get("seen", saved.step)
+
+    def check(self, state: Any, meta: Any) -> None:
+        """Raises if a state cannot be saved with this `meta`."""
+        if self.path is None:
+            fix = "run.state(train, params, key, path='runs/gpt')"
+            raise FzeroValueError("run.save", "the run has no directory for checkpoints", fix=fix)
+        problems = [] if isinstance(state, State) else [f"state={shown(state)}: must be the run's"]
+        if meta is not None and not isinstance(meta, Mapping):
+            problems.append(f"meta={shown(meta)}: must be a dict")
+        elif meta is not None and _NOTE in meta:
+            problems.append(f"meta[{_NOTE!r}]: the name is the run's own")
+        if problems:
+            raise FzeroValueError("run.save", "invalid arguments", problems, "run.save(state, meta={'lr': 1e-3})")
+
+    def save(
+        self, state: State, known: RunProgress, keep: int | None, meta: Mapping[str, Any] | None, wait: bool = True
+    ) -> Path | Url | AsyncSave:
+        """Saves a state that has passed `check`. `known`: how far it is; the rest is of `Run.save`."""
+        assert self.path is not None
+        self._saved = {"keep": keep, "meta": meta}
+        note: dict[str, Any] = {"seen": known.seen}
+        if self._data is not None:
+            note["data"] = {**(self._cursor or {}), "next": self._data.data_step(note["seen"])}
+        more = {**(meta or {}), _NOTE: note}
+        saved = checkpoint.save(self.path, state, keep=keep, meta=more, wait=wait, private=self._private)
+        if isinstance(saved, AsyncSave):
+            self._behind = saved, known
+        else:
+            self.safe = known
+        return saved
+
+    def save_last(self, state: State, known: RunProgress, in_memory: bool) -> None:
+        """Saves the newest state of a run that is told to stop, with the arguments of the last save.
+
+        Args:
+            in_memory: whether the hosts' memory has it, too.
+
+        Raises:
+            CheckpointError: it cannot be saved, with what the next start goes on from.
+        """
+        keep, meta = self._saved.get("keep"), self._saved.get("meta")
+        try:
+            self.check(state, meta)
+            saved = self.save(state, known, keep, meta)
+        except CheckpointError as error:
+            text, _, fix = str(error).partition("\nFix: ")
+            what = f"the run is told to stop, and its state after {known.seen} batches is not saved"
+            problems = [line.strip() for line in text.splitlines()] + [self._next_start(in_memory)]
+            raise type(error)("run", what, problems, fix or None) from error
+        if self._mesh.rank == 0:
+            logger.warning("fzero.run: the state after %d batches is saved: %s", known.seen, saved)
+
+    def _next_start(self, in_memory: bool) -> str:
+        """A line on where the next start goes on from, if the last state is not on disk. All ranks call it."""
+        if in_memory and launcher.starts_again():
+            return "the hosts' memory has it: torchrun starts the ranks again, and they go on from there"
+        try:
+            assert self.path is not None
+            found = checkpoint.find(self.path)
+        except CheckpointError as error:
+            return f"the next start ends with {str(error).splitlines()[0]}"
+        if found is None:
+            return f"the next start begins anew: there is no checkpoint under {self.path}"
+        return f"the next start goes on from {found}"
+
+    def settle(self) -> None:
+        """Waits for the checkpoint that is written while steps go on, if one is."""
+        if self._behind is not None:
+            (saving, known), self._behind = self._behind, None
+            try:
+                saving.wait()
+                self.safe = known
+            except StorageError as error:
+                self.without(error)
+
+    def without(self, error: StorageError) -> None:
+        """Says that the run goes on although a checkpoint could not be written."""
+        if self._mesh.rank == 0:
+            logger.warning("fzero.run: the run goes on without this checkpoint: %s", error)

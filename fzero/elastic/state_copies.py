@@ -1,0 +1,84 @@
+"""Reserves host memory for the copies of a run's state: this rank's own, and those of the ranks that send theirs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from fzero import tree
+from fzero.comm.transport import transport
+from fzero.elastic import host
+from fzero.elastic.vault import Vault
+from fzero.elastic.wards import Ward
+from fzero.errors import FzeroValueError
+from fzero.layout import extent_of
+from fzero.mesh import Mesh
+from fzero.processes import Processes
+from fzero.ranks import agreement
+from fzero.runtime.training import CompiledStep
+from fzero.step import State
+from fzero.transforms.base import find
+from fzero.transforms.redundant import Redundant
+
+logger = logging.getLogger("fzero")
+
+
+def vault_of(memory: Path, mesh: Mesh) -> Vault:
+    """Where this rank keeps its copies: in the memory of its host."""
+    here = Processes.of()
+    first = here.rank - here.local
+    return Vault(memory, mesh.rank, mesh.size, range(first, first + here.num_local))
+
+
+def leaves_on_disk(state: State) -> list[str]:
+    """The names of the leaves that rest on disk, which are not kept in memory."""
+    return [name for name, x in tree.with_names(state) if extent_of(x)]
+
+
+def reserve_copies(
+    vault: Vault, memory: Path, train: CompiledStep, state: State, seen: int, every: int, mesh: Mesh
+) -> None:
+    """Reserves the memory, and connects the ranks that send and receive copies.
+
+    Args:
+        vault: where copies are kept, in `memory`.
+        train: the compiled step, which may send copies (`fz.redundant`).
+        seen: batches that the state has seen.
+        every: steps after which it is kept.
+    """
+    ward = _ward(train, every, mesh)
+
+    def reserve() -> None:
+        try:
+            vault.open(state, seen, every, mesh, ward)
+        except OSError as error:
+            raise _no_room(memory, error) from error
+
+    agreement.everywhere(mesh, "run", reserve)
+    if ward is not None:  # all are here; a step would wait for one that is lost meanwhile
+        transport(mesh).connect(ward.spec.axis)
+    mesh.context.wards = vault.wards
+
+
+def _ward(train: CompiledStep, every: int, mesh: Mesh) -> Ward | None:
+    """The source of what another rank sends in this step, if one does."""
+    spec = find(train.resolved.transforms, Redundant)
+    if spec is None:
+        return None
+    if not spec.has_receivers(mesh):
+        if mesh.size > 1 and mesh.rank == 0:
+            logger.warning("fzero.run: one rank along %r: nothing is sent, a lost host goes to disk", spec.axis)
+        return None
+    if spec.every % every:
+        what = f"{spec} sends states that fz.run(every={every}) does not keep"
+        fix = f"send every {every} steps, or a multiple: fz.redundant(every={every})"
+        raise FzeroValueError("run", what, fix=fix)
+    return Ward(spec, spec.shift(mesh))
+
+
+def _no_room(memory: Path, error: OSError) -> FzeroValueError:
+    space = os.statvfs(memory)
+    free = f"{memory}: {space.f_bavail * space.f_frsize / 1e6:.0f} MB are free; {error.strerror}"
+    fix = f"a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or {host.elsewhere()}"
+    return FzeroValueError("run", "the host's memory does not take the copies of the state", [free], fix)

@@ -1,0 +1,36 @@
+"""Has all ranks of a run stop before the same step, when a signal has come to any of them."""
+
+from __future__ import annotations
+
+import logging
+
+from fzero.elastic.joining import Signals
+from fzero.mesh import Mesh
+from fzero.ranks.notes import STRANGERS, proven, signed
+
+logger = logging.getLogger("fzero")
+
+_STOP = "fzero/run/stop"
+
+
+class StopRequest:
+    """The agreement of the ranks on the step before which they stop."""
+
+    def __init__(self, mesh: Mesh, signals: Signals):
+        self._mesh, self._signals = mesh, signals
+        self._strange = False  # whether the log says that a stranger writes to the store
+
+    def stops(self, step: int) -> bool:
+        """Whether the run ends before this step: a rank that was told tells the others before it begins one, and none
+        can end that without it."""
+        if self._mesh.size == 1:
+            return self._signals.came
+        store, secret = self._mesh.store, self._mesh.secret
+        found = store.get(_STOP) if store.check([_STOP]) else b""
+        said = proven(secret, _STOP, found)
+        if found and said is None and not self._strange:
+            self._strange = True
+            logger.warning("fzero.run: ignores a stop in the store that is not this run's: %s", STRANGERS)
+        if self._signals.came and said is None:
+            store.compare_set(_STOP, found.decode(errors="replace"), signed(secret, _STOP, str(step + 1)))
+        return said is not None and int(said) <= step
