@@ -23,8 +23,9 @@ from fzero.lowering.slots import declared
 from fzero.lowering.traced import base_program
 from fzero.mesh import AbstractMesh
 from fzero.step import Step
-from fzero.testing.check import Trajectory, most_skipped, overflowed, trajectory
+from fzero.testing.comparison import most_skipped, overflowed
 from fzero.testing.lines import distance
+from fzero.testing.reference_trajectory import Trajectory, trajectory
 from fzero.testing.simulate import Simulation, parts_of, ranks_of, unequal, whole_leaf
 from fzero.testing.tolerance import Roundoff, roundoff
 from fzero.transforms.accumulate import Accumulate

@@ -24,8 +24,9 @@ from fzero.mesh import AbstractMesh, Mesh, ranks_along
 from fzero.program.ir import Line, Program
 from fzero.step import State, Step
 from fzero.step.checks import check_batch
-from fzero.testing.check import check_rows, leaves_of, rows
+from fzero.testing.global_batch import check_rows, rows
 from fzero.testing.interpret import BuiltFunctions, Interpreter
+from fzero.testing.reference_trajectory import leaves_of
 from fzero.transforms.accumulate import Accumulate
 from fzero.transforms.base import find, on_device
 from fzero.transforms.pipeline import Pipeline

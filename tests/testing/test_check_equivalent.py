@@ -36,8 +36,8 @@ from fzero.program.ops import OPS
 from fzero.runtime import places, program_build
 from fzero.state import initial_state
 from fzero.testing import check_equivalent
-from fzero.testing.blame import first_differing
-from fzero.testing.check import setting_of
+from fzero.testing.comparison_setting import setting_of
+from fzero.testing.differing_line import first_differing
 from fzero.testing.tolerance import longest_chain, unit
 from fzero.transforms.base import Transform
 

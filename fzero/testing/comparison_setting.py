@@ -1,0 +1,128 @@
+"""Settles the arguments of a comparison: the global batch, the plain step's trajectory and its tolerances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fzero import random as fzrandom
+from fzero import tree
+from fzero.errors import FzeroValueError, TraceError
+from fzero.lowering.choose_rules import choose_rules
+from fzero.lowering.layouts import batch_inputs, zero_of
+from fzero.lowering.traced import base_program
+from fzero.mesh import AbstractMesh, Mesh
+from fzero.program.ir import Program
+from fzero.ranks.agreement import everywhere
+from fzero.runtime.same_program import describe, difference
+from fzero.step import Step
+from fzero.step.checks import check_batch, check_init, check_params
+from fzero.testing.global_batch import check_rows, gathered, rows
+from fzero.testing.reference_trajectory import Trajectory, trajectory
+from fzero.testing.tolerance import (
+    Roundoff,
+    roundoff,
+)
+from fzero.trace.block import every_call_traced
+from fzero.trace.subgraph import signature
+from fzero.transforms.accumulate import Accumulate
+from fzero.transforms.base import find, on_device
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The setting of a comparison: the arguments of `check_equivalent`, settled.
+
+    Attributes:
+        params: the tree, with whole leaves, on the mesh's device.
+        batch: this rank's part.
+        whole_batch: that of all ranks.
+        size: what the tolerances come from.
+        plain: the trajectory of the plain step, and how far each leaf may lie off it.
+        simulated: the mesh, where all its ranks are threads of this process.
+    """
+
+    step: Step
+    params: Any
+    batch: Any
+    whole_batch: Any
+    mesh: Mesh
+    steps: int
+    key: torch.Tensor
+    backend: str
+    options: dict[str, Any]
+    size: Roundoff
+    plain: Trajectory
+    simulated: AbstractMesh | None = None
+
+
+def setting_of(
+    step: Step,
+    params: Any,
+    batch: Any,
+    mesh: Mesh,
+    steps: int,
+    key: torch.Tensor | None,
+    backend: str,
+    options: dict[str, Any],
+    simulated: AbstractMesh | None = None,
+) -> Comparison:
+    """The arguments checked, and the plain step's side of the comparison. `simulated`: the batch is the global one, and
+    the mesh that of its first rank."""
+    key = (fzrandom.key(0) if key is None else key).to(mesh.device)
+    check_batch(batch)
+    if callable(params):
+        check_init(params)
+        params = params(key)
+    check_params(params)
+    absent = [f"{p}: {tree.describe(x)}" for p, x in tree.with_paths((params, batch), "") if x.is_meta]
+    if absent:
+        raise FzeroValueError(
+            "check_equivalent", "these leaves have no values", absent, "give tensors in memory: the step is run"
+        )
+    step, params, batch = on_device(step, mesh.device), _on(params, mesh), _on(batch, mesh)
+    axes = zero_of(step, mesh).batch_axes
+    record = find(step.transforms, Accumulate)
+    has_rows = rows(batch, record)
+    if simulated:
+        from fzero.testing.simulate import parts_of
+
+        whole_batch, batch = batch, parts_of(step, simulated, batch)[0]
+    else:
+        if mesh.axis_size(axes) > 1:
+            everywhere(mesh, "check_equivalent", lambda: check_rows("check_equivalent", batch, has_rows, record))
+        whole_batch = gathered(batch, mesh, axes, has_rows)
+    parts = mesh.axis_size(axes) * (record.num_micro_batches if record else 1)
+    step, _ = choose_rules(step, mesh, params, batch_inputs(batch))
+    with every_call_traced():
+        base, again = (base_program(step, mesh, params, batch) for _ in range(2))
+    if differs := difference(_text(base), _text(again), "the first time", "the second"):
+        fix = (
+            "draw with fz.random from the step's key, and pass what changes from step to step in the batch, as a 0-dim "
+            "tensor"
+        )
+        raise TraceError(
+            "check_equivalent", f"{step.name} computes something else each time it is called", differs, fix
+        )
+    size = roundoff(step, base, params, parts)
+    plain = replace(step, transforms=())
+    first = _on(plain.init(params, key), mesh)
+    path = trajectory(plain, first, whole_batch, steps, size)
+    finite = [all(x.isfinite().all() for x in leaves.values()) for leaves in path.leaves]
+    steps = max(1, finite.index(False) - 1) if False in finite else steps  # a run that diverges has no tolerance
+    return Comparison(step, params, batch, whole_batch, mesh, steps, key, backend, options, size, path, simulated)
+
+
+def _text(base: Program) -> str:
+    """All that a base program computes."""
+    update = base.update
+    updates = [] if update is None else [f"{update.out}: {entry}" for entry in signature(update.attrs.graph)]
+    return "\n".join([describe(base), *updates])
+
+
+def _on(values: Any, mesh: Mesh) -> Any:
+    """Leaves on the mesh's device; ties stay ties."""
+    done: dict[int, torch.Tensor] = {}
+    return tree.map(lambda x: done.setdefault(id(x), x.detach().to(mesh.device)), values)

@@ -1,0 +1,48 @@
+"""Joins the ranks' parts of a batch to the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.errors import FzeroValueError
+from fzero.lowering.layouts import batch_inputs
+from fzero.mesh import Mesh
+from fzero.ranks.notes import gathered_tensors
+from fzero.transforms.accumulate import Accumulate
+
+
+def rows(batch: Any, record: Accumulate | None) -> list[bool]:
+    """For each leaf of a batch whether each part of the batch has its own rows of it; any other is the same in all of
+    them."""
+    return [(record or Accumulate()).cuts(leaf) for leaf in batch_inputs(batch).leaves]
+
+
+def check_rows(owner: str, batch: Any, has_rows: Sequence[bool], record: Accumulate | None) -> None:
+    """Raises if leaves of which each rank has rows of its own have different numbers of them."""
+    of = [leaf for leaf, cut in zip(batch_inputs(batch).leaves, has_rows, strict=True) if cut]
+    if len({leaf.shape[0] for leaf in of}) > 1:
+        num, odd = record.num_micro_batches if record else 1, min(of, key=lambda leaf: leaf.shape[0]).path
+        what = "the leaves of a batch have different numbers of rows: which of them are rows of the batch?"
+        fix = "say which leaves are the same on every rank: "
+        fix += f"fz.accumulate({num}, replicated=lambda path, leaf: path == {odd!r})"
+        raise FzeroValueError(owner, what, [f"{leaf.path} {list(leaf.shape)}" for leaf in of], fix)
+
+
+def gathered(batch: Any, mesh: Mesh, axes: tuple[str, ...], has_rows: Sequence[bool]) -> Any:
+    """The global batch: the parts of the ranks along these axes, along dim 0."""
+    if mesh.axis_size(axes) == 1:
+        return batch
+    flat, structure = tree.flatten(batch)
+    index = torch.tensor(mesh.index(axes), device="cpu")
+    here = {"index": index, **{str(i): x for i, x in enumerate(flat)}}
+    parts = {int(part["index"]): part for part in gathered_tensors(here)}
+    in_order = [[parts[i][str(n)] for n in range(len(flat))] for i in sorted(parts)]
+    whole = [
+        torch.cat(xs).to(mesh.device) if cut else xs[0].to(mesh.device)
+        for cut, *xs in zip(has_rows, *in_order, strict=True)
+    ]
+    return tree.unflatten(structure, whole)

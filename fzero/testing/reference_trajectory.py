@@ -1,0 +1,86 @@
+"""The trajectory of the plain step, which a transformed step is compared with, and the tolerance of each leaf."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.step import State, Step
+from fzero.testing.lines import norm
+from fzero.testing.tolerance import (
+    LAMBDA,
+    NUM_MOVED,
+    WAYS,
+    Roundoff,
+    moved,
+    noise,
+    unit,
+    with_gradients,
+)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The leaves of the plain step's states and metrics by path, those of the first state first, and how far each may
+    lie off in the Euclidean norm."""
+
+    first: State
+    leaves: Sequence[dict[str, torch.Tensor]]
+    tolerances: Sequence[dict[str, float]]
+
+
+def leaves_of(state: State, metrics: Any) -> dict[str, torch.Tensor]:
+    """The leaves of a whole state and of the metrics, by path."""
+    out: dict[str, torch.Tensor] = {"step": state.step, "key": state.key}
+    for root, values in (("params", state.params), ("opt_state", state.opt_state), ("metrics", metrics)):
+        out |= {p: x.detach() for p, x in tree.with_paths(values, root) if isinstance(x, torch.Tensor)}
+    return out
+
+
+def trajectory(plain: Step, first: State, batch: Any, steps: int, size: Roundoff) -> Trajectory:
+    """The trajectory of the plain step, and the tolerances of its leaves: see [Note: tolerance]."""
+    grads: list[list[torch.Tensor]] = []
+    exact = _states(with_gradients(plain, lambda t, i, g: g, grads), first, batch, steps)
+    seen: list[list[list[torch.Tensor]]] = [[] for _ in range(NUM_MOVED)]
+    others = [
+        _states(moved(plain, size, number, grads_of), first, batch, steps) for number, grads_of in enumerate(seen)
+    ]
+    amount = noise(grads, seen)
+    others += [
+        _states(with_gradients(plain, lambda t, i, g, way=way: g + way * amount[t][i].to(g.dtype)), first, batch, steps)
+        for way in WAYS
+    ]
+    tolerances = []
+    for t, now in enumerate(exact):
+        most = {}
+        for path, x in now.items():
+            if not x.is_floating_point():
+                codes = path.startswith("opt_state") and x.dtype in (torch.int8, torch.uint8)
+                most[path] = 2 * _farthest([run[t][path] for run in others], x) + LAMBDA if codes and t else 0.0
+                continue
+            metric = path.startswith("metrics")
+            come = norm(x) if metric else norm(x.to(torch.float64) - exact[0][path].to(torch.float64))
+            num_stored = 0 if metric else t + (unit(size.store) > unit(x.dtype))
+            stored = math.sqrt(num_stored) * max(unit(x.dtype), unit(size.store)) * norm(x)
+            most[path] = 2 * _farthest([run[t][path] for run in others], x) + LAMBDA * (size.with_codes * come + stored)
+        tolerances.append(most)
+    return Trajectory(first, exact, tolerances)
+
+
+def _states(step: Step, state: State, batch: Any, steps: int) -> list[dict[str, torch.Tensor]]:
+    out = [leaves_of(state, {})]
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        out.append(leaves_of(state, metrics))
+    return out
+
+
+def _farthest(runs: Sequence[torch.Tensor], x: torch.Tensor) -> float:
+    """The farthest that any run moved each element, as one norm. An element that is not finite may be anything."""
+    off = torch.stack([(run.to(torch.float64) - x.to(torch.float64)).abs() for run in runs]).amax(0)
+    return norm(off.nan_to_num(nan=0.0, posinf=0.0))
