@@ -10,7 +10,8 @@ from typing import Annotated, Union
 
 import tyro
 
-from fzero.cli.commands import Calibrate, Check, PlanCommand, Show
+from fzero.cli.commands import Calibrate, Check, Show
+from fzero.cli.plan_command import PlanCommand
 from fzero.deprecation import renamed_flags
 
 _ABOUT = """fzero: what a training step will run, and what it will cost, before it runs. `fzero COMMAND --help` says

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import fzero as fz
-from fzero.cli import commands, main
+from fzero.cli import commands, main, step_command
 from fzero.cli.target import load
 from fzero.plan.devices import KNOWN, Device, Link
 from fzero.program.show import show, statements
@@ -496,7 +496,7 @@ def test_modules_that_fail_to_import(run, here):
 
 def test_an_error_of_ours_is_not_hidden(here, monkeypatch):
     """No frame of it is the user's: a bug, with the whole traceback to report."""
-    monkeypatch.setattr(commands, "lower", functools.partial(divmod, 1, 2, 3))
+    monkeypatch.setattr(step_command, "lower", functools.partial(divmod, 1, 2, 3))
     with pytest.raises(TypeError):
         main(["plan", "targets.py:good", *MESH])
 

@@ -275,7 +275,7 @@ def test_tiers_and_what_would_be_better(run: Any, saved: Any) -> None:
 def test_a_state_that_is_too_large_is_refused_before_a_trace(
     run: Any, saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fzero.cli.commands.lower", None)
+    monkeypatch.setattr("fzero.cli.step_command.lower", None)
     where = saved("llama")
     numel = sum(x.numel() for x in transformers.AutoModelForCausalLM.from_config(SMALL["llama"]()).parameters())
     budget = 12 * numel // 10

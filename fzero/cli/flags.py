@@ -1,0 +1,86 @@
+"""Reads the flags that several commands have: meshes, amounts of memory, files."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import arg
+
+from fzero.cli.target import UsageError
+from fzero.errors import FzeroError, FzeroValueError
+from fzero.processes import LOCAL
+from fzero.units import parse_bytes
+
+TARGET = arg(metavar="MODULE:FUNCTION", help_behavior_hint="")
+MESH = arg(metavar="AXIS=SIZE ...", help_behavior_hint="(required, or --devices)")
+DEVICE = arg(metavar="NAME", help_behavior_hint="(default: this machine's)")
+BUDGET = arg(metavar="SIZE", help_behavior_hint="(default: none)")
+FILE = arg(metavar="FILE", help_behavior_hint="")
+FLAG = arg(help_behavior_hint="")
+_PICTURES = (".png", ".svg")
+
+
+def bytes_of(size: str | None) -> int | None:
+    if size is None or not size.isdecimal():
+        return None if size is None else parse_bytes(size)
+    if 0 < int(size) < 1 << 20:
+        raise FzeroValueError(
+            "plan",
+            f"{size} is a number of bytes, in which nothing fits",
+            fix=f"did you mean {size}GB? Bytes are {size}B",
+        )
+    return int(size)
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Raises problems of flags as a `UsageError`."""
+    try:
+        yield
+    except FzeroError as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError("flags", str(error)) from None
+
+
+def axes_of(mesh: tuple[str, ...], processes: bool = False) -> dict[str, Any]:
+    """Names and sizes from `AXIS=SIZE ...`, with commas or spaces between. `processes`: there are some, so a size may
+    be left to them: -1 or local."""
+    pairs = [a.partition("=") for text in mesh for a in text.split(",") if a]
+    names, problems = [axis for axis, _, _ in pairs], []
+    for axis, equals, size in pairs:
+        if not equals and (apart := re.fullmatch(r"([a-z]+)[:x]?(\d+)", axis)):
+            problems.append(f"{axis}: did you mean {apart[1]}={apart[2]}?")
+        elif not equals and axis.isdecimal():
+            problems.append(f"{axis}: which axis has this size? e.g. data={axis}")
+        elif size in ("-1", LOCAL) and not processes:
+            problems.append(f"{axis}={size}: {size} is said of processes, and here there are none: give a number")
+        elif not axis or not (size in ("-1", LOCAL) or (size.isdecimal() and int(size))):
+            problems.append(f"{axis}{equals}{size}: a size is a whole number of at least 1")
+    problems += [f"{axis}: given twice" for axis in dict.fromkeys(names) if names.count(axis) > 1]
+    if problems or not pairs:
+        fix = "e.g. --mesh data=8, or --mesh replica=2 data=4"
+        raise UsageError("mesh", "--mesh wants axes with their sizes", problems, fix)
+    return {axis: size if size == LOCAL else int(size) for axis, _, size in pairs}
+
+
+def check_files(**files: Path | None) -> None:
+    """Whether what a command is to write can be written, asked before the work is done."""
+    given = {flag: path for flag, path in files.items() if path is not None}
+    problems = [
+        f"--{flag} {path}: there is no folder {path.parent}" for flag, path in given.items() if not path.parent.is_dir()
+    ]
+    problems += [f"--{flag} {path}: is a folder" for flag, path in given.items() if path.is_dir()]
+    problems += [
+        f"--picture {path}: a picture is a .png or .svg"
+        for flag, path in given.items()
+        if flag == "picture" and path.suffix not in _PICTURES
+    ]
+    if problems:
+        raise UsageError(
+            "files", "cannot be written", problems, "name files in folders that exist, pictures .png or .svg"
+        )

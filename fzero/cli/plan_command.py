@@ -1,0 +1,144 @@
+"""Runs `fzero plan`: the predicted cost of a step on one mesh, or on several."""
+
+from __future__ import annotations
+
+import fnmatch
+import json as json_
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from tyro.conf import arg
+
+from fzero import tree
+from fzero.cli import report
+from fzero.cli.answer import Answer
+from fzero.cli.flags import FILE, axes_of, check_files, usage_errors
+from fzero.cli.hf import as_flags, planned
+from fzero.cli.step_command import StepCommand, unknown_keys_named
+from fzero.cli.target import UsageError, load, users_code
+from fzero.errors import BudgetError
+from fzero.hf.library import library
+from fzero.lowering.choose_mesh import choose_mesh
+from fzero.lowering.layouts import abstract
+from fzero.mesh import AbstractMesh
+from fzero.plan.devices import get_devices
+from fzero.plan.plan import fits
+from fzero.plan.process import parts
+from fzero.progress import shown
+from fzero.step import Step
+
+
+@dataclass(frozen=True)
+class PlanCommand(StepCommand):
+    """Predicts the cost of a step on each rank: memory, bytes on every wire, time. Nothing is run or allocated."""
+
+    trace: Annotated[Path | None, FILE] = None
+    """write the timeline, for ui.perfetto.dev or chrome://tracing"""
+    picture: Annotated[Path | None, FILE] = None
+    """draw memory over the lines of the step, as .png or .svg"""
+    experts: Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="(default: none)")] = ()
+    """when comparing meshes: the parameters of experts, such as 'layers.*.experts.*', so that meshes have their axis"""
+
+    def run(self) -> int:
+        with usage_errors():
+            check_files(trace=self.trace, picture=self.picture)
+        if self.compares:
+            return self._compare()
+        if self.experts:
+            fix = "give --mesh auto, or fz.expert_parallel in the target's code"
+            raise UsageError("mesh", "--experts is about --mesh auto", fix=fix)
+        try:
+            lowered, made, interpreter, short = self.lowered()
+        except BudgetError as error:
+            text = as_flags(str(error)) if self.model.hf else str(error)
+            if self.json:
+                print(json_.dumps({"budget": {"bytes": self.budget_bytes, "fits": False, "error": text}}, indent=1))
+            raise BudgetError(text) from None
+        plan = lowered.plan
+        if self.trace is not None:
+            plan.save_trace(self.trace)
+        if self.picture is not None:
+            plan.save_picture(self.picture, self.budget_bytes)
+        if made is not None:
+            found = Answer(
+                lowered,
+                plan,
+                self.model,
+                made,
+                parts(plan.device, plan.peak_bytes, interpreter, lowered.program.mesh.size > 1),
+            )
+            if self.json:
+                data = json_.loads(plan.to_json()) | report.plan_data(lowered, plan) | found.data()
+                print(json_.dumps(data, indent=1))
+            else:
+                report.print_answer(found)
+            return 0
+        known = self.device is not None or self.devices is not None or plan.device.machine  # else any of the kind
+        left = plan.device.memory_bytes - plan.process_bytes
+        memory = left if known and self.budget_bytes is None else None
+        if self.json:
+            print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan, memory), indent=1))
+        else:
+            report.print_plan(lowered, plan, memory, short)
+        return 0 if memory is None or fits(plan, memory) else 1
+
+    def _compare(self) -> int:
+        """Plans several meshes, with the parallel transforms for each. Returns the exit status: 1 if none fits."""
+        problems = self._step_problems()
+        problems += [] if self.devices else ["--devices NUMBERxNAME is wanted, such as 64xh100"]
+        given = {"device": self.device, "host-budget": self.host_budget, "disk-budget": self.disk_budget}
+        given |= {"trace": self.trace, "picture": self.picture}
+        problems += [f"--{name} is for one mesh" for name, value in given.items() if value is not None]
+        if problems or self.devices is None:
+            fix = "e.g. fzero plan FILE.py:FUNCTION --mesh auto --devices 64xh100"
+            raise UsageError("mesh", "several meshes of a number of devices are planned", problems, fix)
+        with usage_errors():
+            number, device = get_devices(self.devices, "cuda" if torch.cuda.is_available() else "cpu")
+            budget = self.budget_bytes
+            meshes = [] if self.mesh == (("auto",),) else [AbstractMesh(**axes_of(mesh)) for mesh in self.mesh]
+            for mesh in meshes:
+                if mesh.size != number:
+                    raise UsageError("mesh", f"--devices {self.devices}: --mesh {mesh} has another number of devices")
+        unknown = list[str]()
+        with unknown_keys_named(unknown), shown("fzero.plan", lambda: "planning several meshes"):
+            made = None
+            if self.target is not None:
+                step, params, batch = load(self.target)
+            else:
+                of = self.model.of_all(number)
+                with usage_errors():
+                    library("plan --hf")
+                made, (step, params, batch, _) = planned(of, {"data": 1}, device.devices_per_host, {})
+                unknown += made.unknown
+            if not isinstance(step, Step):
+                fix = "give one --mesh"
+                raise UsageError("mesh", f"{self.target} returns an evaluation; meshes are for training steps", fix=fix)
+            with users_code(self.target or ""):
+                found = choose_mesh(
+                    step,
+                    params,
+                    batch,
+                    devices=number,
+                    meshes=meshes,
+                    device=device,
+                    memory_budget=budget,
+                    experts=_named(self.experts, params),
+                    backend=self.backend,
+                )
+        if self.json:
+            print(json_.dumps(report.meshes_data(found) | ({} if made is None else {"model": made.model}), indent=1))
+        else:
+            print(found if made is None else f"{made.model}\n{found}")
+        return 0 if found.found[0].plan is not None else 1
+
+
+def _named(patterns: Sequence[str], params: Any) -> Callable[[str, torch.Tensor], bool] | None:
+    """A predicate of the parameters with such dotted names; None without patterns."""
+    names = tree.names(abstract(params) if callable(params) else params) if patterns else []
+    if unknown := [f"{p}: no parameter has such a name" for p in patterns if not fnmatch.filter(names, p)]:
+        raise UsageError("mesh", "--experts names parameters", unknown, f"they are {', '.join(names[:8])}, …")
+    known = {name for p in patterns for name in fnmatch.filter(names, p)}
+    return (lambda path, leaf: tree.dotted(path) in known) if patterns else None

@@ -1,0 +1,227 @@
+"""Lowers the step that a command is about: the flags that `fzero plan` and `fzero show` share."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from tyro.conf import Positional, UseAppendAction, arg
+
+from fzero.cli.flags import BUDGET, DEVICE, FLAG, MESH, TARGET, axes_of, bytes_of, usage_errors
+from fzero.cli.hf import OfModel, Script, planned
+from fzero.cli.target import UsageError, load, users_code
+from fzero.hf.library import library
+from fzero.lowering.at_rest import check_at_rest, shortage
+from fzero.lowering.budget import Budget
+from fzero.lowering.lower import lower
+from fzero.lowering.lowered import Lowered
+from fzero.mesh import AbstractMesh
+from fzero.passes.pipeline import FIRST, passes_of
+from fzero.plan.calibration import elsewhere
+from fzero.plan.devices import Device, get_device, get_devices
+from fzero.plan.process import INTERPRETER, left, resident, room
+from fzero.progress import shown
+from fzero.step import Step
+from fzero.units import parse_budgets
+
+
+class _Lowered(NamedTuple):
+    """A target, lowered.
+
+    Attributes:
+        script, interpreter: of a model of transformers: its script, and the bytes of the process that made it.
+        short: without a budget, the need of a state that alone is larger than the device's memory.
+    """
+
+    lowered: Lowered
+    script: Script | None = None
+    interpreter: int = 0
+    short: str = ""
+
+
+@dataclass(frozen=True)
+class StepCommand:
+    """The flags of both commands about a step."""
+
+    target: Annotated[Positional[str | None], TARGET] = None
+    """returns (step, params, batch); or give --hf"""
+    mesh: Annotated[tuple[tuple[str, ...], ...], UseAppendAction, MESH] = ()
+    """axes and their sizes, outermost first: data=8, or replica=2 data=4. To compare meshes, plan takes --mesh several
+    times, or "auto" with --devices, for a step without parallel transforms and the batch of all ranks together"""
+    device: Annotated[str | None, DEVICE] = None
+    """whose rates predict: h100, a100, rtx4090, … or a calibration file, with other numbers behind:
+    a100,memory_bytes=40GB,disk_read=3GB"""
+    devices: Annotated[str | None, arg(metavar="NUMBERxNAME", help_behavior_hint="")] = None
+    """both at once: 8xh100 is --mesh data=8 --device h100; 64xa100-40gb"""
+    budget: Annotated[str | None, BUDGET] = None
+    """memory a rank may use, e.g. 80GB or 24GiB (a number alone is bytes): the fastest program that fits is chosen"""
+    include_process: Annotated[bool, FLAG] = False
+    """--budget is the memory of a whole device or container: the memory of the process itself is subtracted from it"""
+    host_budget: Annotated[str | None, BUDGET] = None
+    """host memory a rank may use, where the host's is another than the device's"""
+    disk_budget: Annotated[str | None, BUDGET] = None
+    """disk a rank may use"""
+    backend: Literal["inductor", "eager"] = "inductor"
+    """backend of the program"""
+    json: Annotated[bool, FLAG] = False
+    """print JSON"""
+    model: OfModel = field(default_factory=OfModel)
+
+    @property
+    def compares(self) -> bool:
+        """Whether several meshes are to be planned."""
+        return len(self.mesh) > 1 or self.mesh == (("auto",),)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget of the program, without the process."""
+        found = bytes_of(self.budget)
+        if found is None or not self.include_process:
+            return found
+        axes, device = self._devices()
+        return left(device, found, math.prod(axes.values()) > 1, device.process_bytes or INTERPRETER)
+
+    def lowered(self, asked: Mapping[str, str | None] = {}, skip: Sequence[str] = ()) -> _Lowered:
+        """The target lowered for the mesh and the device that predicts, without the passes to skip. `asked`: by flag
+        the passes that are asked for."""
+        with usage_errors():
+            self._check()
+            axes, device = self._devices()
+            mesh = AbstractMesh(**axes).of_type(device.type)
+            given = [self.budget_bytes, bytes_of(self.host_budget), bytes_of(self.disk_budget)]
+            limits = parse_budgets(*(n and f"{n}B" for n in given))  # a unit was said, or many bytes
+        if self.device and Path(self.device).exists() and (found := elsewhere(device.machine)):
+            print(f"{self.device} is not of this machine, and taken as it is: {'; '.join(found)}", file=sys.stderr)
+        made, interpreter, likely = None, 0, 0.0
+        begun = time.monotonic()
+
+        def about() -> float:
+            """The estimated total in wall-clock seconds, 0 if there is none or if it turned out too low."""
+            wall, cpu = time.monotonic() - begun, time.process_time()
+            left = likely - cpu
+            return wall + left * max(1.0, wall / max(cpu, 1.0)) if left > 0 else 0.0
+
+        short, stage = "", "making the model" if self.model.hf else "tracing and planning"
+        unknown = list[str]()
+        with unknown_keys_named(unknown), shown("fzero.plan", lambda: stage, about=about):
+            if self.target is not None:
+                step, params, batch = load(self.target)
+            else:
+                budgets: dict[str, str | None] = dict(
+                    zip(_BUDGETS, (_as_text(self), self.host_budget, self.disk_budget), strict=True)
+                )
+                with usage_errors():
+                    library("plan --hf")  # now, so that what is resident has it
+                if self.budget is None:
+                    budgets["memory_budget"] = _rounded(room(device, mesh.size > 1, resident()))
+                made, (step, params, batch, blocks) = planned(self.model, axes, device.devices_per_host, budgets)
+                unknown += made.unknown
+                limits = parse_budgets(*(n and f"{n}B" for n in map(bytes_of, budgets.values())))
+                stage, interpreter = "tracing and planning", resident()
+                likely = _likely(blocks, self.model.offload == "auto")
+            _check_passes(step, asked, skip)
+            with users_code(self.target or ""):
+                if isinstance(step, Step) and not callable(params):
+                    budget = Budget(limits[0], device, self.backend, *limits[1:])
+                    check_at_rest(step, mesh, params, budget)
+                    found = shortage(step, mesh, params, replace(budget, nbytes=device.memory_bytes))
+                    short = "; ".join(found[0][2:]) if found else ""
+                lowered = lower(
+                    step,
+                    mesh,
+                    params,
+                    batch,
+                    memory_budget=limits[0],
+                    host_budget=limits[1],
+                    disk_budget=limits[2],
+                    device=device,
+                    backend=self.backend,
+                    skip=skip,
+                )
+        return _Lowered(lowered, made, interpreter, short)
+
+    def _devices(self) -> tuple[dict[str, Any], Device]:
+        """The axes of the mesh, and its devices. Without one mesh all devices are along one axis."""
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.devices is not None:
+            number, device = get_devices(self.devices, kind)
+            return axes_of(self.mesh[0]) if self.mesh and not self.compares else self.model.axes(number), device
+        return axes_of(self.mesh[0]), get_device(self.device, kind)
+
+    def _step_problems(self) -> list[str]:
+        """Problems of the flags that name a step and its budget."""
+        problems = list[str]()
+        if self.target is None and self.model.hf is None:
+            problems.append("neither MODULE:FUNCTION nor --hf DIR")
+        if self.target is not None and self.model.hf is not None:
+            problems.append(f"both {self.target} and --hf {self.model.hf}")
+        elif self.target is not None:
+            problems += [f"--{name}: is about --hf, and {self.target} has it in its code" for name in self.model.given]
+        if self.include_process and self.budget is None:
+            problems.append("--include-process: is about --budget SIZE")
+        return problems
+
+    def _check(self) -> None:
+        """Raises for flags that contradict each other."""
+        problems = self._step_problems()
+        problems += ["--mesh several times, or auto: is for fzero plan"] if self.compares else []
+        if self.devices is None and not self.mesh:
+            problems.append("--mesh wants axes with their sizes, --mesh AXIS=SIZE ...; or give --devices NUMBERxNAME")
+        if self.devices is not None and self.device is not None:
+            problems.append(f"both --devices {self.devices} and --device {self.device}")
+        elif self.devices is not None and self.mesh and not self.compares:
+            number, _ = get_devices(self.devices)
+            if math.prod(axes_of(self.mesh[0]).values()) != number:
+                mesh = " ".join(self.mesh[0])
+                problems.append(f"--devices {self.devices} and --mesh {mesh}: another number of devices")
+        if problems:
+            fix = "e.g. fzero plan --hf DIR --devices 8xh100, or fzero plan FILE.py:FUNCTION --mesh data=8"
+            raise UsageError("target", "a step and its devices are wanted", problems, fix)
+
+
+def _check_passes(step: Any, asked: Mapping[str, str | None], skip: Sequence[str]) -> None:
+    """Raises for passes that a step does not have, or needs."""
+    with usage_errors():
+        names = [FIRST, *(x.name for x in passes_of(step.transforms, skip))]
+    problems = [f"--{flag} {name}: there is no such pass" for flag, name in asked.items() if name and name not in names]
+    if problems:
+        fix = f"name one of them, in order: {', '.join(names)}"
+        raise UsageError("show", "unknown passes", problems, fix)
+
+
+@contextlib.contextmanager
+def unknown_keys_named(unknown: Sequence[str]) -> Iterator[None]:
+    """Names unknown keys of a configuration on stderr, also before an error: they may be why a model does not fit."""
+    try:
+        yield
+    finally:
+        for line in unknown:
+            print(f"config.json: {line}", file=sys.stderr)
+
+
+_BUDGETS = ("memory_budget", "host_budget", "disk_budget")
+
+
+def _rounded(nbytes: int) -> str:
+    """As text, no more than it is."""
+    return f"{int(nbytes / 1e8) / 10:g}GB" if nbytes >= 1e8 else f"{nbytes}B"
+
+
+def _as_text(command: StepCommand) -> str | None:
+    """The budget of the program, as a flag has it."""
+    if command.include_process and (found := command.budget_bytes) is not None:
+        return _rounded(found)
+    return command.budget
+
+
+def _likely(blocks: int, search: bool) -> float:
+    """CPU seconds that a plan takes, as Llamas of 32 to 80 layers took: a few for the imports, then 0.15 to 0.25 a
+    layer; where tiers are searched, about 1."""
+    return 5 + blocks * (1.0 if search else 0.2)
