@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.layout import Leaf
+from fzero.layout import COMPUTE, Leaf
+from fzero.lowering.abstract_values import batch_inputs
 from fzero.lowering.choose_rules import choose_rules
-from fzero.lowering.layouts import COMPUTE, batch_inputs, zero_of
+from fzero.lowering.combined_transforms import zero_of
 from fzero.lowering.lower import lower
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.slots import declared

@@ -21,7 +21,7 @@ from fzero.cli.flags import FLAG, TARGET, axes_of, check_files, usage_errors
 from fzero.cli.step_command import StepCommand
 from fzero.cli.target import UsageError, load, users_code, with_values
 from fzero.comm.disk import check
-from fzero.lowering.layouts import zero_of
+from fzero.lowering.combined_transforms import zero_of
 from fzero.measure.calibrate import calibrate
 from fzero.measure.probes import SCRATCH
 from fzero.mesh import close_mesh, make_mesh

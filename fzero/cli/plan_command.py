@@ -21,8 +21,8 @@ from fzero.cli.step_command import StepCommand, unknown_keys_named
 from fzero.cli.target import UsageError, load, users_code
 from fzero.errors import BudgetError
 from fzero.hf.library import library
+from fzero.lowering.abstract_values import abstract
 from fzero.lowering.choose_mesh import choose_mesh
-from fzero.lowering.layouts import abstract
 from fzero.mesh import AbstractMesh
 from fzero.plan.devices import get_devices
 from fzero.plan.plan import fits

@@ -25,7 +25,7 @@ from fzero.elastic.state_copies import leaves_on_disk, reserve_copies, vault_of
 from fzero.elastic.state_recovery import in_memory, recovered
 from fzero.elastic.stop_request import StopRequest
 from fzero.errors import FzeroValueError, StorageError
-from fzero.lowering.layouts import zero_of
+from fzero.lowering.combined_transforms import zero_of
 from fzero.mesh import Mesh
 from fzero.ranks import turns
 from fzero.runtime.training import CompiledStep

@@ -8,7 +8,7 @@ from typing import Any
 
 from fzero.errors import FzeroError
 from fzero.lowering.budget import FEW, WITH_BATCH, Budget, share_of
-from fzero.lowering.layouts import zero_of
+from fzero.lowering.combined_transforms import zero_of
 from fzero.mesh import AbstractMesh
 from fzero.plan.plan import Plan, peak_bytes
 from fzero.program.ir import Program

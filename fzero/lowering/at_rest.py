@@ -15,8 +15,10 @@ from typing import Any
 from fzero.errors import BudgetError, FzeroError
 from fzero.layout import Leaf
 from fzero.lowering.budget import Budget
-from fzero.lowering.layouts import auto_of, opt_state_inputs, params_inputs
+from fzero.lowering.combined_transforms import auto_of
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.slots import slots_of
+from fzero.lowering.state_layouts import opt_state_inputs
 from fzero.mesh import AbstractMesh
 from fzero.program.lines import Inputs
 from fzero.step import Step

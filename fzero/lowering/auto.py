@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 from fzero.errors import BudgetError, FzeroValueError
 from fzero.lowering.bounds import Least, Rests, sizes_of
 from fzero.lowering.budget import FEW, WITH_BATCH, Budget, filling, filling_host, share_of
-from fzero.lowering.layouts import auto_of, mirrors, offloads, params_inputs, precision_of, zero_of
+from fzero.lowering.combined_transforms import auto_of, offloads, precision_of, zero_of
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.search import ENDS, GAIN, Search
+from fzero.lowering.state_layouts import mirrors
 from fzero.lowering.traced import Traced, trace_step, with_leaves
 from fzero.lowering.variants import Variants, first_choice
 from fzero.mesh import AbstractMesh

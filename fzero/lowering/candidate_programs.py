@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fzero import tree
 from fzero.lowering.base_program import lower_eval
 from fzero.lowering.budget import Budget
-from fzero.lowering.layouts import precision_of, zero_of
+from fzero.lowering.combined_transforms import precision_of, zero_of
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.slots import Slots, check_used
 from fzero.lowering.traced import Traced, trace_step

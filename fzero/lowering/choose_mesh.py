@@ -12,8 +12,8 @@ import torch
 from fzero import tree
 from fzero.arguments import count, plain_numbers
 from fzero.errors import FzeroError, FzeroTypeError, FzeroValueError
+from fzero.lowering.abstract_values import abstract
 from fzero.lowering.budget import Budget
-from fzero.lowering.layouts import abstract
 from fzero.lowering.lower import resolve_and_lower
 from fzero.mesh import AbstractMesh
 from fzero.plan.devices import Device, get_device

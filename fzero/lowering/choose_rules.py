@@ -32,7 +32,8 @@ import torch
 from fzero.boxes import Dim
 from fzero.errors import FzeroValueError
 from fzero.layout import Leaf
-from fzero.lowering.layouts import auto_of, params_inputs, zero_of
+from fzero.lowering.combined_transforms import auto_of, zero_of
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.traced import trace_step
 from fzero.mesh import AbstractMesh
 from fzero.passes.cut import calls_on_parts

@@ -14,7 +14,8 @@ from typing import Any
 from fzero import tree
 from fzero.errors import FzeroValueError
 from fzero.lowering.choose_rules import Chosen
-from fzero.lowering.layouts import params_inputs, zero_of
+from fzero.lowering.combined_transforms import zero_of
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.traced import trace_step
 from fzero.mesh import AbstractMesh
 from fzero.passes.stages import block_numbers, leaf_stages

@@ -16,12 +16,13 @@ from typing import Any
 from fzero.arguments import plain_numbers
 from fzero.errors import FzeroTypeError
 from fzero.inductor_folder import guard_inductor
+from fzero.lowering.abstract_values import abstract, batch_inputs
 from fzero.lowering.auto import resolve
 from fzero.lowering.budget import Budget
 from fzero.lowering.choose_formats import check_links_known
 from fzero.lowering.choose_rules import choose_rules
 from fzero.lowering.choose_stages import choose_stages
-from fzero.lowering.layouts import abstract, batch_inputs, params_inputs
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.program_selection import lower_inputs
 from fzero.mesh import AbstractMesh, Mesh

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fzero.lowering.abstract_values import abstract_params
 from fzero.lowering.advice import advise
 from fzero.lowering.budget import Budget, unmet
 from fzero.lowering.candidate_programs import CandidatePrograms, candidates
 from fzero.lowering.choose_formats import choose_formats, open_formats, rungs
-from fzero.lowering.layouts import abstract_params, params_inputs
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.search import Search
 from fzero.lowering.traced import Traced

@@ -18,7 +18,9 @@ from fzero import compat, tree
 from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, TransformError
 from fzero.layout import ROLES_OF_NO_SLOT, Layout, Leaf, in_slot
-from fzero.lowering.layouts import as_opt_state, faked, zero_of
+from fzero.lowering.abstract_values import faked
+from fzero.lowering.combined_transforms import zero_of
+from fzero.lowering.state_layouts import as_opt_state
 from fzero.mesh import AbstractMesh
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs

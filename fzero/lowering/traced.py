@@ -9,21 +9,13 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.arguments import accepts_none
-from fzero.errors import FzeroValueError
-from fzero.layout import Leaf, torn_ties
+from fzero.layout import Leaf
+from fzero.lowering.abstract_values import abstract_params, batch_inputs
 from fzero.lowering.base_program import lower_train
-from fzero.lowering.layouts import (
-    abstract_params,
-    batch_inputs,
-    compute_leaves,
-    gradient_leaves,
-    opt_state_inputs,
-    params_inputs,
-    precision_of,
-    zero_of,
-)
+from fzero.lowering.combined_transforms import precision_of, zero_of
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.slots import Slots, slots_of
+from fzero.lowering.state_layouts import compute_leaves, gradient_leaves, opt_state_inputs
 from fzero.lowering.training_source import Precision, Training
 from fzero.lowering.variants import Variants
 from fzero.mesh import AbstractMesh, Mesh
@@ -66,7 +58,7 @@ def trace_step(
     zero = zero_of(step, mesh)
     accumulation = find(step.transforms, accumulate.Accumulate)
     if accumulation is not None:
-        _check_cut(accumulation, batch)
+        accumulation.check_replicated(batch.leaves, batch.ties)
     num_micro = accumulation.num_micro_batches if accumulation else 1
     shapes = accumulation.micro_shapes(batch.leaves) if accumulation else [x.shape for x in batch.leaves]
     micro = replace(batch, leaves=tuple(replace(x, shape=shape) for x, shape in zip(batch.leaves, shapes, strict=True)))
@@ -103,20 +95,6 @@ def trace_step(
     )
     variants = Variants(replace(program, transforms=step.transforms), asked)
     return Traced(variants.base(), variants, opt_state, structure, watched, raises, slots)
-
-
-def _check_cut(accumulation: accumulate.Accumulate, batch: Inputs) -> None:
-    """Raises FzeroValueError if `replicated` accepts no leaf of the batch, or only some of the paths of a tied leaf."""
-    if accumulation.replicated is None:
-        return
-    paths, replicated = [x.path for x in batch.leaves], [not accumulation.cuts(x) for x in batch.leaves]
-    if not any(replicated) and (missed := accepts_none("replicated", accumulation.replicated, paths)):
-        what, fix = "all leaves of the batch are cut", "give a path as it stands here, or leave `replicated` out"
-        raise FzeroValueError("accumulate", what, missed, fix)
-    if torn := torn_ties(paths, batch.ties, replicated, "replicated"):
-        what = "leaves of the batch are one tensor, and `replicated` accepts some of its paths"
-        fix = "give x.clone() for the paths that are to be replicated"
-        raise FzeroValueError("accumulate", what, torn, fix)
 
 
 def with_leaves(step: Step, mesh: AbstractMesh, params: Inputs) -> tuple[dict[str, Leaf], dict[str, Leaf]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fzero.arguments import flag, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.lowering.layouts import zero_of
+from fzero.lowering.combined_transforms import zero_of
 from fzero.mesh import Mesh
 from fzero.runtime.evaluation import CompiledEval
 from fzero.runtime.graphs import graphs_of

@@ -10,7 +10,8 @@ import torch
 from fzero import tree
 from fzero.build.cache import logger
 from fzero.errors import FzeroValueError
-from fzero.lowering.layouts import abstract_params, params_inputs
+from fzero.lowering.abstract_values import abstract_params
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs

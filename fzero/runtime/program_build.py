@@ -11,8 +11,8 @@ from typing import Any
 
 from fzero.build.build import build
 from fzero.errors import FzeroValueError
+from fzero.lowering.abstract_values import batch_inputs
 from fzero.lowering.budget import Budget
-from fzero.lowering.layouts import batch_inputs
 from fzero.lowering.lowered import Lowered
 from fzero.lowering.program_selection import lower_inputs
 from fzero.mesh import Mesh

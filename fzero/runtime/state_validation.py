@@ -11,7 +11,8 @@ import torch
 from fzero import tree
 from fzero.comm import replicas
 from fzero.comm.replicas import Held, replicas_of
-from fzero.lowering.layouts import abstract_params, zero_of
+from fzero.lowering.abstract_values import abstract_params
+from fzero.lowering.combined_transforms import zero_of
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.ranks import agreement

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fzero.lowering.abstract_values import abstract_params, batch_inputs
 from fzero.lowering.auto import check_auto, resolve
 from fzero.lowering.budget import Budget
 from fzero.lowering.choose_formats import check_links_known, open_formats
 from fzero.lowering.choose_rules import check_batch_given, choose_rules, open_rules
 from fzero.lowering.choose_stages import choose_stages, open_stages
-from fzero.lowering.layouts import abstract_params, auto_of, batch_inputs, leaves_made_anew, params_inputs
+from fzero.lowering.combined_transforms import auto_of
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.lowered import Lowered
+from fzero.lowering.state_layouts import leaves_made_anew
 from fzero.mesh import Mesh
 from fzero.plan.devices import Device, get_device
 from fzero.plan.plan import PlanDecision

@@ -15,7 +15,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroValueError, LossScaleError, message
-from fzero.lowering.layouts import abstract_params
+from fzero.lowering.abstract_values import abstract_params
 from fzero.lowering.lowered import Lowered
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs

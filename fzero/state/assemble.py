@@ -24,13 +24,10 @@ from fzero.layout import (
     place,
     ties,
 )
-from fzero.lowering.layouts import (
-    abstract_params,
-    leaves_made_anew,
-    opt_state_inputs,
-    params_inputs,
-)
+from fzero.lowering.abstract_values import abstract_params
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.slots import KEY, STEP, Slots, slots_of
+from fzero.lowering.state_layouts import leaves_made_anew, opt_state_inputs
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.ranks import agreement

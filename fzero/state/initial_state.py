@@ -20,8 +20,9 @@ from fzero.checkpoint.loading import WINDOW, Weights, open_weights
 from fzero.comm import replicas
 from fzero.comm.replicas import Held
 from fzero.layout import Leaf, leaf_of, leave, shard
-from fzero.lowering.layouts import abstract_params, opt_state_inputs, recorded
+from fzero.lowering.abstract_values import abstract_params, recorded
 from fzero.lowering.slots import slots_of
+from fzero.lowering.state_layouts import opt_state_inputs
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.ranks import agreement

@@ -14,8 +14,9 @@ from fzero.build.cache import logger
 from fzero.checkpoint import Index
 from fzero.errors import CheckpointError
 from fzero.layout import Leaf, in_slot
-from fzero.lowering.layouts import abstract, opt_state_inputs
+from fzero.lowering.abstract_values import abstract
 from fzero.lowering.slots import Slots, slots_of
+from fzero.lowering.state_layouts import opt_state_inputs
 from fzero.mesh import Mesh
 from fzero.program.lines import Inputs
 from fzero.ranks import agreement

@@ -21,8 +21,9 @@ from fzero.comm.disk import BUFFER
 from fzero.comm.host import host_tensors
 from fzero.errors import BudgetError, FzeroValueError
 from fzero.layout import Extent, Leaf, extent_of, leaf_of, place, set_extent
-from fzero.lowering.layouts import leaves_made_anew, mirrors, offloads
+from fzero.lowering.combined_transforms import offloads
 from fzero.lowering.slots import slots_of
+from fzero.lowering.state_layouts import leaves_made_anew, mirrors
 from fzero.mesh import Mesh
 from fzero.program.ir import Program
 from fzero.program.lines import Inputs

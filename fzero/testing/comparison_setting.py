@@ -10,8 +10,9 @@ import torch
 from fzero import random as fzrandom
 from fzero import tree
 from fzero.errors import FzeroValueError, TraceError
+from fzero.lowering.abstract_values import batch_inputs
 from fzero.lowering.choose_rules import choose_rules
-from fzero.lowering.layouts import batch_inputs, zero_of
+from fzero.lowering.combined_transforms import zero_of
 from fzero.lowering.traced import base_program
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.ir import Program

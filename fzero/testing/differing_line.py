@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.lowering.layouts import zero_of
+from fzero.lowering.combined_transforms import zero_of
 from fzero.lowering.traced import base_program
 from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.ir import Program

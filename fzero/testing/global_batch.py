@@ -9,7 +9,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroValueError
-from fzero.lowering.layouts import batch_inputs
+from fzero.lowering.abstract_values import batch_inputs
 from fzero.mesh import Mesh
 from fzero.ranks.notes import gathered_tensors
 from fzero.transforms.accumulate import Accumulate

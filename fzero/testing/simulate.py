@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.arguments import count, plain_numbers
 from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf, shard
-from fzero.lowering.layouts import zero_of
+from fzero.lowering.combined_transforms import zero_of
 from fzero.lowering.lower import lower
 from fzero.lowering.lowered import Lowered
 from fzero.mesh import AbstractMesh, Mesh, ranks_along

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from fzero.arguments import accepts, count, keywords, predicate, shown
+from fzero.arguments import accepts, accepts_none, count, keywords, predicate, shown
 from fzero.deprecation import keyword_aliases
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.layout import Leaf
+from fzero.layout import Leaf, torn_ties
 from fzero.step import EvalStep
 from fzero.transforms.base import Transform, applied
 from fzero.transforms.shard import Where
@@ -54,6 +54,23 @@ class Accumulate(Transform):
             return False
         where = self.replicated
         return where is None or not accepts(self.name, "replicated", where, leaf.path, leaf.meta)
+
+    def check_replicated(self, leaves: Sequence[Leaf], tied: Sequence[int]) -> None:
+        """Checks `replicated` against the leaves of a batch.
+
+        Raises:
+            FzeroValueError: it accepts no leaf of the batch, or only some of the paths of a tied leaf.
+        """
+        if self.replicated is None:
+            return
+        paths, replicated = [x.path for x in leaves], [not self.cuts(x) for x in leaves]
+        if not any(replicated) and (missed := accepts_none("replicated", self.replicated, paths)):
+            what, fix = "all leaves of the batch are cut", "give a path as it stands here, or leave `replicated` out"
+            raise FzeroValueError("accumulate", what, missed, fix)
+        if torn := torn_ties(paths, tied, replicated, "replicated"):
+            what = "leaves of the batch are one tensor, and `replicated` accepts some of its paths"
+            fix = "give x.clone() for the paths that are to be replicated"
+            raise FzeroValueError("accumulate", what, torn, fix)
 
     def micro_shapes(self, leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
         """The shapes of the leaves of a rank's batch in one micro-batch.

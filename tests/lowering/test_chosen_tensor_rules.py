@@ -16,7 +16,7 @@ import fzero as fz
 from fzero import optim
 from fzero.boxes import Dim
 from fzero.errors import FzeroValueError, TransformError
-from fzero.lowering.layouts import abstract
+from fzero.lowering.abstract_values import abstract
 from fzero.mesh import AbstractMesh
 from fzero.program.ops import COLLECTIVES
 from fzero.trace.chains import chains, pieces

@@ -33,7 +33,8 @@ from fzero.errors import (
     TransformError,
 )
 from fzero.layout import Layout, Leaf, extent_of, home_of, leaf_of
-from fzero.lowering.layouts import opt_state_inputs, params_inputs
+from fzero.lowering.layouts import params_inputs
+from fzero.lowering.state_layouts import opt_state_inputs
 from fzero.state import initialize, storage
 from fzero.state.assemble import placed_inputs
 from fzero.transforms.offload import Offload, tiers_of

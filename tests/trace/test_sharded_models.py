@@ -14,7 +14,8 @@ from lockstep import collectives, run, run_cut
 import fzero as fz
 from fzero import optim
 from fzero.boxes import Dim
-from fzero.lowering.layouts import batch_inputs, params_inputs
+from fzero.lowering.abstract_values import batch_inputs
+from fzero.lowering.layouts import params_inputs
 from fzero.lowering.traced import trace_step
 from fzero.passes import fuse, remat
 from fzero.program.ir import Program

@@ -14,7 +14,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TransformError
-from fzero.lowering.layouts import zero_of
+from fzero.lowering.combined_transforms import zero_of
 from fzero.lowering.search import Search
 from fzero.passes.compress import ladders
 from fzero.plan.calibration import calibration_path, machine, save_calibration
