@@ -8,9 +8,9 @@ import logging
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -19,38 +19,30 @@ from fzero import compat, tree
 from fzero.arguments import Predicate, function, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, attribute_of
 from fzero.loss import Weighted
-from fzero.modules import capture
-from fzero.modules.buffers import overwritten, written_names
+from fzero.modules.buffers import written_names
 from fzero.modules.chunked_loss import Chunked
-from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw
 from fzero.modules.entries import Arguments, Reading, arguments, check_spelling
 from fzero.modules.forward import Forward
 from fzero.modules.init import initialized
-from fzero.modules.layers import Blocks, LayerCall, as_blocks, check_bound, chosen, find_layers, layers_of
+from fzero.modules.layers import Blocks, chosen, find_layers
 from fzero.modules.losses import Counting, own_loss
-from fzero.modules.norms import without_counts_read
+from fzero.modules.module_mode import Given, Mode, kind_of
+from fzero.modules.module_preparation import kept_in_fp32, prepared
 from fzero.modules.original import Original
-from fzero.modules.rows import ROWS
 from fzero.modules.skeleton import (
     TensorSlot,
     check_hooks,
     check_kinds,
     check_plain,
-    holding,
     named,
     nested,
-    renumber_hooks,
-    settled,
     skeleton_of,
     slots_of,
 )
 from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
-from fzero.trace.reads import conditions
 from fzero.trace.reads.function_caches import emptied
-from fzero.trace.reads.refusals import lines_through
 from fzero.trace.reads.settings_walk import SelfChecked
-from fzero.trace.reads.untouched import Untouched
 from fzero.train_state import check_whole
 from fzero.transforms.remat import remat
 
@@ -136,7 +128,7 @@ class Functional(SelfChecked):
         self.mutable: Predicate | None = (lambda path, leaf: path in changes) if changes else None
         self._shapes = {s.name: s.get().shape for s in slots}
         self._dtypes = {s.name: s.get().dtype for s in slots if s.of == "_buffers"}
-        buffers, kept = {path_of[name] for name in self._dtypes}, _kept_in_fp32(self._still)
+        buffers, kept = {path_of[name] for name in self._dtypes}, kept_in_fp32(self._still)
         fp32 = {dtype: {path_of[n] for n in self._names if has.search(n)} for dtype, has in kept.items()}
         self._exact = lambda path, compute: path in buffers or path in fp32.get(compute, ())
 
@@ -473,7 +465,7 @@ class Functional(SelfChecked):
         found = self._arguments(batch, settings, alone=fn is None)
         if fn is None or not found.optional:
             return found
-        key = _kind(batch)
+        key = kind_of(batch)
         if key not in counts:
             counts[key] = self._optional(fn, mode, batch, settings, found.optional)
         return self._arguments(batch, settings, alone=False, more=counts[key])
@@ -523,133 +515,9 @@ class Functional(SelfChecked):
         return found
 
 
-class Given(NamedTuple):
-    """The arguments of a call: a module's tensors by name, the key, rows of the batch, forward's arguments."""
-
-    tensors: Mapping[str, torch.Tensor]
-    key: torch.Tensor | None
-    rows: int | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class Mode:
-    """A skeleton in training or in evaluation mode, its layers as blocks."""
-
-    def __init__(self, skeleton: nn.Module, blocks: Sequence[str], mutable: Sequence[str]):
-        self._skeleton, self._slots = skeleton, slots_of(skeleton)
-        self.overwritten = overwritten(skeleton, self._slots, mutable)
-        self._layers = layers_of(skeleton, blocks, self.overwritten, _kept_in_fp32(skeleton).get("fp16"))
-        self._draws = may_draw(skeleton)
-        self._rehearsed: dict[Any, tuple[Dims, list[Dims]]] = {}  # by the shapes of arguments, and rows
-
-    def __call__(self, given: Given, counting: Counting | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The forward's outputs, and the new values of buffers."""
-        dims = self._dims(given) if self._draws and given.key is not None else ((), [])
-        try:
-            return self._settled(given, dims, counting)
-        except NeedsKey:
-            if self._draws or given.key is None:
-                text = f"{type(self._skeleton).__name__} draws random numbers, and is given no key"
-                fix = "model.apply(params, ..., key=fz.random.key(0)); an evaluation has none: dropout is off there"
-                raise TraceError("functionalize", text, fix=fix) from None
-        self._draws = True
-        return self._settled(given, self._dims(given), counting)
-
-    def outline(self, given: Given) -> Any:
-        """The forward's outputs for fake tensors; draws have no values."""
-        with conditions.collected("functionalize"):
-            run = lambda: self._run(given, LayerCall(Rehearsal(None), []))  # noqa: E731
-            return settled(self._skeleton, "", run)[0]
-
-    def _settled(self, given: Given, dims: tuple[Dims, list[Dims]], counting: Counting | None) -> Any:
-        def run() -> Any:
-            if counting is not None:
-                counting.clear()
-            with counting or nullcontext():
-                return self._run(given, LayerCall(Draws(given.key if self._draws else None, dims[0]), list(dims[1])))
-
-        return settled(self._skeleton, "", run)
-
-    def _run(self, given: Given, call: LayerCall) -> tuple[Any, dict[str, torch.Tensor]]:
-        changes = self.overwritten
-        tensors = {name: x.clone() if name in changes else x for name, x in given.tensors.items()}
-        with ExitStack() as stack:
-            if not any(isinstance(x, compat.FakeTensor) for x in tensors.values()):  # else the trace sees it
-                stack.enter_context(Untouched("functionalize", params=dict(given.tensors)))
-            stack.enter_context(as_blocks(self._layers, call))
-            stack.enter_context(compat.without_checkpoints())
-            with holding(self._slots, tensors):
-                out = self._skeleton(*given.args, **given.kwargs)
-                check_bound(self._slots, tensors, changes, type(self._skeleton).__name__)
-                new = {s.name: s.get() for s in self._slots if s.name in changes}
-        return out, new
-
-    def _dims(self, given: Given) -> tuple[Dims, list[Dims]]:
-        """The draws of the module, and of each of its layers.
-
-        Raises:
-            TraceError: the module does not run on another number of rows; draws of which nothing says what belongs to
-                which row.
-        """
-        flat, spec = tree.flatten((given.args, given.kwargs))
-        key = *_kind((given.args, given.kwargs)), given.rows
-        if key not in self._rehearsed:
-            with (
-                emptied(),
-                compat.no_modes(),
-                compat.no_function_modes(),
-                compat.FakeTensorMode(),
-                torch.no_grad(),
-            ):
-                tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in given.tensors.items()}
-                found, layers = Rehearsal(given.rows), list[Dims]()
-
-                def run(leaves: Sequence[Any]) -> None:
-                    args, kwargs = tree.unflatten(spec, leaves)
-                    self._run(Given(tensors, None, None, args, kwargs), LayerCall(found, layers))
-
-                def rehearsed() -> tuple[Dims, list[Dims]]:
-                    nonlocal found, layers
-                    found, layers = Rehearsal(given.rows), []
-                    run([_rehearsing(x, given.rows) for x in flat])
-                    return tuple(found.found), layers
-
-                try:
-                    with conditions.collected("functionalize"):
-                        self._rehearsed[key] = settled(self._skeleton, "", rehearsed)
-                except TraceError:
-                    raise
-                except Exception as error:
-                    known, asks = (tuple(found.found), layers), isinstance(error, compat.DATA_DEPENDENT)
-                    try:
-                        found, layers = Rehearsal(given.rows), []
-                        if not asks:
-                            run([_rehearsing(x, None) for x in flat])
-                    except Exception:  # nor on the batch: the trace, which draws as much before, says it
-                        return known
-                    name, said = type(self._skeleton).__name__, next(iter(str(error).splitlines()), "")
-                    text = f"the batch is not known among the dims of what is drawn: {name} does not run on {ROWS} rows"
-                    fix = "take sizes from the arguments (x.shape[0]); or turn dropout off"
-                    if asks:
-                        text = f"{name} asks for a value while it is traced"
-                        said = f"needs the value of a tensor ({said})"
-                        fix = "torch.where in place of Python's if; distributions: validate_args=False"
-                    raise TraceError("functionalize", text, [*lines_through(error), said], fix) from error
-        return self._rehearsed[key]
-
-
 def _own(fn: Loss | Literal["chunked"] | None) -> tuple[Loss | None, bool]:
     """The function of a loss, None for the model's own, and whether the model's own is computed in chunks."""
     return (None, True) if isinstance(fn, str) and fn == "chunked" else (cast("Loss | None", fn), False)
-
-
-def _rehearsing(x: Any, rows: int | None) -> Any:
-    """An argument of a rehearsal."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    shape = (ROWS, *x.shape[1:]) if rows is not None and x.dim() and x.shape[0] == rows else x.shape
-    return torch.empty(shape, dtype=x.dtype)
 
 
 def _empty_like(x: Any) -> Any:
@@ -659,57 +527,6 @@ def _empty_like(x: Any) -> Any:
 
 def _has_none(values: Any) -> bool:
     return any(x is None for x in tree.flatten(values, is_leaf=lambda x: x is None)[0])
-
-
-def _kind(values: Any) -> tuple[Any, ...]:
-    """The structure of a tree with the shapes and dtypes of its tensors."""
-    flat, spec = tree.flatten(values)
-    shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in flat)
-    return spec, shapes
-
-
-def prepared(skeleton: nn.Module) -> nn.Module:
-    """A skeleton without what a step does itself, or cannot do: caches, checkpointing, hooks that come later."""
-    for config in {id(c): c for m in skeleton.modules() for c in _configs(getattr(m, "config", None))}.values():
-        if getattr(config, "use_cache", None):
-            config.use_cache = False
-    for m in skeleton.modules():
-        if getattr(m, "gradient_checkpointing", False) is True:
-            m.gradient_checkpointing = False  # type: ignore[assignment]
-    dtypes = {p.dtype for p in skeleton.parameters()}
-    if torch.bfloat16 not in dtypes and _has_experts(skeleton):
-        _log.info("experts of %s: batched_mm (grouped products are bf16's)", type(skeleton).__name__)
-        skeleton.set_experts_implementation("batched_mm")  # type: ignore[operator]
-    capture.install(skeleton)
-    renumber_hooks(skeleton)
-    return without_counts_read(skeleton)
-
-
-def _kept_in_fp32(module: nn.Module) -> dict[str, re.Pattern[str]]:
-    """For each dtype to compute in, parameters that transformers keeps in float32, by a part of their names."""
-    strict = {x for m in module.modules() for x in getattr(m, "_keep_in_fp32_modules_strict", None) or ()}
-    half = {x for m in module.modules() for x in getattr(m, "_keep_in_fp32_modules", None) or ()}
-    named = {"bf16": strict, "fp16": strict | half}
-    return {
-        dtype: re.compile("|".join(rf"(^|\.)({x})(\.|$)" for x in sorted(names)))
-        for dtype, names in named.items()
-        if names
-    }
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    """A configuration and those inside it."""
-    if config is not None and hasattr(config, "__dict__") and not isinstance(config, type):
-        yield config
-        yield from (c for c in vars(config).values() if hasattr(c, "use_cache"))
-
-
-def _has_experts(module: nn.Module) -> bool:
-    """Whether a module has mixtures whose products are still to be chosen."""
-    if not hasattr(module, "set_experts_implementation"):
-        return False
-    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None) or ""
-    return not chosen.startswith("fzero_") and any("Experts" in type(m).__name__ for m in module.modules())
 
 
 def _rows(values: Any) -> int | None:

@@ -1,0 +1,63 @@
+"""Prepares the copy of a module that runs: without caches, checkpointing, and hooks that come later."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero.modules import capture
+from fzero.modules.norms import without_counts_read
+from fzero.modules.skeleton import (
+    renumber_hooks,
+)
+
+_log = logging.getLogger("fzero")
+
+
+def prepared(skeleton: nn.Module) -> nn.Module:
+    """A skeleton without what a step does itself, or cannot do: caches, checkpointing, hooks that come later."""
+    for config in {id(c): c for m in skeleton.modules() for c in _configs(getattr(m, "config", None))}.values():
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
+    for m in skeleton.modules():
+        if getattr(m, "gradient_checkpointing", False) is True:
+            m.gradient_checkpointing = False  # type: ignore[assignment]
+    dtypes = {p.dtype for p in skeleton.parameters()}
+    if torch.bfloat16 not in dtypes and _has_experts(skeleton):
+        _log.info("experts of %s: batched_mm (grouped products are bf16's)", type(skeleton).__name__)
+        skeleton.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    capture.install(skeleton)
+    renumber_hooks(skeleton)
+    return without_counts_read(skeleton)
+
+
+def kept_in_fp32(module: nn.Module) -> dict[str, re.Pattern[str]]:
+    """For each dtype to compute in, parameters that transformers keeps in float32, by a part of their names."""
+    strict = {x for m in module.modules() for x in getattr(m, "_keep_in_fp32_modules_strict", None) or ()}
+    half = {x for m in module.modules() for x in getattr(m, "_keep_in_fp32_modules", None) or ()}
+    named = {"bf16": strict, "fp16": strict | half}
+    return {
+        dtype: re.compile("|".join(rf"(^|\.)({x})(\.|$)" for x in sorted(names)))
+        for dtype, names in named.items()
+        if names
+    }
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A configuration and those inside it."""
+    if config is not None and hasattr(config, "__dict__") and not isinstance(config, type):
+        yield config
+        yield from (c for c in vars(config).values() if hasattr(c, "use_cache"))
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether a module has mixtures whose products are still to be chosen."""
+    if not hasattr(module, "set_experts_implementation"):
+        return False
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None) or ""
+    return not chosen.startswith("fzero_") and any("Experts" in type(m).__name__ for m in module.modules())
