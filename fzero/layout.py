@@ -38,6 +38,7 @@ import torch
 from fzero.boxes import Along, Boxes, Dim, part_shape, uneven
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.mesh import AbstractMesh, Mesh
+from fzero.operators.quant_blocks import granule
 from fzero.tree import form
 
 TIERS = ("device", "host", "disk")
@@ -169,14 +170,6 @@ class Leaf:
         return f"{self.path} ({form(self.shape, self.dtype)})"
 
 
-BLOCK = 256  # elements, see [Note: blocks]
-
-
-def granule(shape: Sequence[int]) -> int:
-    """The number of which the elements of a shard of a leaf of this shape are a multiple, see [Note: blocks]."""
-    return BLOCK if math.prod(shape) >= 16 * BLOCK and shape[-1] != 1 else 1
-
-
 class Cut(NamedTuple):
     """The cut of leaves into shards: over which axes, into how many, for how many they are padded, if those are more,
     and the cuts along dims that come first."""
@@ -253,40 +246,6 @@ def shard_numel(shape: Sequence[int], size: int, grid: int = 1) -> int:
     """
     numel, unit, finest = math.prod(shape), granule(shape), max(size, grid)
     return numel if finest == 1 else -(-numel // (finest * unit)) * unit * (finest // size)
-
-
-SECTOR = 4096  # bytes: a page, and what is read from disk, or written there, begins and ends at a multiple of it
-_EVERY, _GAP = 16 << 20, 68 << 10  # bytes
-
-
-def padded(nbytes: int) -> int:
-    """Bytes of a leaf on disk, rounded up to a sector: O_DIRECT needs aligned offsets, sizes and addresses.
-
-    Example:
-        >>> padded(0), padded(1), padded(4096)
-        (0, 4096, 4096)
-    """
-    return -(-nbytes // SECTOR) * SECTOR
-
-
-def host_offsets(sizes: Sequence[int]) -> list[int]:
-    """The beginnings of leaves of these bytes that lie one behind the other in host memory, and where the last one
-    ends: each at a sector, with a gap of 68 KiB behind every 16 MiB.
-
-    An update reads and writes several leaves of one size at once: parameters, moments, gradients. They lie as far apart
-    as all parameters take bytes; if that is a multiple of 2^28 the same cache sets hold all of them, and the update
-    takes two to six times as long. With the gaps no multiple of 2^28 below 2^40 stays one.
-
-    Example:
-        >>> host_offsets([10, 1 << 24, 10])
-        [0, 4096, 16850944, 16850954]
-    """
-    out, at, end = [], 0, 0
-    for nbytes in sizes:
-        out.append(at + at // _EVERY * _GAP)
-        end = out[-1] + nbytes
-        at += padded(nbytes)
-    return [*out, end]
 
 
 def shard(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:

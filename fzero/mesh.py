@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from fzero import allocator, compat, cores, launcher
 from fzero.arguments import flag, number, plain_numbers, python_numbers
+from fzero.comm.groups import group_along
 from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left
 from fzero.exclusive import Exclusive, Holding
 from fzero.local_device import choose_device, compare, crowded, one_visible, unsupported
@@ -462,31 +463,6 @@ def _drawn(rank: int, world: int) -> bytes:
 def groups_along(axes: Mapping[str, int], timeout: float, options: Any = None) -> dict[str, Any]:
     """New process groups, for each axis one as `group_along` makes it."""
     return {name: group_along(axes, name, timeout, options) for name in axes}
-
-
-def group_along(axes: Mapping[str, int], axis: str, timeout: float, options: Any = None) -> Any:
-    """A new process group of the ranks that share this rank's place on all axes but this one. All ranks call it
-    together."""
-    names = list(axes)
-    strides = {name: math.prod(list(axes.values())[i + 1 :]) for i, name in enumerate(names)}
-    others = [range(0, axes[n] * strides[n], strides[n]) for n in names if n != axis]
-    lines = [[sum(start) + i * strides[axis] for i in range(axes[axis])] for start in itertools.product(*others)]
-    wait = datetime.timedelta(seconds=timeout)
-    group, _ = dist.new_subgroups_by_enumeration(
-        lines, timeout=wait, backend="nccl" if options else None, pg_options=options
-    )
-    return group
-
-
-def ranks_along(mesh: Mesh, axis: str) -> list[int]:
-    """The ranks that differ from this one in their place along an axis only, in its order."""
-    stride = 1
-    for name in reversed(mesh.axes):
-        if name == axis:
-            break
-        stride *= mesh.axes[name]
-    base = mesh.rank - mesh.index(axis) * stride
-    return [base + i * stride for i in range(mesh.axes[axis])]
 
 
 def close_mesh() -> None:

@@ -18,16 +18,19 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from fzero import compat
-from fzero.comm.host import host_pool
+from fzero.comm.groups import group_along, ranks_along
+from fzero.comm.host import host_bytes
 from fzero.errors import DivergenceError
-from fzero.mesh import Mesh, group_along, ranks_along
 from fzero.ranks.turns import before_leaving
+
+if TYPE_CHECKING:
+    from fzero.mesh import Mesh
 
 _LOOK = 0.5  # seconds between two looks whether abandoned transfers are done
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -74,7 +77,7 @@ class ProcessGroups:
         same order."""
         mesh = self._mesh
         if mesh.device.type == "cpu":
-            found = host_pool(nbytes, mesh)
+            found = host_bytes(nbytes, mesh.device)
         elif mesh.symmetric_memory and nbytes:
             axes = [axis for axis, size in mesh.axes.items() if size > 1]
             groups = [mesh.group(axis, gathers=gathers) for axis in axes for gathers in (True, False)]
@@ -191,9 +194,9 @@ class ProcessGroups:
         queue a rank would wait with what it hands for what it takes. All ranks call it together."""
         for axis, of, to in sorted({*pairs} - {*self._pairs}):
             for rank in range(self._mesh.size):
-                there = Mesh(self._mesh.axes, rank, self._mesh.device)
-                if there.index(axis) == of:
-                    ranks = [rank, ranks_along(there, axis)[to]]
+                along = ranks_along(self._mesh.axes, rank, axis)
+                if along[of] == rank:
+                    ranks = [rank, along[to]]
                     made = dist.new_group(ranks, timeout=datetime.timedelta(seconds=self._mesh.timeout))
                     if self._mesh.rank in ranks:
                         self._pairs[axis, of, to] = made
@@ -223,7 +226,7 @@ class ProcessGroups:
         self, flats: Sequence[torch.Tensor], axis: str, of: int, to: int, filled: Sequence[torch.Tensor]
     ) -> PendingTransfer:
         """Bytes on their way from one place to another, which are alive until they are there."""
-        group, root = self._pairs[axis, of, to], ranks_along(self._mesh, axis)[of]
+        group, root = self._pairs[axis, of, to], ranks_along(self._mesh.axes, self._mesh.rank, axis)[of]
         works = [dist.broadcast(flat, root, group, async_op=True) for flat in flats if flat.numel()]
         return self._moving(works, filled, kept=flats)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fzero.comm.collectives import finish
-from fzero.mesh import Mesh
+
+if TYPE_CHECKING:
+    from fzero.mesh import Mesh
 
 WINDOW = 16 << 20  # bytes that a rank sends, and receives, at a time
 

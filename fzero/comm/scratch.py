@@ -29,9 +29,9 @@ from pathlib import Path
 
 import torch
 
+from fzero.comm.host import SECTOR as ALIGNMENT
+from fzero.comm.host import padded
 from fzero.errors import FzeroValueError
-from fzero.layout import SECTOR as ALIGNMENT
-from fzero.layout import padded
 from fzero.units import size
 
 # bytes: of one system call, and of a stripe. 4 threads with 4 MiB each keep a disk busy; smaller ones do not

@@ -25,16 +25,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fzero import units
 from fzero.comm.collectives import CHUNK, COMBINE, PendingTransfer, ProcessGroups, merged, settle
+from fzero.comm.groups import ranks_along
 from fzero.errors import DivergenceError, RankLost
-from fzero.mesh import Mesh, ranks_along
 from fzero.ranks.notes import Notes, timed_out
 from fzero.ranks.rendezvous import absent, replaced
+
+if TYPE_CHECKING:
+    from fzero.mesh import Mesh
 
 logger = logging.getLogger("fzero")
 
@@ -86,7 +89,7 @@ class SharedMemory:
         self._messages = ProcessGroups(mesh)  # for what is handed from one place to another
         self.connect_pairs, self.hand_start = self._messages.connect_pairs, self._messages.hand_start
         self.take_start = self._messages.take_start
-        self._along = {axis: ranks_along(mesh, axis) for axis in mesh.axes}
+        self._along = {axis: ranks_along(mesh.axes, mesh.rank, axis) for axis in mesh.axes}
         self._scratch = [torch.empty(CHUNK, dtype=torch.uint8, device="cpu") for _ in range(3)]
         self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
         # where each rank says which program it runs: of this run and of the one before

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fzero.comm.host import host_bytes
+from fzero.comm.host import host_bytes, host_offsets, padded
 from fzero.errors import TierError
-from fzero.layout import host_offsets, padded
 
 logger = logging.getLogger("fzero")
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from fzero.comm.copies import copies
 from fzero.comm.disk import aligned
+from fzero.comm.host import SECTOR, padded
 from fzero.errors import TierError
-from fzero.layout import SECTOR, Extent, extent_of, padded, set_extent
+from fzero.layout import Extent, extent_of, set_extent
 from fzero.mesh import Mesh
 from fzero.ranks.notes import exchanged
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fzero.comm.collectives import ProcessGroups
 from fzero.comm.shared import SharedMemory, connect
-from fzero.mesh import Mesh
+
+if TYPE_CHECKING:
+    from fzero.mesh import Mesh
 
 
 def transport(mesh: Mesh) -> ProcessGroups | SharedMemory:

@@ -16,8 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fzero.layout import BLOCK, granule
 from fzero.operators.base import define
+
+BLOCK = 256  # elements, see [Note: blocks]
+
+
+def granule(shape: Sequence[int]) -> int:
+    """The number of which the elements of a shard of a leaf of this shape are a multiple, see [Note: blocks]."""
+    return BLOCK if math.prod(shape) >= 16 * BLOCK and shape[-1] != 1 else 1
 
 
 def has_blocks(shape: Sequence[int]) -> bool:

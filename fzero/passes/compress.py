@@ -23,7 +23,8 @@ import torch
 from fzero import compat
 from fzero.boxes import Dim
 from fzero.errors import FzeroValueError
-from fzero.layout import BLOCK, Leaf
+from fzero.layout import Leaf
+from fzero.operators.quant_blocks import BLOCK
 from fzero.passes.zero import Zero
 from fzero.precision import codes
 from fzero.precision.codes import GRADS, PARAMS, Form, Format, Wire

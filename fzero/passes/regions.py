@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fzero import layout
+from fzero.comm.host import SECTOR, host_offsets, padded
 from fzero.passes.packing import Item, pack
 from fzero.program.ir import Place, Value
 from fzero.program.liveness import Interval
@@ -41,8 +41,8 @@ class Region:
     def add_leaves(self, numels: Mapping[Value, int]) -> list[RegionSlot]:
         """Slots as leaves lie in host memory: at whole sectors, as a disk reads and writes, and none where the same
         cache sets hold another."""
-        *offsets, self.nbytes = layout.host_offsets([n * value.dtype.itemsize for value, n in numels.items()])
-        self.align, self.nbytes = layout.SECTOR, layout.padded(self.nbytes)
+        *offsets, self.nbytes = host_offsets([n * value.dtype.itemsize for value, n in numels.items()])
+        self.align, self.nbytes = SECTOR, padded(self.nbytes)
         return [RegionSlot(self, at, n, value) for at, (value, n) in zip(offsets, numels.items(), strict=True)]
 
     def written(self, number: int) -> None:

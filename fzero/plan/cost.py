@@ -32,7 +32,6 @@ from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.flops import attention_of, packet, product_flops
 from fzero.trace.joint import Joint
 from fzero.trace.subgraph import ancestors
-from fzero.transforms.cutting import Cutting
 
 aten = torch.ops.aten
 
@@ -264,9 +263,7 @@ def model_flops(program: Program) -> float:
     its share.
     """
     total = 0.0
-    ranks = math.prod(
-        program.mesh.axes[t.axis] for t in program.transforms if isinstance(t, Cutting) and not t.cuts_batch
-    )
+    ranks = math.prod(program.mesh.axes[axis] for t in program.transforms for axis in t.flops_axes)
     for line, times in program.walk():
         if not line.fn:
             continue

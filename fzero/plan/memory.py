@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fzero.layout import padded
+from fzero.comm.host import padded
 from fzero.program.aliases import Aliases
 from fzero.program.attrs import BufferAttrs, SendAttrs
 from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes

@@ -121,7 +121,7 @@ class Plan:
         persistent_bytes: the state on the device between steps.
         host_peak_bytes, host_persistent_bytes: likewise of the host's memory; 0 where that is the device's, which then
             counts it. `host_breakdown`: what that peak is for.
-        disk_bytes: the scratch files: leaves on disk, each in whole sectors (`layout.padded`).
+        disk_bytes: the scratch files: leaves on disk, each in whole sectors (`padded`).
         peer_replica_bytes: the host memory in which `fz.run` keeps the state that another rank sends (`redundant`),
             two copies; part of no peak.
         pool_bytes: the arena that transfers have their buffers in, alive all along; part of the peak.

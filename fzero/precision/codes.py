@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from fzero import compat
-from fzero.layout import BLOCK
+from fzero.operators.quant_blocks import BLOCK
 from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
 

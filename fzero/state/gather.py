@@ -10,8 +10,9 @@ import torch.distributed as dist
 from fzero import tree
 from fzero.boxes import parts_of
 from fzero.comm.collectives import gather
+from fzero.comm.groups import ranks_along
 from fzero.layout import Leaf, leaf_of
-from fzero.mesh import Mesh, ranks_along
+from fzero.mesh import Mesh
 from fzero.ranks import agreement
 from fzero.state.storage import load
 from fzero.step import State
@@ -51,7 +52,7 @@ def _whole(value: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
     found = _joined(value, leaf, mesh) if leaf.is_on(mesh) else value.new_empty(leaf.shape)
     if (only := leaf.layout.only) is not None:
         found = found.contiguous()
-        dist.broadcast(found, ranks_along(mesh, only.axis)[only.index], mesh.group(only.axis))
+        dist.broadcast(found, ranks_along(mesh.axes, mesh.rank, only.axis)[only.index], mesh.group(only.axis))
     return found
 
 

@@ -18,9 +18,10 @@ import torch.fx as fx
 from fzero import compat, tree
 from fzero.boxes import part_shape
 from fzero.errors import FzeroValueError
-from fzero.layout import Cut, Leaf, granule, shard
+from fzero.layout import Cut, Leaf, shard
 from fzero.lowering.slots import Slots, declared
 from fzero.mesh import Mesh
+from fzero.operators.quant_blocks import granule
 from fzero.program.lines import Inputs
 from fzero.random import DERIVE
 from fzero.step import Step

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from fzero.comm.collectives import gather
+from fzero.comm.groups import ranks_along
 from fzero.layout import Layout, Leaf, shard
-from fzero.mesh import Mesh, ranks_along
+from fzero.mesh import Mesh
 from fzero.program.attrs import ShardOfAttrs
 from fzero.program.ir import Line, Placement, Program, Value
 from fzero.program.ops import OPS, batch_axes_of
@@ -110,7 +111,7 @@ class Interpreter:
 
     def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
         """Hands values to the rank at another place along an axis, and goes on."""
-        to = ranks_along(self.mesh, axis)[peer]
+        to = ranks_along(self.mesh.axes, self.mesh.rank, axis)[peer]
         for x in values:
             kept = x.contiguous().clone()
             self._handed.append((kept, dist.isend(kept, to, self.mesh.group(axis), number)))
@@ -118,7 +119,7 @@ class Interpreter:
     def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
         """The values that the rank at another place along an axis hands over under this number."""
         for x in like:
-            dist.recv(x, ranks_along(self.mesh, axis)[peer], self.mesh.group(axis), number)
+            dist.recv(x, ranks_along(self.mesh.axes, self.mesh.rank, axis)[peer], self.mesh.group(axis), number)
         return like
 
 

@@ -15,12 +15,13 @@ import torch
 
 from fzero import tree
 from fzero.arguments import count, plain_numbers
+from fzero.comm.groups import ranks_along
 from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError
 from fzero.layout import Leaf, shard
 from fzero.lowering.combined_transforms import zero_of
 from fzero.lowering.lower import lower
 from fzero.lowering.lowered import Lowered
-from fzero.mesh import AbstractMesh, Mesh, ranks_along
+from fzero.mesh import AbstractMesh, Mesh
 from fzero.program.ir import Line, Program
 from fzero.step import State, Step
 from fzero.step.checks import check_batch
@@ -118,7 +119,7 @@ class _Board:
     def __init__(self, ranks: Sequence[Mesh]):
         self._values: dict[Any, torch.Tensor] = {}
         self._messages: dict[Any, Sequence[torch.Tensor]] = {}
-        self._along = {(m.rank, axis): ranks_along(m, axis) for m in ranks for axis in m.axes}
+        self._along = {(m.rank, axis): ranks_along(m.axes, m.rank, axis) for m in ranks for axis in m.axes}
         self._barriers = {tuple(along): threading.Barrier(len(along)) for along in self._along.values()}
         self._handed, self._failed = threading.Condition(), False
 

@@ -46,6 +46,11 @@ class Transform:
         if "ops" in cls.__dict__:
             bring(cls.ops, cls.name)
 
+    @property
+    def flops_axes(self) -> tuple[str, ...]:
+        """Mesh axes whose ranks divide the computation of the same samples among them."""
+        return ()
+
     def __call__(self, step: Any) -> Any:
         """The step with this spec added.
 

@@ -29,6 +29,10 @@ class Cutting(Transform):
     """What to do about an operation that would be computed whole, besides to allow it."""
 
     @property
+    def flops_axes(self) -> tuple[str, ...]:
+        return () if self.cuts_batch else (self.axis,)
+
+    @property
     def stream(self) -> Dim | None:
         """The cut of what passes between blocks."""
         return None

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero import layout
 from fzero.comm import host
 from fzero.comm.copies import Streams, Unified, copies
-from fzero.comm.host import host_pool, host_tensors
+from fzero.comm.host import host_offsets, host_pool, host_tensors
 from fzero.comm.late_copies import LateCopies
 from fzero.comm.staged import Staged
 from fzero.errors import TierError
@@ -64,7 +63,7 @@ def test_tensors_lie_one_behind_the_other(mesh):
 )
 def test_no_leaf_lies_a_multiple_of_2_28_bytes_from_its_moments(num, nbytes):
     """Nor within 64 KiB of one, if the leaf is large enough for that to matter."""
-    *offsets, end = layout.host_offsets([nbytes] * num * 3)
+    *offsets, end = host_offsets([nbytes] * num * 3)
     distances = {b - a for a, b in zip(offsets, offsets[num:], strict=False)}
     assert all((1 << 16) <= d % (1 << 28) <= (1 << 28) - (1 << 16) for d in distances)
     assert end <= 3 * num * nbytes * 1.005

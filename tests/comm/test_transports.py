@@ -17,7 +17,8 @@ from pool import RaisedOnRank, ending
 import fzero as fz
 from fzero.comm import shared
 from fzero.comm.collectives import ProcessGroups, merged
-from fzero.comm.shared import SharedMemory, ranks_along
+from fzero.comm.groups import ranks_along
+from fzero.comm.shared import SharedMemory
 from fzero.comm.transport import transport
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh
@@ -99,7 +100,7 @@ def test_transfers(run_ranks: Any, name: str, big: int, size: int) -> None:
 )
 def test_transfers_go_along_their_axis(rank: int, data: list[int], replica: list[int]) -> None:
     mesh = Mesh({"replica": 3, "data": 2}, rank, torch.device("cpu"))
-    assert ranks_along(mesh, "data") == data and ranks_along(mesh, "replica") == replica
+    assert [ranks_along(mesh.axes, mesh.rank, axis) for axis in ("data", "replica")] == [data, replica]
 
 
 def open_files() -> int:

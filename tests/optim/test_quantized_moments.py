@@ -15,8 +15,8 @@ from models import STAGES
 
 import fzero as fz
 from fzero import optim
-from fzero.layout import BLOCK, granule, shard_numel
-from fzero.operators.quant_blocks import block_expand, block_max, blocks_shape, has_blocks
+from fzero.layout import shard_numel
+from fzero.operators.quant_blocks import BLOCK, block_expand, block_max, blocks_shape, granule, has_blocks
 from fzero.optim.quantized import POSITIVE, SIGNED, dequantize, quantize
 from fzero.plan.memory import resting_bytes
 

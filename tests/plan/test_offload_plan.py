@@ -16,7 +16,8 @@ import torch
 from models import OPTIMIZERS, batches, meta_part
 
 import fzero as fz
-from fzero import errors, layout, optim
+from fzero import errors, optim
+from fzero.comm.host import padded
 from fzero.layout import Layout, Leaf
 from fzero.lowering.auto import _Tiers
 from fzero.lowering.budget import Budget
@@ -219,7 +220,7 @@ def test_each_tier_has_its_bytes() -> None:
     found = lowered(fz.offload("cpu", "opt_state"), fz.offload("nvme", "params", path="/scratch"), device="h100")
     params, opt_state = state_bytes(plain, "params"), state_bytes(plain, "opt_state")
     assert found.plan.host_persistent_bytes == opt_state
-    assert found.plan.disk_bytes == state_bytes(found, "params", layout.padded) > params
+    assert found.plan.disk_bytes == state_bytes(found, "params", padded) > params
     assert found.plan.persistent_bytes == plain.plan.persistent_bytes - params - opt_state
     assert found.plan.host_peak_bytes == max(s.host for s in found.plan.memory) > found.plan.host_persistent_bytes
     assert plain.plan.host_peak_bytes == plain.plan.host_persistent_bytes == plain.plan.disk_bytes == 0

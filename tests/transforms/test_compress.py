@@ -13,7 +13,8 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
-from fzero.layout import BLOCK, shard_numel
+from fzero.layout import shard_numel
+from fzero.operators.quant_blocks import BLOCK
 from fzero.precision import codes
 from fzero.precision.codes import GRADS, PARAMS, Format, Wire, packed, rows_of, total, unpacked, values_of
 
