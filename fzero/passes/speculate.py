@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
-from fzero.passes.choice import Choice
 from fzero.program.attrs import AssignAttrs, CastAttrs, TurnsAttrs
 from fzero.program.ir import Line, Program
 from fzero.program.names import Names, identifier
 from fzero.program.ops import OPS
+
+if TYPE_CHECKING:
+    from fzero.passes.choice import Choice
 
 TIERS = (("disk",), ("disk", "host"))
 """The tiers whose leaves can be updated on a guess: with the disk's alone no more memory rests."""
