@@ -71,7 +71,7 @@ def losses(args: argparse.Namespace) -> dict[str, Any]:
 
     import fzero as fz
     from fzero import optim
-    from fzero.precision import codes
+    from fzero.transforms import compress_codes as codes
 
     if args.what == EVEN:  # as others have them
         codes.GRADS["int8"] = codes.PARAMS["int8"]

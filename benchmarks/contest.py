@@ -69,7 +69,7 @@ def of_rank(make: Callable[[], Step], batches: Sequence[Any]) -> dict[str, Calla
         return {**took, "losses": losses, "sent": [before, _sent()]}
 
     def planned() -> float:
-        from fzero.program.ops import COLLECTIVES, transfer_bytes
+        from fzero.ir.ops import COLLECTIVES, transfer_bytes
 
         program = live["step"].train.program
         lines = [(x, times) for x, times in program.walk() if x.op in COLLECTIVES and x.op != "take_start"]

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.fx as fx
 
-from fzero.program.ir import Function
+from fzero.ir.program import Function
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import into_buffers
 
@@ -69,7 +69,7 @@ def read(source: str, index: int) -> Code:
 
 
 def generate(function: Function, graph: Recorded, index: int = 0) -> str:
-    """The CUDA code of a function, as `fzero.build.inductor` has it compiled.
+    """The CUDA code of a function, as `fzero.runtime.build.inductor` has it compiled.
 
     Args:
         function: of a program that was traced without a GPU: attention is a CPU's operator, one call of a library.

@@ -21,7 +21,7 @@ from common import publish, serve, settings
 from contest import COLUMNS, Step, arguments, compared, contest, how, of_rank, row, stepped
 from model import Config, make_batches
 
-from fzero.experts import combine, dispatch
+from fzero.ops.experts import combine, dispatch
 
 EXPERTS, CHOICES, LR, WEIGHT_DECAY, MAX_NORM, NUM_BATCHES = 8, 2, 3e-4, 0.01, 1.0, 16
 TITLES = {

@@ -29,7 +29,8 @@ from gpu import LR, MAX_NORM, WEIGHT_DECAY
 from model import Config, make_batches, make_init, make_loss
 
 import fzero as fz
-from fzero import compat, optim
+from fzero import optim
+from fzero._compat import compat
 
 CALLS = {
     1: "does it run, to the right numbers; what a step launches, waits for and allocates; the plan",
@@ -346,7 +347,7 @@ def steady(args: argparse.Namespace, found: Found) -> None:
 @check(1, 45, "this machine's rates, by which steps are planned")
 def rates(args: argparse.Namespace, found: Found) -> None:
     cuda_only(args, "rates of the device")
-    from fzero.measure.calibrate import calibrate
+    from fzero.runtime.calibrate import calibrate
 
     device = calibrate(fz.make_mesh(device=args.device))
     found.value("bf16 TFLOP/s", device.rate(torch.bfloat16) / 1e12)
@@ -502,7 +503,7 @@ EVERYTHING = ("opt_state", "params", "activations")
 
 @check(3, 20, "seconds to page-lock host memory, in huge pages and in small ones")
 def pinning(args: argparse.Namespace, found: Found) -> None:
-    from fzero.comm import host
+    from fzero._utils import host_memory as host
 
     mesh, nbytes = fz.make_mesh(device=args.device), 64 << 20 if args.small else 8 << 30
     rate = dict[str, float]()
@@ -659,7 +660,7 @@ def tests(args: argparse.Namespace, found: Found) -> None:
         "comm/test_host_memory",
         "transforms/test_fp8",
         "compat/test_private_torch_names",
-        "passes/test_micro_batch_sums",
+        "transforms/test_micro_batch_sums",
     )
     files = [f"tests/{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files]

@@ -37,7 +37,7 @@ import torch
 from common import publish
 from gpu_checks import CALLS, CHECKS, Check, Found, Skipped, shown
 
-from fzero.launcher import die_with_parent
+from fzero.comm.launcher import die_with_parent
 
 MINUTES = 9.0  # of a call: the machine may give ten
 ARCHIVE_LIMIT = 15 << 20  # bytes: what a machine sends back is limited

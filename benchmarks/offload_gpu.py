@@ -34,9 +34,9 @@ from model import Config, make_batches, make_init, make_loss
 
 import fzero as fz
 from fzero import optim
-from fzero.measure.calibrate import calibrate
-from fzero.plan.devices import Device, get_device
-from fzero.units import parse_bytes
+from fzero._utils.units import parse_bytes
+from fzero.plan.device_lookup import Device, get_device
+from fzero.runtime.calibrate import calibrate
 
 ROLES = ("opt_state", "params", "activations")
 # shares wanted: of the ceiling everywhere, of the peak from so many tokens a step on

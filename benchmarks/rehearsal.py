@@ -21,15 +21,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fzero import compat, tree
-from fzero.build import build as building
-from fzero.build.calls import as_called
+from fzero import tree
+from fzero._compat import compat
 from fzero.comm.collectives import ProcessGroups
-from fzero.comm.copies import PendingCopy, moves
+from fzero.ir.program import Function, Program
+from fzero.memory.device_copies import PendingCopy, moves
 from fzero.mesh import Mesh
-from fzero.operators import scaled_matmul
-from fzero.program.ir import Function, Program
+from fzero.ops import scaled_matmul
 from fzero.runtime import execute
+from fzero.runtime.build import build as building
+from fzero.runtime.build.calling_convention import as_called
 from fzero.trace.recorder import Recorded
 
 _NEW = re.compile(r"aten::(new_)?empty(_like|_strided|_permuted)?")

@@ -25,7 +25,7 @@ ROOMS = {
     "fz": ("fzero", "Steps, transforms, meshes, programs and plans"),
     "fz.optim": ("fzero.optim", "Optimizers and schedules"),
     "fz.random": ("fzero.random", "Random numbers"),
-    "fz.experts": ("fzero.experts", "Rows of experts"),
+    "fz.experts": ("fzero.ops.experts", "Rows of experts"),
     "fz.data": ("fzero.data", "Batches"),
     "fz.tree": ("fzero.tree", "Pytrees"),
     "fz.checkpoint": ("fzero.checkpoint", "Checkpoints"),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import fzero as fz
-from fzero.launcher import tell
+from fzero.comm.launcher import tell
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 

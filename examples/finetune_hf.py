@@ -21,7 +21,7 @@ import torch.distributed as dist
 from console import LARGE, RANK, WHOLE, WORLD, Help, below_one, exit_code, missing, out_of_range, parsed, say, stops
 
 import fzero as fz
-from fzero.hf.saving import TOKENIZER
+from fzero.hf.pretrained_saving import TOKENIZER
 
 # --- The model, the text ---
 

@@ -26,8 +26,8 @@ from train_gpt import VOCAB, gpt, init_gpt
 
 import fzero as fz
 from fzero import optim
-from fzero.layout import leaf_of
-from fzero.units import parse_bytes
+from fzero._utils.units import parse_bytes
+from fzero.sharding.layout import leaf_of
 
 STATE = 12  # bytes a parameter: itself and Adam's two moments, fp32
 # bytes that torch's tracer and compiler, and what the allocator keeps, take of a process, as measured; the rest is in

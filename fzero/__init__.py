@@ -10,25 +10,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fzero import checkpoint, data, deepspeed, errors, experts, hf, optim, random, testing, tree
-    from fzero.build.build import has_compiler
+    from fzero import checkpoint, data, deepspeed, errors, hf, optim, random, testing, tree
+    from fzero.compiler.auto_mesh import choose_mesh
+    from fzero.compiler.lower import lower
+    from fzero.compiler.lowered import Lowered
     from fzero.elastic.health import Health
-    from fzero.elastic.loop import Run
     from fzero.elastic.resharding import reshard
-    from fzero.elastic.running import run
+    from fzero.elastic.restarts import run
+    from fzero.elastic.run_context import Run
+    from fzero.ir.printer import show
     from fzero.loss import chunked_cross_entropy, weighted
-    from fzero.lowering.choose_mesh import choose_mesh
-    from fzero.lowering.lower import lower
-    from fzero.lowering.lowered import Lowered
     from fzero.mesh import AbstractMesh, Mesh, close_mesh, make_mesh
     from fzero.modules.functionalize import functionalize
-    from fzero.monitor import log
+    from fzero.ops import experts
     from fzero.optim.loss_scale import LossScale
     from fzero.plan.plan import fits
-    from fzero.program.show import show
+    from fzero.runtime.build.build import has_compiler
     from fzero.runtime.compile import compile
-    from fzero.runtime.evaluation import CompiledEval
-    from fzero.runtime.training import CompiledStep
+    from fzero.runtime.compiled_eval import CompiledEval
+    from fzero.runtime.compiled_step import CompiledStep
+    from fzero.runtime.training_log import log
     from fzero.state.move import move
     from fzero.step import EvalStep, State, Step, compose, eval_step, train_step
     from fzero.trace.block import block
@@ -43,21 +44,21 @@ if TYPE_CHECKING:
     from fzero.transforms.redundant import redundant
     from fzero.transforms.remat import remat
     from fzero.transforms.sequence import sequence_parallel
-    from fzero.transforms.shard import data_parallel, shard_grads, shard_opt_state, shard_params
     from fzero.transforms.tensor import tensor_parallel
+    from fzero.transforms.zero import data_parallel, shard_grads, shard_opt_state, shard_params
 
 __version__ = "0.3.0.dev0"
 
 _HOME = {
     "AbstractMesh": "mesh",
-    "CompiledEval": "runtime.evaluation",
-    "CompiledStep": "runtime.training",
+    "CompiledEval": "runtime.compiled_eval",
+    "CompiledStep": "runtime.compiled_step",
     "EvalStep": "step",
     "Health": "elastic.health",
     "LossScale": "optim.loss_scale",
-    "Lowered": "lowering.lowered",
+    "Lowered": "compiler.lowered",
     "Mesh": "mesh",
-    "Run": "elastic.loop",
+    "Run": "elastic.run_context",
     "State": "step",
     "Step": "step",
     "accumulate": "transforms.accumulate",
@@ -66,17 +67,17 @@ _HOME = {
     "compile": "runtime.compile",
     "compose": "step",
     "compress": "transforms.compress",
-    "data_parallel": "transforms.shard",
+    "data_parallel": "transforms.zero",
     "eval_step": "step",
     "expert_parallel": "transforms.expert",
     "fits": "plan.plan",
     "fp8": "transforms.fp8",
     "functionalize": "modules.functionalize",
-    "has_compiler": "build.build",
+    "has_compiler": "runtime.build.build",
     "hierarchical": "transforms.hierarchical",
-    "log": "monitor",
-    "choose_mesh": "lowering.choose_mesh",
-    "lower": "lowering.lower",
+    "log": "runtime.training_log",
+    "choose_mesh": "compiler.auto_mesh",
+    "lower": "compiler.lower",
     "make_mesh": "mesh",
     "mixed_precision": "transforms.precision",
     "move": "state.move",
@@ -85,18 +86,21 @@ _HOME = {
     "redundant": "transforms.redundant",
     "remat": "transforms.remat",
     "reshard": "elastic.resharding",
-    "run": "elastic.running",
-    "shard_grads": "transforms.shard",
-    "shard_opt_state": "transforms.shard",
-    "shard_params": "transforms.shard",
-    "show": "program.show",
+    "run": "elastic.restarts",
+    "shard_grads": "transforms.zero",
+    "shard_opt_state": "transforms.zero",
+    "shard_params": "transforms.zero",
+    "show": "ir.printer",
     "sequence_parallel": "transforms.sequence",
     "tensor_parallel": "transforms.tensor",
     "train_step": "step",
     "chunked_cross_entropy": "loss",
     "weighted": "loss",
 }
-"""The module that defines each public name; a name that is not here is a module itself."""
+"""The module that defines each public name."""
+
+_MODULES = {"experts": "ops.experts"}
+"""Public modules whose path differs from their public name."""
 
 __all__ = [
     "AbstractMesh",
@@ -164,16 +168,16 @@ _RENAMED = {"once_a_step": "hierarchical"}
 
 def __getattr__(name: str) -> Any:
     if new := _RENAMED.get(name):
-        importlib.import_module("fzero.deprecation").warn(f"fz.{name}", f"fz.{new}")
+        importlib.import_module("fzero._utils.deprecation").warn(f"fz.{name}", f"fz.{new}")
         return __getattr__(new)
     if name not in __all__:
         if name.startswith("__"):  # asked by Python and its tools
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         raise importlib.import_module("fzero.errors").no_attribute(__name__, name, __all__)
-    home = _HOME.get(name)
-    found = (
-        getattr(importlib.import_module(f"fzero.{home}"), name) if home else importlib.import_module(f"fzero.{name}")
-    )
+    if name in _HOME:
+        found = getattr(importlib.import_module(f"fzero.{_HOME[name]}"), name)
+    else:
+        found = importlib.import_module(f"fzero.{_MODULES.get(name, name)}")
     globals()[name] = found
     return found
 

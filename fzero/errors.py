@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fzero.memory_error import OutOfMemory
+    from fzero._utils.out_of_memory_error import OutOfMemory
 
 __all__ = [
     "FzeroError",
@@ -132,7 +132,7 @@ class VerifyError(FzeroValueError):
     Example:
         >>> from dataclasses import replace
         >>> import torch, fzero as fz
-        >>> from fzero.program.verify import verify
+        >>> from fzero.ir.verifier import verify
         >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.optim.sgd(0.1))
         >>> program = fz.lower(step, fz.AbstractMesh(data=1), {"w": torch.ones(2)}, torch.ones(2, 2)).program
         >>> try:
@@ -312,5 +312,5 @@ def __getattr__(name: str) -> Any:
     """`OutOfMemory`, when it is asked for: it is PyTorch's error too, and who watches a rank imports no PyTorch."""
     if name != "OutOfMemory":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = importlib.import_module("fzero.memory_error").OutOfMemory
+    found = globals()[name] = importlib.import_module("fzero._utils.out_of_memory_error").OutOfMemory
     return found

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from fzero import tree
-from fzero.arguments import count as whole_number
-from fzero.arguments import number, plain_numbers, shown
+from fzero._utils.arguments import count as whole_number
+from fzero._utils.arguments import number, plain_numbers, shown
 from fzero.errors import FzeroTypeError, TraceError
-from fzero.layout import ties
+from fzero.sharding.layout import ties
 from fzero.trace.block import block
 
 

@@ -22,16 +22,18 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fzero import allocator, compat, cores, launcher
-from fzero.arguments import flag, number, plain_numbers, python_numbers
+from fzero._compat import allocator, compat
+from fzero._utils import cpu_affinity
+from fzero._utils.arguments import flag, number, plain_numbers, python_numbers
+from fzero._utils.exclusive import Exclusive, Holding
+from fzero.comm import launcher
+from fzero.comm.collective_sequence import Turns, leave_all
+from fzero.comm.control_messages import gathered
 from fzero.comm.groups import group_along
+from fzero.comm.launcher_environment import LOCAL, Processes
+from fzero.comm.local_device import choose_device, compare, crowded, one_visible, unsupported
+from fzero.comm.rendezvous import meet
 from fzero.errors import BusyError, FzeroTypeError, FzeroValueError, left
-from fzero.exclusive import Exclusive, Holding
-from fzero.local_device import choose_device, compare, crowded, one_visible, unsupported
-from fzero.processes import LOCAL, Processes
-from fzero.ranks.notes import gathered
-from fzero.ranks.rendezvous import meet
-from fzero.ranks.turns import Turns, leave_all
 
 logger = logging.getLogger("fzero")
 
@@ -106,7 +108,7 @@ class AbstractMesh:
 
 
 class Keeps(Protocol):
-    """Keeps what comes of another rank's state, as elastic/wards.py does."""
+    """Keeps what comes of another rank's state, as elastic/peer_replicas.py does."""
 
     def places(self, leaves: Sequence[str], every: int = ..., once: bool = ...) -> list[torch.Tensor] | None: ...
 
@@ -116,10 +118,10 @@ class Context:
 
     Attributes:
         transport: moves data between its ranks (comm/transport.py).
-        copies: copy between its device and the host (comm/host.py).
-        graphs: capture steps on its device (runtime/graphs.py).
+        copies: copy between its device and the host (_utils/host_memory.py).
+        graphs: capture steps on its device (runtime/cuda_graphs.py).
         turns: what its ranks do together.
-        wards: keep what comes of another rank's state (elastic/wards.py); None: nobody does.
+        wards: keep what comes of another rank's state (elastic/peer_replicas.py); None: nobody does.
         exclusive: held by what has the mesh to itself.
         groups: the process group along each axis. A DeviceMesh of several axes takes a millisecond to find it.
     """
@@ -304,7 +306,7 @@ def make_mesh(
         shared_memory: whether CPU processes that are all on one host read each other's buffers instead of sending them
             through gloo.
         unified_memory: whether host and device are one memory; by default on a CPU. With False on a CPU what is
-            offloaded is copied, as for a GPU, by a thread (comm/late_copies.py): for tests and rehearsals.
+            offloaded is copied, as for a GPU, by a thread (memory/simulated_copies.py): for tests and rehearsals.
         symmetric_memory: whether the pools of programs are registered with NCCL, so that copy engines gather parameters
             and leave the GPU's processors to the products beside. It takes torch 2.11 and NCCL 2.28; with others a line
             in the log says why it is left out. Off by default: no GPU has run it.
@@ -348,7 +350,7 @@ def make_mesh(
         _say_alone(device)
     mesh = unjoined(device, timeout, shared_memory, unified_memory, axes)
     if mesh.device_type == "cuda" and bind_cores:
-        cores.keep_beside(mesh.device)
+        cpu_affinity.keep_beside(mesh.device)
     elif mesh.device_type == "cpu" and keep_freed_memory:
         allocator.keep_freed_memory()
     return _joined(mesh, symmetric_memory is True)
@@ -394,7 +396,7 @@ def unjoined(
     if device == "cuda":
         torch.cuda.set_device(where)
         compat.settle_attention(where)
-    elif local == 0 and (text := crowded(torch.get_num_threads(), locals_, len(cores.cores_of_host()))):
+    elif local == 0 and (text := crowded(torch.get_num_threads(), locals_, len(cpu_affinity.cores_of_host()))):
         logger.warning("fzero.make_mesh: %s", text)
     if world == 1:
         return Mesh(sizes, rank, where, unified_memory=unified_memory)
@@ -453,7 +455,7 @@ def _connect(mesh: Mesh) -> None:
 
 def _drawn(rank: int, world: int) -> bytes:
     """40 bytes that rank 0 draws, on every rank; they come over the process group ([Note: the open store] in
-    ranks/notes.py)."""
+    comm/control_messages.py)."""
     try:
         return gathered(secrets.token_bytes(40))[0]
     except RuntimeError as error:  # what the process group says of a connection that is gone

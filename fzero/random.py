@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from fzero import compat
-from fzero.arguments import count, python_numbers
+from fzero._compat import compat
+from fzero._utils.arguments import count, python_numbers
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.operators.base import define
+from fzero.ops.registration import define
 from fzero.tree import describe
 
 __all__ = [

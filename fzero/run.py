@@ -1,4 +1,4 @@
-"""Starts the keeper of a rank, `python -m fzero.run script.py`, without PyTorch (elastic/keeper.py).
+"""Starts the keeper of a rank, `python -m fzero.run script.py`, without PyTorch (elastic/supervisor.py).
 
 As an import this name is the function `fz.run`: `import fzero.run` binds it in the package, where the module would
 hide it.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from fzero.elastic.keeper import main
+    from fzero.elastic.supervisor import main
 
     sys.exit(main())
 else:
-    from fzero.elastic.running import run
+    from fzero.elastic.restarts import run
 
     sys.modules[__name__] = run  # type: ignore[assignment]

@@ -9,9 +9,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero import tree
+from fzero._utils.units import size
 from fzero.errors import FzeroValueError, attribute_of
-from fzero.layout import leaf_of
-from fzero.units import size
+from fzero.sharding.layout import leaf_of
 
 INIT_STREAM = 0x1717
 """Folded into the key given to `init` to make the state's key, so that no step draws what the init function drew."""

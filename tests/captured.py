@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
 from fzero import tree
-from fzero.runtime.graphs import Graphs
+from fzero.runtime.cuda_graphs import Graphs
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 

@@ -262,12 +262,13 @@ def no_room(*_: Any, **__: Any) -> Any:
 def plant(struck: Struck) -> None:
     """Has fzero's own functions ask, at the lines that the kinds name, whether a fault strikes there."""
     import fzero.mesh
-    from fzero.checkpoint import format, saving
+    from fzero.checkpoint import safetensors_format as format
+    from fzero.checkpoint import saving
     from fzero.comm.collectives import ProcessGroups
-    from fzero.comm.shared import SharedMemory
-    from fzero.elastic.vault import Vault
+    from fzero.comm.shared_memory import SharedMemory
+    from fzero.elastic.memory_checkpoint import Vault
     from fzero.runtime import program_build
-    from fzero.runtime.training import CompiledStep
+    from fzero.runtime.compiled_step import CompiledStep
 
     def around(holder: Any, name: str, where: str, instead: Any = None) -> None:
         before = getattr(holder, name)
@@ -303,7 +304,7 @@ def worker(args: argparse.Namespace) -> None:
     import survivor
 
     import fzero as fz
-    from fzero.ranks import turns
+    from fzero.comm import collective_sequence as turns
 
     out = Path(args.out)
     struck = Struck(out)

@@ -22,8 +22,8 @@ import pytest
 import torch
 from pool import THRESHOLDS, Pool
 
-from fzero.build import worker
-from fzero.program.ops import OPS, OWNERS, Op
+from fzero.ir.ops import OPS, OWNERS, Op
+from fzero.runtime.build import compile_worker
 
 # The same examples every time: a property that fails for one in a thousand inputs must not fail someone else's commit.
 # No deadline: the machine is shared.
@@ -41,7 +41,8 @@ on it will do."""
 
 
 def file_name(path: Path) -> str:
-    """The name of a file in `DURATIONS`: `step/test_steps.py` for one in tests/, `fzero/units.py` for doctests."""
+    """The name of a file in `DURATIONS`: `step/test_steps.py` for one in tests/, `fzero/_utils/units.py` for
+    doctests."""
     return os.path.relpath(path, ROOT).removeprefix("tests/")
 
 
@@ -158,12 +159,12 @@ def pool(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
 @pytest.fixture
 def compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions are compiled by this process, which imports Inductor once, and not by a worker that does for each
-    build. tests/build/test_compiled_functions.py has the worker."""
+    build. tests/runtime/test_compiled_functions.py has the worker."""
 
     def ask(jobs: Any, cache: Any, cores: int, done: Callable[[str], None], trust_cpu: bool) -> dict[str, Any]:
-        return {"skipped": worker._work(jobs, cache, cores, trust_cpu, done)}
+        return {"skipped": compile_worker._work(jobs, cache, cores, trust_cpu, done)}
 
-    monkeypatch.setattr(worker, "_ask", ask)
+    monkeypatch.setattr(compile_worker, "_ask", ask)
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fzero.boxes import Dim
-from fzero.layout import Leaf
 from fzero.mesh import AbstractMesh
-from fzero.transforms.base import Transform
+from fzero.sharding.layout import Leaf
+from fzero.sharding.shard_regions import Dim
+from fzero.transforms.transform import Transform
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 IMPORTED = (
-    "fzero.lowering.lower",
-    "fzero.elastic.running",
+    "fzero.compiler.lower",
+    "fzero.elastic.restarts",
     "fzero.modules.functionalize",
-    "fzero.build.worker",
+    "fzero.runtime.build.compile_worker",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.run",
@@ -60,7 +60,7 @@ _LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDU
 _ONE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1")
 """Variables with which seeds begin. A fork has one thread as well if they are not set for it."""
 _NUM_HASHES = 2  # seeds of the test process differ in their hash seed: ranks must not agree by luck
-_BUILD = "from fzero.build.worker import main; main()"
+_BUILD = "from fzero.runtime.build.compile_worker import main; main()"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _ROOM = 2048, 16_384  # bytes for the arguments of a fork, and for its environment, that other processes see
 _HIGH = 400  # descriptors from here on are no script's
@@ -358,7 +358,7 @@ def _become(start: Start, fds: list[int], control: socket.socket, early: Mapping
         if time.monotonic() > deadline:  # it is dead
             os._exit(1)
         time.sleep(0.0005)
-    importlib.import_module("fzero.launcher")._forked()  # its parent is another than at the fork
+    importlib.import_module("fzero.comm.launcher")._forked()  # its parent is another than at the fork
     if start.session:
         os.setsid()
     else:

@@ -22,7 +22,7 @@ import fzero as fz
 from fzero import tree
 from fzero.comm import collectives
 from fzero.comm.collectives import ProcessGroups
-from fzero.comm.copies import PendingCopy, meet
+from fzero.memory.device_copies import PendingCopy, meet
 from fzero.runtime import program_build
 
 Tensors = Sequence[torch.Tensor]
@@ -68,7 +68,7 @@ class _Job:
 
 
 class LateCopies:
-    """See `fzero.comm.copies.Copies`."""
+    """See `fzero.memory.device_copies.Copies`."""
 
     def __init__(self) -> None:
         self._behind: list[_Job] = []  # copies to the device that were waited for and have not happened

@@ -1,4 +1,4 @@
-"""Runs functions that `fzero.trace.cuts` propagated on the parts of n ranks at once, in one process."""
+"""Runs functions that `fzero.sharding.dim_propagation` propagated on the parts of n ranks at once, in one process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from fzero.boxes import Along, Dim, parts_of
-from fzero.compat import FakeTensorMode
-from fzero.passes.split import Choices, Split
-from fzero.program.lines import Functions
-from fzero.trace.block_body import resolved
-from fzero.trace.cuts import (
+from fzero._compat.compat import FakeTensorMode
+from fzero.ir.from_graph import Functions
+from fzero.sharding.dim_propagation import (
     MARKERS,
     PARTIAL,
     CutFunction,
@@ -26,10 +23,13 @@ from fzero.trace.cuts import (
     propagate,
     reduce_scatter,
 )
-from fzero.trace.functional import AGAIN
-from fzero.trace.joint import Joint
-from fzero.trace.record import record
+from fzero.sharding.shard_regions import Along, Dim, parts_of
+from fzero.trace.block_body import resolved
+from fzero.trace.functionalization import AGAIN
+from fzero.trace.graph_capture import record
+from fzero.trace.joint_graph import Joint
 from fzero.trace.recorder import Recorded
+from fzero.transforms.joint_split import Choices, Split
 
 Tensors = Sequence[torch.Tensor]
 

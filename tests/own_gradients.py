@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from fzero import compat
+from fzero._compat import compat
 from fzero.errors import FzeroTypeError, TransformError
-from fzero.passes.cut_update import written
-from fzero.program.ir import Line, Program
-from fzero.program.lines import Functions
-from fzero.program.names import Names
-from fzero.program.ops import COLLECTIVES, OPS
-from fzero.trace.record import record
+from fzero.ir.from_graph import Functions
+from fzero.ir.ops import COLLECTIVES, OPS
+from fzero.ir.program import Line, Program
+from fzero.ir.value_names import Names
+from fzero.trace.graph_capture import record
+from fzero.transforms.partition_update_pass import written
 
 Sends = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

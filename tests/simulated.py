@@ -14,24 +14,24 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.layout import COMPUTE, Leaf
-from fzero.lowering.abstract_values import batch_inputs
-from fzero.lowering.choose_rules import choose_rules
-from fzero.lowering.combined_transforms import zero_of
-from fzero.lowering.lower import lower
-from fzero.lowering.lowered import Lowered
-from fzero.lowering.slots import declared
-from fzero.lowering.traced import base_program
+from fzero.compiler.abstract_values import batch_inputs
+from fzero.compiler.auto_tensor_parallel import choose_rules
+from fzero.compiler.combined_transforms import zero_of
+from fzero.compiler.lower import lower
+from fzero.compiler.lowered import Lowered
+from fzero.compiler.state_slots import declared
+from fzero.compiler.traced_step import base_program
 from fzero.mesh import AbstractMesh
+from fzero.sharding.layout import COMPUTE, Leaf
 from fzero.step import Step
 from fzero.testing.comparison import most_skipped, overflowed
-from fzero.testing.lines import distance
+from fzero.testing.first_difference import distance
 from fzero.testing.reference_trajectory import Trajectory, trajectory
 from fzero.testing.simulate import Simulation, parts_of, ranks_of, unequal, whole_leaf
 from fzero.testing.tolerance import Roundoff, roundoff
 from fzero.transforms.accumulate import Accumulate
-from fzero.transforms.base import find
-from fzero.transforms.slots import Local
+from fzero.transforms.transform import find
+from fzero.transforms.transform_state import Local
 
 
 def batch_parts(step: Any, mesh: AbstractMesh, batch: Any) -> list[Any]:

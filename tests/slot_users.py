@@ -11,8 +11,8 @@ import torch
 from own_gradients import own_gradients
 
 import fzero as fz
-from fzero.transforms.base import Transform
-from fzero.transforms.slots import Local
+from fzero.transforms.transform import Transform
+from fzero.transforms.transform_state import Local
 
 LR, MOMENTUM, DECAY, EVERY, PULL = 0.1, 0.9, 0.75, 2, 0.5
 

@@ -24,9 +24,9 @@ import torch
 
 import fzero as fz
 from fzero.checkpoint import saving
-from fzero.elastic import host
-from fzero.elastic.loop import Run
-from fzero.ranks import turns
+from fzero.comm import collective_sequence
+from fzero.elastic import host_directory
+from fzero.elastic.run_context import Run
 
 
 def loss_fn(p: Any, batch: Any) -> torch.Tensor:
@@ -50,12 +50,12 @@ def strike(fault: str | None) -> None:
     if fault == "raise":
         raise ValueError("a user's own error")
     if fault == "flip":
-        flip(Path(os.environ[host.MEMORY]), int(os.environ["RANK"]))
+        flip(Path(os.environ[host_directory.MEMORY]), int(os.environ["RANK"]))
     if fault == "node":
-        for kept in Path(os.environ[host.MEMORY]).glob("of-*"):
+        for kept in Path(os.environ[host_directory.MEMORY]).glob("of-*"):
             shutil.rmtree(kept)
     if fault in ("gone", "goner"):
-        shutil.rmtree(Path(os.environ[host.MEMORY]).parent)
+        shutil.rmtree(Path(os.environ[host_directory.MEMORY]).parent)
     if fault not in (None, "gone"):
         os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
@@ -106,7 +106,7 @@ def main() -> None:
     if "SURVIVOR_SAVES" in os.environ:
         slow_disk()
     if (here := os.environ.get("SURVIVOR_HOST")) is not None:  # as if it knew no process of the other host
-        turns._host = lambda: (here, "")
+        collective_sequence._host = lambda: (here, "")
     out, steps, faults = Path(sys.argv[1]), int(sys.argv[2]), dict(text.split(":") for text in sys.argv[3:])
     lives = out / f"lives-{os.environ.get('RANK', '0')}"
     with lives.open("a") as f:

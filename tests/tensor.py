@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import fzero as fz
 from fzero import optim, tree
-from fzero.lowering.combined_transforms import zero_of
+from fzero.compiler.combined_transforms import zero_of
 from fzero.mesh import AbstractMesh
 from fzero.testing.simulate import Simulation, ranks_of
 

@@ -15,7 +15,7 @@ from models import MODELS, OPTIMIZERS, STAGES, batches, meta, meta_part
 import fzero as fz
 from fzero import optim
 from fzero.errors import BudgetError
-from fzero.runtime.same_program import describe
+from fzero.runtime.program_agreement import describe
 
 PARITY = {
     "bare": ("bare", "adamw", STAGES[2](), 2),

@@ -125,7 +125,7 @@ def disk_stream(args: argparse.Namespace) -> Table:
     random order, and every round is a ratio. `mixed` reads the first half of the range and writes the second, as an
     update does. Several `--path` are striped.
     """
-    from fzero.comm import disk
+    from fzero.memory import disk
 
     size, chunk = args.mib << 20, args.chunk << 20
     if size % (2 * chunk) or chunk % disk.PIECE:
@@ -218,7 +218,7 @@ def time_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
 
 def _disk_alone(running: Running, path: list[str]) -> tuple[Callable[[], None], float, Any]:
     """A function that moves the bytes of a step and does nothing else; their number, in GB; the files."""
-    from fzero.comm import disk
+    from fzero.memory import disk
 
     program = running.train.program
     # of every leaf on disk: where its bytes begin here, and how many whole blocks they are

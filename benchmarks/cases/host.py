@@ -49,8 +49,8 @@ def worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
 
     import fzero as fz
     from fzero import optim
-    from fzero.build.build import build
-    from fzero.comm.host import host_tensors
+    from fzero._utils.host_memory import host_tensors
+    from fzero.runtime.build.build import build
 
     torch.set_num_threads(args.threads)
     # peers allocate as they do without fzero; its update allocates nothing
@@ -307,7 +307,7 @@ def update_of(optimizer: Any, sizes: Sequence[int]) -> Update:
     import torch
 
     import fzero as fz
-    from fzero.build.build import build
+    from fzero.runtime.build.build import build
 
     def loss(params: Any, batch: Any) -> Any:
         return sum((w * batch).sum() for w in params.values())
@@ -336,7 +336,7 @@ def in_bf16(update: Update) -> Update:
     import torch
     import torch.fx as fx
 
-    from fzero.program.ir import Function
+    from fzero.ir.program import Function
     from fzero.trace.recorder import Recorded
 
     aten, graph, recorded = torch.ops.aten, fx.Graph(), update.function.graph

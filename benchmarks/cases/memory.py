@@ -245,7 +245,7 @@ PLAN_LIMIT = 0.05  # of the measured peak
 
 def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     import fzero as fz
-    from fzero.measure.profile import allocated
+    from fzero.runtime.op_timers import allocated
 
     mesh = fz.make_mesh(device="cpu")
 
@@ -376,7 +376,7 @@ def offload_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
 def _files(state: Any) -> list[Any]:
     """The scratch files of a state."""
     import fzero as fz
-    from fzero.layout import extent_of
+    from fzero.sharding.layout import extent_of
 
     found = [extent.files for x in fz.tree.leaves(state) if (extent := extent_of(x)) is not None]
     return list({id(f): f for f in found}.values())

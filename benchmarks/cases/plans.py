@@ -35,7 +35,7 @@ def headline(args: argparse.Namespace) -> Table:
     import plan_llama
 
     import fzero as fz
-    from fzero.plan.devices import get_device
+    from fzero.plan.device_lookup import get_device
 
     device, rows, cases = get_device(args.device), [], []
     for micro_batches, vertical in HEADLINE:
@@ -225,8 +225,8 @@ def _long(layers: int, length: int, rows: int, mesh: dict[str, int], kept: str) 
 
     import fzero as fz
     from fzero import optim
-    from fzero.plan.devices import get_device
-    from fzero.program.ops import STARTS, transfer_bytes
+    from fzero.ir.ops import STARTS, transfer_bytes
+    from fzero.plan.device_lookup import get_device
 
     config = Config(layers=layers, seq=length, batch=rows, **WIDE)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))
@@ -334,7 +334,7 @@ def _staged(
 
     import fzero as fz
     from fzero import optim
-    from fzero.plan.devices import get_device
+    from fzero.plan.device_lookup import get_device
 
     config = Config(batch=micro, **model)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-4))

@@ -344,9 +344,9 @@ PLAN_LIMIT = 0.25  # of the measured time
 
 def plan_worker(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     import fzero as fz
-    from fzero.measure.calibrate import calibrate
-    from fzero.plan.devices import get_device
+    from fzero.plan.device_lookup import get_device
     from fzero.plan.plan import plan
+    from fzero.runtime.calibrate import calibrate
 
     started: list[tuple[Any, Any]] = []
     mesh = fz.make_mesh(device="cpu")

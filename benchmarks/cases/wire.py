@@ -50,7 +50,7 @@ def compressed_plans(args: argparse.Namespace) -> Table:
     micro-batch. Axes: node=128 x data=8; leaves are cut over data first, so that a host's sums travel between hosts.
     """
     import fzero as fz
-    from fzero.plan.devices import KNOWN, Link
+    from fzero.plan.device_lookup import KNOWN, Link
 
     mesh = fz.AbstractMesh(device_type="cuda", node=args.nodes, data=8)
     h100 = KNOWN["h100"]

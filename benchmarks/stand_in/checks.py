@@ -31,9 +31,10 @@ from model import Config, make_batches, make_init, make_loss
 from stand_in import no_values
 
 import fzero as fz
-from fzero import compat, optim
-from fzero.build import inductor
+from fzero import optim
+from fzero._compat import compat
 from fzero.comm import collectives
+from fzero.runtime.build import inductor
 from fzero.transforms.offload import Offload
 from fzero.transforms.redundant import Redundant
 

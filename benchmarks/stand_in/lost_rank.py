@@ -22,7 +22,7 @@ from stand_in import no_values
 
 import fzero as fz
 from fzero import optim
-from fzero.elastic import running
+from fzero.elastic import restarts
 
 GONE = Path(os.environ["FAKE_GONE"])
 STEPS, LOST = 24, 19  # at a step's first 16 calls ranks look at each other
@@ -57,7 +57,7 @@ def main(run: Any) -> int:
 if __name__ == "__main__":
     no_values.install()
     if os.environ["KEEPS_WAITING"]:
-        running.freed = lambda mesh: contextlib.nullcontext()
+        restarts.freed = lambda mesh: contextlib.nullcontext()
     lost: dict[str, float] = {}
     if os.environ["RANK"] == "1":  # started again
         GONE.unlink(missing_ok=True)

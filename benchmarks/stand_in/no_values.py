@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch._C._dynamo.guards import _empty_strided_cuda
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fzero.comm import replicas
+from fzero.checkpoint import tensor_digests
 from fzero.runtime import state_validation
 
 _OPS = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
@@ -30,7 +30,7 @@ def install() -> None:
         for name in _OPS:
             _library.impl(name, _empty(getattr(torch.ops.aten, name).default))
     state_validation.check_finite = lambda *given: None  # type: ignore[assignment]
-    replicas.same = lambda mesh, owner, held, fix: held()  # type: ignore[assignment]
+    tensor_digests.same = lambda mesh, owner, held, fix: held()  # type: ignore[assignment]
 
 
 def _empty(op: Any) -> Callable[..., Any]:

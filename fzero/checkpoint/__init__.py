@@ -1,22 +1,44 @@
-"""Saves and restores checkpoints: every rank writes its shards, any mesh reads them back, and nothing damaged loads in
-silence.
+"""Saves and restores sharded checkpoints: each rank writes its shards, and any mesh can read them.
 
-save, read        a State to disk and back, from any mesh to any mesh; an `AsyncSave` is a save that runs in a thread
-Url               a place in an object store
-find, describe, structure, latest, check, verify  what is there, and whether it is whole and fits
-export            Hugging Face's layout of safetensors files; `train.load` reads it
+`save` and `read` move a `State` to and from storage. `find`, `latest`, `describe`, `structure`,
+`check` and `verify` inspect what is stored. `export` writes Hugging Face's layout of safetensors
+files, which `train.load` reads. An `AsyncSave` is a save that continues in the background, and a
+`Url` names a location in an object store.
+
+A checkpoint is one safetensors file per rank and an index with checksums, so damaged data raises an
+error instead of being loaded. This folder knows nothing about programs: it imports nothing from
+`ir/`, `transforms/` or `compiler/`.
+
+| file | what it does |
+|---|---|
+| `saving.py` | plans and writes a checkpoint: every rank writes its file, then rank 0 commits all of them |
+| `async_save.py` | saves from a copy in host memory, in a background thread, while training continues |
+| `tensor_digests.py` | checks that replicated tensors are equal on all ranks, by comparing digests |
+| `reading.py` | reads the byte ranges that this rank needs and verifies their checksums |
+| `peer_reads.py` | reads data that other ranks hold: each rank requests bytes and answers the others |
+| `directory.py` | finds the checkpoints below a root directory, and the newest complete one |
+| `index.py` | reads and writes `index.json`, and compares a checkpoint with the expected tensors |
+| `treespec.py` | encodes the structure of a pytree as JSON, and decodes it without running stored code |
+| `safetensors_format.py` | writes safetensors files and reads ranges of them, in bounded memory, with checksums |
+| `storage.py` | defines the interface to storage, and chooses a filesystem or an object store by path |
+| `filesystem.py` | stores checkpoints in directories, which a rename publishes |
+| `object_store.py` | stores checkpoints as objects, through fsspec; the index, written last, publishes them |
+| `storage_paths.py` | represents the path or the URL of a checkpoint |
+| `weight_export.py` | exports a checkpoint to Hugging Face's layout of safetensors files |
+| `weight_files.py` | lists the tensors in pretrained safetensors files, without reading their values |
+| `weight_loading.py` | reads pretrained weights directly into shards; all ranks together read each byte once |
 """
 
 from typing import Any
 
-from fzero.checkpoint.behind import AsyncSave
+from fzero._utils.deprecation import warn
+from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.directory import find, latest
-from fzero.checkpoint.exporting import export
 from fzero.checkpoint.index import Index, check, describe, structure
-from fzero.checkpoint.places import Url
 from fzero.checkpoint.reading import read, verify
 from fzero.checkpoint.saving import save
-from fzero.deprecation import warn
+from fzero.checkpoint.storage_paths import Url
+from fzero.checkpoint.weight_export import export
 from fzero.errors import no_attribute
 
 __all__ = [

@@ -16,12 +16,12 @@ import os
 import re
 from collections.abc import Mapping
 
-from fzero.checkpoint.behind import settle
-from fzero.checkpoint.places import GIVE, INDEX, LATEST, LONGEST_INDEX, SET_ASIDE, STEP, Place, as_path
+from fzero._utils.bounded_json import Malformed, parsed
+from fzero.checkpoint.async_save import settle
 from fzero.checkpoint.storage import storage_of
+from fzero.checkpoint.storage_paths import GIVE, INDEX, LATEST, LONGEST_INDEX, SET_ASIDE, STEP, Place, as_path
+from fzero.comm.all_ranks import together, world
 from fzero.errors import CheckpointError
-from fzero.ranks.together import together, world
-from fzero.read_json import Malformed, parsed
 
 logger = logging.getLogger("fzero")
 

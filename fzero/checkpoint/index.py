@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from fzero.boxes import Along, Boxes, part_shape, uneven
-from fzero.checkpoint import skeleton as skeletons
+from fzero._utils.bounded_json import Malformed, parsed
+from fzero.checkpoint import treespec as skeletons
 from fzero.checkpoint.directory import complete_steps, locate, step_number
-from fzero.checkpoint.format import CHUNK, CODES
-from fzero.checkpoint.places import GIVE, INDEX, LONGEST_INDEX, Place
-from fzero.checkpoint.spread import Spread
+from fzero.checkpoint.peer_reads import Spread
+from fzero.checkpoint.safetensors_format import CHUNK, CODES
 from fzero.checkpoint.storage import storage_of
+from fzero.checkpoint.storage_paths import GIVE, INDEX, LONGEST_INDEX, Place
+from fzero.comm.all_ranks import ALONE, Ranks, together, world
 from fzero.errors import CheckpointError
 from fzero.mesh import Mesh
-from fzero.ranks.together import ALONE, Ranks, together, world
-from fzero.read_json import Malformed, parsed
+from fzero.sharding.shard_regions import Along, Boxes, part_shape, uneven
 from fzero.tree import dtype_name, form
 
 FORMAT = "fzero-checkpoint"
@@ -207,7 +207,7 @@ def read_index(directory: Place) -> Index:
 
 def is_gone(index: Index) -> bool:
     """Whether a checkpoint was deleted, or replaced by another of its step, since its index was read. One without a
-    digest never lay in a file (elastic/vault.py)."""
+    digest never lay in a file (elastic/memory_checkpoint.py)."""
     if not index.sha256:
         return False
     try:

@@ -11,19 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from fzero import boxes
-from fzero.boxes import Boxes, claimed
-from fzero.checkpoint import format
+from fzero._utils.progress import moved
+from fzero.checkpoint import safetensors_format
 from fzero.checkpoint.index import Index, agreed, describe, differences, fitting, is_gone, mismatch
-from fzero.checkpoint.spread import Piece
+from fzero.checkpoint.peer_reads import Piece
 from fzero.checkpoint.storage import storage_of
-from fzero.comm import disk
+from fzero.comm import agreement
+from fzero.comm.all_ranks import ALONE, Ranks, together, world
 from fzero.errors import CheckpointError
-from fzero.layout import Leaf, place
+from fzero.memory import disk
 from fzero.mesh import Mesh
-from fzero.progress import moved
-from fzero.ranks import agreement
-from fzero.ranks.together import ALONE, Ranks, together, world
+from fzero.sharding import shard_regions
+from fzero.sharding.layout import Leaf, place
+from fzero.sharding.shard_regions import Boxes, claimed
 
 _THREADS = 8
 _BATCH = 1 << 26  # bytes of one file that one thread reads
@@ -70,7 +70,7 @@ def read(
     Example:
         >>> import tempfile, typing
         >>> from fzero import checkpoint
-        >>> from fzero.layout import Layout
+        >>> from fzero.sharding.layout import Layout
         >>> State = typing.NamedTuple("State", [("step", int), ("params", dict)])
         >>> root = tempfile.mkdtemp()
         >>> _ = checkpoint.save(root, State(7, {"w": torch.arange(5.0)}))
@@ -135,7 +135,7 @@ def leaf_bytes(index: Index, name: str) -> Iterable[torch.Tensor]:
     """
     name = index.aliases.get(name, name)
     shape, dtype = index.leaves[name]
-    leaf, size = boxes.whole(shape), format.BLOCK // dtype.itemsize
+    leaf, size = shard_regions.whole(shape), safetensors_format.BLOCK // dtype.itemsize
     out = torch.empty(min(size, leaf.numel) * dtype.itemsize, dtype=torch.uint8, device="cpu")
     with ThreadPoolExecutor(1, thread_name_prefix="fzero-checkpoint") as pool:
         reading = _Reading(index, pool)
@@ -223,7 +223,7 @@ def _read(
                     if given is None
                     else given.zero_()
                 )
-                _cut(index, stored[name], held[name], format.as_bytes(out[name]), jobs)
+                _cut(index, stored[name], held[name], safetensors_format.as_bytes(out[name]), jobs)
             reading.run(jobs)
             for name in group:
                 leaf, value = wanted[name], out[name].to(wanted[name].dtype)
@@ -277,7 +277,7 @@ class _Reading:
             for start in range(0, out.numel(), size):  # with padding: as often on every rank
                 wanted, jobs = held.within(start, start + size), defaultdict[str, list[Piece]](list)
                 part = torch.empty(wanted.numel, dtype=dtype, device="cpu")
-                _cut(self._index, name, wanted, format.as_bytes(part), jobs)
+                _cut(self._index, name, wanted, safetensors_format.as_bytes(part), jobs)
                 self.run(jobs, _WINDOW // _THREADS)
                 write(part.to(out.dtype))
             write(torch.zeros(out.numel() - held.numel, dtype=out.dtype, device="cpu"))
@@ -329,11 +329,11 @@ def _batches(pieces: list[Piece], nbytes: int) -> Iterable[list[Piece]]:
 def _fill(index: Index, file: str, pieces: list[Piece]) -> tuple[list[tuple[int, str]], str | None]:
     """Reads pieces of one file; returns the damaged chunks with the leaf that each hits, and what else went wrong."""
     try:
-        with format.Ranges(index.directory / file, index.files[file].crc32) as ranges:
+        with safetensors_format.Ranges(index.directory / file, index.files[file].crc32) as ranges:
             return [
                 (chunk, piece.leaf) for piece in pieces for chunk in ranges.read_into(piece.out, piece.offset)
             ], None
-    except (OSError, format.FormatError) as error:
+    except (OSError, safetensors_format.FormatError) as error:
         return [], f"{file}: {error}; it holds {_few([p.leaf for p in pieces])}"
 
 
@@ -343,12 +343,12 @@ def _damage(index: Index, name: str) -> list[str]:
     file, digest, bad = index.files[name], hashlib.sha256(), list[int]()
     span = storage_of(index.directory).span
     try:
-        with format.Ranges(index.directory / name, file.crc32) as ranges:
+        with safetensors_format.Ranges(index.directory / name, file.crc32) as ranges:
             for start in range(0, file.bytes, span):
                 for view in ranges.views(start, min(span, file.bytes - start)):
                     digest.update(view)
             bad = sorted(ranges.bad)
-    except (OSError, format.FormatError) as error:
+    except (OSError, safetensors_format.FormatError) as error:
         return [f"{name}: {error}"]
     if not bad and digest.hexdigest() != file.sha256:
         return [f"{name}: its sha256 is {digest.hexdigest()}, {file.sha256} was written"]
@@ -356,7 +356,7 @@ def _damage(index: Index, name: str) -> list[str]:
 
 
 def _bad_chunk(index: Index, file: str, chunk: int, leaves: list[str] | None = None) -> str:
-    start, stop = chunk * format.CHUNK, min((chunk + 1) * format.CHUNK, index.files[file].bytes)
+    start, stop = chunk * safetensors_format.CHUNK, min((chunk + 1) * safetensors_format.CHUNK, index.files[file].bytes)
     return (
         f"{file}: damaged between bytes {start} and {stop}; "
         f"{_held(index, file, start, stop) if leaves is None else 'there lies ' + _few(leaves)}"

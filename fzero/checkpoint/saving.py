@@ -25,21 +25,22 @@ from typing import Any, Literal, overload
 import torch
 
 from fzero import tree
-from fzero.arguments import flag, plain_numbers
-from fzero.boxes import Boxes, part_shape
-from fzero.checkpoint import behind, format, skeleton
-from fzero.checkpoint.behind import AsyncSave
+from fzero._utils.arguments import flag, plain_numbers
+from fzero._utils.bounded_json import parsed
+from fzero.checkpoint import async_save, safetensors_format
+from fzero.checkpoint import treespec as skeleton
+from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.directory import complete_steps, pointed, step_name
 from fzero.checkpoint.index import Expected, File, Index, StoredPart, dump, read_index, to_json
-from fzero.checkpoint.places import INDEX, Place, Url, as_path
 from fzero.checkpoint.storage import Draft, storage_of
-from fzero.comm import disk
-from fzero.comm.replicas import differing, digested, replicas_of
+from fzero.checkpoint.storage_paths import INDEX, Place, Url, as_path
+from fzero.checkpoint.tensor_digests import differing, digested, replicas_of
+from fzero.comm.all_ranks import Ranks, together, world
 from fzero.errors import CheckpointError
-from fzero.layout import Cut, Only, extent_of, leaf_of
+from fzero.memory import disk
 from fzero.mesh import Mesh
-from fzero.ranks.together import Ranks, together, world
-from fzero.read_json import parsed
+from fzero.sharding.layout import Cut, Only, extent_of, leaf_of
+from fzero.sharding.shard_regions import Boxes, part_shape
 from fzero.train_state import check_whole, lasting
 
 logger = logging.getLogger("fzero")
@@ -197,7 +198,7 @@ def save(
     """
     mesh = next((tag[1] for x in tree.tensors(state) if (tag := leaf_of(x)) is not None), None)
     alone = contextlib.nullcontext() if mesh is None else mesh.alone("checkpoint.save")
-    with alone, behind.one_at_a_time:
+    with alone, async_save.one_at_a_time:
         job = begin(
             world(), path, state, keep=keep, meta=meta, check_replicas=check_replicas, wait=wait, private=private
         )
@@ -207,7 +208,7 @@ def save(
         def rest(ranks: Ranks, copies: dict[str, torch.Tensor]) -> Place:
             return carry_out(replace(job, ranks=ranks, plan=replace(job.plan, tensors=copies)))
 
-        return behind.start(job.ranks, job.plan.step, _read(job), rest, job.what, job.undo)
+        return async_save.start(job.ranks, job.plan.step, _read(job), rest, job.what, job.undo)
 
 
 def begin(
@@ -232,7 +233,7 @@ def begin(
     def act() -> tuple[str, tuple[str, str] | None]:
         nonlocal root, plan, draft
         root = as_path(path)
-        behind.finish()  # it may raise on some ranks alone: those where nobody has asked
+        async_save.finish()  # it may raise on some ranks alone: those where nobody has asked
         check_whole(state, "checkpoint.save")
         plan = make_plan(state, ranks.rank, ranks.size)
         _check_arguments(keep, meta, wait, plan, not_private(root, private))
@@ -379,20 +380,24 @@ def write_rank_file(draft: Draft, plan: SavePlan, rank: int) -> None:
     """Writes this rank's parts, and a note of what was written for `commit`."""
     mine = written_by(plan, rank)
 
-    def entry(name: str) -> format.Entry:
+    def entry(name: str) -> safetensors_format.Entry:
         boxes = mine[name]
         shape = part_shape(boxes.shape, boxes.along)
-        return format.Entry(name, plan.leaves[name][1], shape if boxes.numel == math.prod(shape) else (boxes.numel,))
+        return safetensors_format.Entry(
+            name, plan.leaves[name][1], shape if boxes.numel == math.prod(shape) else (boxes.numel,)
+        )
 
-    def blocks(entry: format.Entry) -> Iterator[torch.Tensor]:
+    def blocks(entry: safetensors_format.Entry) -> Iterator[torch.Tensor]:
         tensor, left = plan.tensors[entry.name], entry.nbytes  # less the padding, which is at the end
         on_disk = extent_of(tensor) is not None
         for piece in disk.pieces(tensor) if on_disk else [tensor.detach().resolve_conj().resolve_neg().contiguous()]:
-            data = format.as_bytes(piece)[:left]
+            data = safetensors_format.as_bytes(piece)[:left]
             left -= data.numel()
             yield data
 
-    written = format.write(draft.directory / draft.name(file_name(rank, plan.size)), [entry(n) for n in mine], blocks)
+    written = safetensors_format.write(
+        draft.directory / draft.name(file_name(rank, plan.size)), [entry(n) for n in mine], blocks
+    )
     note = {"bytes": written.bytes, "sha256": written.sha256, "crc32": written.crc32, "offsets": dict(written.offsets)}
     storage_of(draft.directory).write(draft.directory / draft.name(_note(rank)), json.dumps(note).encode())
 
@@ -486,7 +491,7 @@ def _step(state: Any, problems: list[str]) -> int:
 
 
 def _unstorable(tensor: torch.Tensor, rank: int, size: int) -> str | None:
-    if tensor.dtype not in format.CODES:
+    if tensor.dtype not in safetensors_format.CODES:
         return f"the dtype {tensor.dtype} cannot be stored"
     if (tensor.device.type == "meta" and extent_of(tensor) is None) or tensor.layout != torch.strided:
         return f"a tensor on the meta device or of layout {tensor.layout} has no bytes to store"

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.checkpoint.places import Place
-from fzero.read_json import MOST, Malformed
+from fzero._utils.bounded_json import MOST, Malformed
+from fzero.checkpoint.storage_paths import Place
 
 ABANDONED = 3600.0
 """Seconds after which a draft to which nobody has written is taken to be left by a save that was killed."""
@@ -157,9 +157,9 @@ def storage_of(place: Place) -> Storage:
         CheckpointError: of a URL: no fsspec, nothing for this protocol, or options that it does not take.
     """
     if isinstance(place, Path):
-        from fzero.checkpoint.files import FILES
+        from fzero.checkpoint.filesystem import FILES
 
         return FILES
-    from fzero.checkpoint.objects import objects_of
+    from fzero.checkpoint.object_store import objects_of
 
     return objects_of(place)

@@ -1,5 +1,5 @@
 """Finds the tensors of other people's safetensors files, in Hugging Face's layout or a single one: where each lies, and
-which names are tied. Reads no values (loading.py)."""
+which names are tied. Reads no values (weight_loading.py)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from fzero.arguments import path_like
-from fzero.checkpoint.exporting import WEIGHTS, WEIGHTS_INDEX
-from fzero.checkpoint.format import DTYPES, Entry
-from fzero.checkpoint.places import Place, as_path
+from fzero._utils.arguments import path_like
+from fzero._utils.bounded_json import Malformed, formed, parsed
+from fzero.checkpoint.safetensors_format import DTYPES, Entry
 from fzero.checkpoint.storage import storage_of
+from fzero.checkpoint.storage_paths import Place, as_path
+from fzero.checkpoint.weight_export import WEIGHTS, WEIGHTS_INDEX
 from fzero.errors import CheckpointError, FzeroTypeError
-from fzero.read_json import Malformed, formed, parsed
 
 _COPY = "copy or download the files again"
 _HEADER = 100 << 20  # bytes: the library takes no longer one

@@ -1,8 +1,21 @@
-"""Runs the command line: `fzero plan`, `fzero show`, `fzero check`, `fzero calibrate`.
+"""Runs the command line: `fzero plan`, `fzero show`, `fzero check` and `fzero calibrate`.
 
-A command is a frozen dataclass (commands.py) whose fields are its flags. It returns its exit code: 0; 1: the step does
-not fit its budget, is not what it is without transforms, or something failed; 2: flags or a target that cannot be
-meant. Errors are text on stderr; a traceback is shown of a user's own code only.
+Each command is a frozen dataclass in `commands.py` whose fields are its flags. It returns its exit
+code: 0 if it succeeded; 1 if the step does not fit its budget, differs from the step without
+transforms, or something failed; 2 if a flag or the target is invalid. Errors are printed to stderr,
+and a traceback is shown only for the user's own code.
+
+| file | what it does |
+|---|---|
+| `flag_parsing.py` | parses the flags of a command with tyro |
+| `flags.py` | the flags that several commands share |
+| `target.py` | imports the target `MODULE:FUNCTION`, which returns a step, its parameters and a batch |
+| `hf_script.py` | writes the training script for a transformers model (`--hf`), and the step to plan from it |
+| `step_command.py` | makes the step and the mesh that `plan` and `show` lower |
+| `plan_command.py` | `fzero plan`: plans the step on one or several meshes, and prints or draws the plan |
+| `commands.py` | lists the commands, and runs `show`, `check` and `calibrate` |
+| `plan_summary.py` | summarizes a plan in words: does the model fit, how fast does it train, what would help |
+| `printing.py` | prints plans, programs, devices and reports in colour, as plain text or as JSON |
 """
 
 from __future__ import annotations
@@ -41,7 +54,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    from fzero.cli.arguments import parse
+    from fzero.cli.flag_parsing import parse
     from fzero.cli.target import UsageError, UserError
 
     if args == ["--version"]:

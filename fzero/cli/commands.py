@@ -16,19 +16,19 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from fzero.cli import report
+from fzero._utils.progress import shown
+from fzero.cli import printing
 from fzero.cli.flags import FLAG, TARGET, axes_of, check_files, usage_errors
 from fzero.cli.step_command import StepCommand
 from fzero.cli.target import UsageError, load, users_code, with_values
-from fzero.comm.disk import check
-from fzero.lowering.combined_transforms import zero_of
-from fzero.measure.calibrate import calibrate
-from fzero.measure.probes import SCRATCH
+from fzero.compiler.combined_transforms import zero_of
+from fzero.ir.printer import show
+from fzero.memory.disk import check
 from fzero.mesh import close_mesh, make_mesh
 from fzero.plan.calibration import calibration_path
-from fzero.plan.devices import Device
-from fzero.program.show import show
-from fzero.progress import shown
+from fzero.plan.device_lookup import Device
+from fzero.runtime.calibrate import calibrate
+from fzero.runtime.probes import SCRATCH
 from fzero.step import Step
 from fzero.testing import check_equivalent
 
@@ -54,10 +54,10 @@ class Show(StepCommand):
             program = lowered.after(self.after) if self.after else lowered.program
             text = lowered.diff(self.diff, fold=not self.flat) if self.diff else show(program, fold=not self.flat)
         if self.json:
-            data = report.program_data(program) | {"passes": [*lowered.stages()]}
+            data = printing.program_data(program) | {"passes": [*lowered.stages()]}
             print(json_.dumps(data | {"diff" if self.diff else "program": text}, indent=1))
         else:
-            report.print_program(text)
+            printing.print_program(text)
             print(f"passes that ran: {', '.join(lowered.stages())}", file=sys.stderr)
         return 0
 
@@ -94,7 +94,7 @@ class Calibrate:
         if self.json:
             print(device.to_json())
         else:
-            report.print_device(device)
+            printing.print_device(device)
         print(f"written to {path}", file=sys.stderr)
         return 0
 
@@ -149,7 +149,7 @@ class Check:
             if self.json:
                 print(found.to_json())
             else:
-                report.print_report(found)
+                printing.print_report(found)
         return 0 if found.equivalent else 1
 
 

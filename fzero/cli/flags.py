@@ -10,10 +10,10 @@ from typing import Any
 
 from tyro.conf import arg
 
+from fzero._utils.units import parse_bytes
 from fzero.cli.target import UsageError
+from fzero.comm.launcher_environment import LOCAL
 from fzero.errors import FzeroError, FzeroValueError
-from fzero.processes import LOCAL
-from fzero.units import parse_bytes
 
 TARGET = arg(metavar="MODULE:FUNCTION", help_behavior_hint="")
 MESH = arg(metavar="AXIS=SIZE ...", help_behavior_hint="(required, or --devices)")

@@ -13,21 +13,21 @@ import torch
 from tyro.conf import arg
 
 from fzero import tree
-from fzero.cli import report
-from fzero.cli.answer import Answer
+from fzero._utils.progress import shown
+from fzero.cli import printing
 from fzero.cli.flags import FILE, axes_of, check_files, usage_errors
-from fzero.cli.hf import as_flags, planned
+from fzero.cli.hf_script import as_flags, planned
+from fzero.cli.plan_summary import Answer
 from fzero.cli.step_command import StepCommand, unknown_keys_named
 from fzero.cli.target import UsageError, load, users_code
+from fzero.compiler.abstract_values import abstract
+from fzero.compiler.auto_mesh import choose_mesh
 from fzero.errors import BudgetError
-from fzero.hf.library import library
-from fzero.lowering.abstract_values import abstract
-from fzero.lowering.choose_mesh import choose_mesh
+from fzero.hf.transformers_import import library
 from fzero.mesh import AbstractMesh
-from fzero.plan.devices import get_devices
+from fzero.plan.device_lookup import get_devices
 from fzero.plan.plan import fits
-from fzero.plan.process import parts
-from fzero.progress import shown
+from fzero.plan.process_memory import parts
 from fzero.step import Step
 
 
@@ -71,18 +71,18 @@ class PlanCommand(StepCommand):
                 parts(plan.device, plan.peak_bytes, interpreter, lowered.program.mesh.size > 1),
             )
             if self.json:
-                data = json_.loads(plan.to_json()) | report.plan_data(lowered, plan) | found.data()
+                data = json_.loads(plan.to_json()) | printing.plan_data(lowered, plan) | found.data()
                 print(json_.dumps(data, indent=1))
             else:
-                report.print_answer(found)
+                printing.print_answer(found)
             return 0
         known = self.device is not None or self.devices is not None or plan.device.machine  # else any of the kind
         left = plan.device.memory_bytes - plan.process_bytes
         memory = left if known and self.budget_bytes is None else None
         if self.json:
-            print(json_.dumps(json_.loads(plan.to_json()) | report.plan_data(lowered, plan, memory), indent=1))
+            print(json_.dumps(json_.loads(plan.to_json()) | printing.plan_data(lowered, plan, memory), indent=1))
         else:
-            report.print_plan(lowered, plan, memory, short)
+            printing.print_plan(lowered, plan, memory, short)
         return 0 if memory is None or fits(plan, memory) else 1
 
     def _compare(self) -> int:
@@ -129,7 +129,7 @@ class PlanCommand(StepCommand):
                     backend=self.backend,
                 )
         if self.json:
-            print(json_.dumps(report.meshes_data(found) | ({} if made is None else {"model": made.model}), indent=1))
+            print(json_.dumps(printing.meshes_data(found) | ({} if made is None else {"model": made.model}), indent=1))
         else:
             print(found if made is None else f"{made.model}\n{found}")
         return 0 if found.found[0].plan is not None else 1

@@ -14,22 +14,22 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from tyro.conf import Positional, UseAppendAction, arg
 
+from fzero._utils.progress import shown
+from fzero._utils.units import parse_budgets
 from fzero.cli.flags import BUDGET, DEVICE, FLAG, MESH, TARGET, axes_of, bytes_of, usage_errors
-from fzero.cli.hf import OfModel, Script, planned
+from fzero.cli.hf_script import OfModel, Script, planned
 from fzero.cli.target import UsageError, load, users_code
-from fzero.hf.library import library
-from fzero.lowering.at_rest import check_at_rest, shortage
-from fzero.lowering.budget import Budget
-from fzero.lowering.lower import lower
-from fzero.lowering.lowered import Lowered
+from fzero.compiler.budget_report import Budget
+from fzero.compiler.lower import lower
+from fzero.compiler.lowered import Lowered
+from fzero.compiler.passes import FIRST, passes_of
+from fzero.compiler.state_budget import check_at_rest, shortage
+from fzero.hf.transformers_import import library
 from fzero.mesh import AbstractMesh
-from fzero.passes.pipeline import FIRST, passes_of
 from fzero.plan.calibration import elsewhere
-from fzero.plan.devices import Device, get_device, get_devices
-from fzero.plan.process import INTERPRETER, left, resident, room
-from fzero.progress import shown
+from fzero.plan.device_lookup import Device, get_device, get_devices
+from fzero.plan.process_memory import INTERPRETER, left, resident, room
 from fzero.step import Step
-from fzero.units import parse_budgets
 
 
 class _Lowered(NamedTuple):

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from fzero import compat, tree
 from fzero import random as fzrandom
+from fzero import tree
+from fzero._compat import compat
 from fzero.errors import FzeroError, FzeroValueError
 from fzero.step import EvalStep, Step
 

@@ -1,6 +1,6 @@
 """Runs collectives through process groups, gloo and NCCL: each is a start, which returns at once, and a wait.
 
-Everything happens in the buffers a program planned (see [Note: pool] in program/ir.py): a start copies what does not
+Everything happens in the buffers a program planned (see [Note: pool] in ir/program.py): a start copies what does not
 lie there already, the collective works from and to them, and a wait hands out views. On CUDA gathers have process
 groups of their own, for one NCCL communicator is one stream and would run them behind the reductions.
 
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fzero import compat
+from fzero._compat import compat
+from fzero._utils.host_memory import host_bytes
+from fzero.comm.collective_sequence import before_leaving
 from fzero.comm.groups import group_along, ranks_along
-from fzero.comm.host import host_bytes
 from fzero.errors import DivergenceError
-from fzero.ranks.turns import before_leaving
 
 if TYPE_CHECKING:
     from fzero.mesh import Mesh

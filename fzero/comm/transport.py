@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fzero.comm.collectives import ProcessGroups
-from fzero.comm.shared import SharedMemory, connect
+from fzero.comm.shared_memory import SharedMemory, connect
 
 if TYPE_CHECKING:
     from fzero.mesh import Mesh

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from fzero import compat, random, tree
-from fzero.arguments import count, function, python_numbers
-from fzero.data.steps import Steps, digest
+from fzero import random, tree
+from fzero._compat import compat
+from fzero._utils.arguments import count, function, python_numbers
+from fzero.data.sample_order import Steps, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.trace.reads.refused_operations import draws
-from fzero.trace.reads.user_lines import line, user_place
+from fzero.trace.guards.unsupported_operations import draws
+from fzero.trace.guards.user_frames import line, user_place
 from fzero.tree import describe
 
 _WHERE = "data.ArrayDataset"

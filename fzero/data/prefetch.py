@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from fzero import tree
-from fzero.arguments import plain_numbers
+from fzero._utils.arguments import plain_numbers
 from fzero.errors import FzeroValueError
 
 _PATIENCE = 10.0  # seconds for the batch under way, once nobody asks for more

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fzero.arguments import plain_numbers, python_numbers
-from fzero.data.steps import Steps, counts, digest
+from fzero._utils.arguments import plain_numbers, python_numbers
+from fzero.data.sample_order import Steps, counts, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.tree import describe, dtype_name
 

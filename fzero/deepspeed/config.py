@@ -11,20 +11,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from fzero.arguments import count, plain_numbers
+from fzero._utils.arguments import count, plain_numbers
 from fzero.deepspeed import optimizer as optimizers
-from fzero.deepspeed.reading import MEANING, ConfigSettings, Decision, read_file, settings
+from fzero.deepspeed.config_values import MEANING, ConfigSettings, Decision, read_file, settings
 from fzero.errors import FzeroError, FzeroValueError
+from fzero.ir.program import Program
 from fzero.optim import GradientTransformation, Schedule
 from fzero.optim.loss_scale import LossScale
-from fzero.program.ir import Program
 from fzero.step import EvalStep, Step, compose, train_step
 from fzero.transforms.accumulate import accumulate
-from fzero.transforms.base import Transform
 from fzero.transforms.offload import offload
 from fzero.transforms.precision import DTYPE_NAMES, mixed_precision
 from fzero.transforms.remat import remat
-from fzero.transforms.shard import Parallel, data_parallel, shard_grads, shard_opt_state, shard_params
+from fzero.transforms.transform import Transform
+from fzero.transforms.zero import Parallel, data_parallel, shard_grads, shard_opt_state, shard_params
 
 _ZERO = "zero_optimization"
 _OFFLOADS = {f"{_ZERO}.offload_optimizer": ("opt_state", 1), f"{_ZERO}.offload_param": ("params", 3)}

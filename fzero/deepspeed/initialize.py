@@ -15,7 +15,7 @@ from fzero.errors import FzeroTypeError
 from fzero.mesh import Mesh, make_mesh
 from fzero.modules.functionalize import functionalize
 from fzero.runtime.compile import compile
-from fzero.runtime.training import CompiledStep
+from fzero.runtime.compiled_step import CompiledStep
 
 
 def initialize(

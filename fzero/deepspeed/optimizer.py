@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import optim
-from fzero.deepspeed.reading import ConfigSettings
-from fzero.deepspeed.table import SUPPORTED
+from fzero.deepspeed.config_values import ConfigSettings
+from fzero.deepspeed.supported_keys import SUPPORTED
 from fzero.errors import FzeroError
 from fzero.optim import GradientTransformation, Schedule, schedules, torch_classes
-from fzero.optim.base import is_transformation
+from fzero.optim.gradient_transformation import is_transformation
 
 _ADAM = "betas eps bias_correction amsgrad adam_w_mode torch_adam set_grad_none fp32_optimizer_states capturable"
 _TORCH = "lr weight_decay maximize foreach fused differentiable"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fzero.arguments import python_numbers
-from fzero.deprecation import attribute_alias, keyword_aliases
+from fzero._utils.arguments import python_numbers
+from fzero._utils.deprecation import attribute_alias, keyword_aliases
 
 
 class Finding(NamedTuple):

@@ -1,4 +1,5 @@
-"""Makes safetensors files on a filesystem in memory, whose tensors are overwritten in place (elastic/vault.py)."""
+"""Makes safetensors files on a filesystem in memory, whose tensors are overwritten in place
+(elastic/memory_checkpoint.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.checkpoint.format import Entry, header
+from fzero.checkpoint.safetensors_format import Entry, header
 
 
 class MemoryFile(NamedTuple):

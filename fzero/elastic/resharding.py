@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.boxes import Boxes
-from fzero.checkpoint.format import as_bytes
+from fzero.checkpoint import tensor_digests
 from fzero.checkpoint.index import Index, StoredPart
+from fzero.checkpoint.peer_reads import Spread
+from fzero.checkpoint.safetensors_format import as_bytes
 from fzero.checkpoint.saving import SavePlan, make_plan
-from fzero.checkpoint.spread import Spread
-from fzero.comm import replicas
+from fzero.comm import agreement
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.layout import extent_of, leaf_of, leave
 from fzero.mesh import Mesh
-from fzero.ranks import agreement
-from fzero.runtime.training import CompiledStep
+from fzero.runtime.compiled_step import CompiledStep
+from fzero.sharding.layout import extent_of, leaf_of, leave
+from fzero.sharding.shard_regions import Boxes
 from fzero.step import State
 from fzero.step.checks import check_state
 from fzero.tree import describe
@@ -121,7 +121,7 @@ def _plan(state: Any, mesh: Mesh) -> SavePlan:
 
     plan = agreement.everywhere(mesh, "reshard", act)
     held = {"the state's step, tree, shapes, dtypes or layouts": (plan.digest(), ())}
-    replicas.same(mesh, "reshard", lambda: held, "give the same state on every rank")
+    tensor_digests.same(mesh, "reshard", lambda: held, "give the same state on every rank")
     return plan
 
 

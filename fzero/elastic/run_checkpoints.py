@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero import checkpoint, launcher
-from fzero.arguments import shown
-from fzero.checkpoint.behind import AsyncSave
+from fzero import checkpoint
+from fzero._utils.arguments import shown
+from fzero.checkpoint.async_save import AsyncSave
 from fzero.checkpoint.index import Index
-from fzero.checkpoint.places import Url
-from fzero.data.steps import Steps
+from fzero.checkpoint.storage_paths import Url
+from fzero.comm import agreement, launcher
+from fzero.data.sample_order import Steps
 from fzero.errors import CheckpointError, FzeroValueError, StorageError
 from fzero.mesh import Mesh
-from fzero.ranks import agreement
 from fzero.step import State
 
 logger = logging.getLogger("fzero")

@@ -7,19 +7,19 @@ import os
 from pathlib import Path
 
 from fzero import tree
+from fzero.comm import agreement
+from fzero.comm.launcher_environment import Processes
 from fzero.comm.transport import transport
-from fzero.elastic import host
-from fzero.elastic.vault import Vault
-from fzero.elastic.wards import Ward
+from fzero.elastic import host_directory
+from fzero.elastic.memory_checkpoint import Vault
+from fzero.elastic.peer_replicas import Ward
 from fzero.errors import FzeroValueError
-from fzero.layout import extent_of
 from fzero.mesh import Mesh
-from fzero.processes import Processes
-from fzero.ranks import agreement
-from fzero.runtime.training import CompiledStep
+from fzero.runtime.compiled_step import CompiledStep
+from fzero.sharding.layout import extent_of
 from fzero.step import State
-from fzero.transforms.base import find
 from fzero.transforms.redundant import Redundant
+from fzero.transforms.transform import find
 
 logger = logging.getLogger("fzero")
 
@@ -80,5 +80,5 @@ def _ward(train: CompiledStep, every: int, mesh: Mesh) -> Ward | None:
 def _no_room(memory: Path, error: OSError) -> FzeroValueError:
     space = os.statvfs(memory)
     free = f"{memory}: {space.f_bavail * space.f_frsize / 1e6:.0f} MB are free; {error.strerror}"
-    fix = f"a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or {host.elsewhere()}"
+    fix = f"a larger /dev/shm (docker run --shm-size, a memory volume in Kubernetes), or {host_directory.elsewhere()}"
     return FzeroValueError("run", "the host's memory does not take the copies of the state", [free], fix)

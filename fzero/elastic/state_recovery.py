@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.checkpoint.index import Index
-from fzero.elastic import memories
+from fzero.comm import agreement, collective_sequence
+from fzero.comm.all_ranks import together, world
+from fzero.comm.launcher_environment import Processes
+from fzero.elastic import recovery_source
 from fzero.elastic.health import Finding
-from fzero.elastic.vault import Damage
+from fzero.elastic.memory_checkpoint import Damage
 from fzero.errors import CheckpointError, FzeroValueError
 from fzero.mesh import Mesh
-from fzero.processes import Processes
-from fzero.ranks import agreement, turns
-from fzero.ranks.together import together, world
-from fzero.runtime.training import CompiledStep
+from fzero.runtime.compiled_step import CompiledStep
 from fzero.step import State
 
 logger = logging.getLogger("fzero")
@@ -54,10 +54,10 @@ def in_memory(memory: Path | None, mesh: Mesh, note: Callable[[Finding], None]) 
     if memory is None:
         return InMemory()
     here = Processes.of()
-    mine = 0 if turns.watcher is None else turns.watcher.reached
+    mine = 0 if collective_sequence.watcher is None else collective_sequence.watcher.reached
     reached = max(agreement.everyones(mesh, "run", lambda: mine))  # nobody keeps meanwhile
     what = "cannot check the memory of a host"
-    look = lambda: memories.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
+    look = lambda: recovery_source.let_go_of_damaged(memory, here.local, here.num_local)  # noqa: E731
     damaged = together(world(), "run", what, look, form=list[Damage])
     for rank, seen, leaves, sent in (x for those in damaged for x in those):
         how = "sent of its state" if sent else "kept"
@@ -65,7 +65,7 @@ def in_memory(memory: Path | None, mesh: Mesh, note: Callable[[Finding], None]) 
         text = f"what rank {rank} {how} {after} has changed in memory, and is not used: "
         text += ", ".join(leaves[:5])
         note(Finding("slot", seen, (rank,), text))
-    kept, lost = memories.newest(memory, mesh, world())
+    kept, lost = recovery_source.newest(memory, mesh, world())
     if kept is None and not lost and reached:
         ranks = ", ".join(map(str, range(mesh.size)))
         lost = f"of the state after {reached} batches no host's memory has what rank{'s' * (mesh.size > 1)} "
@@ -119,7 +119,7 @@ def recovered(
 
 def _check_resize(found: Index | None, mesh: Mesh, refuse: bool) -> None:
     """Says, or refuses, that another number of ranks has trained this state."""
-    if found is None or (before := memories.ranks_of(found)) == (now := mesh.size):
+    if found is None or (before := recovery_source.ranks_of(found)) == (now := mesh.size):
         return
     if refuse:
         what = f"the state of step {found.step} was trained by {before} ranks, and here are {now}"

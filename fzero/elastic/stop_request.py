@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from fzero.elastic.joining import Signals
+from fzero.comm.control_messages import STRANGERS, proven, signed
+from fzero.elastic.join import Signals
 from fzero.mesh import Mesh
-from fzero.ranks.notes import STRANGERS, proven, signed
 
 logger = logging.getLogger("fzero")
 

@@ -1,28 +1,51 @@
-"""Joins the library `transformers`: its models, their directories, its Trainer, and generation from a sharded state.
+"""Connects the library `transformers`: its models, directories and Trainer, and generation.
 
-from_pretrained, from_config   a model of the library as functions of its tensors
-save_pretrained                a directory that the library's own `from_pretrained` reads
-module                         a model of the library with the weights of a state, for `generate()` and evaluation
-experts_implementation         how the experts of a mixture are computed, for expert_parallel
-tensor_rules                   how tensor_parallel cuts a model, by the library's own plan
-Trainer, TrainingArguments     the library's Trainer around one compiled step
+`from_pretrained` and `from_config` make a model of the library a set of functions of its tensors;
+`save_pretrained` writes a directory that the library's own `from_pretrained` reads. `module` is the
+model with the weights of a sharded state, for `generate()` and evaluation. `experts_implementation`
+and `tensor_rules` prepare a model for `expert_parallel` and `tensor_parallel`. `Trainer` and
+`TrainingArguments` are the library's, around one compiled step. This folder imports nothing from
+`ir/` or `compiler/`.
+
+| file | what it does |
+|---|---|
+| `transformers_import.py` | imports the library, or says how to install the version that is needed |
+| `models.py` | makes models from directories and configurations, as functions of their tensors |
+| `adapters.py` | adds adapters of the library `peft` to a model, and saves them |
+| `moe.py` | `experts_implementation`: makes mixture-of-experts layers compute products of fixed size |
+| `tp_plan.py` | `tensor_rules`: takes the tensor-parallel rules from the library's own plan |
+| `weight_conversions.py` | maps stored weights to parameters and back, following the library's conversions |
+| `pretrained_saving.py` | writes a directory that the library's `from_pretrained` reads, in bounded memory |
+| `gathered_module.py` | runs a model with the weights of a sharded state, gathered whole or layer by layer |
+| `trainer.py` | `Trainer`: runs the micro-batches of an update as one compiled step |
+| `trainer_options.py` | `TrainingArguments`, and which options of the Trainer are ignored or rejected |
+| `step_recipe.py` | decides the optimizer, transforms and learning rates of the Trainer's step |
+| `torch_optimizers.py` | translates PyTorch optimizers, and writes their learning rates to the state |
+| `traced_loss.py` | traces the loss and the evaluation outputs through `compute_loss` |
+| `loss_guard.py` | finds what the loss reads besides its batch, and rejects changes of it |
+| `data_parallel_ranks.py` | counts data-parallel groups; the ranks along a tensor-parallel axis read the same data |
+| `padding.py` | pads batches to a few shapes, and checks that padding does not change the loss |
+| `batch_signatures.py` | groups batches by their entries, so that each group is computed with its own |
+| `evaluation_step.py` | evaluates a model from its sharded state, batch by batch |
+| `weight_sync.py` | gives declared callbacks the current weights, and rejects other uses of the module's |
+| `resume.py` | finds the checkpoint to resume from, skipping saves that did not finish |
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fzero.deprecation import warn
+from fzero._utils.deprecation import warn
 from fzero.errors import no_attribute
-from fzero.hf.library import library, needed
-from fzero.hf.mixtures import experts_implementation
+from fzero.hf.gathered_module import module
 from fzero.hf.models import Pretrained, from_config, from_pretrained
-from fzero.hf.running import module
-from fzero.hf.saving import save_pretrained
-from fzero.hf.tensor_rules import tensor_rules
+from fzero.hf.moe import experts_implementation
+from fzero.hf.pretrained_saving import save_pretrained
+from fzero.hf.tp_plan import tensor_rules
+from fzero.hf.transformers_import import library, needed
 
 if TYPE_CHECKING:
-    from fzero.hf.options import TrainingArguments
     from fzero.hf.trainer import Trainer
+    from fzero.hf.trainer_options import TrainingArguments
 
 __all__ = [
     "Pretrained",
@@ -36,7 +59,7 @@ __all__ = [
     "tensor_rules",
 ]
 
-_HOME = {"Trainer": "trainer", "TrainingArguments": "options"}
+_HOME = {"Trainer": "trainer", "TrainingArguments": "trainer_options"}
 """The modules that import the library, when they are asked for."""
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from fzero import random, tree
-from fzero.arguments import plain_numbers
-from fzero.checkpoint.loading import Sources, Weights
-from fzero.checkpoint.places import Place, local
+from fzero._utils.arguments import plain_numbers
+from fzero._utils.bounded_json import parsed
 from fzero.checkpoint.storage import storage_of
+from fzero.checkpoint.storage_paths import Place, local
+from fzero.checkpoint.weight_loading import Sources, Weights
 from fzero.errors import CheckpointError
-from fzero.hf import adapters, conversions
-from fzero.hf.library import library
+from fzero.hf import adapters, weight_conversions
+from fzero.hf.transformers_import import library
 from fzero.modules.functionalize import Functional
-from fzero.read_json import parsed
 
 
 class Pretrained(Functional):
@@ -59,7 +59,7 @@ class Pretrained(Functional):
             what = f"{weights.path} is a directory of {theirs!r}, this model is of {ours!r}"
             raise CheckpointError("load", what, fix="give the directory that the model was made from")
         _check_unquantized(weights.path, config)
-        found = conversions.sources(self._base, weights)
+        found = weight_conversions.sources(self._base, weights)
         if self._base_names is None:
             return found
         adapted = {name: found[plain] for name, plain in self._base_names.items() if plain in found}

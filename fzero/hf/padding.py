@@ -5,9 +5,9 @@ along dim 1 with the collator's values. Missing rows are copies of the last row 
 choose the same shape.
 
 Whether padding changes what a model computes is not known in advance: convolutions, means over all positions or batch
-statistics may read the padding. Therefore the first batch that is padded is evaluated both ways, in `evaluating.py`. If
-the numbers differ, padding along the length is an error, and missing rows are not added. Batches that cannot be padded
-are taken as they come.
+statistics may read the padding. Therefore the first batch that is padded is evaluated both ways, in
+`evaluation_step.py`. If the numbers differ, padding along the length is an error, and missing rows are not added.
+Batches that cannot be padded are taken as they come.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 import transformers  # pyright: ignore[reportMissingImports] - of the extra `hf`
 
 from fzero import tree
+from fzero.comm.control_messages import gathered_tensors
 from fzero.errors import FzeroValueError
-from fzero.hf.data_parts import Exchange
-from fzero.hf.traced import Losses
+from fzero.hf.data_parallel_ranks import Exchange
+from fzero.hf.traced_loss import Losses
 from fzero.modules.functionalize import Functional
-from fzero.ranks.notes import gathered_tensors
 
 logger = logging.getLogger("fzero")
 

@@ -22,28 +22,36 @@ from transformers.trainer import TRAINING_ARGS_NAME  # pyright: ignore[reportMis
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # pyright: ignore[reportMissingImports]
 
 from fzero import checkpoint, random, tree
-from fzero.arguments import python_numbers, shown
+from fzero._utils.arguments import python_numbers, shown
+from fzero.comm.all_ranks import together, world
 from fzero.errors import CheckpointError, FzeroValueError, TraceError
-from fzero.hf import data_parts, optimizers, options, padding, recipe, saving, traced
-from fzero.hf.batch_kinds import Kind, Kinds, check_constants, differences, kind_of, split, tensors_of
-from fzero.hf.data_parts import Exchange
-from fzero.hf.evaluating import Evaluation
-from fzero.hf.loss_inputs import LossInputs
+from fzero.hf import (
+    data_parallel_ranks,
+    padding,
+    pretrained_saving,
+    step_recipe,
+    torch_optimizers,
+    traced_loss,
+    trainer_options,
+)
+from fzero.hf.batch_signatures import Kind, Kinds, check_constants, differences, kind_of, split, tensors_of
+from fzero.hf.data_parallel_ranks import Exchange
+from fzero.hf.evaluation_step import Evaluation
+from fzero.hf.gathered_module import whole
+from fzero.hf.loss_guard import LossInputs
 from fzero.hf.models import Pretrained
-from fzero.hf.resuming import newest_finished, unmark
-from fzero.hf.running import whole
-from fzero.hf.sync import Sync
+from fzero.hf.resume import newest_finished, unmark
+from fzero.hf.weight_sync import Sync
 from fzero.mesh import Mesh, make_mesh
 from fzero.modules.functionalize import Functional, functionalize
-from fzero.ranks.together import together, world
 from fzero.runtime.compile import compile
-from fzero.runtime.training import CompiledStep
+from fzero.runtime.compiled_step import CompiledStep
 from fzero.state.overwrite import overwrite
 from fzero.step import State, train_step
-from fzero.trace.reads.value_keys import exact
-from fzero.transforms.base import Transform
+from fzero.trace.guards.value_keys import exact
 from fzero.transforms.precision import mixed_precision
-from fzero.transforms.shard import data_parallel
+from fzero.transforms.transform import Transform
+from fzero.transforms.zero import data_parallel
 
 logger = logging.getLogger("fzero")
 Base: Any = transformers.Trainer
@@ -128,15 +136,15 @@ class Trainer(Base):
         disk_budget: int | str | None = None,
         **settings: Any,
     ):
-        args = options.TrainingArguments("tmp_trainer") if args is None else args
+        args = trainer_options.TrainingArguments("tmp_trainer") if args is None else args
         optimizer = settings.get("optimizers", (None, None))[0]
         pair = settings.get("optimizer_cls_and_kwargs")
         tensor_parallel, lengths = python_numbers((tensor_parallel, lengths))
-        wrong = data_parts.problems(tensor_parallel, mesh, transforms, args)
+        wrong = data_parallel_ranks.problems(tensor_parallel, mesh, transforms, args)
         if loss not in (None, "chunked"):
             wrong.append(f"loss={shown(loss)}: must be 'chunked' or None; a loss function is compute_loss_func=")
-        self._tensor = data_parts.tensor_axis(None if wrong else tensor_parallel, mesh, transforms)
-        options.check(self, model, args, optimizer, pair, transforms, Trainer, sync, wrong)
+        self._tensor = data_parallel_ranks.tensor_axis(None if wrong else tensor_parallel, mesh, transforms)
+        trainer_options.check(self, model, args, optimizer, pair, transforms, Trainer, sync, wrong)
         self._transforms, self._given_mesh, self.lengths = transforms, mesh, lengths
         self._save_weights, self._chunked = save_weights, loss is not None
         budgets = {"memory_budget": memory_budget, "host_budget": host_budget, "disk_budget": disk_budget}
@@ -153,8 +161,8 @@ class Trainer(Base):
         self._programs: set[Any] = set()
         super().__init__(model.module if self._pretrained is not None else model, args, *more, **settings)
         self._sync = Sync(self, Trainer, sync)
-        self._more = data_parts.missing(self._tensor, self.model)
-        for text in options.notes(args, save_weights) if self.is_world_process_zero() else ():
+        self._more = data_parallel_ranks.missing(self._tensor, self.model)
+        for text in trainer_options.notes(args, save_weights) if self.is_world_process_zero() else ():
             logger.warning("fzero.hf.Trainer: %s", text)
 
     @property
@@ -180,7 +188,7 @@ class Trainer(Base):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self._tensor.size > 1:
-            data_parts.count(self.accelerator, self._data_parts)
+            data_parallel_ranks.count(self.accelerator, self._data_parts)
             gather = self.accelerator.gather_for_metrics
             self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
@@ -200,24 +208,27 @@ class Trainer(Base):
         module = self.model.train()
         carried = self.train_state if self.optimizer is not None and self.optimizer is self._optimizer_was else None
         model = self.functional = self._functional()
-        found = recipe.of(self, model, max_steps, self._transforms, self._more)
+        found = step_recipe.of(self, model, max_steps, self._transforms, self._more)
         if found.report and self.is_world_process_zero():
             print(found.report, file=sys.stderr, flush=True)
         self._held = LossInputs(self, Trainer)
         self._constants: dict[str, Any] = {}
-        loss = partial(traced.loss, self._held, self._held.visible, self._constants)
+        loss = partial(traced_loss.loss, self._held, self._held.visible, self._constants)
         step = train_step(
             model.calling(loss, train=True), found.optimizer, trainable=model.trainable, mutable=model.mutable
         )
         self.compiled = compile(found.apply(step), self._mesh(), **self._compiling)
         self._evaluations.clear()
         self.train_state = self._first_state(resume_from_checkpoint, carried)
-        self._rates, self._optimizer_was = (optimizers.rates(self.train_state.opt_state), found.groups), self.optimizer
+        self._rates, self._optimizer_was = (
+            (torch_optimizers.rates(self.train_state.opt_state), found.groups),
+            self.optimizer,
+        )
         self._values = found.values
         self._parts = []
         self._last_left: int | None = None  # the step at which an epoch left micro-batches over
         self._kinds = Kinds(Exchange(self))
-        self._paddings: dict[Kind, tuple[traced.Losses, padding.Padding]] = {}
+        self._paddings: dict[Kind, tuple[traced_loss.Losses, padding.Padding]] = {}
         self._programs = set()
         self._skips = SimpleNamespace(step_was_skipped=False)
         self.accelerator._optimizers.append(self._skips)
@@ -246,8 +257,8 @@ class Trainer(Base):
 
     # --- the parts of the data ---
 
-    def _data_parts(self) -> data_parts.DataParts:
-        return data_parts.of(self._mesh(), self._tensor.name)
+    def _data_parts(self) -> data_parallel_ranks.DataParts:
+        return data_parallel_ranks.of(self._mesh(), self._tensor.name)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
@@ -261,7 +272,7 @@ class Trainer(Base):
         """All ranks of a part of the data draw alike: from the state of the first."""
         args, parts = self.args, self._data_parts() if self._tensor.size > 1 else None
         if parts is not None:
-            self.args = data_parts.OtherArguments(args, process_index=parts.firsts[parts.index])
+            self.args = data_parallel_ranks.OtherArguments(args, process_index=parts.firsts[parts.index])
         try:
             super()._load_rng_state(checkpoint)
         finally:
@@ -315,8 +326,8 @@ class Trainer(Base):
         if self.optimizer is not self._optimizer_was:
             what, fix = "self.optimizer is another than the step was made with", "give another before train()"
             raise FzeroValueError("hf.Trainer", what, fix=fix)
-        optimizers.check(self._values, self.optimizer)
-        optimizers.write(*self._rates, self.optimizer)
+        torch_optimizers.check(self._values, self.optimizer)
+        torch_optimizers.write(*self._rates, self.optimizer)
         self.train_state, self._metrics = self.compiled(self.train_state, batch)
         self._skips.step_was_skipped = bool(self._metrics.get("skipped", False))
         return self._metrics["loss"].detach().to(self.args.device, torch.float32)
@@ -328,8 +339,8 @@ class Trainer(Base):
         return self._metrics["grad_norm"]
 
     def _batch(self, parts: list[Any], items: Any) -> dict[str, Any]:
-        """The batch of a step: for each kind of its micro-batches (`batch_kinds.py`) one micro-batch per slot, all in
-        one shape. Slots whose micro-batch is of another kind, or is missing, hold copies that count nothing."""
+        """The batch of a step: for each kind of its micro-batches (`batch_signatures.py`) one micro-batch per slot, all
+        in one shape. Slots whose micro-batch is of another kind, or is missing, hold copies that count nothing."""
         entries, constants = zip(*map(split, parts), strict=True)
         if not self._paddings:
             self._constants.update(constants[0])
@@ -358,23 +369,25 @@ class Trainer(Base):
         self._programs.add(tuple((kind, *shape.items()) for kind, shape in zip(kinds, shapes, strict=True)))
         return {"kinds": made}
 
-    def _padding_of(self, kind: Kind, entries: Any, items: Any) -> tuple[traced.Losses, padding.Padding]:
+    def _padding_of(self, kind: Kind, entries: Any, items: Any) -> tuple[traced_loss.Losses, padding.Padding]:
         """The facts of the loss of batches with these entries, and their padding."""
         assert self.functional is not None
-        losses = traced.probe(self._held, self.functional, entries, self._constants, items is not None)
+        losses = traced_loss.probe(self._held, self.functional, entries, self._constants, items is not None)
         found = padding.of(self, self.functional, "training", losses, self._train_batch_size)
         if not self._paddings:
             found.check_rows(self, tensors_of(entries), self._comparing(kind, losses))
-            if self.is_world_process_zero() and (text := traced.other_scale(self, losses, items is not None)):
+            if self.is_world_process_zero() and (text := traced_loss.other_scale(self, losses, items is not None)):
                 logger.warning("fzero.hf.Trainer: %s", text)
         return losses, found
 
-    def _comparing(self, kind: Kind, losses: traced.Losses) -> padding.Compare:
+    def _comparing(self, kind: Kind, losses: traced_loss.Losses) -> padding.Compare:
         """Compares the losses of a batch and the same batch padded, with the current weights."""
 
         def compare(one: padding.Tensors, two: padding.Tensors) -> tuple[bool, str]:
             assert self.train_state is not None
-            evaluation = self._evaluation(traced.Kind(losing=True, loss_only=True, ignored=()), self._constants, True)
+            evaluation = self._evaluation(
+                traced_loss.Kind(losing=True, loss_only=True, ignored=()), self._constants, True
+            )
             key = random.key(self.args.seed, self._mesh().device)
             return evaluation.compared(self.train_state.params, kind, losses.reads, key, one, two)
 
@@ -429,7 +442,7 @@ class Trainer(Base):
         labels = tuple(inputs.get(n) for n in self.label_names) if losing else None
         labels = labels[0] if labels is not None and len(labels) == 1 else labels
         items = self._get_num_items_in_batch([inputs], self.args.device) if losing else None
-        kind = traced.Kind(losing, prediction_loss_only, tuple(ignore_keys))
+        kind = traced_loss.Kind(losing, prediction_loss_only, tuple(ignore_keys))
         ours, params = self._evaluated or self._weights()
         entries, constants = split(inputs)
         with self._sync.paused():
@@ -444,7 +457,7 @@ class Trainer(Base):
         self._num_predictions += 1
         return random.with_part(random.fold_in(key, self._num_predictions), self.accelerator.process_index)
 
-    def _evaluation(self, kind: traced.Kind, constants: dict[str, Any], ours: bool) -> Evaluation:
+    def _evaluation(self, kind: traced_loss.Kind, constants: dict[str, Any], ours: bool) -> Evaluation:
         """The evaluation of a kind, of batches with these constants. `ours`: of the trained state."""
         known = kind, ours, frozenset((n, exact(x)) for n, x in constants.items())
         if known not in self._evaluations or self._evaluations[known].held.changed():
@@ -500,7 +513,7 @@ class Trainer(Base):
             tokenizer = self.processing_class
             tokenizer = getattr(self.data_collator, "tokenizer", None) if tokenizer is None else tokenizer
             with self._sync.paused():
-                saving.replace_pretrained(output_dir, self._pretrained, self.train_state, tokenizer)
+                pretrained_saving.replace_pretrained(output_dir, self._pretrained, self.train_state, tokenizer)
             if self.args.should_save:
                 torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
             if self.args.push_to_hub and not _internal_call:
@@ -527,7 +540,7 @@ class Trainer(Base):
     def _saves_weights(self) -> bool:
         """Whether checkpoints also have files of weights. A model whose weights cannot be written is warned of once."""
         with self._sync.paused():
-            why = saving.problem(self._pretrained or self.model) if self._save_weights else ""
+            why = pretrained_saving.problem(self._pretrained or self.model) if self._save_weights else ""
         if why:
             self._save_weights = False
             if self.is_world_process_zero():
@@ -537,7 +550,7 @@ class Trainer(Base):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # The library writes trainer_state.json next, which marks the checkpoint as finished (resuming.py), so all ranks
+        # The library writes trainer_state.json next, which marks the checkpoint as finished (resume.py), so all ranks
         # must have written theirs.
         together(world(), "hf.Trainer", f"cannot save to {output_dir}", lambda: None)
 

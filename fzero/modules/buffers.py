@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from fzero import compat
+from fzero._compat import compat
 from fzero.errors import FzeroValueError
-from fzero.modules.skeleton import TensorSlot
-from fzero.trace.reads.code import stores
+from fzero.modules.meta_module import TensorSlot
+from fzero.trace.guards.bytecode import stores
 
 
 def overwritten(module: nn.Module, slots: Sequence[TensorSlot], mutable: Sequence[str]) -> frozenset[str]:

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from fzero import tree
 from fzero.errors import FzeroTypeError
 from fzero.loss import chunked_cross_entropy
+from fzero.modules.captured_tensors import version_of
 from fzero.modules.layers import in_block
-from fzero.modules.losses import ARGUMENTS
-from fzero.modules.outside import version_of
+from fzero.modules.loss_weighting import ARGUMENTS
 
 
 class _Logits(NamedTuple):

@@ -15,21 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 import torch
 from torch import nn
 
-from fzero import compat, tree
-from fzero.arguments import Predicate, function, keywords
+from fzero import tree
+from fzero._compat import compat
+from fzero._utils.arguments import Predicate, function, keywords
 from fzero.errors import FzeroTypeError, FzeroValueError, TraceError, attribute_of
 from fzero.loss import Weighted
+from fzero.modules.batch_binding import Arguments, Reading, arguments, check_spelling
+from fzero.modules.bound_module import Forward
 from fzero.modules.buffers import written_names
 from fzero.modules.chunked_loss import Chunked
-from fzero.modules.entries import Arguments, Reading, arguments, check_spelling
-from fzero.modules.forward import Forward
-from fzero.modules.init import initialized
 from fzero.modules.layers import Blocks, chosen, find_layers
-from fzero.modules.losses import Counting, own_loss
-from fzero.modules.module_mode import Given, Mode, kind_of
-from fzero.modules.module_preparation import kept_in_fp32, prepared
-from fzero.modules.original import Original
-from fzero.modules.skeleton import (
+from fzero.modules.loss_weighting import Counting, own_loss
+from fzero.modules.meta_module import (
     TensorSlot,
     check_hooks,
     check_kinds,
@@ -39,10 +36,14 @@ from fzero.modules.skeleton import (
     skeleton_of,
     slots_of,
 )
+from fzero.modules.module_guard import Original
+from fzero.modules.module_init import initialized
+from fzero.modules.module_mode import Given, Mode, kind_of
+from fzero.modules.module_preparation import kept_in_fp32, prepared
 from fzero.optim import GradientTransformation
 from fzero.step import EvalStep, Step, eval_step, train_step
-from fzero.trace.reads.function_caches import emptied
-from fzero.trace.reads.settings_walk import SelfChecked
+from fzero.trace.guards.function_caches import emptied
+from fzero.trace.guards.settings_walk import SelfChecked
 from fzero.train_state import check_whole
 from fzero.transforms.remat import remat
 

@@ -1,9 +1,9 @@
 """Finds the layers of a module, its repeated submodules, and makes each a block.
 
-Layers that are alike are traced once: a block's signature is what its code reads, by value (trace/reads/settings.py),
-so two layers are one function exactly where their classes, attributes and shapes are equal. The one attribute that
-tells layers apart everywhere, their number, stands for itself while a block is traced (`_Number`): a layer whose code
-asks for its value is traced for itself.
+Layers that are alike are traced once: a block's signature is what its code reads, by value
+(trace/guards/captured_settings.py), so two layers are one function exactly where their classes, attributes and shapes
+are equal. The one attribute that tells layers apart everywhere, their number, stands for itself while a block is traced
+(`_Number`): a layer whose code asks for its value is traced for itself.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import nn
 
 from fzero import tree
 from fzero.errors import FzeroValueError, TraceError
-from fzero.modules import capture
-from fzero.modules.draws import Dims, Draws, Rehearsal
-from fzero.modules.skeleton import TensorSlot, holding, named, settled
+from fzero.modules import hook_capture
+from fzero.modules.meta_module import TensorSlot, holding, named, settled
+from fzero.modules.rng_mode import Dims, Draws, Rehearsal
 from fzero.trace.block import attempt, block
 from fzero.trace.block_body import COMPUTES, RUNS
-from fzero.trace.reads.exact_types import asks_types
+from fzero.trace.guards.exact_types import asks_types
 
 Blocks = Sequence[str | type[nn.Module]]
 
@@ -156,11 +156,11 @@ class Layer:
         if isinstance(call.draws, Rehearsal):
             return self._tried(lambda: self._rehearsed(call, args, kwargs))
         given = {name: slot.get() for name, slot in self._tensors}
-        captures, dims = capture.wanted(), call.layers.pop(0) if call.layers else ()
+        captures, dims = hook_capture.wanted(), call.layers.pop(0) if call.layers else ()
         key = call.draws.next() if dims else None
         made = self._tried(lambda: self._block(given, key, dims, args, kwargs, captures))
         (out, captured), new = made.whole()
-        capture.put(captured)
+        hook_capture.put(captured)
         for slot in self._slots:
             if slot.name in new:
                 slot.put(new[slot.name])
@@ -218,7 +218,13 @@ def _body(layer: nn.Module, slots: Sequence[TensorSlot], overwritten: Sequence[s
         def once() -> Returned:
             given = {name: x.clone() if name in overwritten else x for name, x in p.items()}
             call = LayerCall(Draws(key, dims), [], inside=True)
-            with _within(call), _asked(layer), capture.aside(captures) as captured, holding(slots, given), call.draws:
+            with (
+                _within(call),
+                _asked(layer),
+                hook_capture.aside(captures) as captured,
+                holding(slots, given),
+                call.draws,
+            ):
                 out = layer.forward(*args, **kwargs)
                 check_bound(slots, given, overwritten, name)
                 new = {s.name: s.get() for s in slots if s.name in overwritten}

@@ -9,23 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fzero import compat, tree
+from fzero import tree
+from fzero._compat import compat
 from fzero.errors import TraceError
+from fzero.modules.batch_dims import ROWS
 from fzero.modules.buffers import overwritten
-from fzero.modules.draws import Dims, Draws, NeedsKey, Rehearsal, may_draw
 from fzero.modules.layers import LayerCall, as_blocks, check_bound, layers_of
-from fzero.modules.losses import Counting
+from fzero.modules.loss_weighting import Counting
+from fzero.modules.meta_module import holding, settled, slots_of
 from fzero.modules.module_preparation import kept_in_fp32
-from fzero.modules.rows import ROWS
-from fzero.modules.skeleton import (
-    holding,
-    settled,
-    slots_of,
-)
-from fzero.trace.reads import conditions
-from fzero.trace.reads.function_caches import emptied
-from fzero.trace.reads.refusals import lines_through
-from fzero.trace.reads.untouched import Untouched
+from fzero.modules.rng_mode import Dims, Draws, NeedsKey, Rehearsal, may_draw
+from fzero.trace.guards import raise_conditions
+from fzero.trace.guards.function_caches import emptied
+from fzero.trace.guards.rejections import lines_through
+from fzero.trace.guards.write_guard import Untouched
 
 
 class Given(NamedTuple):
@@ -63,7 +60,7 @@ class Mode:
 
     def outline(self, given: Given) -> Any:
         """The forward's outputs for fake tensors; draws have no values."""
-        with conditions.collected("functionalize"):
+        with raise_conditions.collected("functionalize"):
             run = lambda: self._run(given, LayerCall(Rehearsal(None), []))  # noqa: E731
             return settled(self._skeleton, "", run)[0]
 
@@ -121,7 +118,7 @@ class Mode:
                     return tuple(found.found), layers
 
                 try:
-                    with conditions.collected("functionalize"):
+                    with raise_conditions.collected("functionalize"):
                         self._rehearsed[key] = settled(self._skeleton, "", rehearsed)
                 except TraceError:
                     raise

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.modules import capture
-from fzero.modules.norms import without_counts_read
-from fzero.modules.skeleton import (
-    renumber_hooks,
-)
+from fzero.modules import hook_capture
+from fzero.modules.batch_norms import without_counts_read
+from fzero.modules.meta_module import renumber_hooks
 
 _log = logging.getLogger("fzero")
 
@@ -31,7 +29,7 @@ def prepared(skeleton: nn.Module) -> nn.Module:
     if torch.bfloat16 not in dtypes and _has_experts(skeleton):
         _log.info("experts of %s: batched_mm (grouped products are bf16's)", type(skeleton).__name__)
         skeleton.set_experts_implementation("batched_mm")  # type: ignore[operator]
-    capture.install(skeleton)
+    hook_capture.install(skeleton)
     renumber_hooks(skeleton)
     return without_counts_read(skeleton)
 

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from fzero import tree
-from fzero.arguments import keywords, number
+from fzero._utils.arguments import keywords, number
 from fzero.errors import FzeroValueError
-from fzero.optim.base import GradientTransformation
-from fzero.optim.leaves import (
+from fzero.optim.gradient_transformation import GradientTransformation
+from fzero.optim.schedules import Schedule
+from fzero.optim.tree_updates import (
     check,
     check_floating,
     compute_dtype,
@@ -25,7 +26,6 @@ from fzero.optim.leaves import (
     sum_of_squares,
     upcast,
 )
-from fzero.optim.schedules import Schedule
 from fzero.optim.unsharded import unsharded
 from fzero.tree import Tree
 

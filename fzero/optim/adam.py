@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.arguments import function, keywords, plain_numbers
-from fzero.optim.base import GradientTransformation
-from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
+from fzero._utils.arguments import function, keywords, plain_numbers
+from fzero.optim.gradient_transformation import GradientTransformation
 from fzero.optim.masking import Mask, check_mask, resolve_mask
 from fzero.optim.quantized import POSITIVE, SIGNED, Coded, new_codes
 from fzero.optim.schedules import Schedule
+from fzero.optim.tree_updates import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
 from fzero.tree import Tree
 
 

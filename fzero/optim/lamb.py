@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fzero.arguments import keywords
+from fzero._utils.arguments import keywords
 from fzero.optim.adam import scale_by_adam
-from fzero.optim.base import GradientTransformation, chain, stateless
-from fzero.optim.leaves import check, leafwise, need_params, sum_of_squares, upcast
+from fzero.optim.gradient_transformation import GradientTransformation, chain, stateless
 from fzero.optim.masking import Mask
+from fzero.optim.scaling_and_clipping import add_decayed_weights, scale_by_learning_rate
 from fzero.optim.schedules import Schedule
-from fzero.optim.transforms import add_decayed_weights, scale_by_learning_rate
+from fzero.optim.tree_updates import check, leafwise, need_params, sum_of_squares, upcast
 from fzero.tree import Tree
 
 

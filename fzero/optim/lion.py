@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.arguments import keywords
-from fzero.optim.base import GradientTransformation
-from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, scalars
+from fzero._utils.arguments import keywords
+from fzero.optim.gradient_transformation import GradientTransformation
 from fzero.optim.masking import Mask, check_mask, resolve_mask
 from fzero.optim.schedules import Schedule
+from fzero.optim.tree_updates import check, leafwise, need_params, new_count, new_moment, rate, scalars
 from fzero.tree import Tree
 
 

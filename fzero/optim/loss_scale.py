@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.arguments import count, python_numbers
-from fzero.optim.leaves import reject
+from fzero._utils.arguments import count, python_numbers
+from fzero.optim.tree_updates import reject
 
 
 class LossScaleState(NamedTuple):

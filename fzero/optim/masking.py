@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.arguments import function, shown
+from fzero._utils.arguments import function, shown
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.optim.base import GradientTransformation, is_transformation
-from fzero.optim.leaves import reject, structure_message
+from fzero.optim.gradient_transformation import GradientTransformation, is_transformation
+from fzero.optim.tree_updates import reject, structure_message
 from fzero.tree import Tree
 
 Mask = Tree | Callable[[str, torch.Tensor], bool]

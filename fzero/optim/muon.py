@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.arguments import count, function, keywords, python_numbers, shown
+from fzero._utils.arguments import count, function, keywords, python_numbers, shown
 from fzero.errors import FzeroValueError
-from fzero.optim.base import GradientTransformation, is_transformation
-from fzero.optim.leaves import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
+from fzero.optim.gradient_transformation import GradientTransformation, is_transformation
 from fzero.optim.masking import partition
 from fzero.optim.quantized import SIGNED, Coded, new_codes
 from fzero.optim.schedules import Schedule
+from fzero.optim.tree_updates import check, leafwise, need_params, new_count, new_moment, rate, reject, scalars
 from fzero.optim.unsharded import unsharded
 from fzero.tree import Tree
 

@@ -8,7 +8,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import FzeroTypeError
-from fzero.optim.base import GradientTransformation, global_norm, is_transformation
+from fzero.optim.gradient_transformation import GradientTransformation, global_norm, is_transformation
 from fzero.tree import Tree
 
 

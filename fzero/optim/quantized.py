@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import tree
-from fzero.operators.quant_blocks import block_expand, block_max, blocks_shape, has_blocks
-from fzero.optim.leaves import check_floating
+from fzero.ops.block_quantization import block_expand, block_max, blocks_shape, has_blocks
+from fzero.optim.tree_updates import check_floating
 from fzero.tree import Tree
 
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.arguments import keywords
-from fzero.optim.base import GradientTransformation
-from fzero.optim.leaves import check, leafwise, new_moment
+from fzero._utils.arguments import keywords
+from fzero.optim.gradient_transformation import GradientTransformation
+from fzero.optim.scaling_and_clipping import descent
 from fzero.optim.schedules import Schedule
 from fzero.optim.sgd import trace
-from fzero.optim.transforms import descent
+from fzero.optim.tree_updates import check, leafwise, new_moment
 from fzero.tree import Tree
 
 _WHERE = "optim.rmsprop"

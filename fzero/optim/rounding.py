@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fzero.arguments import plain_numbers
+from fzero._utils.arguments import plain_numbers
 from fzero.errors import FzeroTypeError
 from fzero.random import DRAW, check_key
 from fzero.tree import describe

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.arguments import keywords, number, shown
-from fzero.optim.base import GradientTransformation, chain
-from fzero.optim.leaves import check, leafwise, new_count, new_moment, rate, reject, scalars
+from fzero._utils.arguments import keywords, number, shown
+from fzero.optim.gradient_transformation import GradientTransformation, chain
+from fzero.optim.scaling_and_clipping import first_links
 from fzero.optim.schedules import Schedule
-from fzero.optim.transforms import first_links
+from fzero.optim.tree_updates import check, leafwise, new_count, new_moment, rate, reject, scalars
 from fzero.tree import Tree
 
 _WHERE = "optim.rprop"

@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from fzero.arguments import flag, number, plain_numbers
-from fzero.optim.leaves import reject
+from fzero._utils.arguments import flag, number, plain_numbers
+from fzero.optim.tree_updates import reject
 
 Schedule = Callable[[torch.Tensor | int], torch.Tensor]
 """A learning rate by the number of the update, from 0.

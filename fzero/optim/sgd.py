@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.arguments import keywords, plain_numbers
+from fzero._utils.arguments import keywords, plain_numbers
 from fzero.errors import FzeroValueError
-from fzero.optim.base import GradientTransformation
-from fzero.optim.leaves import check, leafwise, new_count, new_moment, reject, scalars
+from fzero.optim.gradient_transformation import GradientTransformation
+from fzero.optim.scaling_and_clipping import descent
 from fzero.optim.schedules import Schedule
-from fzero.optim.transforms import descent
+from fzero.optim.tree_updates import check, leafwise, new_count, new_moment, reject, scalars
 from fzero.tree import Tree
 
 

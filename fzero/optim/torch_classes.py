@@ -14,15 +14,15 @@ from fzero.optim.adagrad import adagrad
 from fzero.optim.adam import adam, adamw
 from fzero.optim.adamax import adamax
 from fzero.optim.asgd import asgd
-from fzero.optim.base import GradientTransformation, chain
+from fzero.optim.gradient_transformation import GradientTransformation, chain
 from fzero.optim.muon import muon
 from fzero.optim.nadam import nadam
 from fzero.optim.radam import radam
 from fzero.optim.rmsprop import rmsprop
 from fzero.optim.rprop import rprop
+from fzero.optim.scaling_and_clipping import first_links
 from fzero.optim.schedules import Schedule
 from fzero.optim.sgd import sgd
-from fzero.optim.transforms import first_links
 
 Options = Mapping[str, Any]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.arguments import shown
-from fzero.operators.whole import WHOLE
-from fzero.optim.leaves import reject
+from fzero._utils.arguments import shown
+from fzero.ops.unsharded_mark import WHOLE
+from fzero.optim.tree_updates import reject
 
 
 def unsharded(fn: Callable[..., Any]) -> Callable[..., Any]:

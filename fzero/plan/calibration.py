@@ -1,5 +1,5 @@
 """Reads and writes the file of a machine's measured rates, and identifies the machine it is valid for.
-measure/calibrate.py measures them."""
+runtime/calibrate.py measures them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from fzero.cores import cores_at_start
+from fzero._utils.bounded_json import contents, parsed
+from fzero._utils.cpu_affinity import cores_at_start
 from fzero.errors import FzeroValueError
-from fzero.plan.devices import FORMAT, Device
-from fzero.plan.rates import MOST
-from fzero.read_json import contents, parsed
+from fzero.plan.device import MOST
+from fzero.plan.device_lookup import FORMAT, Device
 
 _REDO = "measure again on this machine: fzero calibrate"
 

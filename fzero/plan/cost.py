@@ -22,15 +22,15 @@ import torch
 import torch.fx as fx
 
 from fzero.errors import FzeroValueError
+from fzero.ir.attributes import BlockCall
+from fzero.ir.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
+from fzero.ir.program import Function, Line, Program, local_bytes
 from fzero.mesh import AbstractMesh
-from fzero.plan.devices import Device, Link
+from fzero.plan.device_lookup import Device, Link
 from fzero.plan.inductor.fusion import compiler, given_to, kernels
 from fzero.plan.inductor.temporaries import temporaries_on
-from fzero.program.attrs import BlockCall
-from fzero.program.ir import Function, Line, Program, local_bytes
-from fzero.program.ops import DISK, OPS, STARTS, TRANSFERS, Copy, transfer_bytes
 from fzero.trace.flops import attention_of, packet, product_flops
-from fzero.trace.joint import Joint
+from fzero.trace.joint_graph import Joint
 from fzero.trace.subgraph import ancestors
 
 aten = torch.ops.aten

@@ -3,7 +3,7 @@
 A value is a name for a *storage*: memory that several names may share, for a function may return a view of what it is
 given, and a wait hands out what its transfer filled. A storage is alive from the line that makes it until no name
 refers to it; names are let go of where the program says so (`del`). While a call runs its temporaries are alive as
-well. The pool (see [Note: pool] in program/ir.py) is there for the whole run; values in it have a role, but no bytes of
+well. The pool (see [Note: pool] in ir/program.py) is there for the whole run; values in it have a role, but no bytes of
 their own. What lies apart from it is memory like any other. Bytes of the host count on their own, unless host and
 device are one memory; leaves on disk take none.
 """
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fzero.comm.host import padded
-from fzero.program.aliases import Aliases
-from fzero.program.attrs import BufferAttrs, SendAttrs
-from fzero.program.ir import Function, Line, Place, Program, Value, local_bytes
-from fzero.program.ops import COPIES, OPS, STARTS, Start, stays, turns, written_aside
-from fzero.program.show import last_reads
+from fzero._utils.host_memory import padded
+from fzero.ir.aliases import Aliases
+from fzero.ir.attributes import BufferAttrs, SendAttrs
+from fzero.ir.ops import COPIES, OPS, STARTS, Start, stays, turns, written_aside
+from fzero.ir.printer import last_reads
+from fzero.ir.program import Function, Line, Place, Program, Value, local_bytes
 
 ROLES: tuple[str, ...] = (
     "params",

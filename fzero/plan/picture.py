@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fzero._utils.units import duration
 from fzero.errors import FzeroValueError
 from fzero.plan.memory import ROLES, Sample
 from fzero.plan.render import brief
 from fzero.plan.timeline import COMPUTE, Event
-from fzero.units import duration
 
 if TYPE_CHECKING:
     from fzero.plan.plan import Plan

@@ -1,7 +1,7 @@
 """Plans a program before any device is touched: peak memory and its line, bytes on every wire, a timeline.
 
-It is data, worked out from the program and a device's rates (fzero/plan/devices.py). It must not know how a program
-came about, nor run it.
+It is data, worked out from the program and a device's rates (fzero/plan/device_lookup.py). It must not know how a
+program came about, nor run it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.arguments import path_like, plain_numbers
-from fzero.deprecation import attribute_alias, keyword_aliases
+from fzero._utils.arguments import path_like, plain_numbers
+from fzero._utils.deprecation import attribute_alias, keyword_aliases
+from fzero._utils.units import duration, parse_bytes, size
 from fzero.errors import FzeroTypeError
+from fzero.ir.ops import transfer_bytes
+from fzero.ir.printer import statements
+from fzero.ir.program import Program
 from fzero.plan.cost import (
     HOST,
     as_used,
@@ -29,15 +33,11 @@ from fzero.plan.cost import (
     seconds,
     temporaries_on,
 )
-from fzero.plan.devices import Device, get_device
+from fzero.plan.device_lookup import Device, get_device
 from fzero.plan.memory import ROLES, Sample, disk_bytes, memory_of, resting_bytes, ward_bytes
-from fzero.plan.process import ProcessPart, beside, here
+from fzero.plan.process_memory import ProcessPart, beside, here
 from fzero.plan.timeline import COMPUTE, Event, Timeline, simulate
-from fzero.program.ir import Program
-from fzero.program.ops import transfer_bytes
-from fzero.program.show import statements
 from fzero.tree import dtype_name
-from fzero.units import duration, parse_bytes, size
 
 
 class At(NamedTuple):

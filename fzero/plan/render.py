@@ -9,10 +9,10 @@ from dataclasses import fields
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fzero._utils.units import duration, rate, size
 from fzero.plan.cost import DISK, HOST
 from fzero.plan.memory import ROLES
 from fzero.plan.timeline import COMPUTE, Event
-from fzero.units import duration, rate, size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fzero.ir.attributes import HandAttrs, TakeAttrs, WaitAttrs
+from fzero.ir.ops import OPS
+from fzero.ir.program import Line, Program
 from fzero.plan.cost import DISK, HOST, channel, on_host
-from fzero.program.attrs import HandAttrs, TakeAttrs, WaitAttrs
-from fzero.program.ir import Line, Program
-from fzero.program.ops import OPS
 
 COMPUTE = "compute"
 _ALIKE = 1e-9  # of a turn's seconds: turns that differ by less are one another's repetition

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from fzero import compat, tree
-from fzero.comm.staged import Staged
+from fzero import tree
+from fzero._compat import compat
 from fzero.errors import FzeroValueError
+from fzero.memory.pinned_staging import Staged
 
 
 class BatchTransfer:

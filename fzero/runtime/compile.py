@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero.arguments import flag, keywords
+from fzero._utils.arguments import flag, keywords
+from fzero._utils.units import parse_budgets
+from fzero.compiler.combined_transforms import zero_of
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.lowering.combined_transforms import zero_of
 from fzero.mesh import Mesh
-from fzero.runtime.evaluation import CompiledEval
-from fzero.runtime.graphs import graphs_of
-from fzero.runtime.training import CompiledStep
+from fzero.runtime.compiled_eval import CompiledEval
+from fzero.runtime.compiled_step import CompiledStep
+from fzero.runtime.cuda_graphs import graphs_of
 from fzero.step import EvalStep, Step
 from fzero.step.checks import no_step
-from fzero.transforms.base import find, on_device
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision
-from fzero.units import parse_budgets
+from fzero.transforms.transform import find, on_device
 
 
 @keywords

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from fzero.boxes import Boxes, Dim
-from fzero.build.tracebacks import compiled
-from fzero.comm.host import host_pool
-from fzero.comm.tiers import TierCopy, TierTransport
+from fzero._utils.host_memory import host_pool
+from fzero.comm import agreement
 from fzero.comm.transport import transport
-from fzero.layout import Layout, Leaf
+from fzero.ir.ops import COPIES, DISK, OPS, Attempt, batch_axes_of, from_to, sends_of
+from fzero.ir.printer import name_of, source
+from fzero.ir.program import Function, Program
+from fzero.memory.tier_copies import TierCopy, TierTransport
 from fzero.mesh import Mesh
-from fzero.program.ir import Function, Program
-from fzero.program.ops import COPIES, DISK, OPS, Attempt, batch_axes_of, from_to, sends_of
-from fzero.program.show import name_of, source
-from fzero.ranks import agreement
-from fzero.runtime.graphs import Replayed, graphs_of, obstacles
-from fzero.runtime.places import places_of
-from fzero.runtime.told_errors import indices_explained
+from fzero.runtime.build.tracebacks import compiled
+from fzero.runtime.cuda_graphs import Replayed, graphs_of, obstacles
+from fzero.runtime.error_translation import indices_explained
+from fzero.runtime.program_buffers import places_of
+from fzero.sharding.layout import Layout, Leaf
+from fzero.sharding.shard_regions import Boxes, Dim
 
 
 def executable(
@@ -83,7 +83,7 @@ def executable(
         # the pool is written again by the next run
         return tuple(x.clone() if _within(x, memory) else x for x in outputs)
 
-    whole_run.namespace = namespace  # type: ignore[attr-defined]  # whose functions observe.py acts around
+    whole_run.namespace = namespace  # type: ignore[attr-defined]  # whose functions op_hooks.py acts around
     whole_run.skips = running.attempt.skips  # type: ignore[attr-defined]  # lines that the step which runs leaves out
     whole_run.replayed = replayed  # type: ignore[attr-defined]  # a GPU's, if its runs can be captured
     return whole_run

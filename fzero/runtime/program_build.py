@@ -9,24 +9,24 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from fzero.build.build import build
+from fzero._utils.progress import shown
+from fzero.compiler.abstract_values import batch_inputs
+from fzero.compiler.budget_report import Budget
+from fzero.compiler.lowered import Lowered
+from fzero.compiler.program_selection import lower_inputs
 from fzero.errors import FzeroValueError
-from fzero.lowering.abstract_values import batch_inputs
-from fzero.lowering.budget import Budget
-from fzero.lowering.lowered import Lowered
-from fzero.lowering.program_selection import lower_inputs
+from fzero.ir.from_graph import Inputs
+from fzero.ir.ops import handed
 from fzero.mesh import Mesh
 from fzero.plan.plan import Plan
-from fzero.program.lines import Inputs
-from fzero.program.ops import handed
-from fzero.progress import shown
+from fzero.runtime.build.build import build
 from fzero.runtime.execute import executable
+from fzero.runtime.program_agreement import describe
 from fzero.runtime.read_values import ReadValues
-from fzero.runtime.same_program import describe
 from fzero.step import EvalStep, Step
-from fzero.trace.device import on_device
-from fzero.trace.reads.settings import GLOBAL_GENERATORS, changes
-from fzero.trace.reads.value_keys import Position
+from fzero.trace.device_decompositions import on_device
+from fzero.trace.guards.captured_settings import GLOBAL_GENERATORS, changes
+from fzero.trace.guards.value_keys import Position
 from fzero.trace.subgraph import differing_line
 from fzero.transforms.compress import Formats
 

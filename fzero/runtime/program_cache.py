@@ -9,13 +9,20 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.build.cache import logger
+from fzero.compiler.lowered import Lowered
 from fzero.errors import FzeroValueError
-from fzero.layout import ties
-from fzero.lowering.lowered import Lowered
-from fzero.program.lines import Inputs
-from fzero.trace.reads.settings import Settings
-from fzero.trace.reads.switches import autocast, dispatch_modes, function_modes, saved_tensor_hooks, switches, told
+from fzero.ir.from_graph import Inputs
+from fzero.runtime.build.artifact_cache import logger
+from fzero.sharding.layout import ties
+from fzero.trace.guards.captured_settings import Settings
+from fzero.trace.guards.torch_switches import (
+    autocast,
+    dispatch_modes,
+    function_modes,
+    saved_tensor_hooks,
+    switches,
+    told,
+)
 
 MOST_PROGRAMS = 16
 """Programs that a step keeps, each with its pool: one for each kind of batch. The one used longest ago leaves first,

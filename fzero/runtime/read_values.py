@@ -5,13 +5,13 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
+from fzero.comm import agreement
 from fzero.errors import FzeroValueError
+from fzero.ir.printer import name_of
+from fzero.ir.program import Program
 from fzero.mesh import Mesh
-from fzero.program.ir import Program
-from fzero.program.show import name_of
-from fzero.ranks import agreement
 from fzero.step import EvalStep, Step
-from fzero.trace.reads.settings import Settings, changes, counted, settings, timed
+from fzero.trace.guards.captured_settings import Settings, changes, counted, settings, timed
 
 LOOKED_AT_EVERY = 16
 """Values that functions read besides their arguments are compared every so many calls and at each of the first ones;

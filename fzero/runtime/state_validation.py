@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.comm import replicas
-from fzero.comm.replicas import Held, replicas_of
-from fzero.lowering.abstract_values import abstract_params
-from fzero.lowering.combined_transforms import zero_of
+from fzero.checkpoint import tensor_digests
+from fzero.checkpoint.tensor_digests import Held, replicas_of
+from fzero.comm import agreement
+from fzero.compiler.abstract_values import abstract_params
+from fzero.compiler.combined_transforms import zero_of
+from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
-from fzero.program.lines import Inputs
-from fzero.ranks import agreement
-from fzero.runtime.watch import check_finite
-from fzero.state.assemble import check_memory, check_model, check_values, placed_inputs
+from fzero.runtime.metrics_watch import check_finite
+from fzero.state.state_comparison import check_memory, check_model, check_values, placed_inputs
 from fzero.step import State, Step, lasting
 from fzero.step.checks import check_params, check_state
 
@@ -67,7 +67,7 @@ def compare_replicas(state: State, mesh: Mesh) -> None:
         named = {p: x for role, part in parts.items() for p, x in tree.with_paths(part, role)}
         return replicas_of(named)
 
-    replicas.same(
+    tensor_digests.same(
         mesh,
         "step",
         held,
@@ -88,4 +88,4 @@ def _compare_batch(batch: Any, step: Step, mesh: Mesh) -> None:
     fix += (
         f"choose it by mesh.index({axes!r}) of mesh.axis_size({axes!r})" if axes else "every rank has the whole batch"
     )
-    replicas.same(mesh, "step", lambda: held, fix)
+    tensor_digests.same(mesh, "step", lambda: held, fix)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fzero.arguments import count
+from fzero._utils.arguments import count
 from fzero.errors import FzeroValueError
-from fzero.measure import profile
+from fzero.ir.program import Program
 from fzero.mesh import Mesh
 from fzero.plan.timeline import Event
-from fzero.program.ir import Program
-from fzero.runtime.observe import observe
+from fzero.runtime import op_timers
+from fzero.runtime.op_hooks import observe
 from fzero.step import State
 
 
@@ -31,7 +31,7 @@ def profile_steps(
     """
     measured: list[list[Event]] = []
     for _ in range(steps):
-        timer = profile.Timer(mesh.device)
+        timer = op_timers.Timer(mesh.device)
         with observe(run, program, timer.before, timer.after):
             state = take_step(state)
         measured.append(timer.events())

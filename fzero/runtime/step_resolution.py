@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fzero.lowering.abstract_values import abstract_params, batch_inputs
-from fzero.lowering.auto import check_auto, resolve
-from fzero.lowering.budget import Budget
-from fzero.lowering.choose_formats import check_links_known, open_formats
-from fzero.lowering.choose_rules import check_batch_given, choose_rules, open_rules
-from fzero.lowering.choose_stages import choose_stages, open_stages
-from fzero.lowering.combined_transforms import auto_of
-from fzero.lowering.layouts import params_inputs
-from fzero.lowering.lowered import Lowered
-from fzero.lowering.state_layouts import leaves_made_anew
+from fzero.comm import agreement
+from fzero.compiler.abstract_values import abstract_params, batch_inputs
+from fzero.compiler.auto_compress import check_links_known, open_formats
+from fzero.compiler.auto_offload import check_auto, resolve
+from fzero.compiler.auto_stages import choose_stages, open_stages
+from fzero.compiler.auto_tensor_parallel import check_batch_given, choose_rules, open_rules
+from fzero.compiler.budget_report import Budget
+from fzero.compiler.combined_transforms import auto_of
+from fzero.compiler.input_specs import params_inputs
+from fzero.compiler.lowered import Lowered
+from fzero.compiler.state_layouts import leaves_made_anew
+from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
-from fzero.plan.devices import Device, get_device
+from fzero.plan.device_lookup import Device, get_device
 from fzero.plan.plan import PlanDecision
-from fzero.program.lines import Inputs
-from fzero.ranks import agreement
 from fzero.step import EvalStep, Step
 from fzero.transforms.automatic_precision import Promotion
 from fzero.transforms.offload import Offload

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from fzero import tree
-from fzero.boxes import parts_of
+from fzero.comm import agreement
 from fzero.comm.collectives import gather
 from fzero.comm.groups import ranks_along
-from fzero.layout import Leaf, leaf_of
 from fzero.mesh import Mesh
-from fzero.ranks import agreement
-from fzero.state.storage import load
+from fzero.sharding.layout import Leaf, leaf_of
+from fzero.sharding.shard_regions import parts_of
+from fzero.state.tensor_storage import load
 from fzero.step import State
 from fzero.step.checks import check_state
 from fzero.train_state import lasting

@@ -15,25 +15,25 @@ import torch
 
 from fzero import random as fzrandom
 from fzero import tree
-from fzero.allocator import return_freed_memory
-from fzero.checkpoint.loading import WINDOW, Weights, open_weights
-from fzero.comm import replicas
-from fzero.comm.replicas import Held
-from fzero.layout import Leaf, leaf_of, leave, shard
-from fzero.lowering.abstract_values import abstract_params, recorded
-from fzero.lowering.slots import slots_of
-from fzero.lowering.state_layouts import opt_state_inputs
+from fzero._compat.allocator import return_freed_memory
+from fzero.checkpoint import tensor_digests
+from fzero.checkpoint.tensor_digests import Held
+from fzero.checkpoint.weight_loading import WINDOW, Weights, open_weights
+from fzero.comm import agreement
+from fzero.compiler.abstract_values import abstract_params, recorded
+from fzero.compiler.state_layouts import opt_state_inputs
+from fzero.compiler.state_slots import slots_of
+from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
-from fzero.program.lines import Inputs
-from fzero.ranks import agreement
-from fzero.state import initialize, load, storage
-from fzero.state.assemble import assembled, check_model, check_values
+from fzero.sharding.layout import Leaf, leaf_of, leave, shard
+from fzero.state import load, tensor_init, tensor_storage
+from fzero.state.state_comparison import assembled, check_model, check_values
 from fzero.step import INIT_STREAM, State, Step
 from fzero.step.checks import check_params
 from fzero.trace.recorder import Recorded
 from fzero.trace.subgraph import signature
 
-_Leaves = Callable[[initialize.Put], dict[int, torch.Tensor]]
+_Leaves = Callable[[tensor_init.Put], dict[int, torch.Tensor]]
 """Makes parameters and puts them where they are stored; by position."""
 
 
@@ -60,10 +60,10 @@ class InitialParams:
         leaves = tree.with_paths(self.values, "params")
         return {**held, **{path: (x, ()) for path, x in leaves if paths is None or path in paths}}
 
-    def sharded(self, inputs: Inputs, mesh: Mesh, put: initialize.Put) -> dict[int, torch.Tensor]:
+    def sharded(self, inputs: Inputs, mesh: Mesh, put: tensor_init.Put) -> dict[int, torch.Tensor]:
         """Makes this rank's shard of every parameter."""
         if self.graph is not None:
-            return initialize.from_function(self.graph, self.key, inputs, mesh, put)
+            return tensor_init.from_function(self.graph, self.key, inputs, mesh, put)
         flat = tree.leaves(self.values)
         return {i: put(shard(flat[i], inputs.leaves[i], mesh), inputs.leaves[i]) for i in inputs.distinct}
 
@@ -91,7 +91,7 @@ def params_of_init(params: Any, key: torch.Tensor | None, mesh: Mesh, model: Any
             check_model("init", model, params)
         return given.compared()
 
-    replicas.same(
+    tensor_digests.same(
         mesh,
         "init",
         held,
@@ -139,14 +139,14 @@ def load_state(
     plan = load.plan(weights, given.values, inputs, names, model, graph)
     flat = tree.leaves(given.values)
     held = given.compared([inputs.leaves[i].path for i in plan.missing if not flat[i].is_meta])
-    replicas.same(mesh, "load", lambda: held, "give all ranks the same parameters and key")
+    tensor_digests.same(mesh, "load", lambda: held, "give all ranks the same parameters and key")
 
-    def read(put: initialize.Put) -> dict[int, torch.Tensor]:
+    def read(put: tensor_init.Put) -> dict[int, torch.Tensor]:
         return load.leaves(plan, inputs, mesh, put)
 
-    def make(put: initialize.Put) -> dict[int, torch.Tensor]:
+    def make(put: tensor_init.Put) -> dict[int, torch.Tensor]:
         if graph is not None:
-            return initialize.from_function(graph, key, inputs, mesh, put, plan.missing)
+            return tensor_init.from_function(graph, key, inputs, mesh, put, plan.missing)
         bare = [i for i in plan.missing if flat[i].is_meta]
         first = model.initial([plan.names[i] for i in bare], key) if bare and model is not None else {}
         values = {i: first[plan.names[i]] if i in bare else flat[i] for i in plan.missing}
@@ -167,16 +167,16 @@ def _first_state(
 ) -> State:
     """The first state, of parameters that all ranks `read` together, and of the others, which each can `make`."""
     opt_inputs = opt_state_inputs(step, mesh, inputs)
-    places = storage.reserve(step, mesh, limits, inputs, opt_inputs, owner)
-    buffer = storage.BUFFER if read is None else WINDOW
+    places = tensor_storage.reserve(step, mesh, limits, inputs, opt_inputs, owner)
+    buffer = tensor_storage.BUFFER if read is None else WINDOW
 
     def put(value: torch.Tensor | Iterator[torch.Tensor] | None, leaf: Leaf) -> torch.Tensor:
-        return storage.put(value, leaf, places, mesh, buffer)
+        return tensor_storage.put(value, leaf, places, mesh, buffer)
 
     def make_leaves() -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         made = stored | make(put)
-        return made, initialize.opt_state(
-            step, inputs, opt_inputs, lambda i: storage.load(made[i], mesh.device), mesh, put
+        return made, tensor_init.opt_state(
+            step, inputs, opt_inputs, lambda i: tensor_storage.load(made[i], mesh.device), mesh, put
         )
 
     stored = dict[int, torch.Tensor]()

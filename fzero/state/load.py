@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.checkpoint.loading import Sources, Weights, read_leaves, unfit
-from fzero.checkpoint.places import Place
+from fzero.checkpoint.storage_paths import Place
+from fzero.checkpoint.weight_loading import Sources, Weights, read_leaves, unfit
 from fzero.errors import CheckpointError
-from fzero.layout import Leaf, ties
+from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
-from fzero.program.lines import Inputs
+from fzero.sharding.layout import Leaf, ties
 from fzero.trace.recorder import Recorded
 
 logger = logging.getLogger("fzero")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.comm import agreement
 from fzero.errors import FzeroValueError
-from fzero.layout import Home, Leaf, extent_of, home_of, in_slot, leaf_of, leave, place, ties
 from fzero.mesh import Mesh
-from fzero.ranks import agreement
-from fzero.state import storage
+from fzero.sharding.layout import Home, Leaf, extent_of, home_of, in_slot, leaf_of, leave, place, ties
+from fzero.state import tensor_storage
 from fzero.transforms.offload import TIERS
 
 HOME = "home"
@@ -67,7 +67,7 @@ def move(state: Any, tier: str, path: str | os.PathLike[str] | Sequence[str | os
         return {i: m.run(flat[i], next(places) if m.new else None) for i, m in zip(distinct, moves, strict=True)}
 
     with mesh.alone("move"):
-        places = iter(storage.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
+        places = iter(tensor_storage.allocate([m.to for m in moves if m.new], mesh, path or (), "move"))
         moved = (
             agreement.everywhere(mesh, "move", run)
             if any("disk" in (m.leaf.layout.tier, m.to.layout.tier) for m in moves)
@@ -117,7 +117,7 @@ class _Move:
                 new = place(
                     torch.empty(old.shape, dtype=old.dtype, device="meta"), self.to, self.mesh, self.home.extent
                 )
-            storage.copy(old, new)
+            tensor_storage.copy(old, new)
         place(new, self.to, self.mesh, extent, None if there == self.home.tier else self.home)
         leave(old)
         return new

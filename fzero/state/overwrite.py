@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from fzero import tree
-from fzero.comm import replicas
-from fzero.layout import leaf_of, shard
+from fzero.checkpoint import tensor_digests
+from fzero.comm import agreement
 from fzero.mesh import Mesh
-from fzero.ranks import agreement
-from fzero.state import storage
+from fzero.sharding.layout import leaf_of, shard
+from fzero.state import tensor_storage
 from fzero.step import State
 
 
@@ -25,16 +25,16 @@ def overwrite(state: State, values: Mapping[str, torch.Tensor], mesh: Mesh) -> N
         DivergenceError: ranks that give different values.
     """
     held = {f"params.{name}": (x, ()) for name, x in values.items()}
-    replicas.same(mesh, "overwrite", lambda: held, "write the same on every rank")
+    tensor_digests.same(mesh, "overwrite", lambda: held, "write the same on every rank")
     leaves, copies = _named(state.params), _named(state.extras.get("compute"))
 
     def write() -> None:
         for name, value in values.items():
             known = leaf_of(leaves[name])
             assert known is not None
-            storage.copy(shard(value, known[0], mesh), leaves[name])
+            tensor_storage.copy(shard(value, known[0], mesh), leaves[name])
             if name in copies:
-                storage.fill(copies[name], storage.cast(leaves[name], copies[name].dtype))
+                tensor_storage.fill(copies[name], tensor_storage.cast(leaves[name], copies[name].dtype))
 
     with torch.no_grad():
         agreement.everywhere(mesh, "overwrite", write)

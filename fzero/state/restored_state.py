@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,19 +11,20 @@ from typing import Any
 import torch
 
 from fzero import checkpoint, tree
-from fzero.build.cache import logger
 from fzero.checkpoint import Index
+from fzero.comm import agreement
+from fzero.compiler.abstract_values import abstract
+from fzero.compiler.state_layouts import opt_state_inputs
+from fzero.compiler.state_slots import Slots, slots_of
 from fzero.errors import CheckpointError
-from fzero.layout import Leaf, in_slot
-from fzero.lowering.abstract_values import abstract
-from fzero.lowering.slots import Slots, slots_of
-from fzero.lowering.state_layouts import opt_state_inputs
+from fzero.ir.from_graph import Inputs
 from fzero.mesh import Mesh
-from fzero.program.lines import Inputs
-from fzero.ranks import agreement
-from fzero.state import local, storage
-from fzero.state.assemble import abstract_state, assembled, check_model, state_leaves
+from fzero.sharding.layout import Leaf, in_slot
+from fzero.state import rank_local, tensor_storage
+from fzero.state.state_comparison import abstract_state, assembled, check_model, state_leaves
 from fzero.step import State, Step
+
+logger = logging.getLogger("fzero")
 
 
 def describe(path: str | os.PathLike[str] | Index, mesh: Mesh, model: Any) -> Index:
@@ -52,7 +54,7 @@ class RestorePlan:
         inputs, opt_inputs, slots: the leaf tables of the state.
         names: by stored name, the leaves that the checkpoint has.
         others: those of them that each rank has its own of, as another number of ranks has saved them
-            (`state/local.py`).
+            (`state/rank_local.py`).
     """
 
     index: Index
@@ -93,7 +95,7 @@ def plan_restore(index: Index, step: Step, mesh: Mesh, inputs: Inputs) -> Restor
     # a slot that this step has not is left behind
     held = {n: x for n, x in index.leaves.items() if n not in stored or stored[n] in slots.owners}
     index = replace(index, leaves=held)
-    others = local.of_other_ranks(index, names, slots)
+    others = rank_local.of_other_ranks(index, names, slots)
     checkpoint.check(index, {n: (leaf.shape, leaf.dtype) for n, leaf in (names | others).items()})
     return RestorePlan(index, inputs, opt_inputs, slots, names, others)
 
@@ -101,9 +103,9 @@ def plan_restore(index: Index, step: Step, mesh: Mesh, inputs: Inputs) -> Restor
 def restore_state(plan: RestorePlan, step: Step, mesh: Mesh, limits: Sequence[int | None]) -> State:
     """Reads the state. `limits`: as of `storage.reserve`."""
     inputs, opt_inputs, names, others = plan.inputs, plan.opt_inputs, plan.names, plan.others
-    places = storage.reserve(step, mesh, limits, inputs, opt_inputs, "restore")
+    places = tensor_storage.reserve(step, mesh, limits, inputs, opt_inputs, "restore")
     read = checkpoint.read(plan.index, {n: leaf for n, leaf in names.items() if n not in others}, mesh, into=places)
-    read |= local.read_added(plan.index, others, names, mesh)
+    read |= rank_local.read_added(plan.index, others, names, mesh)
     by_path: dict[str, torch.Tensor] = {leaf.path: read[n] for n, leaf in names.items()}
     made = {i: by_path[inputs.leaves[i].path] for i in inputs.distinct}
     opt = {i: by_path[opt_inputs.leaves[i].path] for i in opt_inputs.distinct}

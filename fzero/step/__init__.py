@@ -1,7 +1,15 @@
-"""Defines what a user transforms: a step, which is a loss, an optimizer and specs; the plain step, its meaning.
+"""Defines the step that transforms act on: a loss, an optimizer, and the transforms applied to it.
 
-`train.py` has training steps, `evaluate.py` evaluations, `compose.py` several transforms as one, `checks.py` what is
-said of arguments that are none.
+A step is a frozen value. Called directly, it runs eagerly through autograd, whatever its
+transforms: these are the reference semantics, because transforms change how a step is computed, not
+what it computes. The state that it updates is defined in `train_state.py`.
+
+| file | what it does |
+|---|---|
+| `train.py` | `Step` and `train_step`: training steps |
+| `evaluate.py` | `EvalStep` and `eval_step`: forward-only steps |
+| `compose.py` | `compose`: several transforms as one |
+| `checks.py` | checks the parameters, state and batch that a step is given, and explains wrong ones |
 """
 
 from fzero.step.compose import compose

@@ -9,8 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fzero import compat, tree
-from fzero.arguments import function
+from fzero import tree
+from fzero._compat import compat
+from fzero._utils.arguments import function
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.train_state import State, check_whole
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fzero.arguments import function
+from fzero._utils.arguments import function
 from fzero.errors import FzeroTypeError
 from fzero.loss import means
 from fzero.step.checks import check_arguments, check_params, wants_key
-from fzero.trace.reads.refusals import plainly
-from fzero.trace.reads.untouched import Untouched
+from fzero.trace.guards.rejections import plainly
+from fzero.trace.guards.write_guard import Untouched
 
 
 @dataclass(frozen=True)

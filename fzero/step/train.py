@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.arguments import Predicate, accepts, accepts_none, flag, function, keywords, predicate
+from fzero import tree
+from fzero._compat import compat
+from fzero._utils.arguments import Predicate, accepts, accepts_none, flag, function, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.layout import ties, torn_ties
 from fzero.loss import flatten_means, is_empty, means, new_values, split_loss
 from fzero.optim import GradientTransformation, global_norm
 from fzero.optim.apply import apply_optimizer
-from fzero.optim.base import is_transformation
+from fzero.optim.gradient_transformation import is_transformation
 from fzero.optim.nonfinite import SkipsNonfinite
+from fzero.sharding.layout import ties, torn_ties
 from fzero.step.checks import (
     check_bare,
     check_batch,
@@ -38,8 +39,8 @@ from fzero.step.checks import (
     takes,
     wants_key,
 )
-from fzero.trace.reads.refusals import plainly
-from fzero.trace.reads.untouched import Untouched, without_gradients
+from fzero.trace.guards.rejections import plainly
+from fzero.trace.guards.write_guard import Untouched, without_gradients
 from fzero.train_state import INIT_STREAM, State
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fzero.arguments import plain_numbers
+from fzero._utils.arguments import plain_numbers
+from fzero.comm.local_device import check_default
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, message
-from fzero.local_device import check_default
 from fzero.mesh import AbstractMesh, Mesh, make_mesh
 from fzero.step import Step
 from fzero.testing.comparison import compare
@@ -103,7 +103,7 @@ def check_equivalent(
     setting = setting_of(step, params, batch, here, steps, key, backend, options, simulated)
     report = replace(compare(setting), wanted=steps)
     if not report.equivalent and not simulated:
-        from fzero.testing.blame import blame
+        from fzero.testing.bisect import blame
 
         report = replace(report, blame=blame(setting, report))
     elif report.equivalent and (others := _without_precision(step)):

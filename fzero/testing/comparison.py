@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.lowering.choose_stages import open_stages
+from fzero.comm.control_messages import exchanged
+from fzero.compiler.auto_stages import open_stages
 from fzero.mesh import Mesh
-from fzero.ranks.notes import exchanged
 from fzero.runtime.compile import compile
-from fzero.runtime.training import CompiledStep
+from fzero.runtime.compiled_step import CompiledStep
 from fzero.step import Step
 from fzero.testing.comparison_setting import Comparison
-from fzero.testing.lines import distance, norm
+from fzero.testing.first_difference import distance, norm
 from fzero.testing.reference_trajectory import leaves_of
 from fzero.testing.report import Difference, Report
-from fzero.transforms.base import find
 from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.transform import find
 
 
 def compare(setting: Comparison) -> Report:
@@ -98,5 +98,5 @@ def most_skipped(step: Step) -> int:
 
 
 def everyones(mine: list[Any], mesh: Mesh, form: Any) -> list[list[Any]]:
-    """The notes of each rank, on every rank. `form`: of a note (read_json.py)."""
+    """The notes of each rank, on every rank. `form`: of a note (bounded_json.py)."""
     return [mine] if mesh.size == 1 else exchanged(mine, list[form], "check_equivalent")

@@ -9,15 +9,15 @@ import torch
 
 from fzero import random as fzrandom
 from fzero import tree
+from fzero.comm.agreement import everywhere
+from fzero.compiler.abstract_values import batch_inputs
+from fzero.compiler.auto_tensor_parallel import choose_rules
+from fzero.compiler.combined_transforms import zero_of
+from fzero.compiler.traced_step import base_program
 from fzero.errors import FzeroValueError, TraceError
-from fzero.lowering.abstract_values import batch_inputs
-from fzero.lowering.choose_rules import choose_rules
-from fzero.lowering.combined_transforms import zero_of
-from fzero.lowering.traced import base_program
+from fzero.ir.program import Program
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.program.ir import Program
-from fzero.ranks.agreement import everywhere
-from fzero.runtime.same_program import describe, difference
+from fzero.runtime.program_agreement import describe, difference
 from fzero.step import Step
 from fzero.step.checks import check_batch, check_init, check_params
 from fzero.testing.global_batch import check_rows, gathered, rows
@@ -29,7 +29,7 @@ from fzero.testing.tolerance import (
 from fzero.trace.block import every_call_traced
 from fzero.trace.subgraph import signature
 from fzero.transforms.accumulate import Accumulate
-from fzero.transforms.base import find, on_device
+from fzero.transforms.transform import find, on_device
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.comm.control_messages import gathered_tensors
+from fzero.compiler.abstract_values import batch_inputs
 from fzero.errors import FzeroValueError
-from fzero.lowering.abstract_values import batch_inputs
 from fzero.mesh import Mesh
-from fzero.ranks.notes import gathered_tensors
 from fzero.transforms.accumulate import Accumulate
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from fzero.measure.profile import LinePlace
-from fzero.program.ir import Line, Program
-from fzero.program.ops import OPS, STARTS, is_superseded
-from fzero.runtime.observe import observe
+from fzero.ir.ops import OPS, STARTS, is_superseded
+from fzero.ir.program import Line, Program
+from fzero.runtime.op_hooks import observe
+from fzero.runtime.op_timers import LinePlace
 
 
 @dataclass

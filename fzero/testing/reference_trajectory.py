@@ -11,7 +11,7 @@ import torch
 
 from fzero import tree
 from fzero.step import State, Step
-from fzero.testing.lines import norm
+from fzero.testing.first_difference import norm
 from fzero.testing.tolerance import (
     LAMBDA,
     NUM_MOVED,

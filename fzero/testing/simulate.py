@@ -14,23 +14,23 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.arguments import count, plain_numbers
+from fzero._utils.arguments import count, plain_numbers
 from fzero.comm.groups import ranks_along
+from fzero.compiler.combined_transforms import zero_of
+from fzero.compiler.lower import lower
+from fzero.compiler.lowered import Lowered
 from fzero.errors import DivergenceError, FzeroTypeError, FzeroValueError
-from fzero.layout import Leaf, shard
-from fzero.lowering.combined_transforms import zero_of
-from fzero.lowering.lower import lower
-from fzero.lowering.lowered import Lowered
+from fzero.ir.program import Line, Program
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.program.ir import Line, Program
+from fzero.sharding.layout import Leaf, shard
 from fzero.step import State, Step
 from fzero.step.checks import check_batch
 from fzero.testing.global_batch import check_rows, rows
-from fzero.testing.interpret import BuiltFunctions, Interpreter
+from fzero.testing.interpreter import BuiltFunctions, Interpreter
 from fzero.testing.reference_trajectory import leaves_of
 from fzero.transforms.accumulate import Accumulate
-from fzero.transforms.base import find, on_device
 from fzero.transforms.pipeline import Pipeline
+from fzero.transforms.transform import find, on_device
 
 _JOIN = {"sum": lambda xs: xs.sum(0, dtype=xs.dtype), "max": lambda xs: xs.amax(0), "min": lambda xs: xs.amin(0)}
 

@@ -48,17 +48,18 @@ from typing import Any
 
 import torch
 
-from fzero import compat, tree
 from fzero import random as fzrandom
-from fzero.operators.scaled_matmul import E5M2
+from fzero import tree
+from fzero._compat import compat
+from fzero.ir.program import Program
+from fzero.ops.scaled_matmul import E5M2
 from fzero.optim import GradientTransformation
-from fzero.program.ir import Program
 from fzero.step import Step
 from fzero.step.checks import wants_key
-from fzero.transforms.base import find
 from fzero.transforms.compress import Compress
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.transform import find
 
 LAMBDA = 4.0
 """The factor of [Note: tolerance]: one rounding in 1500 is beyond it, and the sum of a chain all but never."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fzero import compat
-from fzero.arguments import function
+from fzero._compat import compat
+from fzero._utils.arguments import function
 from fzero.errors import FzeroTypeError
 from fzero.trace.block_body import applied, casting, tracer
 from fzero.trace.block_calls import BLOCK, retracing
@@ -36,7 +36,8 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     - its code and that of functions it calls, closure cells, globals, defaults and the environment;
     - attributes of objects, classes and modules that this code names;
-    - autocast, modes of the user's own and PyTorch's other settings (settings.py and switches.py of trace/reads/).
+    - autocast, modes of the user's own and PyTorch's other settings (captured_settings.py and torch_switches.py of
+    trace/guards/).
 
     Not seen, if they change between two calls in one step: globals of installed libraries, the insides of C extensions,
     files, computed names (`eval`), tensors written through NumPy, arrays of more than 4 MiB changed in place.

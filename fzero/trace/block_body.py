@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fzero import compat, tree
+from fzero import tree
+from fzero._compat import compat
 from fzero.errors import TraceError
-from fzero.trace.reads import conditions
-from fzero.trace.reads.switches import Autocast
-from fzero.trace.reads.untouched import without_gradients
+from fzero.trace.guards import raise_conditions
+from fzero.trace.guards.torch_switches import Autocast
+from fzero.trace.guards.write_guard import without_gradients
 
 if TYPE_CHECKING:
     from fzero.trace.block_calls import Blocks
@@ -64,7 +65,7 @@ class Body:
                 self.spec, [c if i is None else xs[i] for c, i in zip(self.constants, self.places, strict=True)]
             )
             trees = arguments(self.fn, params, args, kwargs)
-            with conditions.collected(self.owner) as noted, without_gradients(self.owner, tensors_in(trees)):
+            with raise_conditions.collected(self.owner) as noted, without_gradients(self.owner, tensors_in(trees)):
                 result = applied(self.fn, params, args, kwargs)
         finally:
             tracer.reset(token)

@@ -12,14 +12,14 @@ import torch
 import torch.fx as fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from fzero import compat, tree
+from fzero import tree
+from fzero._compat import compat
 from fzero.errors import TraceError
 from fzero.trace.block_body import Body, arguments, casting, check_bare, name_of, resolved, tensors_in, tracer, where
-from fzero.trace.joint import OTHERWISE, Joint, call_block, call_vjp, trace_joint
-from fzero.trace.reads import conditions
-from fzero.trace.reads.settings import Settings, changes, settings
-from fzero.trace.reads.settings_walk import SelfChecked
-from fzero.trace.reads.switches import (
+from fzero.trace.guards import raise_conditions
+from fzero.trace.guards.captured_settings import Settings, changes, settings
+from fzero.trace.guards.settings_walk import SelfChecked
+from fzero.trace.guards.torch_switches import (
     autocast,
     autocast_as,
     dispatch_modes,
@@ -28,6 +28,7 @@ from fzero.trace.reads.switches import (
     switches,
     told,
 )
+from fzero.trace.joint_graph import OTHERWISE, Joint, call_block, call_vjp, trace_joint
 from fzero.trace.recorder import Recorder
 from fzero.trace.subgraph import differing_line
 from fzero.trace.subgraph import signature as function_signature
@@ -164,7 +165,7 @@ class Blocks:
             self.maxima.append(largest)
         if joint.raises:
             *outputs, flags = outputs
-            conditions.note(flags, joint.raises)
+            raise_conditions.note(flags, joint.raises)
         values = [*given, *outputs]
         for i, first in enumerate(joint.memory):
             if i >= joint.num_inputs and i != first:

@@ -11,8 +11,8 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER
-from fzero.operators.scaled_matmul import scaled_mm
+from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER
+from fzero.ops.scaled_matmul import scaled_mm
 from fzero.trace.storages import is_view
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fzero import compat
+from fzero._compat import compat
 
 aten = torch.ops.aten
 

@@ -20,26 +20,26 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero import compat
+from fzero._compat import compat
 from fzero.errors import TraceError
-from fzero.operators.ctc import CTC
-from fzero.operators.recurrent import RNN
-from fzero.trace.meta_cache import FakeResults
-from fzero.trace.reads import overwrites
-from fzero.trace.reads.answers import Answers
-from fzero.trace.reads.argument_memory import ArgumentMemory
-from fzero.trace.reads.exact_types import check_types
-from fzero.trace.reads.function_caches import emptied, kept_in
-from fzero.trace.reads.questions import Calls
-from fzero.trace.reads.refusals import Failure, described, note, plainly, reached
-from fzero.trace.reads.refused_operations import (
+from fzero.ops.ctc import CTC
+from fzero.ops.recurrent import RNN
+from fzero.trace.guards import overwrites
+from fzero.trace.guards.argument_memory import ArgumentMemory
+from fzero.trace.guards.exact_types import check_types
+from fzero.trace.guards.function_caches import emptied, kept_in
+from fzero.trace.guards.known_values import Answers
+from fzero.trace.guards.rejections import Failure, described, note, plainly, reached
+from fzero.trace.guards.tensor_queries import Calls
+from fzero.trace.guards.unsupported_operations import (
     check_dense,
     check_dtypes,
     check_operation,
     refuse_functions,
     refuse_value,
 )
-from fzero.trace.reads.user_lines import Place, line, user_place, within
+from fzero.trace.guards.user_frames import Place, line, user_place, within
+from fzero.trace.meta_cache import FakeResults
 from fzero.trace.storages import is_view, strides_guessed
 
 aten = torch.ops.aten

@@ -2,8 +2,9 @@
 else is made anew.
 
 A storage is known by the node that makes it. All questions for the memory of a value are answered here. They come from
-passes/split.py (saved values of a block), trace/subgraph.py (views to remake), passes/hoist_updates.py (memory still
-read), plan/memory.py (memory kept alive) and plan/inductor/fusion.py (kernels). In trace/propagate.py a view is another
+transforms/joint_split.py (saved values of a block), trace/subgraph.py (views to remake), compiler/hoist_updates.py
+(memory still read), plan/memory.py (memory kept alive) and plan/inductor/fusion.py (kernels). In
+sharding/flat_propagation.py a view is another
 thing: an operation under which a flat shard stays a shard. This file also tells strides that the trace alone guesses.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from fzero import compat
+from fzero._compat import compat
 
 if TYPE_CHECKING:
     from fzero.trace.recorder import Recorded

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fzero import compat
-from fzero.trace.reads.user_lines import line
-from fzero.trace.reads.value_keys import exact
+from fzero._compat import compat
+from fzero.trace.guards.user_frames import line
+from fzero.trace.guards.value_keys import exact
 from fzero.trace.recorder import FROM, Recorded
 from fzero.trace.storages import storage_of
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from fzero.arguments import accepts, accepts_none, count, keywords, predicate, shown
-from fzero.deprecation import keyword_aliases
+from fzero._utils.arguments import accepts, accepts_none, count, keywords, predicate, shown
+from fzero._utils.deprecation import keyword_aliases
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.layout import Leaf, torn_ties
+from fzero.sharding.layout import Leaf, torn_ties
 from fzero.step import EvalStep
-from fzero.transforms.base import Transform, applied
-from fzero.transforms.shard import Where
+from fzero.transforms.transform import Transform, applied
+from fzero.transforms.zero import Where
 
 MicroBatchSchedule = Literal["sequential", "layerwise"]
 SCHEDULES = get_args(MicroBatchSchedule)

@@ -7,7 +7,7 @@ in float32 from then on (`Promotion`).
 Counters belong to parameters, not to blocks, because the number of parameters is known before the step is traced, and
 because the compute dtype is chosen for each parameter. Blocks that share a parameter are promoted together, so they
 are counted together. The statistics of blocks that are counted here are those of `mixed_precision(watch=True)`
-(precision/statistics.py).
+(transforms/precision_statistics.py).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fzero import tree
+from fzero.comm import agreement
 from fzero.errors import message
-from fzero.layout import Leaf
 from fzero.mesh import Mesh
-from fzero.precision.statistics import Watched
-from fzero.ranks import agreement
+from fzero.sharding.layout import Leaf
 from fzero.step import Step
-from fzero.trace.device import computes_in
-from fzero.transforms.base import Transform, find
+from fzero.trace.device_decompositions import computes_in
 from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.precision_statistics import Watched
+from fzero.transforms.transform import Transform, find
 
 if TYPE_CHECKING:
-    from fzero.transforms.slots import StepResults
+    from fzero.transforms.transform_state import StepResults
 
 logger = logging.getLogger("fzero")
 
@@ -114,7 +114,7 @@ def counted(
     Args:
         state: before the step.
         watched: n blocks.
-        statistics: of this step, float32[n] each (precision/statistics.py).
+        statistics: of this step, float32[n] each (transforms/precision_statistics.py).
         safer: for each parameter whether it is computed in float32 already; empty: none is.
     """
     num, device = len(watched.names), state.overflows.device

@@ -1,5 +1,5 @@
-"""Sends gradients and parameters in fewer bits. Acts on the program, in passes/compress.py; the codes are those of
-precision/codes.py."""
+"""Sends gradients and parameters in fewer bits. Acts on the program, in transforms/compress_pass.py; the codes are
+those of transforms/compress_codes.py."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from fzero.arguments import accepts, keywords, predicate, shown
+from fzero._utils.arguments import accepts, keywords, predicate, shown
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.layout import Leaf
-from fzero.operators.quant_blocks import has_blocks
-from fzero.precision.codes import GRADS, PARAMS, Format
+from fzero.ops.block_quantization import has_blocks
+from fzero.sharding.layout import Leaf
 from fzero.step import EvalStep
-from fzero.transforms.base import Transform, applied
+from fzero.transforms.compress_codes import GRADS, PARAMS, Format
 from fzero.transforms.pipeline import Pipeline
-from fzero.transforms.shard import Where
+from fzero.transforms.transform import Transform, applied
+from fzero.transforms.zero import Where
 
 Named = str | tuple[tuple[str, str | None], ...] | None
 """The name of a format, or one for each of several axes."""
@@ -60,7 +60,7 @@ class Compress(Transform):
         return replace(self, params=params, grads=grads, axis=None, auto=False)
 
     def slots(self, params: Any) -> Mapping[str, Any]:
-        """The formats that were chosen, as text (runtime/formats.py)."""
+        """The formats that were chosen, as text (runtime/compress_formats.py)."""
         return {SLOT: torch.zeros(_ROOM, dtype=torch.uint8)} if self.auto else {}
 
     def idle_in(self, program: Any) -> str | None:

@@ -1,5 +1,5 @@
-"""Cuts experts' parameters and the batch over one mesh axis: expert_parallel. Acts on the program, in passes/cut.py;
-around products with these parameters ranks exchange rows."""
+"""Cuts experts' parameters and the batch over one mesh axis: expert_parallel. Acts on the program, in
+transforms/dim_sharding_pass.py; around products with these parameters ranks exchange rows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from fzero.arguments import amount, keywords
-from fzero.boxes import Dim
-from fzero.deprecation import keyword_aliases
+from fzero._utils.arguments import amount, keywords
+from fzero._utils.deprecation import keyword_aliases
+from fzero._utils.units import parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
-from fzero.layout import Leaf
-from fzero.transforms.base import Transform, applied
-from fzero.transforms.cutting import Cutting
+from fzero.sharding.layout import Leaf
+from fzero.sharding.shard_regions import Dim
+from fzero.transforms.dim_sharding import Cutting
 from fzero.transforms.tensor import TensorParallel
+from fzero.transforms.transform import Transform, applied
 from fzero.tree import dotted
-from fzero.units import parse_bytes, size
 
 
 @dataclass(frozen=True)

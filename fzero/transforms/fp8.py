@@ -1,5 +1,5 @@
 """Computes matrix products with selected parameters in 8-bit floating point. Acts on what was recorded, before it is
-laid out as a program: fzero/precision/fp8.py.
+laid out as a program: fzero/transforms/fp8_products.py.
 
 What rests, what is communicated as gradients and what everything but these products computes in is as without it.
 """
@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from fzero.arguments import accepts, keywords, predicate
+from fzero._utils.arguments import accepts, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
-from fzero.layout import Leaf
-from fzero.operators.scaled_matmul import MULTIPLE
-from fzero.transforms.base import Transform, applied
-from fzero.transforms.shard import Where
+from fzero.ops.scaled_matmul import MULTIPLE
+from fzero.sharding.layout import Leaf
+from fzero.transforms.transform import Transform, applied
+from fzero.transforms.zero import Where
 
 SCALES = ("tensor", "row")
 CAPABILITY = (8, 9)

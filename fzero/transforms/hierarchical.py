@@ -1,15 +1,15 @@
 """Limits what crosses a slow axis to once a step, however many micro-batches there are. Acts on the program, in
-passes/shard.py."""
+transforms/zero_pass.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fzero.arguments import flag, keywords, number
+from fzero._utils.arguments import flag, keywords, number
 from fzero.errors import FzeroTypeError, FzeroValueError
 from fzero.step import EvalStep
-from fzero.transforms.base import Transform, applied
+from fzero.transforms.transform import Transform, applied
 
 
 @dataclass(frozen=True)

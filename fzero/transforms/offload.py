@@ -2,7 +2,7 @@
 until their update. Acts on the leaf table and on the program.
 
 Here are the record and what it decides, the tier of every leaf; the lines that bring leaves to the device and back are
-placed by tiers.py.
+placed by offload_pass.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
-from fzero.arguments import accepts, keywords, predicate
+from fzero._utils.arguments import accepts, keywords, predicate
 from fzero.errors import FzeroValueError
-from fzero.layout import Leaf
-from fzero.program.ir import Line
+from fzero.ir.program import Line
+from fzero.sharding.layout import Leaf
 from fzero.step import EvalStep
-from fzero.transforms.base import Transform, applied
-from fzero.transforms.shard import Where
+from fzero.transforms.transform import Transform, applied
+from fzero.transforms.zero import Where
 
 TIERS = {"cpu": "host", "nvme": "disk"}
 """The tiers one can name, and what a layout calls them. "auto" leaves them open."""

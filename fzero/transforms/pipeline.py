@@ -1,5 +1,5 @@
 """Divides blocks among the ranks along a mesh axis, which pass micro-batches on: pipeline. Acts on the program, in
-passes/stages.py."""
+transforms/pipeline_pass.py."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fzero.arguments import keywords
+from fzero._utils.arguments import keywords
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.layout import Leaf, Only
+from fzero.sharding.layout import Leaf, Only
 from fzero.step import EvalStep
-from fzero.transforms.base import Transform, applied
 from fzero.transforms.fp8 import Fp8
 from fzero.transforms.hierarchical import Hierarchical
 from fzero.transforms.offload import Offload
 from fzero.transforms.precision import MixedPrecision
 from fzero.transforms.redundant import Redundant
-from fzero.transforms.shard import Parallel
+from fzero.transforms.transform import Transform, applied
+from fzero.transforms.zero import Parallel
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
 GATHERS = ("step", "micro")

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fzero import tree
-from fzero.arguments import accepts, flag, keywords, predicate
+from fzero._utils.arguments import accepts, flag, keywords, predicate
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.layout import Leaf
 from fzero.optim.loss_scale import LossScale, fixed_scale
-from fzero.trace.device import computes_in
-from fzero.transforms.base import Transform, applied
-from fzero.transforms.shard import Where
+from fzero.sharding.layout import Leaf
+from fzero.trace.device_decompositions import computes_in
+from fzero.transforms.transform import Transform, applied
+from fzero.transforms.zero import Where
 
 if TYPE_CHECKING:
-    from fzero.transforms.slots import StepResults
+    from fzero.transforms.transform_state import StepResults
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {

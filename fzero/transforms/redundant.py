@@ -1,5 +1,5 @@
 """Sends each rank's part of the state to another host, whose memory keeps it. Acts on the program, in
-passes/redundant.py; what comes is kept by elastic/wards.py."""
+transforms/redundant_pass.py; what comes is kept by elastic/peer_replicas.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fzero.arguments import count, keywords
+from fzero._utils.arguments import count, keywords
+from fzero.comm.launcher_environment import Processes
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.layout import Leaf, in_slot
 from fzero.mesh import AbstractMesh, Mesh
-from fzero.processes import Processes
+from fzero.sharding.layout import Leaf, in_slot
 from fzero.step import EvalStep
-from fzero.transforms.base import Transform, applied
+from fzero.transforms.transform import Transform, applied
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Rematerialises: chooses what a block keeps from its forward for its backward. Acts on the program.
 
 In the base program a block's vjp recomputes its forward from the block's inputs. Keeping more is a split of the block's
-joint graph in two (fzero/passes/split.py): the forward returns saved values beside its outputs, the vjp takes them.
-What is a view of a parameter is never kept, whatever the policy: it would keep the gathered parameter alive. The last
-block is not split: its vjp follows its forward at once, and both are one function (fzero/passes/fuse.py).
+joint graph in two (fzero/transforms/joint_split.py): the forward returns saved values beside its outputs, the vjp takes
+them. What is a view of a parameter is never kept, whatever the policy: it would keep the gathered parameter alive. The
+last block is not split: its vjp follows its forward at once, and both are one function
+(fzero/compiler/fuse_last_block.py).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fzero.arguments import keywords
+from fzero._utils.arguments import keywords
 from fzero.errors import FzeroValueError
-from fzero.transforms.base import Transform, applied
+from fzero.transforms.transform import Transform, applied
 
 POLICIES = ("full", "min_cut", "none", "auto")
 

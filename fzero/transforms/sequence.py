@@ -1,5 +1,5 @@
 """Cuts what passes between blocks by position over a mesh axis: sequence_parallel. Acts on the program, in
-passes/cut.py; around attention ranks exchange positions for heads."""
+transforms/dim_sharding_pass.py; around attention ranks exchange positions for heads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fzero.arguments import amount, keywords
-from fzero.boxes import Dim
-from fzero.deprecation import keyword_aliases
+from fzero._utils.arguments import amount, keywords
+from fzero._utils.deprecation import keyword_aliases
+from fzero._utils.units import parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.trace.cut_rules import Attention, nearest
-from fzero.transforms.base import Transform, applied
-from fzero.transforms.cutting import Cutting
+from fzero.sharding.op_strategies import Attention, nearest
+from fzero.sharding.shard_regions import Dim
+from fzero.transforms.dim_sharding import Cutting
 from fzero.transforms.fp8 import Fp8
-from fzero.transforms.shard import DataParallel
-from fzero.units import parse_bytes, size
+from fzero.transforms.transform import Transform, applied
+from fzero.transforms.zero import DataParallel
 
 _WAYS = ("auto", "heads", "keys")
 

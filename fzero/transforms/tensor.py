@@ -1,5 +1,5 @@
-"""Computes with parameters that a mesh axis cuts along a dim: tensor_parallel. Acts on the program, in passes/cut.py;
-between blocks ranks exchange results instead of parameters."""
+"""Computes with parameters that a mesh axis cuts along a dim: tensor_parallel. Acts on the program, in
+transforms/dim_sharding_pass.py; between blocks ranks exchange results instead of parameters."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from fzero.arguments import amount, flag, keywords, python_numbers
-from fzero.boxes import Dim
-from fzero.deprecation import keyword_aliases
+from fzero._utils.arguments import amount, flag, keywords, python_numbers
+from fzero._utils.deprecation import keyword_aliases
+from fzero._utils.units import parse_bytes, size
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
-from fzero.layout import Leaf
+from fzero.sharding.layout import Leaf
+from fzero.sharding.shard_regions import Dim
 from fzero.step import EvalStep
-from fzero.transforms.base import Transform, applied
-from fzero.transforms.cutting import Cutting
-from fzero.transforms.shard import Parallel
+from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.transform import Transform, applied
+from fzero.transforms.zero import Parallel
 from fzero.tree import dotted
-from fzero.units import parse_bytes, size
 
 Rule: TypeAlias = "int | tuple[int, int] | None"
 Rules: TypeAlias = "Mapping[str, Rule] | Callable[[str, torch.Tensor], Rule]"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.program.ops import COPIES, STARTS
+from fzero.ir.ops import COPIES, STARTS
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 

@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 
 import fzero as fz
 from fzero import checkpoint
-from fzero.checkpoint import behind, directory, saving
+from fzero.checkpoint import async_save, directory, saving
 from fzero.checkpoint.index import read_index as index_of
+from fzero.comm.all_ranks import Ranks
+from fzero.comm.collective_sequence import leave_all
 from fzero.errors import CheckpointError
-from fzero.layout import Layout, Leaf
-from fzero.ranks.together import Ranks
-from fzero.ranks.turns import leave_all
+from fzero.sharding.layout import Layout, Leaf
 
 pytestmark = pytest.mark.forks
 
@@ -43,7 +43,7 @@ class State(NamedTuple):
 @pytest.fixture(autouse=True)
 def let_go() -> Iterator[None]:
     yield
-    behind._finish_and_let_go()
+    async_save._finish_and_let_go()
 
 
 @pytest.fixture
@@ -96,12 +96,12 @@ def test_the_next_save_waits_for_it_and_memory_is_used_again(tmp_path: Path, hel
     state = State(1, {"w": torch.arange(6.0)[::2], "b": torch.tensor(2.0), "n": torch.empty(0)})
     first = checkpoint.save(tmp_path, state, wait=False)
     threading.Timer(0.2, held_back.set).start()
-    memory = behind._memory
+    memory = async_save._memory
     assert memory is not None and memory.untyped_storage().nbytes() == 128  # two tensors of a line each
     assert checkpoint.save(tmp_path, state._replace(step=2)).name == "step-00000002"
     assert first.done
     checkpoint.save(tmp_path, state._replace(step=3), wait=False).wait()
-    assert behind._memory is memory
+    assert async_save._memory is memory
     for step in (1, 2, 3):
         path = tmp_path / f"step-{step:08d}"
         leaf = Leaf("w", "params", (3,), Layout(torch.float32))
@@ -323,7 +323,7 @@ def on_two_ranks(root: Path) -> None:
         checkpoint.save(root, State(9 + mesh.rank, {"w": torch.ones(3)}), wait=False)
     with pytest.MonkeyPatch.context() as patch:
         if mesh.rank == 1:
-            patch.setattr(behind, "_copied", lambda tensors: (_ for _ in ()).throw(MemoryError("no memory")))
+            patch.setattr(async_save, "_copied", lambda tensors: (_ for _ in ()).throw(MemoryError("no memory")))
         with pytest.raises(CheckpointError, match="rank 1: MemoryError"):
             checkpoint.save(root, state, wait=False)
     checkpoint.save(root, state, wait=False)
@@ -353,8 +353,8 @@ class Store:
 def test_rank_0_which_may_keep_the_store_goes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     go, whole = threading.Event(), dist.HashStore()
     stores, got = iter([Store(whole), Store(whole, go.wait)]), dict[int, Any]()
-    monkeypatch.setattr(behind.compat, "default_store", lambda: next(stores))
-    notes = [behind._Apart(Ranks(r, 2, lambda x, form: []), "a", b"secret") for r in range(2)]
+    monkeypatch.setattr(async_save.compat, "default_store", lambda: next(stores))
+    notes = [async_save._Apart(Ranks(r, 2, lambda x, form: []), "a", b"secret") for r in range(2)]
 
     def act(rank: int) -> None:
         with notes[rank] as ranks:
@@ -374,8 +374,8 @@ def test_rank_0_which_may_keep_the_store_goes_last(monkeypatch: pytest.MonkeyPat
 
 def test_a_store_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(dist.HashStore())
-    monkeypatch.setattr(behind.compat, "default_store", lambda: store)
-    with behind._Apart(Ranks(0, 1, lambda x, form: []), "a", b"secret") as ranks:
+    monkeypatch.setattr(async_save.compat, "default_store", lambda: store)
+    with async_save._Apart(Ranks(0, 1, lambda x, form: []), "a", b"secret") as ranks:
         ranks.exchange(1, int)
         store.gone = True
         with pytest.raises(CheckpointError, match="the store is gone"):

@@ -31,13 +31,13 @@ from torch import nn
 
 import fzero as fz
 from fzero import checkpoint, optim, tree
-from fzero.checkpoint import format, index, reading, saving, skeleton
+from fzero._utils.bounded_json import dumped, parsed
+from fzero.checkpoint import index, reading, safetensors_format, saving, treespec
 from fzero.checkpoint.weight_files import entries_of
+from fzero.comm.all_ranks import Ranks, world
 from fzero.errors import CheckpointError, FzeroError
-from fzero.layout import Layout, Leaf, leaf_of, place, shard
 from fzero.mesh import Mesh, make_mesh
-from fzero.ranks.together import Ranks, world
-from fzero.read_json import dumped, parsed
+from fzero.sharding.layout import Layout, Leaf, leaf_of, place, shard
 
 pytestmark = pytest.mark.forks
 
@@ -156,7 +156,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
-        and torch.equal(format.as_bytes(a.contiguous()), format.as_bytes(b.contiguous()))
+        and torch.equal(safetensors_format.as_bytes(a.contiguous()), safetensors_format.as_bytes(b.contiguous()))
     )
 
 
@@ -190,9 +190,9 @@ def raises(act: Any, *expected: str) -> str:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(format, "CHUNK", 64)
+    monkeypatch.setattr(safetensors_format, "CHUNK", 64)
     monkeypatch.setattr(index, "CHUNK", 64)
-    monkeypatch.setattr(format, "BLOCK", 256)
+    monkeypatch.setattr(safetensors_format, "BLOCK", 256)
     monkeypatch.setattr(reading, "_BATCH", 192)
     monkeypatch.setattr(reading, "_GROUP", 400)
     return 64
@@ -252,7 +252,7 @@ def test_whole_leaves_are_balanced_by_bytes() -> None:
     }
 
 
-@pytest.mark.parametrize("dtype", format.CODES, ids=str)
+@pytest.mark.parametrize("dtype", safetensors_format.CODES, ids=str)
 def test_every_dtype_and_shape_is_bit_exact(tmp_path: Path, dtype: torch.dtype) -> None:
     def noise(*shape: int) -> torch.Tensor:
         if dtype == torch.bool:
@@ -268,7 +268,7 @@ def test_every_dtype_and_shape_is_bit_exact(tmp_path: Path, dtype: torch.dtype) 
 
 
 def test_chunks_of_the_real_size(tmp_path: Path) -> None:
-    big = torch.randn(5 * format.CHUNK + 13)  # over 20 MiB: more than one block
+    big = torch.randn(5 * safetensors_format.CHUNK + 13)  # over 20 MiB: more than one block
     save_on(tmp_path, State(1, {"w": big, "v": big[:77].clone()}), data=3)
     wanted = {"params.w": Leaf("w", "params", (big.numel(),), Layout(big.dtype, ("data",)))}
     for mesh in meshes(data=2):
@@ -304,8 +304,8 @@ def test_property_ranges_are_slices_of_the_file(
     content = random.Random(size).randbytes(size)
     file = tmp_path / "blob"
     file.write_bytes(content)
-    crc = "".join(format._crc(content[i : i + 64]) for i in range(0, size, 64))
-    with format.Ranges(file, crc) as ranges:
+    crc = "".join(safetensors_format._crc(content[i : i + 64]) for i in range(0, size, 64))
+    with safetensors_format.Ranges(file, crc) as ranges:
         for a, b in cuts:
             a, b = sorted((min(a, size), min(b, size)))
             assert b"".join(bytes(v) for v in ranges.views(a, b - a)) == content[a:b]
@@ -382,7 +382,7 @@ class Impostor:
 
 def _before_the_rooms(found: Any, module: str) -> Any:
     """A skeleton with the type that `module` held before it was moved under that name."""
-    moved = {skeleton._MOVED[module]: module}
+    moved = {treespec._MOVED[module]: module}
     if isinstance(found, dict):
         return {
             key: moved.get(x, x) if key == "namedtuple" else _before_the_rooms(x, module) for key, x in found.items()
@@ -478,7 +478,7 @@ def test_a_skeleton_is_strict() -> None:
         {"float": "one"},
     ]:
         with pytest.raises(ValueError, match=r"not a|invalid"):
-            skeleton.names(node)
+            treespec.names(node)
 
 
 # Damage
@@ -916,7 +916,7 @@ KILLS = """
     from typing import Any, NamedTuple
     import torch
     from fzero import checkpoint
-    from fzero.layout import Layout, Leaf
+    from fzero.sharding.layout import Layout, Leaf
     from fzero.mesh import Mesh, make_mesh
     class State(NamedTuple):
         step: Any

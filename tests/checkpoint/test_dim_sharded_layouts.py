@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 
 import fzero as fz
 from fzero import optim
-from fzero.boxes import Along, Boxes, Dim, part_shape, parts_of, uneven
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
-from fzero.layout import Layout, Leaf, shard
+from fzero.ir.ops import transfer_bytes
 from fzero.mesh import Mesh
-from fzero.program.ops import transfer_bytes
+from fzero.sharding.layout import Layout, Leaf, shard
+from fzero.sharding.layout import place as place_on
+from fzero.sharding.shard_regions import Along, Boxes, Dim, part_shape, parts_of, uneven
 
 # --- boxes ---
 
@@ -302,6 +303,6 @@ def test_a_state_that_is_cut_otherwise_is_refused_with_both_sides():
     state = fz.compile(step("one rank"), mesh, backend="eager").init(init, fz.random.key(0))
     leaf, _ = state.params["layers"][0]["qkv"]._fzero
     other = leaf.with_layout(axes=("data",), dims=(Dim(1, 3),))
-    state.params["layers"][0]["qkv"] = fz.layout.place(torch.zeros(360), other, mesh)
+    state.params["layers"][0]["qkv"] = place_on(torch.zeros(360), other, mesh)
     with pytest.raises(FzeroValueError, match=r"float32\[10, 36\] sharded over data along 1 in 3 groups in the state"):
         fz.compile(step("one rank"), mesh, backend="eager")(state, batches()[0])

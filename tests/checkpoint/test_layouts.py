@@ -23,10 +23,10 @@ from test_checkpoints import as_ranks, meshes, same, save_as
 
 import fzero as fz
 from fzero import checkpoint, optim, tree
-from fzero.boxes import Dim
-from fzero.layout import Leaf, leaf_of, place, shard
-from fzero.lowering.slots import KEY, STEP
+from fzero.compiler.state_slots import KEY, STEP
 from fzero.mesh import AbstractMesh, Mesh
+from fzero.sharding.layout import Leaf, leaf_of, place, shard
+from fzero.sharding.shard_regions import Dim
 
 WIDTH, HIDDEN, WORDS, EXPERTS = 7, 12, 30, 6  # sizes that no mesh divides, except where a transform needs one that does
 BOTH = ("data", "node")

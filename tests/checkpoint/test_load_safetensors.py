@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fzero as fz
-from fzero.checkpoint import loading
-from fzero.layout import leaf_of
+from fzero.checkpoint import weight_loading
+from fzero.sharding.layout import leaf_of
 
 SHAPES = {
     "embed.weight": (1000, 257),
@@ -75,7 +75,7 @@ def whole(train: fz.CompiledStep, state: Any) -> dict[str, torch.Tensor]:
 
 def differing(path: str, axes: dict[str, int], name: str, window: int) -> tuple[list[str], int]:
     """On every rank: the leaves that are not those of the files, and the bytes that were read."""
-    loading.WINDOW = window
+    weight_loading.WINDOW = window
     nbytes, preadv = 0, os.preadv
 
     def counting(*args: Any) -> int:
@@ -90,7 +90,7 @@ def differing(path: str, axes: dict[str, int], name: str, window: int) -> tuple[
         state = train.load(path, like())
     finally:
         os.preadv = preadv
-        loading.WINDOW = 4 << 20
+        weight_loading.WINDOW = 4 << 20
     found, want = whole(train, state), values()
     wrong = [n for n, x in want.items() if not torch.equal(found[n], x.float())]
     started = compiled(train.mesh, *LAYOUTS[name]).init(fz.tree.map(lambda x: x, nested(want)))
@@ -168,13 +168,13 @@ def test_tiers(run_ranks: Any, tmp_path: Path, tier: str, precision: str | None)
 
 MEMORY = """
 import os, sys, torch, fzero as fz
-from fzero.layout import leaf_of
+from fzero.sharding.layout import leaf_of
 
 def used(field):
     return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(field)) * 1024
 
 path, scratch, *tiers = sys.argv[1:]
-import fzero.lowering.lower, torch._dynamo  # once
+import fzero.compiler.lower, torch._dynamo  # once
 for tier in tiers:  # each in a process of its own
     if not os.fork():
         break
@@ -337,7 +337,7 @@ def failing(path: str, scratch: str, case: str) -> None:
     """A rank whose file shrinks, whose disk is full, or that sees another directory."""
     mesh = fz.make_mesh(data=-1)
     train = compiled(mesh, fz.data_parallel(), fz.offload("nvme", ("params", "opt_state"), path=scratch))
-    loading.WINDOW = 1 << 16
+    weight_loading.WINDOW = 1 << 16
     try:
         if mesh.rank == 1 and case == "elsewhere":
             path += "/other"
@@ -348,16 +348,16 @@ def failing(path: str, scratch: str, case: str) -> None:
                 os.preadv = real
                 raise OSError(5, "Input/output error")
 
-            agree_read = loading._Stream._fill
+            agree_read = weight_loading._Stream._fill
 
             def fill(self: Any, *args: Any) -> Any:
-                loading._Stream._fill = agree_read
+                weight_loading._Stream._fill = agree_read
                 os.preadv = broken
                 return agree_read(self, *args)
 
-            loading._Stream._fill = fill
+            weight_loading._Stream._fill = fill
         if mesh.rank == 1 and case == "write":
-            from fzero.state import storage
+            from fzero.state import tensor_storage as storage
 
             fill_ = storage.fill
 
@@ -368,7 +368,7 @@ def failing(path: str, scratch: str, case: str) -> None:
             storage.fill = full
         train.load(path, like())
     finally:
-        loading.WINDOW = 4 << 20
+        weight_loading.WINDOW = 4 << 20
 
 
 @pytest.mark.parametrize("case", ["read", "write", "elsewhere"])

@@ -28,10 +28,10 @@ from test_checkpoints import (
 import fzero as fz
 from fzero import checkpoint, optim
 from fzero.checkpoint import saving, storage
-from fzero.checkpoint.places import Url, as_path
+from fzero.checkpoint.storage_paths import Url, as_path
+from fzero.comm.all_ranks import world
 from fzero.errors import CheckpointError, StorageError
-from fzero.layout import Layout, Leaf
-from fzero.ranks.together import world
+from fzero.sharding.layout import Layout, Leaf
 
 RUN = "objects://bucket/run"
 

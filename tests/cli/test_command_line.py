@@ -20,8 +20,8 @@ import pytest
 import fzero as fz
 from fzero.cli import commands, main, step_command
 from fzero.cli.target import load
-from fzero.plan.devices import KNOWN, Device, Link
-from fzero.program.show import show, statements
+from fzero.ir.printer import show, statements
+from fzero.plan.device_lookup import KNOWN, Device, Link
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -305,7 +305,7 @@ WRONG = {
     "target.py:good": ["there is no file target.py", "near: targets.py"],
     "no/folder.py:good": ["there is no file no/folder.py", "there is no folder no"],
     "targest:good": ["there is no module 'targest'", "near: targets"],
-    "fzero.lowerin:plan": ["there is no module 'fzero.lowerin'", "near: fzero.lowering"],
+    "fzero.compilr:plan": ["there is no module 'fzero.compilr'", "near: fzero.compiler"],
     "targets.py": ["'targets.py' is not MODULE:FUNCTION"],
     "targets.py:": ["'targets.py:' is not MODULE:FUNCTION"],
     "targets.py:value": ["targets.py:value is not a function but int"],

@@ -15,11 +15,11 @@ import torch
 
 import fzero as fz
 from fzero.cli import main
+from fzero.compiler.input_specs import params_inputs
+from fzero.compiler.state_budget import at_rest
 from fzero.errors import FzeroValueError
-from fzero.lowering.at_rest import at_rest
-from fzero.lowering.layouts import params_inputs
-from fzero.plan.devices import KNOWN, get_devices
-from fzero.plan.process import resident
+from fzero.plan.device_lookup import KNOWN, get_devices
+from fzero.plan.process_memory import resident
 
 transformers: Any = pytest.importorskip("transformers", reason="configurations come from transformers")
 

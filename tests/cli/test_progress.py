@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.live import Live
 
 import fzero as fz
-from fzero import progress
-from fzero.build.inductor import _Progress
+from fzero._utils import progress
+from fzero.runtime.build.inductor import _Progress
 
 
 class _Terminal(io.StringIO):

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero import cores
-from fzero.build import share
-from fzero.cores import cores_at_start, cores_of_host, keep_beside, listed, own_cores, share_of, spelled
+from fzero._utils import cpu_affinity
+from fzero._utils.cpu_affinity import cores_at_start, cores_of_host, keep_beside, listed, own_cores, share_of, spelled
 from fzero.mesh import unjoined
+from fzero.runtime.build import shared_compilation
 
 GPU = torch.device("cuda", 0)
 
@@ -28,8 +28,8 @@ def bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def bind(node: str | None, beside: str | None, threads: dict[int, set[int]]) -> dict[int, set[int]]:
         gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-        monkeypatch.setattr(cores, "_SYSTEM", tmp_path)
-        monkeypatch.setattr(cores, "_at_start", None)
+        monkeypatch.setattr(cpu_affinity, "_SYSTEM", tmp_path)
+        monkeypatch.setattr(cpu_affinity, "_at_start", None)
         written = {"bus/pci/devices/0000:3b:01.0/numa_node": node, "devices/system/node/node1/cpulist": beside}
         for name, text in written.items():
             if text is not None:
@@ -80,7 +80,7 @@ def test_this_process_is_bound_with_all_its_threads(tmp_path: Path) -> None:
 import os, threading, torch
 from pathlib import Path
 from types import SimpleNamespace
-from fzero import cores
+from fzero._utils import cpu_affinity as cores
 torch.ones(1 << 20).sum()
 torch.cuda.get_device_properties = lambda _: SimpleNamespace(pci_domain_id=0, pci_bus_id=0, pci_device_id=0)
 cores._SYSTEM = Path({str(tmp_path)!r})
@@ -147,8 +147,8 @@ def told() -> int:
     mesh = fz.make_mesh()
     own = frozenset({0, 1, 2, 3} if mesh.rank < 2 else {4, 5, 6, 7, 8, 9})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(share, "own_cores", lambda: own)
-        found = share.Share(mesh, "host", "the same", {})
+        patch.setattr(shared_compilation, "own_cores", lambda: own)
+        found = shared_compilation.Share(mesh, "host", "the same", {})
     assert found.ranks == [0, 1, 2]
     return found.cores
 

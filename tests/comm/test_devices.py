@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fzero import allocator, compat
-from fzero.build import inductor
-from fzero.elastic import stuck
+from fzero._compat import allocator, compat
+from fzero.comm.local_device import choose_device, crowded, device_problems, idle, one_visible, unsupported
+from fzero.elastic import abort_transfers
 from fzero.errors import FzeroValueError
-from fzero.local_device import choose_device, crowded, device_problems, idle, one_visible, unsupported
 from fzero.mesh import groups_along, make_mesh
+from fzero.runtime.build import inductor
 
 
 def wanted(asked: str | None, local: int, num_local: int, num_cuda: int, one_visible: bool) -> str:
@@ -148,7 +148,7 @@ def test_devices_that_make_no_mesh() -> None:
 
 
 def another_device(rank: int) -> None:
-    from fzero import local_device
+    from fzero.comm import local_device
 
     name_of = local_device._name_of
     local_device._name_of = lambda device: (
@@ -225,17 +225,17 @@ def test_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_transfers_end_when_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stuck, "_EVERY", 0.01)
+    monkeypatch.setattr(abort_transfers, "_EVERY", 0.01)
     gone, aborted = set[int](), threading.Event()
     mesh = SimpleNamespace(device_type="cuda", size=2, turns=SimpleNamespace(gone=lambda: gone))
     monkeypatch.setattr(compat, "abort_groups", aborted.set)
-    with stuck.freed(mesh):  # type: ignore[arg-type]
+    with abort_transfers.freed(mesh):  # type: ignore[arg-type]
         assert not aborted.wait(0.1)
         gone.add(1)
         assert aborted.wait(10)
     aborted.clear()
     for other in ({"size": 1}, {"device_type": "cpu"}):
-        with stuck.freed(SimpleNamespace(**(vars(mesh) | other))):  # type: ignore[arg-type]
+        with abort_transfers.freed(SimpleNamespace(**(vars(mesh) | other))):  # type: ignore[arg-type]
             assert not aborted.wait(0.1)
 
 

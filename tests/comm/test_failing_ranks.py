@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import fzero as fz
-from fzero.comm import replicas
-from fzero.ranks import agreement
+from fzero.checkpoint import tensor_digests
+from fzero.comm import agreement
 from fzero.runtime import program_build, step_resolution
 
 CONFIG = {"scale": 1.0, "last loss": 0.0}
@@ -57,8 +57,10 @@ def one_after_another(folder: str) -> tuple[dict[str, str], float, list[str]]:
         "stopped": fails(
             torch, "ones", KeyboardInterrupt(), lambda: agreement.everywhere(mesh, "init", lambda: torch.ones(1))
         ),
-        "compared": fails(replicas, "digest", RuntimeError("out of memory"), lambda: train.init(PARAMS)),
-        "saved": fails(replicas, "digest", RuntimeError("out of memory"), lambda: fz.checkpoint.save(folder, state)),
+        "compared": fails(tensor_digests, "digest", RuntimeError("out of memory"), lambda: train.init(PARAMS)),
+        "saved": fails(
+            tensor_digests, "digest", RuntimeError("out of memory"), lambda: fz.checkpoint.save(folder, state)
+        ),
         "saving": fails(
             fz.checkpoint.saving, "write_rank_file", KeyboardInterrupt(), lambda: fz.checkpoint.save(folder, state)
         ),

@@ -19,9 +19,9 @@ from rejections import raises
 
 import fzero as fz
 from fzero import mesh as mesh_module
+from fzero.comm.launcher_environment import Processes
 from fzero.errors import FzeroError, FzeroValueError
 from fzero.mesh import AXES, AbstractMesh, Mesh, close_mesh, make_mesh
-from fzero.processes import Processes
 
 CPU = torch.device("cpu")
 _axes = st.lists(st.sampled_from(AXES), unique=True, min_size=1, max_size=4).flatmap(

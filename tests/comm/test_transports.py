@@ -15,10 +15,10 @@ import torch
 from pool import RaisedOnRank, ending
 
 import fzero as fz
-from fzero.comm import shared
+from fzero.comm import shared_memory as shared
 from fzero.comm.collectives import ProcessGroups, merged
 from fzero.comm.groups import ranks_along
-from fzero.comm.shared import SharedMemory
+from fzero.comm.shared_memory import SharedMemory
 from fzero.comm.transport import transport
 from fzero.errors import DivergenceError
 from fzero.mesh import Mesh

@@ -16,9 +16,9 @@ from rejections import raises
 
 import fzero as fz
 from fzero import cli, optim
-from fzero.cli.arguments import _RENAMED
-from fzero.deprecation import renamed_flags
-from fzero.elastic import keeper
+from fzero._utils.deprecation import renamed_flags
+from fzero.cli.flag_parsing import _RENAMED
+from fzero.elastic import supervisor
 from fzero.errors import FzeroTypeError
 
 X = torch.arange(8.0).view(4, 2)
@@ -221,12 +221,12 @@ def test_old_flags_of_the_supervisor(capfd: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setenv("RANK", "0")
     old = ["--hang", "5", "--lost-host=9", "--max-losses", "2", "train.py", "--hang", "7"]
     new = ["--hang-timeout", "5", "--heartbeat-timeout=9", "--max-failures", "2", "train.py", "--hang", "7"]
-    assert keeper._normalized(old) == new
+    assert supervisor._normalized(old) == new
     said = capfd.readouterr().err
     assert "fzero.run: --lost-host is deprecated and will be removed in 0.4: use --heartbeat-timeout" in said
-    assert keeper._normalized(new) == new and capfd.readouterr().err == ""
+    assert supervisor._normalized(new) == new and capfd.readouterr().err == ""
     monkeypatch.setenv("RANK", "1")  # one rank says it for all
-    assert keeper._normalized(old) == new and capfd.readouterr().err == ""
+    assert supervisor._normalized(old) == new and capfd.readouterr().err == ""
 
 
 def test_an_old_import_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

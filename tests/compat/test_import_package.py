@@ -19,9 +19,9 @@ import sys
 import fzero
 assert not {"torch", "numpy", "rich"} & {*sys.modules}
 assert dir(fzero) == sorted([*fzero.__all__, "__version__"]), dir(fzero)
-import fzero.elastic.keeper, fzero.elastic.hosts
+import fzero.elastic.supervisor, fzero.elastic.node_heartbeat
 assert "torch" not in sys.modules, "a process that watches a rank stays small"
-import fzero.lowering, fzero.step, fzero.runtime.compile
+import fzero.compiler, fzero.step, fzero.runtime.compile
 assert callable(fzero.lower) and callable(fzero.compile) and fzero.random.key
 assert not hasattr(fzero, "shard_param") and not hasattr(fzero, "__wrapped__")
 assert fzero.train_step and fzero.deepspeed.load_config

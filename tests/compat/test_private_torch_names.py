@@ -1,4 +1,5 @@
-"""What we rely on of each private PyTorch name in fzero/compat.py: the first tests to run against a new release."""
+"""What we rely on of each private PyTorch name in fzero/_compat/compat.py: the first tests to run against a new
+release."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ import torch.fx as fx
 from torch import nn
 
 import fzero as fz
-from fzero import compat, random
+from fzero import random
+from fzero._compat import compat
 
 aten = torch.ops.aten
 

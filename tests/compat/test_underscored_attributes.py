@@ -20,7 +20,7 @@ def test_where_underscored_attributes_of_pytorchs_objects_are_read() -> None:
     objects = [weight, weight.untyped_storage(), torch.ops.aten.add.Tensor, (weight + 1).grad_fn, torch.nn.LSTM(1, 1)]
     private = {name for x in objects for name in dir(x) if re.match("_[^_]", name)}
     said, read = collections.defaultdict(set), collections.defaultdict(set)
-    for part in re.split(r";|\.\n", PAGE.partition("**`compat.py`**")[2].partition("\n## ")[0]):
+    for part in re.split(r";|\.\n", PAGE.partition("**Private PyTorch names**")[2].partition("\n## ")[0]):
         names = re.findall(r"`([^`]+)`", part)
         for name in names:
             if name in private:

@@ -11,8 +11,8 @@ import torch
 from rejections import raises
 
 from fzero.data import TokenDataset, prefetch, python_source, write_tokens
-from fzero.data import steps as steps_file
-from fzero.data.steps import _permute, _round_keys, digest
+from fzero.data import sample_order as steps_file
+from fzero.data.sample_order import _permute, _round_keys, digest
 from fzero.errors import FzeroTypeError, FzeroValueError
 
 

@@ -22,7 +22,7 @@ from models import STAGES, batches, gpt_init, gpt_loss, part
 import fzero as fz
 from fzero import optim, tree
 from fzero.deepspeed.optimizer import PARAMS, REFUSED, SCHEDULES
-from fzero.deepspeed.table import ALIASES, IGNORED, KEYS, REJECTED, SECTIONS, SUPPORTED
+from fzero.deepspeed.supported_keys import ALIASES, IGNORED, KEYS, REJECTED, SECTIONS, SUPPORTED
 from fzero.errors import FzeroTypeError, FzeroValueError
 
 load = fz.deepspeed.load_config
@@ -770,7 +770,7 @@ def _plain(model: Any) -> Any:
 def test_a_rate_in_the_state_keeps_the_class_of_the_optimizer() -> None:
     """A step knows by the class that updates which are not finite are skipped."""
     pytest.importorskip("transformers")
-    from fzero.hf.optimizers import rate_in_state
+    from fzero.hf.torch_optimizers import rate_in_state
     from fzero.optim.nonfinite import SkipsNonfinite
 
     schedule, at_rate = rate_in_state()

@@ -128,7 +128,7 @@ def test_public_names_in_the_pages_exist() -> None:
 
 
 def test_every_transform_has_a_page() -> None:
-    from fzero.transforms.base import Transform
+    from fzero.transforms.transform import Transform
 
     def kinds(kind: type[Transform]) -> set[str]:
         own = {kind.name} if kind.__module__.startswith("fzero.transforms.") else set[str]()  # not a front end's

@@ -20,7 +20,7 @@ from scripts import ROOT, environment
 from test_run import ended, keepers
 
 import fzero as fz
-from fzero.elastic import host, hosts
+from fzero.elastic import host_directory, node_heartbeat
 
 pytestmark = pytest.mark.forks
 
@@ -110,7 +110,7 @@ def test_hosts_come_and_one_is_lost_and_another_comes(run_ranks: Any, tmp_path: 
 @pytest.mark.fresh
 def test_whether_torchrun_may_start_on_another_number_of_hosts() -> None:
     """By its own command, and its variable; not by a flag of the script."""
-    asks = "from fzero.elastic import host; print(host.elastic())"
+    asks = "from fzero.elastic import host_directory as host; print(host.elastic())"
     parent = f"import subprocess, sys; print(subprocess.run([sys.executable, '-c', {asks!r}]))"
     commands = {
         ("--nnodes=1:3", "-m", "fzero.run"): True,
@@ -146,7 +146,7 @@ def test_a_keeper_that_may_start_again_on_other_hosts(tmp_path: Path, nnodes: st
 
 def test_what_is_no_life_sign() -> None:
     """Everyone on the network can write to the store."""
-    assert hosts._Sign.of(b"[3, false, true, [1, -2, 4]]") == (3, False, True, [1, 4])
+    assert node_heartbeat._Sign.of(b"[3, false, true, [1, -2, 4]]") == (3, False, True, [1, 4])
     for text in (
         b"",
         b"\x80\x04K\x03.",
@@ -157,30 +157,32 @@ def test_what_is_no_life_sign() -> None:
         b"[1, 0, 0, 5]",
         b"[1, 0, 0, [null]]",
     ):
-        assert hosts._Sign.of(text) is None, text
-    assert hosts._Sign.of(b"[" * 100_000) is None
+        assert node_heartbeat._Sign.of(text) is None, text
+    assert node_heartbeat._Sign.of(b"[" * 100_000) is None
 
 
 def test_a_host_that_was_lost_before_it_gave_a_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process may still have been importing PyTorch. Once a rank here has done a step, all hosts were there."""
     for name, value in {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "3", "RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    store, rank = torch.distributed.HashStore(), host.RankProgress(tmp_path, 0)
-    signs = hosts._Signs(store, tmp_path)
-    store.set(hosts._sign(2), json.dumps(hosts._Sign(1, True, False, [])))  # of an earlier start, it may be
+    store, rank = torch.distributed.HashStore(), host_directory.RankProgress(tmp_path, 0)
+    signs = node_heartbeat._Signs(store, tmp_path)
+    store.set(
+        node_heartbeat._sign(2), json.dumps(node_heartbeat._Sign(1, True, False, []))
+    )  # of an earlier start, it may be
     rank.begin()
     rank.met()
-    rank.say(host.STEPPING, 5)
+    rank.say(host_directory.STEPPING, 5)
     signs.hear()
     assert not signs._heard, "it may begin yet"
-    store.set(hosts._sign(2), json.dumps(hosts._Sign(2, True, False, [])))
-    rank.say(host.STEPPING, 6)
+    store.set(node_heartbeat._sign(2), json.dumps(node_heartbeat._Sign(2, True, False, [])))
+    rank.say(host_directory.STEPPING, 6)
     signs.hear()
     assert list(signs._heard) == [1], "host 2 has left in order"
     since = signs._heard[1]
     signs.trip += 10.0
     signs.hear()
-    assert signs._heard[1] == since and signs.oldest().host == hosts.STORE
+    assert signs._heard[1] == since and signs.oldest().host == node_heartbeat.STORE
     signs.trip += 10.0  # the store answered, and host 1 was not heard
     assert signs.oldest()[:2] == (1, since[1])
 
@@ -188,12 +190,12 @@ def test_a_host_that_was_lost_before_it_gave_a_sign(tmp_path: Path, monkeypatch:
 def test_a_keeper_forgets_what_an_earlier_start_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that another rank of its host has ended since, before its own keeper had begun."""
     for rank in range(4):
-        host.is_absent(tmp_path, rank)
+        host_directory.is_absent(tmp_path, rank)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    hosts.Watch(tmp_path)
-    assert host.absent(tmp_path) == [1]
+    node_heartbeat.Watch(tmp_path)
+    assert host_directory.absent(tmp_path) == [1]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    hosts.Watch(tmp_path)
-    assert host.absent(tmp_path) == []
+    node_heartbeat.Watch(tmp_path)
+    assert host_directory.absent(tmp_path) == []

@@ -12,7 +12,7 @@ import torch
 from test_run import ended, keepers, logged, plainly
 
 import fzero as fz
-from fzero.elastic.vault import Damage, Vault, held, let_go_of_damaged
+from fzero.elastic.memory_checkpoint import Damage, Vault, held, let_go_of_damaged
 
 pytestmark = pytest.mark.forks
 

@@ -1,4 +1,4 @@
-"""States that lie in the memories of several hosts (elastic/memories.py), on any number of ranks and hosts."""
+"""States that lie in the memories of several hosts (elastic/recovery_source.py), on any number of ranks and hosts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import survivor
 import torch
 
 import fzero as fz
-from fzero.boxes import Along, Boxes, claimed, whole
 from fzero.checkpoint.index import Index, StoredPart
-from fzero.comm import pairwise
-from fzero.elastic import memories
-from fzero.elastic.vault import Vault, is_whole
-from fzero.ranks.together import world
+from fzero.comm import point_to_point
+from fzero.comm.all_ranks import world
+from fzero.elastic import recovery_source
+from fzero.elastic.memory_checkpoint import Vault, is_whole
+from fzero.sharding.shard_regions import Along, Boxes, claimed, whole
 
 STAGES = ("shard_params", "shard_opt_state", "data_parallel")
 
@@ -54,18 +54,18 @@ def kept(root: str, hosts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
 def found(root: str, hosts: Sequence[int], reading: str, window: int) -> dict[str, tuple[int, list[torch.Tensor]]]:
     """The state of each stage, as a step of another stage goes on from it."""
     mesh, out = fz.make_mesh(), {}
-    usual, pairwise.WINDOW = pairwise.WINDOW, window
+    usual, point_to_point.WINDOW = point_to_point.WINDOW, window
     for stage in STAGES:
         memory = Path(root) / stage / f"host-{hosts[mesh.rank]}"
         memory.mkdir(parents=True, exist_ok=True)
-        index, _ = memories.newest(memory, mesh, world())
+        index, _ = recovery_source.newest(memory, mesh, world())
         if index is None:
             out[stage] = (-1, [])
             continue
         train = compiled(reading, mesh)
         state = train.restore(index, survivor.init)
         out[stage] = index.step, [x.clone() for x in fz.tree.leaves(train.gather(state))]
-    pairwise.WINDOW = usual
+    point_to_point.WINDOW = usual
     fz.close_mesh()
     return out
 
@@ -99,7 +99,7 @@ def test_states_of_three_hosts_on_any_ranks_and_hosts(run_ranks: Any, tmp_path: 
 def failing(root: str, how: str) -> tuple[str, str, bool]:
     """The error of a restore in which something fails on rank 1, and whether the mesh can be used afterwards."""
     mesh = fz.make_mesh(timeout=30)
-    index, _ = memories.newest(Path(root) / STAGES[0] / f"host-{mesh.rank}", mesh, world())
+    index, _ = recovery_source.newest(Path(root) / STAGES[0] / f"host-{mesh.rank}", mesh, world())
     assert index is not None and index.spread is not None
     if mesh.rank == 1 and how == "truncated":
         for file in index.files:
@@ -146,7 +146,7 @@ def test_a_damaged_memory_is_named_and_counts_as_lost(
         damage(memory / "of-00001")
         caplog.clear()
         with caplog.at_level(logging.WARNING, "fzero"):
-            assert (memories.newest(memory, mesh, world())[0] is None) == bool(caplog.messages)
+            assert (recovery_source.newest(memory, mesh, world())[0] is None) == bool(caplog.messages)
         return "".join(caplog.messages)
 
     def flip(path: Path, at: int) -> None:

@@ -25,8 +25,8 @@ from forks import children
 from scripts import ROOT, environment
 
 import fzero as fz
-from fzero.elastic import host, keeper
-from fzero.elastic.vault import Vault, held, is_whole, let_go_of_damaged
+from fzero.elastic import host_directory, supervisor
+from fzero.elastic.memory_checkpoint import Vault, held, is_whole, let_go_of_damaged
 
 pytestmark = pytest.mark.forks
 LIMIT = 150.0  # seconds for a run of several lives on a loaded machine
@@ -354,13 +354,17 @@ def test_losses_in_a_row_end_a_run(tmp_path: Path) -> None:
 )
 def test_wrong_commands(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        keeper.main(flags)
+        supervisor.main(flags)
     assert words in capsys.readouterr().err
 
 
 def test_a_module_is_named_as_python_takes_it() -> None:
-    assert keeper._normalized(["--memory", "-mb", "--hang-timeout=3", "-mtrain", "-mx"])[3:] == ["-m", "train", "-mx"]
-    assert keeper._normalized(["train.py", "-mx"]) == ["train.py", "-mx"]
+    assert supervisor._normalized(["--memory", "-mb", "--hang-timeout=3", "-mtrain", "-mx"])[3:] == [
+        "-m",
+        "train",
+        "-mx",
+    ]
+    assert supervisor._normalized(["train.py", "-mx"]) == ["train.py", "-mx"]
 
 
 def test_importing_the_module_of_the_command_gives_the_function() -> None:
@@ -456,10 +460,10 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(fz.errors.FzeroValueError, match=r"(?s)does not take.*No space left.*fz.run\(memory=DIR\)"):
         fz.run(main, memory=tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", whole)
-    monkeypatch.setenv(host.KEEPER, "1")
+    monkeypatch.setenv(host_directory.KEEPER, "1")
     with pytest.raises(fz.errors.FzeroValueError, match=r"python -m fzero.run --memory DIR"):
         fz.run(main, memory=tmp_path)
-    monkeypatch.delenv(host.KEEPER)
+    monkeypatch.delenv(host_directory.KEEPER)
     other = train_state({"w": torch.ones(3)})
     wrongs: Any = (
         (other, r"(?s)not the run's state.*params.w: float32\[3\].*params.w: float32\[65536\] is not there"),
@@ -471,14 +475,14 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(fz.errors.FzeroValueError, match=r"memory cannot be used\n.*file.*\nFix: fz.run\(memory=DIR\)"):
         fz.run(main, memory=tmp_path / "file")
-    monkeypatch.setenv(host.KEEPER, "1")
-    monkeypatch.setenv(host.MEMORY, str(tmp_path / "file"))
+    monkeypatch.setenv(host_directory.KEEPER, "1")
+    monkeypatch.setenv(host_directory.MEMORY, str(tmp_path / "file"))
     with pytest.raises(
         fz.errors.FzeroValueError, match=r"cannot be used\n.*file.*\nFix: python -m fzero.run --memory DIR"
     ):
         fz.run(main)
-    monkeypatch.delenv(host.KEEPER)
-    monkeypatch.delenv(host.MEMORY)
+    monkeypatch.delenv(host_directory.KEEPER)
+    monkeypatch.delenv(host_directory.MEMORY)
     with pytest.raises(fz.errors.FzeroValueError, match=r"every=0: must be a whole number"):
         fz.run(main, every=0)
     with pytest.raises(fz.errors.FzeroValueError, match=r"main=3: must be a function"):
@@ -519,7 +523,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(fz.errors.FzeroValueError, match="no whole numbers in\n  RANK='a'"):
             fz.run(dir)
         with pytest.raises(SystemExit):
-            keeper.main(["x.py"])
+            supervisor.main(["x.py"])
 
 
 PLAIN = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
@@ -637,16 +641,16 @@ def test_a_signal_that_no_turn_of_the_loop_has_seen(tmp_path: Path, leaves: str)
 
 
 def test_memory_is_the_users_alone_and_swept(tmp_path: Path) -> None:
-    found = host.memory(tmp_path)
+    found = host_directory.memory(tmp_path)
     assert found.stat().st_mode & 0o777 == 0o700 and found.parent.name == f"fzero-{os.getuid()}"
     dead, other, strange = (found.parent / name for name in (found.name.partition("-")[0] + "-1-0", "7-1-0", "notes"))
     for directory in (dead, other, strange):
         directory.mkdir()
-    assert host.memory(tmp_path) == found and not dead.exists()
+    assert host_directory.memory(tmp_path) == found and not dead.exists()
     assert strange.exists() and other.exists(), "another container's processes are not known here"
     found.parent.chmod(0o755)
     with pytest.raises(PermissionError, match="is open to other users"):
-        host.memory(tmp_path)
+        host_directory.memory(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -666,10 +670,10 @@ def test_a_logout_that_removes_kept_states_is_foreseen(
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(os, "getuid", lambda: user)
-    assert host.logout_removes(Path("/dev/shm/fzero-1000/run")) == warned
-    assert not host.logout_removes(tmp_path), "only what is in /dev/shm"
+    assert host_directory.logout_removes(Path("/dev/shm/fzero-1000/run")) == warned
+    assert not host_directory.logout_removes(tmp_path), "only what is in /dev/shm"
     monkeypatch.setenv("PATH", "")
-    assert not host.logout_removes(Path("/dev/shm/fzero-1000/run"))
+    assert not host_directory.logout_removes(Path("/dev/shm/fzero-1000/run"))
 
 
 def test_a_store_that_is_gone_ends_the_run_by_name() -> None:

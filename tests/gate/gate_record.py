@@ -36,7 +36,7 @@ from gate_programs import PROGRAMS, Case
 
 import fzero as fz
 from fzero import tree
-from fzero.program.ir import Line, Program, local_bytes
+from fzero.ir.program import Line, Program, local_bytes
 from fzero.step import Step
 
 STEPS = 3

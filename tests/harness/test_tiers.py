@@ -54,5 +54,5 @@ def test_a_kept_case_that_does_not_exist_is_an_error(
 
 def test_files_have_one_name_when_their_seconds_are_written_and_when_they_are_read() -> None:
     measured = json.loads(conftest.DURATIONS.read_text())
-    for name in ("tests/step/test_steps.py", "fzero/units.py"):
+    for name in ("tests/step/test_steps.py", "fzero/_utils/units.py"):
         assert conftest.file_name(conftest.ROOT / name) in measured

@@ -24,7 +24,8 @@ pytest.importorskip("accelerate")
 
 import test_trainer_callbacks  # noqa: E402
 
-from fzero.hf import Trainer, TrainingArguments, options  # noqa: E402
+from fzero.hf import Trainer, TrainingArguments  # noqa: E402
+from fzero.hf import trainer_options as options  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

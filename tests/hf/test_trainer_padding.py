@@ -21,9 +21,9 @@ pytest.importorskip("accelerate")
 from test_trainer import STILL, TINY, Net, arguments, bert, beside, classes, llama, losses, trained  # noqa: E402
 
 from fzero.hf import Trainer, padding  # noqa: E402
-from fzero.hf.data_parts import Exchange  # noqa: E402
+from fzero.hf.data_parallel_ranks import Exchange  # noqa: E402
 from fzero.hf.padding import Padding  # noqa: E402
-from fzero.hf.traced import Losses  # noqa: E402
+from fzero.hf.traced_loss import Losses  # noqa: E402
 
 T = transformers
 SMALL = {

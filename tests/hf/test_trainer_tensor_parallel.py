@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 
 from test_trainer import STILL, TINY, arguments, collate, llama, texts  # noqa: E402
 
-from fzero.hf import Trainer, data_parts  # noqa: E402
+from fzero.hf import Trainer, data_parallel_ranks  # noqa: E402
 from fzero.mesh import Mesh  # noqa: E402
 
 ROWS = 8  # of a micro-batch, over all parts of the data
@@ -156,9 +156,9 @@ def test_parts_of_a_mesh() -> None:
     for axes, firsts in (({"data": 2, "model": 2}, [0, 2]), ({"model": 2, "data": 2}, [0, 1]), ({"model": 4}, [0])):
         read: dict[int, list[int]] = {}
         for rank in range(4):
-            parts = data_parts.of(Mesh(axes, rank, torch.device("cpu")), "model")
+            parts = data_parallel_ranks.of(Mesh(axes, rank, torch.device("cpu")), "model")
             assert parts.firsts == firsts
-            data_parts.count(accelerator := Accelerator(cpu=True), lambda parts=parts: parts)
+            data_parallel_ranks.count(accelerator := Accelerator(cpu=True), lambda parts=parts: parts)
             assert accelerator.num_processes == len(firsts)
             rows = torch.cat(list(accelerator.prepare_data_loader(DataLoader(range(16), batch_size=2)))).tolist()
             assert read.setdefault(parts.index, rows) == rows

@@ -15,10 +15,10 @@ from models import STAGES
 
 import fzero as fz
 from fzero import optim
-from fzero.layout import shard_numel
-from fzero.operators.quant_blocks import BLOCK, block_expand, block_max, blocks_shape, granule, has_blocks
+from fzero.ops.block_quantization import BLOCK, block_expand, block_max, blocks_shape, granule, has_blocks
 from fzero.optim.quantized import POSITIVE, SIGNED, dequantize, quantize
 from fzero.plan.memory import resting_bytes
+from fzero.sharding.layout import shard_numel
 
 SHAPES = st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple)
 

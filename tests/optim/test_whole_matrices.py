@@ -16,9 +16,9 @@ from test_parity import difference, plain, run_cases
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
-from fzero.hf import optimizers
+from fzero.hf import torch_optimizers
+from fzero.ir.ops import transfer_bytes
 from fzero.optim import torch_classes
-from fzero.program.ops import transfer_bytes
 
 OTHER = optim.adamw(1e-2)
 
@@ -98,8 +98,8 @@ def test_the_trainer_translates_torchs() -> None:
     torchs.step()
     torch.testing.assert_close(weight + 0.02 * updates[0], theirs.detach())
     odd = torch.optim.Muon([theirs], ns_coefficients=(2.0, -1.5, 0.5))
-    assert optimizers.problems(torchs, "optimizers") == []
-    assert "ns_coefficients=(2.0, -1.5, 0.5)" in optimizers.problems(odd, "optimizers")[0]
+    assert torch_optimizers.problems(torchs, "optimizers") == []
+    assert "ns_coefficients=(2.0, -1.5, 0.5)" in torch_optimizers.problems(odd, "optimizers")[0]
 
 
 # on meshes

@@ -14,17 +14,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import fzero as fz
-from fzero import compat, optim
-from fzero.build.build import build
+from fzero import optim
+from fzero._compat import compat
 from fzero.errors import FzeroValueError
+from fzero.ir.attributes import ReduceAttrs
+from fzero.ir.program import Function, Line, Placement, Program, Value
 from fzero.mesh import AbstractMesh
 from fzero.plan import cost
-from fzero.plan.devices import KNOWN, Device, Link, get_device
+from fzero.plan.device_lookup import KNOWN, Device, Link, get_device
 from fzero.plan.inductor.fusion import kernels
 from fzero.plan.inductor.temporaries import temporaries
-from fzero.program.attrs import ReduceAttrs
-from fzero.program.ir import Function, Line, Placement, Program, Value
-from fzero.trace.record import record
+from fzero.runtime.build.build import build
+from fzero.trace.graph_capture import record
 
 BATCH, SEQ, WIDTH, VOCAB = 4, 128, 256, 1024
 CPU = KNOWN["cpu"]

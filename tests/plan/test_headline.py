@@ -15,12 +15,12 @@ import torch
 
 import fzero as fz
 from fzero import optim
+from fzero._utils.progress import Progress
+from fzero._utils.units import size
+from fzero.compiler.cost_bounds import Rests, Sizes
 from fzero.errors import BudgetError
-from fzero.lowering.bounds import Rests, Sizes
-from fzero.passes import speculate
-from fzero.plan.devices import KNOWN, Link
-from fzero.progress import Progress
-from fzero.units import size
+from fzero.plan.device_lookup import KNOWN, Link
+from fzero.transforms import speculate_pass
 
 GPU = fz.AbstractMesh(data=1, device_type="cuda")
 DEVICE = replace(
@@ -164,7 +164,7 @@ def test_bounds_are_what_bytes_and_rates_say() -> None:
     assert on_host.seconds == 2.0 + 4.0 + 34.0 < on_host.likely
     at_once = replace(sizes, waits=False).least(Rests(state=(1.0, 0.0)), True, "update", device)
     assert at_once.seconds == 2.0 + 34.0 and not any(at_once.phases[2])
-    shares = lambda rests, *tiers: speculate.shares(tiers, rests, copies=True)  # noqa: E731
+    shares = lambda rests, *tiers: speculate_pass.shares(tiers, rests, copies=True)  # noqa: E731
     early = shares(Rests(state=(1.0, 0.0)), "disk", "host")
     guessed = sizes.least(Rests(state=(1.0, 0.0)), True, "update", device, early)
     assert guessed.host == on_host.host + 14 and guessed.seconds == 2.0 + 34.0 + 2 * 14, "copies of what is overwritten"

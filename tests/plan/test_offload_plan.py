@@ -17,21 +17,21 @@ from models import OPTIMIZERS, batches, meta_part
 
 import fzero as fz
 from fzero import errors, optim
-from fzero.comm.host import padded
-from fzero.layout import Layout, Leaf
-from fzero.lowering.auto import _Tiers
-from fzero.lowering.budget import Budget
-from fzero.passes.choice import Choice
-from fzero.passes.off_device import blocks_updated_on_host
+from fzero._utils.host_memory import padded
+from fzero.compiler.auto_offload import _Tiers
+from fzero.compiler.budget_report import Budget
+from fzero.compiler.options import Choice
+from fzero.ir.attributes import CallAttrs, TurnsAttrs
+from fzero.ir.ops import COPIES
+from fzero.ir.printer import source
+from fzero.ir.program import Line, Placement, Program, Value
 from fzero.plan import cost
-from fzero.plan.devices import KNOWN, Device, Link
+from fzero.plan.device_lookup import KNOWN, Device, Link
 from fzero.plan.plan import plan
 from fzero.plan.timeline import COMPUTE, simulate
-from fzero.program.attrs import CallAttrs, TurnsAttrs
-from fzero.program.ir import Line, Placement, Program, Value
-from fzero.program.ops import COPIES
-from fzero.program.show import source
+from fzero.sharding.layout import Layout, Leaf
 from fzero.transforms.offload import ROLES, Offload, tiers_of
+from fzero.transforms.offload_analysis import blocks_updated_on_host
 
 APART = fz.AbstractMesh(data=1, unified_memory=False)
 F32 = torch.float32

@@ -15,22 +15,23 @@ import torch
 from models import BATCH, STAGES, batches, meta_part, part
 
 import fzero as fz
-from fzero import compat, errors, optim
-from fzero.measure.profile import allocated
+from fzero import errors, optim
+from fzero._compat import compat
+from fzero._utils.units import duration, parse_bytes, size
+from fzero.ir.attributes import GatherAttrs, PartAttrs, ReduceAttrs, ScatterAttrs, TurnsAttrs
+from fzero.ir.ops import transfer_bytes
+from fzero.ir.program import Function, Line, Placement, Program, Value
 from fzero.plan.cost import channel
-from fzero.plan.devices import KNOWN, get_device
+from fzero.plan.device_lookup import KNOWN, get_device
 from fzero.plan.memory import ROLES, memory_of, resting_bytes
 from fzero.plan.picture import _over_time
 from fzero.plan.plan import plan
-from fzero.plan.process import CONTEXT, INTERPRETER, NCCL
+from fzero.plan.process_memory import CONTEXT, INTERPRETER, NCCL
 from fzero.plan.render import tables
 from fzero.plan.timeline import COMPUTE, simulate
-from fzero.program.attrs import GatherAttrs, PartAttrs, ReduceAttrs, ScatterAttrs, TurnsAttrs
-from fzero.program.ir import Function, Line, Placement, Program, Value
-from fzero.program.ops import transfer_bytes
-from fzero.trace.record import record
+from fzero.runtime.op_timers import allocated
+from fzero.trace.graph_capture import record
 from fzero.trace.storages import output_storages
-from fzero.units import duration, parse_bytes, size
 
 MESH = fz.AbstractMesh(data=2)
 F32 = torch.float32

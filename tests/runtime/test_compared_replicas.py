@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
 from fzero import optim
-from fzero.comm.replicas import differing, digest, digested
+from fzero.checkpoint.tensor_digests import differing, digest, digested
 
 
 def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:

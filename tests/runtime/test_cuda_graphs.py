@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
 from fzero.errors import FzeroValueError
-from fzero.program.ops import OPS
-from fzero.runtime import graphs
+from fzero.ir.ops import OPS
+from fzero.runtime import cuda_graphs
 
-STEPS = graphs.WARM_UP + 4
+STEPS = cuda_graphs.WARM_UP + 4
 CASES: dict[str, tuple[Any, str, str]] = {
     "plain": ((), "gpt", "adamw"),
     "bf16, clipped": ((fz.mixed_precision("bf16"),), "gpt", "clipped"),
@@ -66,7 +66,7 @@ def plain() -> Any:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fz.Mesh, Device]]:
     mesh = fz.make_mesh(data=1)
     yield mesh, captured(mesh, monkeypatch.setattr)
-    graphs._drop_all()
+    cuda_graphs._drop_all()
 
 
 @pytest.mark.full(keep=["remat, lion", "fp16 with a loss scale"])
@@ -75,17 +75,17 @@ def test_a_replayed_step_is_the_step(case: str, on_gpu: Any) -> None:
     mesh, device = on_gpu
     found, _, _ = run(mesh, *CASES[case])
     (graph,) = device.graphs
-    assert graph.num_replays == STEPS - graphs.WARM_UP
+    assert graph.num_replays == STEPS - cuda_graphs.WARM_UP
     assert same(found, wanted(case))
     ordinary = ["side waits for main", "on side", "on main", "main waits for side"]
-    assert device.said[:4] == ordinary and device.said.count("on side") == graphs.WARM_UP + 1
+    assert device.said[:4] == ordinary and device.said.count("on side") == cuda_graphs.WARM_UP + 1
 
 
 def test_the_double_finds_what_is_left_out(on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fault gives other numbers, or an error."""
     mesh, device = on_gpu
     want, faults = wanted("plain"), dict[str, Any]()
-    real, prepare = graphs.Replayed.__call__, graphs.Replayed.prepare
+    real, prepare = cuda_graphs.Replayed.__call__, cuda_graphs.Replayed.prepare
 
     def uncloned(self: Any, *trees: Any) -> Any:
         found = real(self, *trees)
@@ -109,10 +109,10 @@ def test_the_double_finds_what_is_left_out(on_gpu: Any, monkeypatch: pytest.Monk
     faults["the batch is not copied"] = ("__call__", stale)
     for name, (attribute, fault) in faults.items():
         with monkeypatch.context() as patch:
-            patch.setattr(graphs.Replayed, attribute, fault)
+            patch.setattr(cuda_graphs.Replayed, attribute, fault)
             assert not same(run(mesh, *CASES["plain"])[0], want), name
     with monkeypatch.context() as patch:
-        patch.setattr(graphs, "WARM_UP", 0)
+        patch.setattr(cuda_graphs, "WARM_UP", 0)
         device.begun.clear()
         with pytest.raises(FzeroValueError, match="begins"):
             run(mesh, *CASES["plain"], cuda_graphs=True)
@@ -125,7 +125,7 @@ def test_other_batches_have_graphs_of_their_own(on_gpu: Any) -> None:
     mixed = [x for pair in zip(models.batches(2 * STEPS), short, strict=True) for x in pair]
     found, _, _ = run(mesh, *CASES["plain"], mixed)
     assert same(found, wanted("plain", mixed))
-    assert [g.num_replays for g in device.graphs] == [2 * STEPS - graphs.WARM_UP] * 2
+    assert [g.num_replays for g in device.graphs] == [2 * STEPS - cuda_graphs.WARM_UP] * 2
 
 
 def test_another_state_begins_anew(on_gpu: Any) -> None:
@@ -151,7 +151,7 @@ def test_another_state_begins_anew(on_gpu: Any) -> None:
 
     found = both(fz.compile(step, mesh, backend="eager"), True)
     plain = both(fz.compile(step, fz.make_mesh(data=1), backend="eager", cuda_graphs=False), False)
-    assert same(found, plain) and [g.num_replays for g in device.graphs] == [STEPS - graphs.WARM_UP] * 2
+    assert same(found, plain) and [g.num_replays for g in device.graphs] == [STEPS - cuda_graphs.WARM_UP] * 2
 
 
 def test_what_looks_at_a_run_sees_it(on_gpu: Any) -> None:
@@ -205,11 +205,11 @@ def test_a_capture_that_fails(on_gpu: Any, monkeypatch: pytest.MonkeyPatch, capl
     step = fz.train_step(MODELS["gpt"].loss, OPTIMIZERS["adamw"]())
     train = fz.compile(step, mesh, backend="eager", cuda_graphs=True)
     state, given = train.init(MODELS["gpt"].init, fz.random.key(1)), models.batches(STEPS)
-    for batch in given[: graphs.WARM_UP]:
+    for batch in given[: cuda_graphs.WARM_UP]:
         state, _ = train(state, batch)
     before = train.gather(state)
     with pytest.raises(FzeroValueError, match=r"cannot be captured as a CUDA graph\n  RuntimeError.*\nFix: leave out"):
-        train(state, given[graphs.WARM_UP])
+        train(state, given[cuda_graphs.WARM_UP])
     assert same(train.gather(state), before)
 
 
@@ -288,13 +288,13 @@ def _on_ranks() -> list[Any]:
             assert not device.graphs  # by default several ranks capture nothing
             found, _, _ = run(mesh, transforms, "gpt", "clipped", cuda_graphs=True)
             out.append((same(plain, found), [g.num_replays for g in device.graphs]))
-            graphs._drop_all()
+            cuda_graphs._drop_all()
     return out
 
 
 @pytest.mark.full
 def test_ranks_capture_together_when_told_to(run_ranks: Any) -> None:
-    assert run_ranks(2, _on_ranks) == [[(True, [STEPS - graphs.WARM_UP])] * 2] * 2
+    assert run_ranks(2, _on_ranks) == [[(True, [STEPS - cuda_graphs.WARM_UP])] * 2] * 2
 
 
 def _one_rank_cannot() -> str:

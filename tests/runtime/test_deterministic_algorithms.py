@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 
 import fzero as fz
-from fzero import compat, optim
-from fzero.build import cache, inductor, worker
-from fzero.build.build import check_backend
+from fzero import optim
+from fzero._compat import compat
 from fzero.errors import TraceError
-from fzero.program.ir import Function
-from fzero.trace.reads import deterministic
-from fzero.trace.reads.deterministic import DeterministicSetting
-from fzero.trace.record import record
+from fzero.ir.program import Function
+from fzero.runtime.build import artifact_cache, compile_worker, inductor
+from fzero.runtime.build.build import check_backend
+from fzero.trace.graph_capture import record
+from fzero.trace.guards import deterministic_mode
+from fzero.trace.guards.deterministic_mode import DeterministicSetting
 
 CPU = torch.device("cpu")
 
@@ -42,15 +43,15 @@ def scattered() -> Function:
 
 
 def test_a_setting_is_taken_over_and_says_what_it_is() -> None:
-    before = deterministic.setting()
+    before = deterministic_mode.setting()
     assert before == DeterministicSetting(False, False, False) and str(before) == "off"
     try:
         for setting, text in (
             (DeterministicSetting(True, False, True), "on"),
             (DeterministicSetting(True, True, False), "on, with warnings only"),
         ):
-            deterministic.use(setting)
-            assert deterministic.setting() == setting and str(setting) == text
+            deterministic_mode.use(setting)
+            assert deterministic_mode.setting() == setting and str(setting) == text
     finally:
         torch.use_deterministic_algorithms(False)
         compat.fill_uninitialized_memory(True)
@@ -60,17 +61,17 @@ def test_a_setting_is_taken_over_and_says_what_it_is() -> None:
 @pytest.mark.usefixtures("asked")
 def test_what_is_compiled_and_kept_is_that_of_the_switch(tmp_path: Any) -> None:
     """In the process that compiles, too."""
-    function, kept = scattered(), cache.Cache(tmp_path)
-    key = cache.key(function.graph, function, CPU)
-    assert not worker.compile_jobs(
+    function, kept = scattered(), artifact_cache.Cache(tmp_path)
+    key = artifact_cache.key(function.graph, function, CPU)
+    assert not compile_worker.compile_jobs(
         [inductor._job(key, function.name, function, function.graph)], kept, 1, lambda *_: None
     )
     entry = kept.read(key)
     assert entry is not None and "aten.index_put_" in entry.text, "PyTorch's, which adds one after the other"
     torch.use_deterministic_algorithms(False)
-    assert cache.key(function.graph, function, CPU) != key
+    assert artifact_cache.key(function.graph, function, CPU) != key
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert cache.key(function.graph, function, CPU) != key
+    assert artifact_cache.key(function.graph, function, CPU) != key
 
 
 def test_a_step_is_traced_anew_where_the_switch_was_turned() -> None:
@@ -140,8 +141,8 @@ def test_products_that_would_refuse_are_refused_when_a_step_is_compiled(monkeypa
         DeterministicSetting(True, True, True),
         DeterministicSetting(False, False, False),
     )
-    assert deterministic.unsettled("cuda", on, None) == "CUBLAS_WORKSPACE_CONFIG is not set"
-    assert deterministic.unsettled("cuda", on, ":0:0") == "CUBLAS_WORKSPACE_CONFIG is ':0:0'"
+    assert deterministic_mode.unsettled("cuda", on, None) == "CUBLAS_WORKSPACE_CONFIG is not set"
+    assert deterministic_mode.unsettled("cuda", on, ":0:0") == "CUBLAS_WORKSPACE_CONFIG is ':0:0'"
     for device, setting, workspace in (
         ("cuda", on, ":4096:8"),
         ("cuda", on, ":16:8"),
@@ -149,9 +150,9 @@ def test_products_that_would_refuse_are_refused_when_a_step_is_compiled(monkeypa
         ("cuda", off, None),
         ("cpu", on, None),
     ):
-        assert deterministic.unsettled(device, setting, workspace) is None
+        assert deterministic_mode.unsettled(device, setting, workspace) is None
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(deterministic, "setting", lambda: on)
+    monkeypatch.setattr(deterministic_mode, "setting", lambda: on)
     check_backend("eager", torch.device("cpu"))
     with pytest.raises(fz.errors.FzeroValueError) as refused:
         check_backend("inductor", torch.device("cuda", 0))

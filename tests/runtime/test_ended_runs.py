@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.ranks.turns import Turns
+from fzero.comm.collective_sequence import Turns
 from fzero.runtime import read_values
 
 PARAMS = {"t": torch.linspace(-1, 1, 20).view(5, 4), "w": torch.linspace(-1, 1, 12).view(4, 3)}

@@ -147,7 +147,7 @@ def test_what_fails_before_a_step_writes_leaves_the_state_as_it_was(tmp_path):
 
 
 def test_an_allocator_of_the_host_is_told_as_memory():
-    from fzero.runtime.told_errors import raise_out_of_memory
+    from fzero.runtime.error_translation import raise_out_of_memory
 
     for error in (
         MemoryError(),

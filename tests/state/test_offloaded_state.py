@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
 from fzero import optim
-from fzero.checkpoint import format, reading
-from fzero.comm import disk
+from fzero.checkpoint import reading, safetensors_format
+from fzero.compiler.input_specs import params_inputs
+from fzero.compiler.state_layouts import opt_state_inputs
 from fzero.errors import (
     BudgetError,
     CheckpointError,
@@ -32,11 +33,11 @@ from fzero.errors import (
     TierError,
     TransformError,
 )
-from fzero.layout import Layout, Leaf, extent_of, home_of, leaf_of
-from fzero.lowering.layouts import params_inputs
-from fzero.lowering.state_layouts import opt_state_inputs
-from fzero.state import initialize, storage
-from fzero.state.assemble import placed_inputs
+from fzero.memory import disk
+from fzero.sharding.layout import Layout, Leaf, extent_of, home_of, leaf_of
+from fzero.state import tensor_init
+from fzero.state import tensor_storage as storage
+from fzero.state.state_comparison import placed_inputs
 from fzero.transforms.offload import Offload, tiers_of
 
 MESH = fz.AbstractMesh(data=1)
@@ -290,13 +291,13 @@ class Reached(NamedTuple):
     files: list[str]
 
 
-def _born(place: str, spread: str, path: str, whole: bool, size: int, part: int = initialize.PART) -> Reached:
+def _born(place: str, spread: str, path: str, whole: bool, size: int, part: int = tensor_init.PART) -> Reached:
     mesh = fz.make_mesh(data=size)
-    initialize.PART, kept = part, initialize.PART  # type: ignore[misc]
+    tensor_init.PART, kept = part, tensor_init.PART  # type: ignore[misc]
     try:
         return _as_born(place, spread, path, whole, mesh)
     finally:
-        initialize.PART = kept  # type: ignore[misc]
+        tensor_init.PART = kept  # type: ignore[misc]
 
 
 def _as_born(place: str, spread: str, path: str, whole: bool, mesh: fz.Mesh) -> Reached:
@@ -440,7 +441,7 @@ def test_birth_on_disk_holds_one_leaf_at_a_time(tmp_path: Path, monkeypatch: pyt
     with measured() as memory:
         state = train.init(large)
     assert leaf <= memory.peak <= BOUND, "the draw, its product, and what is being written"
-    monkeypatch.setattr(initialize, "PART", leaf // 16)
+    monkeypatch.setattr(tensor_init, "PART", leaf // 16)
     for make in (PLACES["disk"](str(tmp_path)), PLACES["host"]("")):
         train = fz.compile(make(large_step()), mesh, backend="eager")
         with measured() as memory:
@@ -460,7 +461,9 @@ def test_restoring_and_saving_on_disk_hold_buffers(tmp_path: Path, monkeypatch: 
     assert memory.peak <= BOUND, "the buffers that are written, those that just were, and the window that is read"
     with measured() as memory:
         fz.checkpoint.save(tmp_path / "again", state)
-    assert memory.peak <= format.BLOCK + BOUND, "that of the file, and the buffers of a leaf and of those before"
+    assert memory.peak <= safetensors_format.BLOCK + BOUND, (
+        "that of the file, and the buffers of a leaf and of those before"
+    )
     assert equal(plain_restore(tmp_path / "again"), whole)
 
 

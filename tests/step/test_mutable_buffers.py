@@ -17,7 +17,7 @@ from torch import nn
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError
-from fzero.runtime import watch
+from fzero.runtime import metrics_watch
 
 LR = 0.1
 STAGES = {
@@ -345,8 +345,8 @@ def test_a_device_behind_the_host_is_not_waited_for(monkeypatch):
         events.append(Late(waited))
         return flag, events[-1]
 
-    monkeypatch.setattr(watch, "fetched", fetched)
-    look = watch.Agreement()
+    monkeypatch.setattr(metrics_watch, "fetched", fetched)
+    look = metrics_watch.Agreement()
     look(torch.tensor([True, True]), ["a", "b"])
     look(torch.tensor([True, False]), ["a", "b"])
     assert waited == events[:1]  # the newest is never waited for

@@ -278,7 +278,7 @@ def big_init(key):
 
 
 def run_birth() -> tuple[int, list[int]]:
-    from fzero.compat import FakeTensor, TorchDispatchMode
+    from fzero._compat.compat import FakeTensor, TorchDispatchMode
 
     class Largest(TorchDispatchMode):
         numel = 0

@@ -21,25 +21,25 @@ import torch.nn.functional as F
 
 import fzero as fz
 from fzero import optim, tree
-from fzero.build import build
 from fzero.cli import main
-from fzero.comm import shared
-from fzero.comm.late_copies import LateCopies
+from fzero.comm import shared_memory
+from fzero.compiler import traced_step, update_graph
+from fzero.compiler.traced_step import base_program
 from fzero.errors import EquivalenceError, FzeroTypeError, FzeroValueError, VerifyError
-from fzero.lowering import traced, update_graph
-from fzero.lowering.traced import base_program
+from fzero.ir.ops import OPS
+from fzero.ir.program import Program
+from fzero.memory.simulated_copies import LateCopies
 from fzero.optim import apply_updates
-from fzero.passes import remat, shard
 from fzero.plan import cost
-from fzero.program.ir import Program
-from fzero.program.ops import OPS
-from fzero.runtime import places, program_build
+from fzero.runtime import program_buffers, program_build
+from fzero.runtime.build import build
 from fzero.state import initial_state
 from fzero.testing import check_equivalent
 from fzero.testing.comparison_setting import setting_of
-from fzero.testing.differing_line import first_differing
+from fzero.testing.differing_op import first_differing
 from fzero.testing.tolerance import longest_chain, unit
-from fzero.transforms.base import Transform
+from fzero.transforms import remat_pass, zero_pass
+from fzero.transforms.transform import Transform
 
 WIDTH, ROWS = 48, 24  # large enough for places in the pool
 
@@ -88,7 +88,7 @@ OPTIMIZER = lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2
 
 
 def maximum_for_sum(patch):
-    patch.setitem(shared.COMBINE, "sum", torch.maximum)
+    patch.setitem(shared_memory.COMBINE, "sum", torch.maximum)
 
 
 def run_as(patch, op, wrong):
@@ -98,17 +98,17 @@ def run_as(patch, op, wrong):
 
 
 def mean_for_sum(patch):
-    wait = shared.SharedMemory.wait
+    wait = shared_memory.SharedMemory.wait
 
     def halved(self, moving, into, together=False):
         out = wait(self, moving, into, together)
         return [x.div_(2) for x in out] if moving.kind == "scatter" else out
 
-    patch.setattr(shared.SharedMemory, "wait", halved)
+    patch.setattr(shared_memory.SharedMemory, "wait", halved)
 
 
 def gather_not_waited_for(patch):
-    patch.setattr(shared.SharedMemory, "_gather", lambda self, whole, along: None)
+    patch.setattr(shared_memory.SharedMemory, "_gather", lambda self, whole, along: None)
 
 
 def stale_cast(patch):
@@ -116,18 +116,18 @@ def stale_cast(patch):
 
 
 def buffer_of_another(patch):
-    tensors, first = places._tensors, {}
+    tensors, first = program_buffers._tensors, {}
 
     def overlapping(line, mesh, arenas, rooms):
         if line.fn == "dense":  # all calls of a program have the places of its first
             _, line = first.setdefault(id(arenas), (arenas, line))
         return tensors(line, mesh, arenas, rooms)
 
-    patch.setattr(places, "_tensors", overlapping)
+    patch.setattr(program_buffers, "_tensors", overlapping)
 
 
 def leaves_swapped(patch):
-    update = shard._Rewrite._update
+    update = zero_pass._Rewrite._update
     other = {f"layers_{i}_{x}_shard": f"layers_{1 - i}_{x}_shard" for i in (0, 1) for x in "bw"}
 
     def swapped(self, line):
@@ -136,7 +136,7 @@ def leaves_swapped(patch):
             for x in update(self, line)
         ]
 
-    patch.setattr(shard._Rewrite, "_update", swapped)
+    patch.setattr(zero_pass._Rewrite, "_update", swapped)
 
 
 def micro_batch_dropped(patch):
@@ -187,8 +187,8 @@ def clipping_lost(patch):
 
 
 def scale_wrong(patch):
-    whole = traced.lower_train
-    patch.setattr(traced, "lower_train", lambda t: whole(dataclasses.replace(t, num_parts=1)))
+    whole = traced_step.lower_train
+    patch.setattr(traced_step, "lower_train", lambda t: whole(dataclasses.replace(t, num_parts=1)))
 
 
 def key_of_the_first(patch):
@@ -204,7 +204,7 @@ def update_not_assigned(patch):
 
 
 def saved_swapped(patch):
-    rewrite = remat.rewrite
+    rewrite = remat_pass.rewrite
 
     def swapped(program: Program, policy: Any, *args: Any) -> Program:
         program = rewrite(program, policy, *args)
@@ -216,7 +216,7 @@ def saved_swapped(patch):
         lines[at] = dataclasses.replace(lines[at], args=(*rest, b, a))
         return dataclasses.replace(program, lines=tuple(lines))
 
-    patch.setattr(remat, "rewrite", swapped)
+    patch.setattr(remat_pass, "rewrite", swapped)
 
 
 def copy_not_made(patch):
@@ -229,14 +229,14 @@ def copy_not_made(patch):
 
 
 def wait_dropped(patch):
-    whole = shard.rewrite
+    whole = zero_pass.rewrite
 
     def without(*args: Any) -> Program:
         program = whole(*args)
         first = next(x for x in program.lines if x.op == "wait")
         return dataclasses.replace(program, lines=tuple(x for x in program.lines if x is not first))
 
-    patch.setattr(shard, "rewrite", without)
+    patch.setattr(zero_pass, "rewrite", without)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,14 @@ import torch
 
 import fzero as fz
 from fzero import optim
+from fzero.compiler import fuse_last_block
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
-from fzero.passes import copies, fuse, shard
 from fzero.runtime.execute import _Running as Running
-from fzero.testing.interpret import Interpreter
+from fzero.testing.interpreter import Interpreter
 from fzero.testing.simulate import _Rank
 from fzero.trace.recorder import Recorded
-from fzero.transforms.base import Transform, applied
+from fzero.transforms import compute_copies_pass, zero_pass
+from fzero.transforms.transform import Transform, applied
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 
@@ -144,7 +145,11 @@ def test_metrics_that_are_not_the_same_are_seen(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fuse", "copies", "shard"])
 def test_a_pass_before_the_choices_is_named(monkeypatch: Any, name: str) -> None:
-    module, function = (copies, "add_copies") if name == "copies" else ({"fuse": fuse, "shard": shard}[name], "rewrite")
+    module, function = (
+        (compute_copies_pass, "add_copies")
+        if name == "copies"
+        else ({"fuse": fuse_last_block, "shard": zero_pass}[name], "rewrite")
+    )
     rewrite = getattr(module, function)
 
     def dropping(*args: Any) -> Any:

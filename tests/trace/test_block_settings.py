@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import fzero as fz
 from fzero import optim
 from fzero.runtime import read_values
-from fzero.trace.reads.settings import changes, settings
+from fzero.trace.guards.captured_settings import changes, settings
 
 scale = 1.0
 options = {"by": [1.0]}

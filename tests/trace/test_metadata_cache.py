@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fzero import compat
 from fzero import random as fzrandom
+from fzero._compat import compat
 from fzero.errors import TraceError
 from fzero.trace import meta_cache
+from fzero.trace.graph_capture import record
 from fzero.trace.meta_cache import FakeResults, Remembering
-from fzero.trace.record import record
 from fzero.trace.recorder import Recorded
 
 aten = torch.ops.aten

@@ -14,11 +14,12 @@ from rejections import ONE, ROWS, VECTOR, blocked, lower, make, raises
 from torch import nn
 
 import fzero as fz
-from fzero import compat, optim
+from fzero import optim
+from fzero._compat import compat
 from fzero.errors import TraceError
-from fzero.trace.device import on_device
-from fzero.trace.reads import overwrites
-from fzero.trace.record import record
+from fzero.trace.device_decompositions import on_device
+from fzero.trace.graph_capture import record
+from fzero.trace.guards import overwrites
 from fzero.trace.recorder import Recorder
 
 Function = Callable[[Any, Any], torch.Tensor]

@@ -12,8 +12,8 @@ import torch.fx as fx
 from models import MODELS, batches, meta
 
 import fzero as fz
-from fzero import compat
-from fzero.trace.record import record
+from fzero._compat import compat
+from fzero.trace.graph_capture import record
 from fzero.trace.recorder import Recorded
 from fzero.trace.storages import storage_of
 from fzero.trace.subgraph import into_buffers, views_of

@@ -16,7 +16,7 @@ from torch import nn
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
-from fzero.trace.reads.conditions import _test
+from fzero.trace.guards.raise_conditions import _test
 
 W, X = {"w": wide(4, 4)}, wide(8, 4)
 

@@ -19,12 +19,12 @@ from offloads import OFFLOADS
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError, TransformError, VerifyError
-from fzero.passes import off_device
+from fzero.ir.ops import COPIES, transfer_bytes
+from fzero.ir.pool_verifier import check
+from fzero.ir.program import Line, Program
+from fzero.ir.verifier import verify
 from fzero.plan.memory import ROLES, memory_of
-from fzero.program.ir import Line, Program
-from fzero.program.ops import COPIES, transfer_bytes
-from fzero.program.verify import verify
-from fzero.program.verify_pool import check
+from fzero.transforms import offload_analysis
 
 # --- the same bits ---
 
@@ -271,7 +271,7 @@ def test_leaves_are_fetched_once_a_step(stage, tier, op):
 
 def test_activations_that_rest_come_back_for_one_micro_batch(monkeypatch):
     """Its parameters come with the first one's, a block ahead; the others' activations one micro-batch ahead."""
-    monkeypatch.setattr(off_device, "SMALL", 0)
+    monkeypatch.setattr(offload_analysis, "SMALL", 0)
     offload = fz.offload("cpu", ("params", "activations"))
     program = lowered(
         offload, fz.accumulate(4, schedule="layerwise"), fz.remat("none"), fz.data_parallel(), unified_memory=False

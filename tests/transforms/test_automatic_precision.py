@@ -15,9 +15,9 @@ from offloads import same
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroValueError
-from fzero.precision.statistics import Watched
 from fzero.transforms import automatic_precision, precision
 from fzero.transforms.automatic_precision import LIMIT, OVERFLOW, PrecisionState
+from fzero.transforms.precision_statistics import Watched
 
 # what is counted
 

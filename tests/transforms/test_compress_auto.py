@@ -13,14 +13,14 @@ import torch
 
 import fzero as fz
 from fzero import optim
+from fzero._utils.units import duration
+from fzero.compiler.combined_transforms import zero_of
+from fzero.compiler.search import Search
 from fzero.errors import BudgetError, FzeroTypeError, FzeroValueError, TransformError
-from fzero.lowering.combined_transforms import zero_of
-from fzero.lowering.search import Search
-from fzero.passes.compress import ladders
+from fzero.ir.printer import source
 from fzero.plan.calibration import calibration_path, machine, save_calibration
-from fzero.plan.devices import KNOWN, Device, Link
-from fzero.program.show import source
-from fzero.units import duration
+from fzero.plan.device_lookup import KNOWN, Device, Link
+from fzero.transforms.compress_pass import ladders
 
 WIDTH = 256
 BOTH = ("data", "node")

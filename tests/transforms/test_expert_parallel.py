@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fzero as fz
-from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
+from fzero.ir.ops import COLLECTIVES
+from fzero.ir.verifier import verify
 from fzero.mesh import AbstractMesh
-from fzero.operators.expert_products import EXPERT_MM, EXPERT_OUTER, mm_on_gpu, outer_on_gpu
-from fzero.program.ops import COLLECTIVES
-from fzero.program.verify import verify
+from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER, mm_on_gpu, outer_on_gpu
+from fzero.sharding.shard_regions import Dim
 
 EXPERTS, WIDTH, HIDDEN, WORDS, LENGTH = 4, 16, 24, 32, 8
 BOTH = ("expert", "data")

@@ -19,14 +19,15 @@ from models import MODELS, STAGES, part
 from offloads import same
 
 import fzero as fz
-from fzero import compat, optim
-from fzero.build.build import build
+from fzero import optim
+from fzero._compat import compat
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
-from fzero.operators import scaled_matmul
-from fzero.operators.scaled_matmul import E4M3, E5M2, quantized, scale_of, scaled_mm
+from fzero.ir.program import Function
+from fzero.ops import scaled_matmul
+from fzero.ops.scaled_matmul import E4M3, E5M2, quantized, scale_of, scaled_mm
 from fzero.plan.cost import cost_of, model_flops
-from fzero.program.ir import Function
-from fzero.trace.record import record
+from fzero.runtime.build.build import build
+from fzero.trace.graph_capture import record
 
 WIDTH, TOKENS, BATCH = 32, 16, 4
 

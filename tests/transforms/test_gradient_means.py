@@ -14,7 +14,7 @@ import fzero as fz
 from fzero import optim
 from fzero.errors import TraceError
 from fzero.testing.comparison_setting import setting_of
-from fzero.testing.differing_line import first_differing
+from fzero.testing.differing_op import first_differing
 
 VOCAB, WIDTH, STEPS = 16, 8, 10
 MOVING = fz.LossScale(initial=2.0**26, growth_interval=2)  # too large at first, and again whenever it has grown

@@ -19,8 +19,8 @@ from offloads import same
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError, FzeroValueError, LossScaleError, TraceError, TransformError
-from fzero.program.ops import transfer_bytes
-from fzero.runtime import watch
+from fzero.ir.ops import transfer_bytes
+from fzero.runtime import metrics_watch
 from fzero.transforms import precision
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -610,9 +610,9 @@ def test_a_device_behind_the_host_is_not_waited_for(monkeypatch):
         events.append(Late(waited))
         return flag, events[-1]
 
-    monkeypatch.setattr(watch, "fetched", fetched)
+    monkeypatch.setattr(metrics_watch, "fetched", fetched)
     flags, mesh = [torch.tensor(x) for x in (False, True, False, False)], fz.make_mesh(data=1)
-    warns = watch.AtMinimum(mesh, 1.0, raises=False)
+    warns = metrics_watch.AtMinimum(mesh, 1.0, raises=False)
     for flag in flags[:3]:
         warns(flag)
     for event in events[:2]:
@@ -621,7 +621,7 @@ def test_a_device_behind_the_host_is_not_waited_for(monkeypatch):
         warns(flags[3])
     assert not waited
     events.clear()
-    stops = watch.AtMinimum(mesh, 1.0, raises=True)
+    stops = metrics_watch.AtMinimum(mesh, 1.0, raises=True)
     stops(flags[0])
     assert not waited  # the newest is never waited for
     stops(flags[1])

@@ -23,10 +23,10 @@ from offloads import EXTRAS, OFFLOADS, same, trained
 
 import fzero as fz
 from fzero import optim
-from fzero.layout import leaf_of
-from fzero.lowering.search import Search
-from fzero.passes.off_device import blocks_updated_on_host
-from fzero.program.ops import COPIES
+from fzero.compiler.search import Search
+from fzero.ir.ops import COPIES
+from fzero.sharding.layout import leaf_of
+from fzero.transforms.offload_analysis import blocks_updated_on_host
 
 TRAINED = [("gpt", "clipped"), ("mixed", "adamw"), ("mixed", "lamb"), ("bare", "sgd"), ("bare", "lion")]
 MEMORIES = {"one memory": True, "apart": False}

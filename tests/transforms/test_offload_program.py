@@ -12,7 +12,7 @@ from models import MODELS, OPTIMIZERS
 from offloads import BOTH
 
 import fzero as fz
-from fzero.program.ir import Program
+from fzero.ir.program import Program
 
 
 def lowered(*transforms: Any, ranks: int = 2, optimizer: str = "adamw", layers: int = 3, **mesh: Any) -> Program:

@@ -12,7 +12,7 @@ from models import STAGES
 from offloads import EXTRAS, OFFLOADS, same, trained
 
 import fzero as fz
-from fzero.layout import leaf_of
+from fzero.sharding.layout import leaf_of
 
 NAMES = ["cpu opt_state", "cpu all", "nvme opt_state", "nvme both", "mix"]
 MIXED = ["none", "bf16", "accumulate", "bf16, accumulate"]  # of the offloads at each stage another

@@ -25,7 +25,7 @@ import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroError, TransformError
 from fzero.mesh import AbstractMesh
-from fzero.runtime.graphs import obstacles
+from fzero.runtime.cuda_graphs import obstacles
 from fzero.testing.reference_trajectory import Trajectory
 from fzero.testing.tolerance import Roundoff
 from fzero.transforms.tensor import TensorParallel

@@ -18,19 +18,19 @@ from models import whitening
 import fzero as fz
 from fzero import optim
 from fzero.comm.collectives import ProcessGroups
+from fzero.compiler import passes
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
-from fzero.layout import leaf_of
+from fzero.ir.attributes import HandAttrs
+from fzero.ir.program import Line, Program
+from fzero.ir.stage_verifier import meeting
+from fzero.ir.verifier import verify
 from fzero.mesh import AbstractMesh
-from fzero.passes import pipeline
-from fzero.passes.schedules import table, when
 from fzero.plan.memory import resting_bytes
 from fzero.plan.timeline import simulate
-from fzero.program.attrs import HandAttrs
-from fzero.program.ir import Line, Program
-from fzero.program.verify import verify
-from fzero.program.verify_stages import meeting
+from fzero.sharding.layout import leaf_of
+from fzero.transforms.pipeline_schedules import table, when
 
-choose_stages = importlib.import_module("fzero.lowering.choose_stages")
+choose_stages = importlib.import_module("fzero.compiler.auto_stages")
 WIDTH, WORDS, ROWS, LENGTH = 8, 12, 16, 4
 
 
@@ -419,14 +419,14 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_violation_of_any_stage_is_found_with_the_pass_that_made_it(rank: int, monkeypatch: Any) -> None:
-    project, stages = pipeline.stages.project, iter(range(99))
+    project, stages = passes.pipeline_pass.project, iter(range(99))
 
     def broken(program: Program, place: int, *known: Any) -> Program:
         made, at = project(program, place, *known), next(stages)
         wait = next(i for i, line in enumerate(made.lines) if line.op == "wait" and line.out)
         return replace(made, lines=made.lines[:wait] + made.lines[wait + 1 :]) if at == rank else made
 
-    monkeypatch.setattr(pipeline.stages, "project", broken)
+    monkeypatch.setattr(passes.pipeline_pass, "project", broken)
     with pytest.raises(VerifyError, match=r"(?s)never waited for.*after the pass 'stages'"):
         fz.lower(pipelined(2), AbstractMesh(pipe=3), params(), batch())
 

@@ -18,10 +18,10 @@ import fzero as fz
 from fzero import optim
 from fzero.checkpoint.index import Index
 from fzero.comm.transport import transport
-from fzero.elastic.vault import Vault, held, is_whole
-from fzero.elastic.wards import Ward
+from fzero.elastic.memory_checkpoint import Vault, held, is_whole
+from fzero.elastic.peer_replicas import Ward
 from fzero.errors import FzeroValueError, VerifyError
-from fzero.program.verify import verify
+from fzero.ir.verifier import verify
 from fzero.testing import simulate
 
 pytestmark = pytest.mark.forks

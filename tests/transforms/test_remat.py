@@ -12,13 +12,14 @@ import torch
 from models import MODELS, STAGES, batches, meta, meta_part, part
 
 import fzero as fz
-from fzero import compat, optim
+from fzero import optim
+from fzero._compat import compat
 from fzero.errors import FzeroValueError
-from fzero.passes import remat, split
-from fzero.passes.remat import rewrite
-from fzero.passes.split import Choices
-from fzero.program.ir import Program
+from fzero.ir.program import Program
 from fzero.trace.flops import operations
+from fzero.transforms import joint_split, remat_pass
+from fzero.transforms.joint_split import Choices
+from fzero.transforms.remat_pass import rewrite
 
 FRACTIONS = [i / 16 for i in range(17)]
 
@@ -27,7 +28,7 @@ def base_of(loss: Any, params: Any, batch: Any) -> Program:
     """The program before remat."""
     found: list[Program] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remat, "rewrite", lambda program, *_: found.append(program) or program)
+        patch.setattr(remat_pass, "rewrite", lambda program, *_: found.append(program) or program)
         fz.lower(fz.train_step(loss, optim.sgd(0.1)), fz.AbstractMesh(data=1), params, batch)
     return found[0]
 
@@ -282,7 +283,7 @@ def test_fractions_are_one_record_however_written():
 def test_a_min_cut_is_looked_for_once_a_distinct_block(monkeypatch, budget):
     """Not for each of its calls, nor for each program that a search makes, nor in a later trace."""
     cuts: list[int] = []
-    monkeypatch.setattr(split, "_known_cuts", {})
+    monkeypatch.setattr(joint_split, "_known_cuts", {})
     real = compat.min_cut
     monkeypatch.setattr(compat, "min_cut", lambda *given: cuts.append(1) or real(*given))
     inner = fz.block(lambda p, x: torch.tanh(torch.nn.functional.gelu(x @ p["w"])) * x)

@@ -11,7 +11,7 @@ import torch
 
 import fzero as fz
 from fzero import optim
-from fzero.program.ops import transfer_bytes
+from fzero.ir.ops import transfer_bytes
 
 AXES = {"replica": 2, "data": 2}
 SHARDED = {"params": fz.shard_params, "grads": fz.shard_grads, "opt_state": fz.shard_opt_state}

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import fzero as fz
-from fzero.boxes import Dim
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError
+from fzero.ir.ops import COLLECTIVES
 from fzero.mesh import AbstractMesh
-from fzero.program.ops import COLLECTIVES
+from fzero.sharding.shard_regions import Dim
 
 HEADS, WIDTH, WORDS, LENGTH = 4, 16, 24, 8
 BOTH = ("data", "seq")

@@ -18,13 +18,14 @@ from slot_users import Average, Feedback, Outer
 
 import fzero as fz
 from fzero import optim
+from fzero._utils import units
+from fzero.compiler.input_specs import params_inputs
+from fzero.compiler.state_budget import at_rest
 from fzero.errors import CheckpointError, FzeroTypeError, TransformError
-from fzero.layout import leaf_of
-from fzero.lowering.at_rest import at_rest
-from fzero.lowering.layouts import params_inputs
 from fzero.optim.loss_scale import LossScale
-from fzero.transforms.base import Transform
-from fzero.transforms.slots import Local, StepResults
+from fzero.sharding.layout import leaf_of
+from fzero.transforms.transform import Transform
+from fzero.transforms.transform_state import Local, StepResults
 
 
 class Norms(NamedTuple):
@@ -451,7 +452,7 @@ def test_the_plan_counts_them() -> None:
     given = fz.AbstractMesh(data=2), users.first(), users.batches(1, 12)[0]
     without, program = fz.lower(step, *given), fz.lower(Average()(step), *given).program
     numel = sum(leaf.shard_numel(program.mesh) for leaf in program.leaves.values() if leaf.role == "ema")
-    assert f"ema {fz.units.size(4 * numel)}" in str(program)
+    assert f"ema {units.size(4 * numel)}" in str(program)
     more = fz.lower(Average()(step), *given).plan.peak_bytes - without.plan.peak_bytes
     assert more >= 4 * numel
     mesh, params = given[:2]

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 import fzero as fz
 from fzero import optim
-from fzero.boxes import Dim
-from fzero.compat import FakeTensor
+from fzero._compat.compat import FakeTensor
 from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
+from fzero.ir.ops import COLLECTIVES
+from fzero.ir.verifier import verify
 from fzero.mesh import AbstractMesh
-from fzero.program.ops import COLLECTIVES
-from fzero.program.verify import verify
+from fzero.sharding.shard_regions import Dim
 
 PLAIN = fz.train_step(tensor.loss_fn, tensor.OPTIMIZER)
 

@@ -18,8 +18,8 @@ from models import STAGES, batches, meta, meta_part, part
 import fzero as fz
 from fzero import optim
 from fzero.errors import FzeroTypeError
-from fzero.program.ir import Program
-from fzero.program.ops import TRANSFERS, transfer_bytes
+from fzero.ir.ops import TRANSFERS, transfer_bytes
+from fzero.ir.program import Program
 from fzero.testing.simulate import simulated
 
 SHAPES = {name: meta(model.init(fz.random.key(0))) for name, model in models.MODELS.items()}

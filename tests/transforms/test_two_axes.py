@@ -12,7 +12,7 @@ import torch
 import fzero as fz
 from fzero import optim
 from fzero.errors import BudgetError, FzeroError, FzeroTypeError, FzeroValueError, TransformError
-from fzero.program.ops import transfer_bytes
+from fzero.ir.ops import transfer_bytes
 
 AXES = {"node": 2, "data": 2}
 BOTH = ("data", "node")
@@ -225,7 +225,7 @@ def test_a_plan_prices_each_axis_on_its_link():
     from dataclasses import replace
 
     from fzero.plan.cost import seconds
-    from fzero.plan.devices import get_device
+    from fzero.plan.device_lookup import get_device
 
     found = lowered("params")
     device = replace(get_device("h100"), devices_per_host=2)
@@ -276,7 +276,7 @@ def measured(ways: list[str]) -> list[Any]:
     axis, by step; and the losses."""
     import torch.distributed as dist
 
-    from fzero import compat
+    from fzero._compat import compat
     from fzero.comm import collectives
 
     mesh, out, sent = fz.make_mesh(shared_memory=False, **AXES), [], Counter[str]()

@@ -10,10 +10,10 @@ code has them.
 
 [Note: triton] Inductor compiles a GPU's functions to kernels in Triton. There, as eagerly, a function copies a result
 into the buffer that it is given for it. What is pointwise is computed in the copying kernel; results of products and of
-scatters lie beside the buffer until then. On a CPU they are made in it (build/cpp_kernels.py). Kernels that read a
-concatenation of a few parts compute it. A pointwise value of many operations on several buffers is written. A value may
-overwrite a buffer that it reads only if the buffer's other readers are done, or are values of its kernel that it is
-made of.
+scatters lie beside the buffer until then. On a CPU they are made in it (runtime/build/cpp_kernels.py). Kernels that
+read a concatenation of a few parts compute it. A pointwise value of many operations on several buffers is written. A
+value may overwrite a buffer that it reads only if the buffer's other readers are done, or are values of its kernel that
+it is made of.
 
 It must not know how fast a device is.
 """
@@ -29,7 +29,7 @@ import torch
 import torch.fx as fx
 
 from fzero.mesh import AbstractMesh
-from fzero.operators.base import buffers_of
+from fzero.ops.registration import buffers_of
 from fzero.plan.inductor.nodes import by_locality, contiguous, in_order, maker_of, nbytes, numel
 from fzero.trace.flops import PRODUCTS, packet, transcendentals
 from fzero.trace.recorder import Recorded

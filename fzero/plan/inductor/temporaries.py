@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.fx as fx
 
+from fzero.ir.program import Function
 from fzero.mesh import AbstractMesh
 from fzero.plan.inductor.fusion import Kernels, compiler, given_to, kernels
 from fzero.plan.inductor.reuse import Lives, alive, best_order, lives, shared
-from fzero.program.ir import Function
-from fzero.trace.device import on_device
+from fzero.trace.device_decompositions import on_device
 
 _peaks: dict[object, weakref.WeakKeyDictionary[Function, int]] = {}
 
@@ -61,7 +61,7 @@ def _eager(found: Kernels, on_gpu: bool) -> int:
 
 def _compiled(found: Kernels, outputs: Sequence[fx.Node], into: Sequence[int]) -> int:
     """Temporaries of a compiled function, which makes a result in the buffer given for it if it allocates the result's
-    memory, and for that result alone; else it copies the result there (build/cpp_kernels.py)."""
+    memory, and for that result alone; else it copies the result there (runtime/build/cpp_kernels.py)."""
     order = best_order(found)
     first, lived = shared(found, order)
     places = [found.buffers[node] for node in outputs]

@@ -1,0 +1,185 @@
+"""Reads JSON of other processes, programs and users: bounded in bytes, in depth and in digits, and of a given form.
+
+A form is a type as annotations have it: `bool`, `int`, `float`, `str`, `None`, `list[F]`, `dict[str, F]`,
+`dict[int, F]`, `tuple[F, G]`, `tuple[F, ...]`, unions, `Any`, and NamedTuples and dataclasses of such fields: the list
+of their values, or an object. Imports no PyTorch: the process that watches a rank stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import stat
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from fzero.errors import FzeroValueError
+
+MOST = 1 << 28
+"""Bytes of a text that are read, unless a caller says otherwise: 256 MiB."""
+
+DEPTH = 500
+"""Lists and objects that may lie in each other: what follows them recursively needs no more than Python allows."""
+
+_DIGITS = re.compile(r"\d{4301}")  # Python converts no longer number
+
+
+class Malformed(FzeroValueError):
+    """A text that is not the JSON expected. Its message is one line, for whoever knows what the text is of."""
+
+
+def parsed(
+    data: bytes | bytearray | str, form: Any = Any, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
+    """The value of a JSON text, in this form: a list becomes a tuple, NamedTuple or dataclass where the form says so.
+
+    Args:
+        pairs: makes what stands for an object, of its keys and values.
+
+    Raises:
+        Malformed: what is wrong, and where.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        found = json.loads(text, object_pairs_hook=pairs)
+    except UnicodeDecodeError as error:
+        raise Malformed(f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+    except json.JSONDecodeError as error:
+        raise Malformed(f"not JSON: {error}") from None
+    except RecursionError:
+        raise Malformed(f"more than {DEPTH} lists and objects lie in each other") from None
+    except ValueError as error:
+        at = _DIGITS.search(text)
+        raise Malformed(f"a number of more than 4,300 digits at character {at.start()}" if at else str(error)) from None
+    level, depth = [found], 0
+    while level := [x for x in level if isinstance(x, (dict, list))]:
+        if (depth := depth + 1) > DEPTH:
+            raise Malformed(f"more than {DEPTH} lists and objects lie in each other")
+        level = [x for outer in level for x in (outer.values() if isinstance(outer, dict) else outer)]
+    return found if form is Any else formed(found, form)
+
+
+def read(path: Path, form: Any = Any, most: int = MOST) -> Any:
+    """The value of a file of JSON.
+
+    Raises:
+        Malformed: what is wrong with its text, and where.
+        OSError: it cannot be read, or is not a regular file.
+    """
+    return parsed(contents(path, most), form)
+
+
+def contents(path: Path, most: int = MOST) -> bytes:
+    """The bytes of a regular file: a pipe, on which one would wait, and a device, which does not end, are none.
+
+    Raises:
+        Malformed: it has more than `most`.
+        OSError: it cannot be read, or is not a regular file.
+    """
+    with open_regular(path) as file:
+        data = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+    if len(data) > most:
+        raise Malformed(f"more than {most} bytes")
+    return data
+
+
+def open_regular(path: Path) -> Any:
+    """A regular file, opened to be read as bytes.
+
+    Raises:
+        OSError: it cannot be read, or is a directory, a pipe, a socket or a device.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe waits for who writes to it
+    try:
+        check_regular(fd, path)
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def check_regular(file: int | Path, path: Path) -> None:
+    """Raises an OSError if a file, or what a descriptor is of, is not a regular one."""
+    mode = os.stat(file).st_mode
+    if not stat.S_ISREG(mode):
+        kinds = (stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket")
+        kind = next((name for test, name in kinds if test(mode)), "device")
+        raise OSError(f"{path.name} is a {kind}, not a file")
+
+
+def dumped(value: Any) -> str:
+    """The JSON text of a value; a dataclass is the list of its fields, as a form reads it."""
+    return json.dumps(value, default=_fields_of)
+
+
+def formed(value: Any, form: Any, at: str = "") -> Any:
+    """A value of JSON as its form has it.
+
+    Raises:
+        Malformed: where it is of another.
+
+    Example:
+        >>> formed({"3": [1, 2.5]}, dict[int, tuple[int, float]])
+        {3: (1, 2.5)}
+        >>> formed([["a", 1]], list[tuple[str, str]])
+        Traceback (most recent call last):
+        fzero._utils.bounded_json.Malformed: 1 at [0][1], where str belongs
+    """
+    origin, args = get_origin(form), get_args(form)
+    if form is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        for one in args:
+            try:
+                return formed(value, one, at)
+            except Malformed:
+                pass
+    elif origin in (list, Sequence) and isinstance(value, list):
+        return [formed(x, args[0], f"{at}[{i}]") for i, x in enumerate(value)]
+    elif origin in (dict, Mapping) and isinstance(value, dict):
+        return {_key(k, args[0], at): formed(x, args[1], f"{at}[{k!r:.80}]") for k, x in value.items()}
+    elif origin is tuple and isinstance(value, list):
+        forms = args[:1] * len(value) if args[1:] == (...,) else args
+        if len(forms) == len(value):
+            return tuple(formed(x, f, f"{at}[{i}]") for i, (x, f) in enumerate(zip(value, forms, strict=True)))
+    elif form in (None, type(None)) and value is None:
+        return None
+    elif form is float and type(value) is int:
+        return float(value)
+    elif form in (bool, int, float, str) and type(value) is form:
+        return value
+    elif hints := _hints(form):
+        named = value if isinstance(value, dict) else {}
+        if isinstance(value, list) and len(value) <= len(hints):
+            named = dict(zip(hints, value, strict=False))
+        if named and named.keys() <= hints.keys():
+            with contextlib.suppress(TypeError):  # one that has no default is not there
+                return cast(Any, form)(**{n: formed(x, hints[n], f"{at}.{n}") for n, x in named.items()})
+    name = getattr(form, "__name__", str(form)) if not args else str(form)
+    raise Malformed(f"{f'{value!r:.80}'} {f'at {at}, ' if at else ''}where {name} belongs")
+
+
+def _key(key: str, form: Any, at: str) -> Any:
+    if form is not int:
+        return key
+    if not re.fullmatch(r"-?\d{1,18}", key):
+        raise Malformed(f"the key {key!r:.80} at {at or 'the top'}, where a whole number belongs")
+    return int(key)
+
+
+def _hints(form: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(form):
+        hints = get_type_hints(form)
+        return {f.name: hints[f.name] for f in dataclasses.fields(form)}
+    return get_type_hints(form) if hasattr(form, "_fields") else {}
+
+
+def _fields_of(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, f.name) for f in dataclasses.fields(value)]
+    raise TypeError(f"JSON has no {type(value).__name__}")

@@ -1,1 +1,0 @@
-"""Builds callables from recorded graphs, compiled once, cached on disk and shared between ranks."""

@@ -1,0 +1,304 @@
+"""Writes a checkpoint behind the training: from a copy in host memory, by a thread, while steps go on.
+
+A step writes its state in place, so what is saved is copied first; that is all that a caller waits for. The thread does
+what a save does, and the ranks tell each other of success or failure through the store, never by a collective: those
+belong to the steps. One save is under way at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fzero._compat import compat
+from fzero._utils.host_memory import host_bytes
+from fzero.checkpoint.storage_paths import Place
+from fzero.comm.all_ranks import Ranks, together
+from fzero.comm.collective_sequence import before_leaving, latest
+from fzero.comm.control_messages import STRANGERS, Notes, timed_out
+from fzero.errors import CheckpointError
+from fzero.sharding.layout import leaf_of, place
+
+_ALIGNMENT = 64  # bytes
+_LOOK = 1.0  # seconds between two looks at whether the ranks that are waited for are still there
+_TIMEOUT = 600.0  # seconds that ranks wait for each other where no mesh says how long
+
+_log = logging.getLogger("fzero")
+one_at_a_time = threading.RLock()  # held from waiting for a save until the next one is under way
+_last: AsyncSave | None = None
+_memory: torch.Tensor | None = None  # what copies lie in; kept from save to save, for its pages cost more than a copy
+
+
+class AsyncSave:
+    """A save that runs in a thread. Made by `save(..., wait=False)`.
+
+    A save that fails is logged at once, by the logger `fzero`; its error is raised by `wait`, and, if a rank has not
+    called that, by the next save on every rank. `close_mesh()`, the end of the process, and whoever looks for a
+    checkpoint or reads one wait for it. A process that was forked meanwhile cannot tell what came of it.
+
+    Example:
+        >>> import tempfile, torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> saving = fz.checkpoint.save(tempfile.mkdtemp(), state, wait=False)
+        >>> saving.wait().name, saving.done
+        ('step-00000000', True)
+    """
+
+    def __init__(self, step: int, run: Callable[[], Place]):
+        self.step = step
+        self._result: Place | None = None
+        self._error: BaseException | None = None
+        self._heard = False
+        self._process = os.getpid()
+        self._ended = threading.Event()  # `Thread.join`, once interrupted, takes a thread for ended
+
+        def act() -> None:
+            try:
+                self._result = run()
+            except BaseException as error:
+                self._error = error
+                _log.error("the checkpoint of step %d was not saved: %s", step, error)
+            finally:
+                self._ended.set()
+
+        self._thread = threading.Thread(target=act, name=f"fzero-save-{step}")  # not a daemon: a process waits for it
+
+    def __repr__(self) -> str:
+        if self._process != os.getpid():
+            return f"AsyncSave(step {self.step}, of process {self._process})"
+        how = "failed" if self._error is not None else str(self._result) if self.done else "under way"
+        return f"AsyncSave(step {self.step}: {how})"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to its end on this rank, well or not.
+
+        Raises:
+            CheckpointError: in a process that was forked from the one that saves.
+        """
+        self._check_process()
+        return self._ended.is_set()
+
+    def wait(self) -> Place:
+        """The checkpoint, when it is complete and on stable storage.
+
+        Raises:
+            CheckpointError: on every rank, if anything failed on any; as for `save`. In a process that was forked from
+                the one that saves.
+        """
+        self._check_process()
+        self._await()
+        self._heard = True
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _await(self) -> None:
+        """Waits for the end, and hears Ctrl-C: a signal that comes right before a lock is waited for interrupts the
+        next wait alone."""
+        while not self._ended.wait(_LOOK):
+            pass
+
+    def _begin(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            self._error = error
+            self._ended.set()
+            raise
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            what = f"process {self._process} saves step {self.step}, and this one was forked from it"
+            fix = "wait in the process that called save; fz.checkpoint.find(path) finds it when it is complete"
+            raise CheckpointError("checkpoint.AsyncSave", what, fix=fix)
+
+
+def start(
+    ranks: Ranks,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    save: Callable[[Ranks, dict[str, torch.Tensor]], Place],
+    what: str,
+    undo: Callable[[], object],
+) -> AsyncSave:
+    """Starts a save behind the training.
+
+    Args:
+        ranks: that save together, by collectives.
+        step: of the state.
+        tensors: what this rank reads for it, by name. They are copied before this returns.
+        save: the rest of a save, as one of the given ranks, from those copies.
+        what, undo: of its errors.
+
+    Communication: one exchange of a few bytes.
+    """
+    global _last
+    copies: dict[str, torch.Tensor] = {}
+
+    def copy() -> tuple[str, str]:
+        copies.update(_copied(tensors))
+        return uuid.uuid4().hex, secrets.token_hex(32)
+
+    name, secret = together(ranks, "checkpoint.save", what, copy, undo, tuple[str, str])[0]
+
+    among = _Apart(ranks, name, secret.encode()) if ranks.size > 1 else contextlib.nullcontext(ranks)
+
+    def run() -> Place:
+        with among as ranks:
+            return save(ranks, copies)
+
+    saving = _last = AsyncSave(step, run)
+    before_leaving(_finish_and_let_go)
+    saving._begin()
+    return saving
+
+
+def finish() -> None:
+    """Waits for the save under way.
+
+    Raises:
+        CheckpointError: it failed, and nobody has asked on this rank; maybe on others.
+    """
+    if _last is not None and not _last._heard:
+        _last.wait()
+
+
+def settle() -> None:
+    """Waits for the save under way, whatever comes of it: its `keep` deletes checkpoints, and what is looked for may be
+    its own."""
+    if (saving := _last) is not None:
+        saving._await()  # what failed has been logged
+
+
+def _finish_and_let_go() -> None:
+    global _last, _memory
+    settle()
+    _last = _memory = None
+
+
+def _forked() -> None:
+    """In a process just forked, which has none of the threads."""
+    global _last, one_at_a_time
+    _last, one_at_a_time = None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+@torch.no_grad()
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in host memory, placed as what they are of. Tied tensors are copied once."""
+    global _memory
+    distinct = {id(x): x for x in tensors.values()}
+    sizes = [-(-x.numel() * x.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for x in distinct.values()]
+    device = next((x.device for x in distinct.values() if x.is_cuda), torch.device("cpu"))
+    pinned = device.type == "cuda"
+    if _memory is None or _memory.numel() < sum(sizes) or _memory.is_pinned() < pinned:
+        _memory = None  # gone before there is another
+        with torch.inference_mode(False):  # whoever saves next writes to it
+            _memory = host_bytes(sum(sizes), device, "checkpoint.save")
+    copies: dict[int, torch.Tensor] = {}
+    for (key, x), begin in zip(distinct.items(), itertools.accumulate(sizes, initial=0), strict=False):
+        flat = _memory[begin : begin + x.numel() * x.dtype.itemsize]
+        copies[key] = flat.view(x.dtype).view(x.shape).copy_(x, non_blocking=pinned)
+        if (tag := leaf_of(x)) is not None:
+            place(copies[key], *tag)
+    if pinned:
+        torch.cuda.synchronize()
+    return {name: copies[id(x)] for name, x in tensors.items()}
+
+
+class _Apart:
+    """A context, in which ranks exchange values through the store, signed ([Note: the open store] in
+    comm/control_messages.py), apart from their turns.
+
+    Args:
+        name: of this save, of its own over all lives of the store.
+        secret: of these ranks.
+    """
+
+    def __init__(self, ranks: Ranks, name: str, secret: bytes):
+        self._rank, self._ranks = ranks.rank, range(ranks.size)
+        self._turns = latest()
+        kept = self._turns.store if self._turns is not None else None
+        store = compat.default_store() if kept is None else kept
+        self._notes = Notes(store, f"fzero/save/{name}", ranks.rank, secret, self._refused)
+        self._number, self._failed = 0, False
+
+    def __enter__(self) -> Ranks:
+        return Ranks(self._rank, len(self._ranks), self._exchange)
+
+    def __exit__(self, *_: object) -> None:
+        """After the last exchange rank 0, whose process may keep the store, goes when all have read it."""
+        if self._failed:
+            return
+        with contextlib.suppress(CheckpointError), self._store_is_there():
+            self._notes.write("read", None)
+            if self._rank == 0:
+                self._await("read")
+                for key in (*self._notes.keys(self._number - 1, self._ranks), *self._notes.keys("read", self._ranks)):
+                    self._notes.store.delete_key(key)
+
+    def _exchange(self, mine: Any, form: Any) -> list[Any]:
+        number = self._number
+        self._number += 1
+        with self._store_is_there():
+            self._notes.write(number, mine)
+            self._await(number)
+            if number:  # all have read what they exchanged before
+                self._notes.clear(number - 1)
+            return [*self._notes.read(number, self._ranks, form).values()]
+
+    def _refused(self, lines: list[str]) -> CheckpointError:
+        """The error of notes that are not of this save's ranks."""
+        self._notes.write("refused", None)  # the others may have read it before
+        return CheckpointError("checkpoint.save", "notes in the store are not this save's", lines, STRANGERS)
+
+    @contextlib.contextmanager
+    def _store_is_there(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            self._failed = True
+            raise
+        except RuntimeError as error:  # a DistError too
+            self._failed = True
+            what = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
+            fix = "look at that process's errors; if none is newer, the checkpoint before this one is the latest"
+            raise CheckpointError("checkpoint.save", what, fix=fix) from error
+
+    def _await(self, what: int | str) -> None:
+        """Returns when all ranks have written it.
+
+        Raises:
+            CheckpointError: a rank has left or died, or timed out, without writing.
+        """
+        timeout = _TIMEOUT if self._turns is None else self._turns.timeout
+        began = looked = time.monotonic()
+        nap = 1e-3
+        while not self._notes.come(what, self._ranks):
+            now = time.monotonic()
+            if now - looked > _LOOK:
+                looked, gone = now, self._turns.gone() if self._turns is not None else set()
+                absent = [r for r in self._ranks if not self._notes.come(what, [r])]
+                lost = [f"rank {r} has left" for r in absent if r in gone]
+                lost += [f"rank {r} has given up" for r in absent if self._notes.come("refused", [r])]
+                lost = lost or [f"rank {r} {timed_out(timeout)}" for r in absent if now - began > timeout]
+                if lost:
+                    fix = "look at that rank's errors first; the checkpoint before this one is still the latest"
+                    raise CheckpointError("checkpoint.save", "not every rank has written its part", lost, fix)
+            time.sleep(nap)
+            nap = min(2 * nap, 0.1)

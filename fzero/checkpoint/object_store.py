@@ -1,0 +1,279 @@
+"""Stores checkpoints as objects of a store that fsspec knows: they are not renamed, and the index, written last,
+publishes the others."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+from fzero._utils.bounded_json import Malformed, parsed
+from fzero.checkpoint.storage import ABANDONED, Draft, Reader, Storage
+from fzero.checkpoint.storage_paths import INDEX, LATEST, LONGEST_INDEX, STEP, Place, Url
+from fzero.errors import CheckpointError, StorageError
+
+_PART = 16 << 20  # bytes of an object that are sent at a time
+_PARTS = 9000  # stores take 10000 of one object
+_THREADS = 8
+_REFUSED = re.compile(
+    r"credential|denied|forbidden|unauthorized|(expired|invalid|security|access)[ _-]?token|token (has |is )?expired",
+    re.I,
+)
+"""Texts of the errors of a client that has no credentials, or not the right ones."""
+
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+}
+
+
+class _Object(Reader):
+    def __init__(self, objects: Objects, url: Url):
+        self._objects, self._url = objects, url
+        self._end: int | None = None  # known when less came than was asked for
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        if self._end is not None and offset >= self._end:
+            return 0
+        data = self._objects.ranged(self._url, offset, offset + len(out))
+        out[: len(data)] = data
+        if len(data) < len(out):
+            self._end = offset + len(data)
+        return len(data)
+
+    def close(self) -> None:
+        pass
+
+
+class Objects(Storage):
+    """Objects of a store that fsspec knows."""
+
+    span = 16 << 20
+
+    def __init__(self, fs: Any):
+        self._fs = fs
+
+    def names(self, directory: Url) -> list[str]:
+        path = self._path(directory)
+        with self._asked("list", directory):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(path, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        found = [p.rstrip("/") for p in found]
+        return sorted({p.rpartition("/")[2] for p in found if p != path.rstrip("/")})
+
+    def size(self, file: Url) -> int:
+        with self._asked("read", file):
+            self._fs.invalidate_cache()
+            found = self._fs.info(self._path(file))
+        if found["type"] != "file":
+            raise FileNotFoundError(str(file))
+        return found["size"]
+
+    def is_directory(self, place: Url) -> bool:
+        return bool(self.names(place))
+
+    def is_published(self, directory: Url) -> bool:
+        return self.has(directory / INDEX)
+
+    def reader(self, file: Url) -> Reader:
+        return _Object(self, file)
+
+    def ranged(self, file: Url, start: int | None = None, stop: int | None = None) -> bytes:
+        with self._asked("read", file):
+            return self._fs.cat_file(self._path(file), start=start, end=stop)
+
+    def read(self, file: Url, nbytes: int) -> bytes:
+        return self.ranged(file, stop=nbytes)
+
+    @contextlib.contextmanager
+    def writer(self, file: Url, nbytes: int) -> Iterator[Callable[[memoryview], object]]:
+        with self._asked("write", file, new=True):
+            part = max(_PART, -(-nbytes // _PARTS // (1 << 20)) * (1 << 20))
+            stream = self._fs.open(self._path(file), "wb", block_size=part)
+
+        def write(data: memoryview) -> None:
+            with self._asked("write", file, new=True):
+                stream.write(data)
+
+        try:
+            yield write
+            with self._asked("write", file, new=True):
+                stream.close()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                stream.discard()  # what was sent already of an upload in parts
+            with contextlib.suppress(Exception):
+                stream.closed = True  # or it is finished when it is collected
+            raise
+
+    def write(self, file: Url, data: bytes) -> None:
+        with self._asked("write", file, new=True):
+            self._fs.pipe_file(self._path(file), data)
+
+    def link(self, directory: Url, name: str) -> str | None:
+        return None
+
+    @contextlib.contextmanager
+    def stand_in(self, file: Url, nbytes: int) -> Iterator[Path]:
+        size = self.size(file)
+        with tempfile.NamedTemporaryFile(prefix="fzero-", suffix="-" + file.name) as made:
+            made.write(self.read(file, min(nbytes, size)))
+            made.flush()
+            os.truncate(made.name, size)  # a hole for what is not read
+            yield Path(made.name)
+
+    def begin(self, root: Url, name: str, private: bool = False) -> Draft:
+        if self.has(root):
+            fix = "give the place under which checkpoints are to be made"
+            raise CheckpointError("checkpoint.save", f"{root} is an object", fix=fix)
+        here = [root / n for n in self.names(root) if n.startswith(STEP)]
+        with ThreadPool(_THREADS) as pool:
+            complete = pool.map(self.is_published, here)
+        for directory in (directory for directory, whole in zip(here, complete, strict=True) if not whole):
+            files = [directory / n for n in self.names(directory)]
+            if all(time.time() - self._written(file) > ABANDONED for file in files):
+                self._delete(files)
+        return Draft(root / name, f".{uuid.uuid4().hex[:8]}")
+
+    def publish(
+        self, root: Url, draft: Draft, name: str, index: bytes, spare: Iterable[str], files: Iterable[str]
+    ) -> list[Place]:
+        target, before = root / name, None
+        with contextlib.suppress(FileNotFoundError):
+            before = self.whole(target / INDEX, LONGEST_INDEX)
+        try:
+            self.write(target / INDEX, index)
+            here = [target / n for n in files]
+            with ThreadPool(_THREADS) as pool:  # from now on nobody takes them for those of a save that was killed
+                there = pool.map(self.has, here)
+            if not all(there):
+                what = f"objects of this save to {root} were deleted while it was under way"
+                fix = "give each job a URL of its own; a save may not take longer than an hour for one object"
+                raise CheckpointError("checkpoint.save", what, fix=fix)
+            self.write(root / LATEST, f"{name}\n".encode())
+        except BaseException:
+            with contextlib.suppress(Exception):
+                if before is not None:
+                    self.write(target / INDEX, before)
+                elif self.whole(target / INDEX, LONGEST_INDEX) == index:  # not another's
+                    self._delete([target / INDEX])
+            raise
+        with contextlib.suppress(CheckpointError):  # they are in nobody's way
+            self._delete([target / n for n in (*spare, *_files_of(before))])
+        return []
+
+    def undo(self, root: Url, draft: Draft) -> None:
+        home: Any = draft.directory
+        with contextlib.suppress(Exception):
+            with contextlib.suppress(FileNotFoundError):
+                if draft.mark.encode() in self.whole(home / INDEX, LONGEST_INDEX):
+                    return  # the store did not say that it had written it
+            self._delete([home / n for n in self.names(home) if draft.mark in n])
+
+    def _written(self, file: Url) -> float:
+        """When an object was written, in seconds of the epoch; now if its store does not say."""
+        try:
+            with self._asked("read", file):
+                return self._fs.modified(self._path(file)).timestamp()
+        except (FileNotFoundError, NotImplementedError):
+            return time.time()
+
+    def retire(self, root: Url, directory: Url) -> None:
+        self._delete([directory / INDEX])
+        self._delete([directory / n for n in self.names(directory)])
+
+    def _delete(self, files: Iterable[Any]) -> None:
+        def delete(file: Url) -> None:
+            with contextlib.suppress(FileNotFoundError), self._asked("delete", file):
+                self._fs.rm_file(self._path(file))
+
+        with ThreadPool(_THREADS) as pool:
+            pool.map(delete, files)
+
+    def _path(self, url: Url) -> str:
+        return self._fs._strip_protocol(str(url))
+
+    @contextlib.contextmanager
+    def _asked(self, to: str, url: Url, new: bool = False) -> Iterator[None]:
+        """Names the errors of a store: those of the operating system, and those that its client has classes of its own
+        for. Others are no store's. `new`: that something is not there means its bucket."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if not isinstance(error, OSError) and type(error).__module__ in ("builtins", "torch"):
+                raise
+            if isinstance(error, FileNotFoundError) and not new:
+                raise
+            said = _said(error)
+            if isinstance(error, FileNotFoundError):
+                fix = "make the bucket or container first, or correct its name"
+            elif isinstance(error, PermissionError) or _REFUSED.search(said):
+                fix = "give credentials that may read, write, list and delete there, where fsspec's package for "
+                fix += "this store looks for them (of s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
+            else:
+                fix = "see whether the store can be reached from here; its options are read from fsspec's configuration"
+            raise StorageError("checkpoint", f"cannot {to} {url}", [said], fix) from error
+
+
+def _files_of(index: bytes | None) -> list[str]:
+    """The names of the files of a checkpoint, of which this is the index; none of a damaged one."""
+    try:
+        return [n for n in parsed(index or b"", dict[str, Any]).get("files", ()) if "/" not in n and n != INDEX]
+    except (Malformed, TypeError):
+        return []
+
+
+def _said(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return text if len(text) < 300 else text[:300] + "…"
+
+
+def objects_of(url: Url) -> Objects:
+    """The store of a URL.
+
+    Raises:
+        CheckpointError: no fsspec, nothing for this protocol, or options that it does not take.
+    """
+    scheme, _, rest = str(url).partition("://")
+    return _objects(os.getpid(), f"{scheme}://{rest.partition('/')[0]}")
+
+
+@functools.cache
+def _objects(process: int, root: str) -> Objects:
+    """The store of a scheme and bucket; `process`: a filesystem of another has none of its threads."""
+    scheme, what = root.partition("://")[0], f"{root} needs a package that is not installed"
+    package = _PACKAGES.get(scheme)
+    try:
+        import fsspec
+    except ImportError:
+        fix = f"pip install fsspec{f' {package}' if package else ''}"
+        raise CheckpointError("checkpoint", what, ["fsspec"], fix) from None
+    problem = f"chains of protocols ({root!r})" if "::" in root else None
+    if problem is None:
+        try:
+            return Objects(fsspec.core.url_to_fs(root)[0])
+        except ImportError as error:
+            fix = f"pip install {package}" if package else "install what it names"
+            raise CheckpointError("checkpoint", what, [str(error)], fix) from error
+        except Exception as error:
+            problem = _said(error)
+    fix = "give a path, or the URL of an object store whose protocol fsspec has: s3://, gs://, az://, …"
+    raise CheckpointError("checkpoint", f"cannot open {root}", [problem], fix)

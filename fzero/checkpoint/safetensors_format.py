@@ -1,0 +1,238 @@
+"""Writes safetensors files, and reads ranges of them, in bounded memory with checksums on the way.
+
+A file is 8 bytes of little-endian header length, a JSON header, and the raw bytes of its tensors end to end. Everything
+moves through one staging buffer of `BLOCK` bytes, from and to any device, so no tensor is ever copied whole on the
+host: the `safetensors` library writes tensors that are whole in memory, and has no checksums. What it can do it does:
+weight_files.py reads other people's files by it. This file knows neither checkpoints nor ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.checkpoint.storage import storage_of
+from fzero.checkpoint.storage_paths import Place
+
+CHUNK = 1 << 20
+"""Bytes under one crc32: what a restore that reads only a range must read and check around it."""
+
+BLOCK = 16 * CHUNK
+"""Bytes of the staging buffer: one read or write."""
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+"""The dtypes that can be stored, under the format's names for them."""
+
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+class FormatError(ValueError):
+    """A file that is not what its index announces. Its text is one line without the file's name."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file; `offset` is where its bytes begin, counted from the start of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class ElementRun(NamedTuple):
+    """Elements `start` to `stop` of a flattened tensor: those of the flattened tensor `key` from element `at` on."""
+
+    start: int
+    stop: int
+    key: str
+    at: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """Describes a file just written: its size, digests, and where each tensor lies."""
+
+    bytes: int
+    sha256: str
+    crc32: str
+    offsets: Mapping[str, int]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8[nbytes], not copied."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def write(
+    path: Place,
+    entries: Sequence[Entry],
+    blocks: Callable[[Entry], Iterable[torch.Tensor]],
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Writes a new safetensors file, to stable storage.
+
+    Args:
+        path: must not exist.
+        entries: the tensors; their offsets are ignored. They are laid out with the widest dtypes first, so that every
+            tensor is aligned to its own dtype.
+        blocks: the bytes of an entry, as uint8 tensors on any device, in order.
+        metadata: the header's `__metadata__`, besides `{"format": "pt"}`.
+
+    Memory: one buffer of `BLOCK` bytes, or of the file if that is smaller.
+    """
+    entries = sorted(entries, key=lambda e: -e.dtype.itemsize)
+    head, offsets = header(entries, metadata or {})
+    size = len(head) + sum(e.nbytes for e in entries)
+    with storage_of(path).writer(path, size) as put, _Sink(put, size) as sink:
+        sink.add(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        for entry in entries:
+            for block in blocks(entry):
+                sink.add(block)
+        sink.flush()
+        if sink.written != size:
+            raise FormatError(f"{sink.written} bytes were produced where the header announces {size}")
+    return Written(size, sink.sha256.hexdigest(), "".join(sink.crc32), offsets)
+
+
+@dataclass
+class Ranges:
+    """Byte ranges of one file, read in whole chunks whose crc32 is checked; `bad` collects the chunks that fail.
+
+    `crc32` is the concatenation of 8 hex digits a chunk, or None for a file without checksums. Not thread-safe.
+    """
+
+    path: Place
+    crc32: str | None
+    bad: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._reader = storage_of(self.path).reader(self.path)
+        self._buffer = bytearray()
+        self._start = self._stop = 0  # the file range that the buffer holds
+
+    def __enter__(self) -> Ranges:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+
+    def views(self, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """The range in order, as views of the buffer: each is overwritten by the next."""
+        stop = offset + nbytes
+        while offset < stop:
+            if not self._start <= offset < self._stop:
+                self._fill(offset, stop)
+            here = min(stop, self._stop)
+            yield memoryview(self._buffer)[offset - self._start : here - self._start]
+            offset = here
+
+    def blocks(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        """`views` as uint8 tensors."""
+        return (torch.frombuffer(view, dtype=torch.uint8) for view in self.views(offset, nbytes))
+
+    def read_into(self, out: torch.Tensor, offset: int) -> list[int]:
+        """Fills `out`, uint8[n] on any device, from `offset` on; returns the damaged chunks among those it touched."""
+        done = 0
+        for block in self.blocks(offset, out.numel()):
+            out[done : done + block.numel()].copy_(block)
+            done += block.numel()
+        return sorted(c for c in self.bad if c * CHUNK < offset + out.numel() and offset < (c + 1) * CHUNK)
+
+    def _fill(self, offset: int, stop: int) -> None:
+        start = offset // CHUNK * CHUNK
+        want = min(BLOCK, -(-(stop - start) // CHUNK) * CHUNK)
+        if len(self._buffer) < want:
+            self._buffer = bytearray(want)
+        with memoryview(self._buffer) as view:
+            got = self._reader.fill(view[:want], start)
+            for at in range(0, got if self.crc32 is not None else 0, CHUNK):
+                chunk = (start + at) // CHUNK
+                if _crc(view[at : min(at + CHUNK, got)]) != self.crc32[8 * chunk : 8 * chunk + 8]:  # type: ignore[index]
+                    self.bad.add(chunk)
+        if start + got <= offset:
+            raise FormatError(f"ends at byte {start + got}, inside a tensor")
+        self._start, self._stop = start, start + got
+
+
+class _Sink:
+    """A file being written: bytes gather in the buffer; a full buffer is hashed and written at the same time."""
+
+    def __init__(self, put: Callable[[memoryview], object], size: int):
+        self.written, self.sha256, self.crc32 = 0, hashlib.sha256(), list[str]()
+        self._put, self._fill = put, 0
+        self._buffer = bytearray(min(BLOCK, size))
+        self._tensor = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        self._pool = ThreadPool(2)  # an executor takes no work once the main thread has ended (async_save.py)
+
+    def __enter__(self) -> _Sink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+        self._pool.join()  # what it writes to is closed next
+
+    def add(self, data: torch.Tensor) -> None:
+        at = 0
+        while at < data.numel():
+            n = min(data.numel() - at, len(self._buffer) - self._fill)
+            if not n:
+                raise FormatError("more bytes were produced than the header announces")
+            self._tensor[self._fill : self._fill + n].copy_(data[at : at + n])
+            at, self._fill = at + n, self._fill + n
+            if self._fill == len(self._buffer):
+                self.flush()
+
+    def flush(self) -> None:
+        """Writes what the buffer holds. Every flush but the last is of `BLOCK` bytes, so chunks never straddle two."""
+        data = memoryview(self._buffer)[: self._fill]
+        digest = self._pool.apply_async(self.sha256.update, (data,))
+        write = self._pool.apply_async(self._put, (data,))
+        self.crc32 += [_crc(data[i : i + CHUNK]) for i in range(0, self._fill, CHUNK)]
+        digest.get()
+        write.get()
+        self.written, self._fill = self.written + self._fill, 0
+
+
+def _crc(data: Any) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The bytes of a file before its first tensor, for tensors in this order, and where each tensor begins."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    at, starts = 0, {}
+    for entry in entries:
+        if entry.name in fields:
+            raise FormatError(f"two tensors are named {entry.name!r}, or the name is reserved")
+        fields[entry.name] = {
+            "dtype": CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.nbytes],
+        }
+        starts[entry.name] = at
+        at += entry.nbytes
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}

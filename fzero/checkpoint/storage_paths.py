@@ -1,0 +1,116 @@
+"""Names the places of checkpoints, a path or the URL of objects in a store, and the files in them."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+from fzero._utils.arguments import shown
+from fzero.errors import CheckpointError
+
+INDEX = "index.json"
+LONGEST_INDEX = 2 << 30  # bytes: some ten million parts of leaves
+LATEST = "latest"
+TEMPORARY = ".tmp-"
+STEP = "step-"
+
+SET_ASIDE = ".replaced"
+"""Suffix of a checkpoint that is being replaced by another of the same step: there for two renames."""
+
+GIVE = "give the path that fz.checkpoint.save was given"
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
+
+
+class Url(os.PathLike[str]):
+    """The place of objects in a store, e.g. s3://bucket/run/step-00000003: what `save` returns for one of a URL.
+
+    Its text, `str(url)`, is what other libraries take.
+
+    Example:
+        >>> url = Url("s3://bucket/run") / "step-00000003"
+        >>> url.name, str(url.parent)
+        ('step-00000003', 's3://bucket/run')
+    """
+
+    __slots__ = ("_rest", "_scheme")
+
+    def __init__(self, text: str):
+        self._scheme, _, rest = text.partition("://")
+        self._rest = rest.rstrip("/")
+
+    def __str__(self) -> str:
+        return f"{self._scheme}://{self._rest}"
+
+    def __repr__(self) -> str:
+        return f"Url({str(self)!r})"
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == str(other) if isinstance(other, Url) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self._rest.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        return Url(f"{self._scheme}://{posixpath.dirname(self._rest)}")
+
+    def with_name(self, name: str) -> Url:
+        return self.parent / name
+
+
+Place: TypeAlias = Path | Url
+
+
+def as_path(path: Any) -> Place:
+    """The place that a path or a URL names; raises if it is neither. file:// is the path behind it."""
+    try:
+        if path == "":
+            raise CheckpointError("checkpoint", "'' names nothing", fix=GIVE)
+        text = path if isinstance(path, str) else os.fspath(path)
+        if isinstance(text, str) and (match := _SCHEME.match(text)):
+            if match[1].lower() in ("file", "local"):
+                behind = re.sub("^localhost(?=/|$)", "", text[match.end() :])
+                if not behind.strip("/"):
+                    raise CheckpointError("checkpoint", f"{text!r} names nothing", fix=GIVE)
+                if not behind.startswith("/"):
+                    what, fix = (
+                        f"{text!r} is of the host {behind.partition('/')[0]!r}",
+                        "file:///a/path has three slashes",
+                    )
+                    raise CheckpointError("checkpoint", what, fix=fix)
+                return Path(unquote(behind))
+            if not text[match.end() :].strip("/"):
+                fix = "give the bucket and a name in it, e.g. s3://bucket/run"
+                raise CheckpointError("checkpoint", f"{text!r} names nothing", fix=fix)
+            return path if isinstance(path, Url) else Url(text)
+        found = Path(text)
+    except TypeError:
+        fix = f"{GIVE}, as the first argument"
+        raise CheckpointError("checkpoint", f"{shown(path)} is not a path", fix=fix) from None
+    if re.match(r"[A-Za-z][A-Za-z0-9+.:-]+:/", str(found)) and not found.exists():
+        fix = "give the URL as a str: a Path has one slash where a URL has two"
+        raise CheckpointError("checkpoint", f"{str(found)!r} is not a path, and not a URL any more", fix=fix)
+    return found
+
+
+def local(path: Any, owner: str, what: str) -> Path:
+    """The path of a directory here, for what is not written to, or read from, a URL."""
+    place = as_path(path)
+    if isinstance(place, Url):
+        raise CheckpointError(owner, f"{place}: {what}", fix="give a local directory, and copy from or to there")
+    return place

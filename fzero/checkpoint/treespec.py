@@ -1,0 +1,186 @@
+"""Encodes the structure of a pytree as JSON: containers, leaf names and plain values, and back.
+
+A node is null, `{"leaf": name}`, `{"value": x}` (a bool, int or str; floats as `{"float": hex}`, which is exact),
+`{"tuple": [...]}`, `{"list": [...]}`, `{"dict": [[key, node], ...]}`, `{"ordered_dict": ...}` likewise, or
+`{"namedtuple" | "dataclass": "module:qualname", "fields": [[name, node], ...]}`.
+
+Nothing in a checkpoint is code. A class is only looked up, by plain attributes of modules that the program has already
+imported (or that are fzero's own), and used only if it is a NamedTuple or dataclass with exactly the stored fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Node = Any
+
+
+def encode(tree: Any) -> tuple[Node, dict[str, torch.Tensor], list[str]]:
+    """The skeleton of a tree, its tensors by dotted name (in the order of `fz.tree`), and what cannot be stored."""
+    leaves: dict[str, torch.Tensor] = {}
+    paths: dict[str, str] = {}
+    problems: list[str] = []
+
+    def visit(x: Any, name: tuple[str, ...], path: str) -> Node:
+        def inner(items: list[tuple[Any, Any]], access: str) -> list[Node]:
+            return [visit(child, (*name, str(key)), path + access.format(key)) for key, child in items]
+
+        if x is None:
+            return None
+        if isinstance(x, torch.Tensor):
+            dotted = ".".join(name)
+            if dotted in paths:
+                problems.append(f"{paths[dotted]} and {path} have the same dotted name {dotted!r}: rename one")
+            elif dotted == "__metadata__":
+                problems.append(f"{path}: the name {dotted!r} is reserved by the safetensors format")
+            paths[dotted], leaves[dotted] = path, x
+            return {"leaf": dotted}
+        if type(x) in (bool, int, str):
+            return {"value": x}
+        if type(x) is float:
+            return {"float": x.hex()}
+        if type(x) in (tuple, list):
+            return {type(x).__name__: inner(list(enumerate(x)), "[{}]")}
+        if type(x) in (dict, OrderedDict):
+            if odd := [k for k in x if type(k) not in (str, int)]:
+                problems.append(f"{path}: keys must be str or int, not {', '.join(map(repr, odd))}")
+                return None
+            keys = list(x) if type(x) is OrderedDict else _sorted(x)
+            nodes = inner([(k, x[k]) for k in keys], "[{!r}]")
+            return {
+                "dict" if type(x) is dict else "ordered_dict": [[k, node] for k, node in zip(keys, nodes, strict=True)]
+            }
+        if (kind := _kind(type(x))) is not None:
+            fields = _fields(type(x))
+            nodes = inner([(f, getattr(x, f)) for f in fields], ".{}")
+            return {
+                kind: f"{type(x).__module__}:{type(x).__qualname__}",
+                "fields": [[f, node] for f, node in zip(fields, nodes, strict=True)],
+            }
+        problems.append(
+            f"{path}: a {type(x).__module__}.{type(x).__qualname__} is not a tensor, number, str or known container"
+        )
+        return None
+
+    return visit(tree, (), "state"), leaves, problems
+
+
+def decode(skeleton: Node, leaf: Callable[[str], Any]) -> tuple[Any, list[str]]:
+    """The tree of a skeleton with `leaf(name)` for its leaves, and every class that cannot be used and why."""
+    problems: dict[str, None] = {}
+
+    def visit(node: Node) -> Any:
+        if node is None:
+            return None
+        (kind, body), *_ = node.items()
+        if kind == "leaf":
+            return leaf(body)
+        if kind == "value":
+            return body
+        if kind == "float":
+            return float.fromhex(body)
+        if kind in ("tuple", "list"):
+            return (tuple if kind == "tuple" else list)(visit(n) for n in body)
+        if kind in ("dict", "ordered_dict"):
+            return (dict if kind == "dict" else OrderedDict)((k, visit(n)) for k, n in body)
+        if body in _REMOVED:
+            return None
+        names = tuple(f for f, _ in node["fields"])
+        children = {f: visit(n) for f, n in node["fields"]}
+        cls, problem = _resolve(kind, body, names)
+        if problem:
+            problems[problem] = None
+            return None
+        return cls(**children)
+
+    return visit(skeleton), list(problems)
+
+
+def names(skeleton: Node) -> list[str]:
+    """The names of all leaves, in order. Raises ValueError for anything that `encode` does not write."""
+    match skeleton:
+        case None:
+            return []
+        case {"leaf": str(name), **rest} if not rest:
+            return [name]
+        case {"value": bool() | int() | str(), **rest} if not rest:
+            return []
+        case {"float": str(text), **rest} if not rest:
+            float.fromhex(text)
+            return []
+        case {"tuple": list(nodes), **rest} | {"list": list(nodes), **rest} if not rest:
+            return [n for node in nodes for n in names(node)]
+        case {"dict": list(items), **rest} | {"ordered_dict": list(items), **rest} if not rest:
+            return [n for key, node in items if _is(key, str, int) for n in names(node)]
+        case {"namedtuple": str(), "fields": list(items), **rest} | {
+            "dataclass": str(),
+            "fields": list(items),
+            **rest,
+        } if not rest:
+            return [n for key, node in items if _is(key, str) for n in names(node)]
+    raise ValueError(f"not a node of a skeleton: {str(skeleton)[:80]}")
+
+
+def _is(key: Any, *types: type) -> bool:
+    if type(key) not in types:
+        raise ValueError(f"not a key: {key!r}")
+    return True
+
+
+def _sorted(x: Mapping[Any, Any]) -> list[Any]:
+    """Keys as optree orders them: sorted, by type and then value if they do not compare."""
+    try:
+        return sorted(x)
+    except TypeError:
+        return sorted(x, key=lambda k: (f"{type(k).__module__}.{type(k).__qualname__}", k))
+
+
+def _kind(cls: type) -> str | None:
+    if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
+        return "namedtuple"
+    return "dataclass" if dataclasses.is_dataclass(cls) else None
+
+
+def _fields(cls: type) -> tuple[str, ...]:
+    if _kind(cls) == "namedtuple":
+        return tuple(cls._fields)  # type: ignore[attr-defined]
+    return tuple(f.name for f in dataclasses.fields(cls) if f.init)
+
+
+_MOVED = {
+    "fzero.program.counters:PrecisionState": "fzero.transforms.automatic_precision:PrecisionState",
+    "fzero.optim.base:EmptyState": "fzero.optim.gradient_transformation:EmptyState",
+    "fzero.precision.counters:PrecisionState": "fzero.transforms.automatic_precision:PrecisionState",
+}
+"""Types of a state by the module that held them when a checkpoint was written, each with that which holds them now."""
+_REMOVED = ("fzero.program.delayed:Fp8State", "fzero.precision.delayed:Fp8State")
+"""Slots of a state that fzero has no more. Each is read as None: nothing needs its values."""
+
+
+def _resolve(kind: str, where: str, fields: tuple[str, ...]) -> tuple[Any, str | None]:
+    module_name, _, qualname = _MOVED.get(where, where).partition(":")
+    if module_name not in sys.modules and module_name.split(".")[0] == "fzero":
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module_name)
+    if module_name not in sys.modules:
+        return None, f"{where}: the module {module_name!r} is not imported; a checkpoint imports nothing by itself"
+    found: Any = sys.modules[module_name]
+    for part in qualname.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None  # no getattr: it can run code
+    if not isinstance(found, type) or _kind(found) is None:
+        return None, f"{where}: {'not found' if found is None else f'{found!r} is not a NamedTuple or dataclass'}"
+    if (_kind(found), _fields(found)) != (kind, fields):
+        return (
+            None,
+            f"{where}: stored as a {kind} of ({', '.join(fields)}), it is a {_kind(found)} of "
+            f"({', '.join(_fields(found))})",
+        )
+    return found, None

@@ -1,0 +1,249 @@
+"""Exports a checkpoint to Hugging Face's layout of safetensors files, in one process, a block at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fzero._utils.arguments import plain_numbers
+from fzero.checkpoint import safetensors_format
+from fzero.checkpoint.filesystem import sync
+from fzero.checkpoint.index import Index, describe
+from fzero.checkpoint.reading import damaged, leaf_bytes, missing
+from fzero.checkpoint.safetensors_format import ElementRun
+from fzero.checkpoint.storage import storage_of
+from fzero.checkpoint.storage_paths import local
+from fzero.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+_TEMPORARY = ".tmp-export-"
+
+
+@plain_numbers
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    prefix: str = "params",
+    max_shard_bytes: int = 5_000_000_000,
+    dtype: torch.dtype | None = None,
+) -> list[Path]:
+    """Writes the leaves under `prefix` as `model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index.
+
+    Tensors have their whole shapes and dotted names without the prefix (`layers.3.qkv`), in the order of the tree. Of a
+    tied leaf only the first name has data, as Hugging Face's writers do it; the metadata of the index and of every file
+    maps the other names to it.
+
+    Args:
+        path: one step's directory, or the root of several: then its latest.
+        out: a directory; made if it is not there, else its other files (a config, a tokenizer) are left alone.
+        prefix: a dotted name of the state; "" exports all of it.
+        max_shard_bytes: a file holds at most this many bytes of tensors, or one larger tensor.
+        dtype: floating-point leaves are converted to it.
+
+    Returns:
+        The files written, the index last.
+
+    Memory: buffers of 16 MiB, whatever the size of the model.
+
+    Raises:
+        CheckpointError: as for `read`; nothing under `prefix`; or `out` holds a model already.
+
+    Example:
+        >>> import typing, safetensors.torch
+        >>> from fzero import checkpoint
+        >>> State = typing.NamedTuple("State", [("step", int), ("params", dict)])
+        >>> root = tempfile.mkdtemp()
+        >>> _ = checkpoint.save(root, State(7, {"layers": [{"w": torch.ones(2)}]}))
+        >>> [file.name for file in export(root, root + "/hf")]
+        ['model.safetensors']
+        >>> safetensors.torch.load_file(root + "/hf/model.safetensors")
+        {'layers.0.w': tensor([1., 1.])}
+    """
+    out = local(out, "checkpoint.export", "models are exported to a directory")
+    index = describe(path)
+    _check_arguments(index, out, prefix, max_shard_bytes, dtype)
+    names = [n for n in index.leaves if not prefix or n == prefix or n.startswith(prefix + ".")]
+    first: dict[str, str] = {}
+    kept = {n: first.setdefault(index.aliases.get(n, n), n) for n in names}
+    tied = {_short(n, prefix): _short(k, prefix) for n, k in kept.items() if n != k}
+    entries = [_entry(index, n, prefix, dtype) for n in names if kept[n] == n]
+    source = {e.name: n for e, n in zip(entries, (n for n in names if kept[n] == n), strict=True)}
+    if problems := missing(
+        index, sorted({p.file for n in source.values() for p in index.parts[index.aliases.get(n, n)]})
+    ):
+        raise damaged(index, problems)
+
+    def blocks(entry: safetensors_format.Entry) -> Iterator[torch.Tensor]:
+        stored = index.leaves[source[entry.name]][1]
+        for block in leaf_bytes(index, source[entry.name]):
+            yield (
+                block
+                if stored == entry.dtype
+                else safetensors_format.as_bytes(block.clone().view(stored).to(entry.dtype))
+            )
+
+    return _write(index, out, entries, blocks, max_shard_bytes, tied, "checkpoint.export")
+
+
+def _write(
+    index: Index,
+    out: Path,
+    entries: list[safetensors_format.Entry],
+    blocks: Callable[[safetensors_format.Entry], Iterable[torch.Tensor]],
+    max_shard_bytes: int,
+    tied: Mapping[str, str],
+    owner: str,
+) -> list[Path]:
+    """Writes tensors, of which `blocks` has the bytes, as one file, or as several and their index."""
+    shards = _shards(entries, max_shard_bytes)
+    files = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
+
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in out.glob(_TEMPORARY + "*"):
+        shutil.rmtree(stale)
+    temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=out))
+    try:
+        for file, shard in zip(files, shards, strict=True):
+            safetensors_format.write(temporary / file, shard, blocks, tied)
+        if len(shards) > 1:
+            weight_map = {e.name: file for file, shard in zip(files, shards, strict=True) for e in shard}
+            content = {"metadata": {"total_size": sum(e.nbytes for e in entries), **tied}, "weight_map": weight_map}
+            files.append(WEIGHTS_INDEX)
+            text = json.dumps(content, indent=2) + "\n"
+            storage_of(temporary).write(temporary / WEIGHTS_INDEX, text.encode())
+        for file in files:  # the index last: before it is there, no reader takes the files for a model
+            os.replace(temporary / file, out / file)
+        sync(out)
+    except (OSError, safetensors_format.FormatError) as error:
+        what, fix = f"cannot export {index.directory} to {out}", "make the directory writable with enough free space"
+        raise CheckpointError(owner, what, [f"{type(error).__name__}: {error}"], fix) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [out / file for file in files]
+
+
+def export_tensors(
+    path: str | os.PathLike[str],
+    out: Path,
+    tensors: Mapping[str, tuple[tuple[int, ...], Sequence[ElementRun]]],
+    prefix: str,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None,
+) -> list[Path]:
+    """As `export`, of tensors that are made up of runs of leaves: by their names the shape and the runs.
+
+    Those whose runs follow each other in one leaf are best one behind the other: a leaf is read on from where it was
+    read to, or once more from its beginning.
+    """
+    index = describe(path)
+    _check_arguments(index, out, "", max_shard_bytes, dtype)
+
+    def entry(name: str) -> safetensors_format.Entry:
+        shape, runs = tensors[name]
+        stored = index.leaves[prefix + runs[0].key][1] if runs else torch.float32
+        return safetensors_format.Entry(
+            name, dtype if dtype is not None and stored.is_floating_point else stored, shape
+        )
+
+    reading = _InOrder(index)
+
+    def blocks(one: safetensors_format.Entry) -> Iterator[torch.Tensor]:
+        for run in tensors[one.name][1]:
+            stored = index.leaves[prefix + run.key][1]
+            for block in reading.elements(prefix + run.key, run.at, run.at + run.stop - run.start):
+                yield (
+                    block
+                    if stored == one.dtype
+                    else safetensors_format.as_bytes(block.clone().view(stored).to(one.dtype))
+                )
+
+    return _write(index, out, [entry(name) for name in tensors], blocks, max_shard_bytes, {}, "hf.save_pretrained")
+
+
+class _InOrder:
+    """Ranges of leaves, read on from where the last one ended while they follow each other."""
+
+    def __init__(self, index: Index):
+        self._index = index
+        self._name, self._at = "", 0  # of the block that is there, and where it begins, in bytes
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._blocks: Iterator[torch.Tensor] = iter(())
+
+    def elements(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """The bytes of elements `start` to `stop` of a leaf."""
+        size = self._index.leaves[name][1].itemsize
+        start, stop = start * size, stop * size
+        if name != self._name or start < self._at:
+            self._name, self._at, self._blocks = name, 0, iter(leaf_bytes(self._index, name))
+            self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+        while start < stop:
+            end = self._at + self._block.numel()
+            if start >= end:
+                self._at, self._block = end, next(self._blocks)
+                continue
+            yield self._block[start - self._at : min(stop, end) - self._at]
+            start = min(stop, end)
+
+
+def _check_arguments(index: Index, out: Path, prefix: str, max_shard_bytes: int, dtype: torch.dtype | None) -> None:
+    problems, fixes = [], []
+    if not any(not prefix or n == prefix or n.startswith(prefix + ".") for n in index.leaves):
+        problems.append(
+            f"prefix={prefix!r}: no leaf is under it; there are "
+            f"{', '.join(dict.fromkeys(n.split('.')[0] for n in index.leaves)) or 'none'}"
+        )
+        fixes.append("give one of these as prefix")
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        problems.append(f"max_shard_bytes={max_shard_bytes!r}: a whole number of at least 1")
+        fixes.append("give a number of bytes, e.g. 5_000_000_000")
+    if dtype is not None and (dtype not in safetensors_format.CODES or not dtype.is_floating_point):
+        problems.append(f"dtype={dtype}: not a floating-point dtype that can be stored")
+        fixes.append("give e.g. torch.bfloat16")
+    if found := [f for f in (WEIGHTS, WEIGHTS_INDEX) if (out / f).exists()]:
+        problems.append(f"{out} holds a model already: {', '.join(found)}")
+        fixes.append("export to another directory, or delete those files and the ones they name")
+    elif out.exists() and not out.is_dir():
+        problems.append(f"{out} is a file")
+        fixes.append("give a directory")
+    if problems:
+        raise CheckpointError("checkpoint.export", f"cannot export {index.directory}", problems, "; ".join(fixes))
+
+
+def _short(name: str, prefix: str) -> str:
+    """The name under the prefix; a prefix that is itself a leaf keeps its last part."""
+    if name == prefix:
+        return name.rpartition(".")[2]
+    return name[len(prefix) + 1 :] if prefix else name
+
+
+def _entry(index: Index, name: str, prefix: str, dtype: torch.dtype | None) -> safetensors_format.Entry:
+    shape, stored = index.leaves[name]
+    return safetensors_format.Entry(
+        _short(name, prefix), dtype if dtype is not None and stored.is_floating_point else stored, shape
+    )
+
+
+def _shards(entries: list[safetensors_format.Entry], limit: int) -> list[list[safetensors_format.Entry]]:
+    """Entries in order, cut into runs of at most `limit` bytes (or one larger entry)."""
+    shards: list[list[safetensors_format.Entry]] = [[]]
+    total = 0
+    for entry in entries:
+        if shards[-1] and total + entry.nbytes > limit:
+            shards.append([])
+            total = 0
+        shards[-1].append(entry)
+        total += entry.nbytes
+    return shards

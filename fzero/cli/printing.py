@@ -1,0 +1,157 @@
+"""Prints plans, programs and devices: in colour on a terminal, as plain text elsewhere, or as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from fzero._utils.units import as_argument, duration, rate, size
+from fzero.cli.plan_summary import Answer
+from fzero.compiler.auto_mesh import MeshPlans
+from fzero.compiler.lowered import Lowered
+from fzero.ir.printer import statements
+from fzero.ir.program import Program
+from fzero.plan.device_lookup import Device
+from fzero.plan.plan import Plan
+from fzero.plan.render import TextTable, draw, plain, tables
+from fzero.testing import Report
+from fzero.tree import dtype_name
+
+
+def print_plan(lowered: Lowered, plan: Plan, memory: int | None = None, short: str = "") -> None:
+    """The plan, and under a budget what it leaves; without one whether it fits into the device's `memory`, if that is
+    known. `short`: the need of a state that alone is larger."""
+    needs = (plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes)
+    limits = lowered.budget.limits if lowered.budget else (None, None, None)
+    fits = [
+        f"fits {size(limit)}{where}: {size(need)} at the peak, {size(limit - need)} to spare"
+        for where, need, limit in zip(("", " of host memory", " on disk"), needs, limits, strict=True)
+        if limit is not None
+    ]
+    if memory is not None:
+        left, has = memory - plan.peak_bytes, f"the {size(memory)} of {plan.device.name}"
+        has += " that the process leaves" if memory < plan.device.memory_bytes else ""
+        if left >= 0:
+            fits.append(f"fits {has}: {size(plan.peak_bytes)} at the peak, {size(left)} to spare")
+        else:
+            more = f"{size(plan.peak_bytes)} at the peak, {size(-left)} more"
+            looked = f"--budget {as_argument(memory)} looks for what does, and says what would help"
+            fits.append(
+                f"does not fit {has}: {more}. Fix: {f'the state alone is too large: {short}' if short else looked}"
+            )
+    return _print(tables(plan), "\n".join(fits))
+
+
+def meshes_data(found: MeshPlans) -> dict[str, Any]:
+    """The meshes that were planned, as JSON has them."""
+    rows = list[dict[str, Any]]()
+    for x in found.found:
+        row: dict[str, Any] = {"axes": dict(x.mesh.axes), "transforms": [*x.code], "text": x.text}
+        rows.append(row if x.plan is None else {**row, "step_seconds": x.plan.step_seconds})
+    return {"meshes": rows, "left_out": [*found.left_out], "budget": found.budget}
+
+
+def print_answer(found: Answer) -> None:
+    """Prints the answer about a model of transformers."""
+    _print(found.tables(), found.text())
+
+
+def print_program(text: str) -> None:
+    console = Console()
+    if console.is_terminal:
+        syntax = Syntax("", "python", theme="ansi_dark", background_color="default")  # of the terminal's own colours
+        console.print(syntax.highlight(text), soft_wrap=True, end="")
+    else:
+        sys.stdout.write(text)
+
+
+def print_device(device: Device) -> None:
+    """The rates of a device."""
+    rows = [(f"products in {dtype}", f"{flops / 1e9:.4g} GFLOP/s", "") for dtype, flops in device.flops.items()]
+    memories = {
+        "memory": device.memory_bandwidth,
+        "host memory": device.host_memory_bandwidth,
+        "disk, mixed": device.disk_mixed,
+    }
+    rows += [(name, rate(attained), "read and written together") for name, attained in memories.items() if attained]
+    rows.append(("a call", duration(device.call_seconds), ""))
+    links = {f"link {name}": link for name, link in device.links.items()}
+    links |= {"host copy": device.host_copy, "disk read": device.disk_read, "disk write": device.disk_write}
+    rows += [(name, rate(link.bandwidth), f"after {duration(link.latency)}") for name, link in links.items()]
+    machine = ", ".join(f"{what} {n}" for what in ("cores", "threads") if (n := device.machine.get(what)))
+    _print(
+        [
+            TextTable(
+                f"{device.name}{f' ({machine})' if machine else ''}: {device.source}",
+                ("each rank", "attains", ""),
+                rows,
+            )
+        ]
+    )
+
+
+def print_report(found: Report) -> None:
+    """Prints the comparison of a transformed step with the plain one."""
+    _print(found.tables(), "\n".join(found.remarks()))
+
+
+def plan_data(lowered: Lowered, plan: Plan, memory: int | None = None) -> dict[str, Any]:
+    """Under a budget what was chosen for it; whether it fits into the device's memory."""
+    budget = lowered.budget
+    if budget is None or budget.limits == (None, None, None):
+        return {} if memory is None else {"device_memory": {"bytes": memory, "fits": plan.peak_bytes <= memory}}
+    fits = not budget.over((plan.peak_bytes, plan.host_peak_bytes, plan.disk_bytes))
+    limits = {"bytes": budget.nbytes, "host_bytes": budget.host, "disk_bytes": budget.disk}
+    return {"budget": {**limits, "fits": fits, **dataclasses.asdict(lowered.choice)}}
+
+
+def program_data(program: Program) -> dict[str, Any]:
+    """A program: how every leaf rests, and a row a line that runs. `times`: in one step."""
+    lines = [
+        {
+            "op": line.op,
+            "fn": line.fn or None,
+            "times": times,
+            "text": text,
+            "out": [
+                {"name": v.name, "shape": v.shape, "dtype": dtype_name(v.dtype), "placement": str(v.placement)}
+                for v in line.out
+            ],
+            "by": line.by or None,
+        }
+        for (line, times), text in zip(program.walk(), statements(program), strict=True)
+    ]
+    leaves = [
+        {
+            "name": name,
+            "path": x.path,
+            "role": x.role,
+            "shape": x.shape,
+            "dtype": dtype_name(x.dtype),
+            "axes": x.layout.axes,
+        }
+        for name, x in program.leaves.items()
+    ]
+    return {
+        "name": program.name,
+        "mesh": program.mesh.axes,
+        "transforms": [str(t) for t in program.transforms],
+        "pool_bytes": program.pool_bytes,
+        "leaves": leaves,
+        "lines": lines,
+    }
+
+
+def _print(shown: Sequence[TextTable], last: str = "") -> None:
+    console = Console()
+    if console.is_terminal:
+        draw(shown, console)
+    else:
+        sys.stdout.write(plain(shown))
+    if last:
+        console.print(last, highlight=False, soft_wrap=True)

@@ -1,0 +1,119 @@
+"""Runs parts of a checkpoint on all ranks together: a failure on any of them is raised on all of them.
+
+A rank that raised by itself would leave the others waiting in their next collective; so a result or an error is first
+exchanged, then looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional, TypeVar
+
+import torch.distributed as dist
+
+from fzero._utils.bounded_json import dumped, parsed
+from fzero.comm.agreement import reasons
+from fzero.comm.collective_sequence import latest
+from fzero.comm.control_messages import exchanged
+from fzero.errors import CheckpointError, DivergenceError, RankLost, StorageError, left
+
+T = TypeVar("T")
+
+
+class Ranks(NamedTuple):
+    """The processes that save or restore together; `exchange(value, form)` returns every rank's value, in order of
+    rank, as that form of JSON has it (bounded_json.py)."""
+
+    rank: int
+    size: int
+    exchange: Callable[[Any, Any], list[Any]]
+
+
+def world() -> Ranks:
+    """The ranks of the default process group; this process alone when there is none."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return Ranks(dist.get_rank(), dist.get_world_size(), _exchange)
+    return ALONE
+
+
+def together(
+    ranks: Ranks,
+    where: str,
+    what: str,
+    act: Callable[[], T],
+    undo: Callable[[], object] = lambda: None,
+    form: Any = None,
+) -> list[T]:
+    """The results of `act()` of every rank.
+
+    Args:
+        undo: run on every rank before raising, if any rank failed.
+        form: of the results, as values of JSON.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on any; names each failing rank and its error. A StorageError if
+            the operating system, or a store, said no wherever it failed.
+
+    Communication: one exchange of a small object.
+    """
+    error: BaseException | None = None
+    result: Any = None
+    try:
+        result = act()
+    except RankLost:  # the others see it too
+        raise
+    except BaseException as caught:  # Ctrl-C too: the other ranks wait for this one
+        error = caught
+    try:
+        everyone = ranks.exchange(
+            (result, None if error is None else (*_text(error), isinstance(error, (OSError, StorageError)))),
+            tuple[Optional[form], tuple[str, str | None, bool] | None],  # noqa: UP045 - of None too
+        )
+    except DivergenceError as apart:  # nobody to tell
+        if error is None:
+            raise
+        raise error from apart
+    failures = [(rank, text) for rank, (_, text) in enumerate(everyone) if text is not None]
+    if not failures:
+        return [r for r, _ in everyone]
+    undo()
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    texts = {text for _, (text, *_) in failures}
+    if len(texts) == 1 and len(failures) == ranks.size and isinstance(error, CheckpointError):
+        raise error
+    lines = reasons({rank: text for rank, (text, *_) in failures})
+    fixes = dict.fromkeys(fix for _, (_, fix, _) in failures if fix)
+    kind = StorageError if all(is_storage for _, (*_, is_storage) in failures) else CheckpointError
+    raise kind(where, what, lines, "; ".join(fixes) or None) from error
+
+
+def _exchange(mine: Any, form: Any) -> list[Any]:
+    turns = latest()
+    if turns is not None:
+        turns.begin("checkpoint", "saves or restores a checkpoint")
+        turns.check("checkpoint")
+        turns.meet("checkpoint")
+    try:
+        return exchanged(mine, form, "checkpoint")
+    except DivergenceError:
+        raise
+    except RuntimeError as error:  # what the process group says of a connection that is gone
+        raise left("checkpoint", dist.get_rank(), dist.get_world_size()) from error
+
+
+ALONE = Ranks(0, 1, lambda mine, form: [parsed(dumped(mine), form)])
+
+
+def _text(error: BaseException) -> tuple[str, str | None]:
+    """An error in a few words, and what to do about it."""
+    if isinstance(error, CheckpointError):
+        text, _, fix = str(error).partition("\nFix: ")
+        return text, fix or None
+    if isinstance(error, OSError):
+        fix = (
+            "make the directory writable, with enough free space for the whole checkpoint, on a filesystem that all "
+            "ranks share"
+        )
+        return f"{type(error).__name__}: {error}", fix
+    return f"{type(error).__name__}: {error}", None

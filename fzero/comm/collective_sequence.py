@@ -1,0 +1,291 @@
+"""Numbers the collective actions of ranks in turns, alike on all of them: a run of a program, an exchange of notes, a
+checkpoint.
+
+A rank that waits in a turn says in the store which it is, and looks at what the others say. So ranks that do different
+things, and one that has left while others wait for it, are an error on each of them that names both sides, after a
+second and not after the mesh's timeout.
+
+A turn that ends in the middle (an error of the user's, Ctrl-C, a rank that did not come) leaves the ranks out of step:
+what one has sent would be taken for something later. So it is the last one, on every rank: the first reason stands in
+the store, and every later call raises it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from fzero.comm.control_messages import Notes, timed_out
+from fzero.errors import DivergenceError, RankLost
+
+_ENDED = "fzero/turns/ended"
+_FIRST_LOOK = 0.02  # seconds: before a launcher that has seen a rank die ends those that could tell
+_LONGEST_NAP = 0.1  # seconds between two questions to the store; shorter at first
+
+
+watcher: Any = None
+"""Hears of every turn, and of every look around while this rank waits (elastic/host_directory.py's Progress)."""
+
+
+class _Note(NamedTuple):
+    """The place of a rank: its turn, of which kind and about what; whether it has left, or has died; and its process,
+    by its host and number."""
+
+    number: int
+    kind: str
+    about: str
+    left: bool
+    process: tuple[str, str, int]
+    died: bool = False
+
+
+class Turns:
+    """A rank's turns on a mesh. Without a store, on a mesh of one device, it only counts. `timeout`: seconds that a
+    rank waits for another."""
+
+    pause = 1.0  # seconds that a rank waits for others before it looks where they are, and between two looks
+
+    def __init__(self, store: dist.Store | None, rank: int, size: int, timeout: float = 600.0):
+        self.store, self.timeout = store, timeout
+        self._rank, self._size = rank, size
+        self._number, self._kind, self._about, self._said = 0, "", "", False
+        self._last_go: str | None = None
+        self._ended = ""  # why there is no further turn, as far as this rank knows
+        self._world = dist.group.WORLD if dist.is_initialized() else None
+        if store is not None:
+            _open.append(self)
+            self._say()
+
+    def begin(self, kind: str, about: str = "", say: bool = True) -> None:
+        """The next turn. Ranks whose turns of one number are of different kinds have parted; `about`: for people.
+        `say`: the others can see it at once."""
+        self._number, self._kind, self._about, self._said = self._number + 1, kind, about or kind, False
+        if watcher is not None:
+            watcher.beat()
+        if say:
+            self._say()
+
+    def meet(self, owner: str) -> None:
+        """Returns when all ranks are in the same turn. Communication: one round trip to the store, and another for the
+        last rank that comes.
+
+        Raises:
+            DivergenceError: they are in different ones, or a rank timed out.
+        """
+        assert self.store is not None
+        here = f"fzero/turns/{self._number}/"
+        go = here + "go"
+        if self.store.add(here + self._kind, 1) == self._size:
+            self.store.set(go, "")
+            self.store.delete_key(here + self._kind)
+            if self._last_go is not None:  # which all have passed
+                self.store.delete_key(self._last_go)
+        self._last_go = go
+        if self.absent([go], owner):
+            places = dict.fromkeys(range(self._size), 0) | {r: x.number for r, x in self._places().items()}
+            came = [f"rank {r} {timed_out(self.timeout)}" for r, number in places.items() if number < self._number]
+            fix = (
+                "look at these ranks' errors first; if there are none, make the call on every rank, outside of `if "
+                "rank == 0`: all of them take part"
+            )
+            error = DivergenceError(owner, f"not every rank has come: {self._about}", came, fix)
+            self.end(error)
+            raise error
+
+    def absent(self, keys: Sequence[str], owner: str) -> list[int]:
+        """The keys of the store that nobody has set in time, by position. What `look` raises ends it sooner."""
+        assert self.store is not None
+        deadline, nap = time.monotonic() + self.timeout, 1e-4
+        patience, looked = min(_FIRST_LOOK, self.pause), time.monotonic()
+        left = list(range(len(keys)))
+        try:
+            while left and not self.store.check([keys[i] for i in left]):
+                while left and self.store.check([keys[left[0]]]):
+                    left.pop(0)
+                if time.monotonic() > deadline:
+                    return [i for i in left if not self.store.check([keys[i]])]
+                if time.monotonic() - looked > patience:
+                    self.look(owner)
+                    patience, looked = min(2 * patience, self.pause), time.monotonic()
+                time.sleep(nap)
+                nap = min(1.5 * nap, _LONGEST_NAP)
+        except (dist.DistError, RuntimeError) as error:
+            if isinstance(error, DivergenceError):
+                self.end(error)
+                raise
+            text = "the store is gone: the process that kept it, of rank 0 or of the launcher, has left"
+            raise DivergenceError(
+                owner, text, fix="look at that process's errors; go on from the last checkpoint"
+            ) from error
+        return []
+
+    def look(self, owner: str) -> None:
+        """Called from time to time while this rank waits for others.
+
+        Raises:
+            DivergenceError: another rank is in another turn of this number, has ended one in the middle, has left
+                before it, or has died on this host.
+        """
+        if self.store is None:
+            return
+        if watcher is not None:
+            watcher.wait()
+        others: dict[int, _Note] = {}
+        with contextlib.suppress(dist.DistError):
+            # a store that is gone knows nothing: whoever waits for it will say so
+            if not self._said:
+                self._say()
+            if self.store.check([_ENDED]):
+                # before the others' notes are read: who ended a turn because ranks had parted has read them
+                self._ended = self.store.get(_ENDED).decode()
+            others = self._places(besides=self._rank)
+        parted = {
+            r: f"rank {r}: {x.about}" for r, x in others.items() if x.number == self._number and x.kind != self._kind
+        }
+        gone = {r for r, x in others.items() if (x.number < self._number if x.left else _has_died(x))}
+        if not (parted or gone):
+            self.check(owner)
+            return
+        parted |= {r: f"rank {r} has left, after: {others[r].about or 'it joined'}" for r in gone} | {
+            self._rank: f"rank {self._rank}: {self._about}"
+        }
+        lines = [*(parted[r] for r in sorted(parted)), *([self._ended] if self._ended else [])]
+        fix = (
+            "every rank makes the same calls in the same order, as often, with batches of one shape and under the same "
+            "settings of PyTorch"
+        )
+        what = "another rank has left" if gone else "the ranks do different things"
+        raise (RankLost if gone else DivergenceError)(
+            owner, what, lines, "look at that rank's errors first; if it had none, " + fix if gone else fix
+        )
+
+    def gone(self) -> set[int]:
+        """The ranks that have left, or have died on this host, as far as the store tells. For any thread."""
+        with contextlib.suppress(dist.DistError):
+            return {r for r, x in self._places(besides=self._rank).items() if x.left or _has_died(x)}
+        return set()
+
+    def _places(self, besides: int | None = None) -> dict[int, _Note]:
+        """The places of the ranks, as each said last, by rank."""
+        assert self.store is not None
+        notes = _notes(self.store, self._rank)
+        said = [r for r in range(self._size) if r != besides and notes.come("of", [r])]
+        return notes.read("of", said, _Note)
+
+    def end(self, error: BaseException) -> None:
+        """Called when a turn ended in the middle on this rank: there is no further one. The others find the first
+        reason where they look."""
+        if self.store is None or self._ended:
+            return
+        self._ended = why = _brief(error, self._rank)
+        with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone
+            self._ended = self.store.compare_set(_ENDED, "", why).decode()
+
+    def check(self, owner: str) -> None:
+        """Raises DivergenceError if a turn has ended in the middle, here or, as far as this rank has heard, on another
+        rank."""
+        if self._ended:
+            what = "a call on this mesh ended in the middle: its ranks are out of step, and what it wrote is lost"
+            fix = "start again; or on every rank close_mesh(), make_mesh(), compile, and restore the last checkpoint"
+            raise DivergenceError(owner, what, [self._ended], fix)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process group that these turns were made in is still there."""
+        return self._world is (dist.group.WORLD if dist.is_initialized() else None)
+
+    def leave(self) -> None:
+        """Tells the others that this rank is in no further turn."""
+        with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone is nobody's any more
+            self._say(left=True)
+
+    def _say(self, left: bool = False) -> None:
+        assert self.store is not None
+        note = _Note(self._number, self._kind, self._about, left, (*_host(), os.getpid()))
+        _notes(self.store, self._rank).write("of", note._asdict())
+        self._said = True
+
+
+_open: list[Turns] = []
+_first: list[Callable[[], object]] = []
+
+
+def latest() -> Turns | None:
+    """The turns of the mesh that was made last, if it has several ranks and is open."""
+    return next((turns for turns in reversed(_open) if turns.is_open), None)
+
+
+@atexit.register
+def leave_all() -> None:
+    """Called by `close_mesh`, and when the process ends."""
+    while _first:
+        _first.pop()()
+    while _open:
+        if (turns := _open.pop()).is_open:
+            turns.leave()
+
+
+def _forked() -> None:
+    """In a process just forked, which is no rank: nobody is told when it ends."""
+    _first.clear()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def before_leaving(act: Callable[[], object]) -> None:
+    """Has something done, once, before this rank leaves."""
+    if act not in _first:
+        _first.append(act)
+
+
+def _host() -> tuple[str, str]:
+    """The host as processes see it that know each other by number: the kernel that runs, and the namespace of its
+    numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "", str(os.getpid())
+
+
+def tell_of_death(store: dist.Store, rank: int) -> None:
+    """Tells the ranks of a mesh that the process which was this rank is gone: this one takes its place. Those on other
+    hosts could not see it. `store`: that mesh's."""
+    notes = _notes(store, rank)
+    if notes.come("of", [rank]):
+        note = notes.read("of", [rank], _Note)[rank]
+        if note.process != (*_host(), os.getpid()):
+            notes.write("of", note._replace(died=True)._asdict())
+
+
+def _has_died(note: _Note) -> bool:
+    """Whether a rank's process has been replaced, or is one of this host and gone, or waits for its parent to hear of
+    it."""
+    *host, number = note.process
+    if note.died or tuple(host) != _host():
+        return note.died
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _brief(error: BaseException, rank: int) -> str:
+    """An error in one line, with its rank."""
+    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("Fix: ")]
+    if isinstance(error, DivergenceError):
+        return "; ".join(lines[1:] or lines)
+    return ": ".join([f"rank {rank}", type(error).__name__, *lines[:1]])
+
+
+def _notes(store: dist.Store, rank: int) -> Notes:
+    """The notes in which each rank tells its place."""
+    return Notes(store, "fzero/turns", rank)

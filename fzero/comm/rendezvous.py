@@ -1,0 +1,179 @@
+"""Brings the processes of one start together in the launcher's key-value store, under a name that no earlier start has
+used.
+
+torchrun keeps one store over all its restarts. So a restarted process finds its predecessors' notes: dead addresses and
+advanced counters. Therefore the processes first agree on a *generation*, and all that follows (PyTorch's process
+groups, fzero's own notes) is written under its name.
+
+[Note: generation] Every rank writes a number of its own, drawn anew by each process. Rank 0 reads all of them, draws a
+generation and publishes both. A rank acknowledges a generation only if its own number is among those it was made for;
+so one made from a predecessor's number is never complete, and rank 0 publishes another as soon as a number changes.
+When every rank has acknowledged, rank 0 lets them go.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import secrets
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from fzero.comm import collective_sequence, launcher
+from fzero.comm.control_messages import timed_out
+from fzero.errors import DivergenceError
+
+_HERE = "fzero/generation"  # under a generation's prefix: its name
+_LONGEST_PAUSE = 0.1  # seconds between two looks at the store; shorter at first
+_LOOK = 0.5  # seconds between two looks at whether a rank was replaced
+
+
+def meet(rank: int, world: int, timeout: float) -> dist.Store:
+    """The store that the launcher's environment names, under the generation of the processes that have come, once every
+    rank has.
+
+    Raises:
+        DivergenceError: the store cannot be reached, or ranks timed out, by number.
+    """
+    fix = "look at why these ranks have not reached make_mesh, or give a longer timeout"
+    deadline = time.monotonic() + timeout
+    try:
+        store, *_ = next(iter(dist.rendezvous("env://", rank, world, timeout=datetime.timedelta(seconds=timeout))))
+    except (dist.DistError, RuntimeError) as error:
+        raise DivergenceError(
+            "make_mesh", f"the store of rank 0 cannot be reached in {timeout:g} s", [str(error).splitlines()[0]], fix
+        ) from error
+    if store.check(["fzero/generation"]):
+        collective_sequence.tell_of_death(dist.PrefixStore(_name(store.get("fzero/generation").decode()), store), rank)
+    generation = (_lead if rank == 0 else _follow)(store, rank, world, deadline)
+    if (absent := _absent()) and not store.check([_go(generation)]):
+        launcher.tell_through(dist.PrefixStore(_life(store, world), store))
+        lines = [f"rank {r} has ended with code 0, before it called fz.run" for r in absent]
+        raise DivergenceError(
+            "make_mesh", "not every rank comes", lines, "have every rank call fz.run, or none of them"
+        )
+    missing = _missing(store, world, generation) if store.check([_go(generation)]) is False else []
+    if missing:
+        launcher.tell_through(dist.PrefixStore(_life(store, world), store))
+        raise DivergenceError(
+            "make_mesh", "not every rank has come", [f"rank {r} {timed_out(timeout)}" for r in missing], fix
+        )
+    found = dist.PrefixStore(_name(generation), store)
+    found.set(_HERE, generation)
+    launcher.tell_through(found)
+    if collective_sequence.watcher is not None:
+        collective_sequence.watcher.met()
+    return found
+
+
+def _lead(store: dist.Store, rank: int, world: int, deadline: float) -> str:
+    """Rank 0's side: the last generation published, let go if all have acknowledged it."""
+    numbers, generation, came = [], "", [_came(r) for r in range(world)]
+    store.set(_came(rank), secrets.token_hex(8))
+    for _ in _looks(deadline):
+        if store.check(came) and (found := [number.decode() for number in store.multi_get(came)]) != numbers:
+            numbers, generation = found, secrets.token_hex(8)
+            store.set(_numbers(generation), " ".join(numbers))
+            store.set("fzero/generation", generation)
+        if generation and store.check([_ack(generation, r) for r in range(1, world)]):
+            store.set(_go(generation), "")
+            break
+    return generation
+
+
+def _follow(store: dist.Store, rank: int, world: int, deadline: float) -> str:
+    """Every other rank's side: the last generation that this process is part of."""
+    number, mine, seen = secrets.token_hex(8), "", ""
+    store.set(_came(rank), number)
+    for _ in _looks(deadline):
+        current = store.get("fzero/generation").decode() if store.check(["fzero/generation"]) else ""
+        if current != seen:
+            seen, numbers = current, store.get(_numbers(current)).decode().split(" ")
+            if len(numbers) == world and numbers[rank] == number:
+                mine = current
+                store.set(_ack(mine, rank), "")
+        if mine and store.check([_go(mine)]):
+            break
+    return mine
+
+
+def _looks(deadline: float) -> Iterator[None]:
+    """Yields until the deadline, with growing pauses. The store is asked, not waited on: a wait that ends in vain is a
+    warning of c10d's each time."""
+    pause = 0.001
+    looked = time.monotonic()
+    while True:
+        yield
+        if time.monotonic() > deadline:
+            return
+        if time.monotonic() - looked > _LOOK:
+            if _absent():
+                return
+            looked = time.monotonic()
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+
+def _absent() -> list[int]:
+    """The ranks of which a keeper knows that they do not come."""
+    return [] if collective_sequence.watcher is None else collective_sequence.watcher.absent()
+
+
+def _missing(store: dist.Store, world: int, generation: str) -> list[int]:
+    """Who has not come, as far as this rank can tell: nobody's number of an earlier start counts."""
+    absent = [r for r in range(world) if not store.check([_came(r)])]
+    silent = [r for r in range(1, world) if generation and not store.check([_ack(generation, r)])]
+    return absent or silent or [0]
+
+
+def _life(store: dist.Store, world: int) -> str:
+    """A name for a start that failed, the same on all its ranks: made of the numbers of those that came."""
+    numbers = [store.get(_came(r)) for r in range(world) if store.check([_came(r)])]
+    return "fzero/failed/" + hashlib.sha256(b" ".join(numbers)).hexdigest()[:16]
+
+
+def _name(generation: str) -> str:
+    """The prefix of what is written under a generation."""
+    return f"fzero/generation/{generation}"
+
+
+def _came(rank: int) -> str:
+    return f"fzero/came/{rank}"
+
+
+def _numbers(generation: str) -> str:
+    return f"fzero/numbers/{generation}"
+
+
+def _ack(generation: str, rank: int) -> str:
+    return f"fzero/ack/{generation}/{rank}"
+
+
+def _go(generation: str) -> str:
+    return f"fzero/go/{generation}"
+
+
+def absent(store: dist.Store, keys: list[str], timeout: float) -> list[int]:
+    """The keys of a store that nobody has set within `timeout` seconds, by position; sooner, if a process that met the
+    others under this generation has been replaced, which will not set its own."""
+    looked = time.monotonic()
+    for _ in _looks(looked + timeout):
+        if store.check(keys):
+            return []
+        if time.monotonic() - looked > _LOOK:
+            if replaced(store):
+                break
+            looked = time.monotonic()
+    return [i for i, key in enumerate(keys) if not store.check([key])]
+
+
+def replaced(store: dist.Store) -> list[int]:
+    """The ranks whose place another process has taken since all met. `store`: what `meet` returned."""
+    if not isinstance(store, dist.PrefixStore) or not store.check([_HERE]):
+        return []
+    below = store.underlying_store
+    numbers = below.get(_numbers(store.get(_HERE).decode())).split(b" ")
+    now = below.multi_get([_came(rank) for rank in range(len(numbers))])
+    return [rank for rank, number in enumerate(numbers) if now[rank] != number]

@@ -1,0 +1,524 @@
+"""Runs collectives between the CPU processes of one host through shared memory: each reads from the others' pools.
+
+A pool is a file in memory whose descriptor the ranks hand each other. A start tells the ranks along the axis that this
+rank's part is there, by adding one to a counter of the kernel (eventfd); a wait sleeps until theirs are, then reads
+them with one system call a leaf. Nothing is sent through a socket, copied twice or reduced twice. Gathering is one copy
+of the other ranks' shards. Reducing is one pass over this rank's part of each summand, in the order of the ranks, so
+the result is the same in every run. A rank that leaves closes its connection, which is what a wait then sees.
+
+When a buffer may be written again is settled in the program: [Note: release] in ir/liveness.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import mmap
+import os
+import select
+import selectors
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fzero._utils import units
+from fzero.comm.collectives import CHUNK, COMBINE, PendingTransfer, ProcessGroups, merged, settle
+from fzero.comm.control_messages import Notes, timed_out
+from fzero.comm.groups import ranks_along
+from fzero.comm.rendezvous import absent, replaced
+from fzero.errors import DivergenceError, RankLost
+
+if TYPE_CHECKING:
+    from fzero.mesh import Mesh
+
+logger = logging.getLogger("fzero")
+
+_NUM_SECRET = 64  # characters
+_NUMBER = 8  # bytes of the number of a program
+_PAUSE = 0.5  # seconds between two looks whether the ranks will connect at all
+_ANOTHER = "another rank cannot"
+
+
+@dataclass(frozen=True)
+class SharedTransfer:
+    """A transfer under way: its kind, and for each rank along the axis how many notices from it mean that its part is
+    there."""
+
+    kind: str
+    axis: str
+    op: str
+    due: dict[int, int]
+    flats: Sequence[torch.Tensor]
+    filled: Sequence[torch.Tensor]
+
+
+@dataclass(eq=False)
+class _Peer:
+    """Another rank: the connection to it, the counter it adds to, the counter this rank adds to."""
+
+    rank: int
+    connection: socket.socket
+    theirs: int
+    ours: int
+    heard: int = 0
+    told: int = 0
+
+
+class SharedMemory:
+    """The transport of a CPU mesh whose ranks are all on this host. `connect` makes it on all ranks, or on none."""
+
+    def __init__(self, mesh: Mesh, peers: dict[int, _Peer]):
+        self._mesh, self._peers = mesh, peers
+        self._pool: _Pool | None = None
+        self._names: list[str] = []  # of the programs, by the number of their pool
+        self._runs = 0
+        weakref.finalize(
+            self,
+            _close,
+            [fd for p in peers.values() for fd in (p.ours, p.theirs)],
+            [p.connection for p in peers.values()],
+        )
+        self._messages = ProcessGroups(mesh)  # for what is handed from one place to another
+        self.connect_pairs, self.hand_start = self._messages.connect_pairs, self._messages.hand_start
+        self.take_start = self._messages.take_start
+        self._along = {axis: ranks_along(mesh.axes, mesh.rank, axis) for axis in mesh.axes}
+        self._scratch = [torch.empty(CHUNK, dtype=torch.uint8, device="cpu") for _ in range(3)]
+        self._scratch_bytes = [x.numpy().data.cast("B") for x in self._scratch]
+        # where each rank says which program it runs: of this run and of the one before
+        self._board = self._shared(2 * _NUMBER)
+
+    def pool(self, nbytes: int, name: str = "") -> torch.Tensor:
+        """Memory for a program's transfers, which the other ranks can read. Every rank calls this for the same programs
+        in the same order."""
+        found = self._shared(nbytes)
+        found.number = len(self._names)
+        self._names.append(name)
+        found.tensor._fzero_pool = found  # type: ignore[attr-defined]
+        return found.tensor
+
+    def _shared(self, nbytes: int) -> _Pool:
+        size, fds, fd = max(nbytes, mmap.PAGESIZE), dict[int, int](), -1
+        try:
+            fd = os.memfd_create("fzero", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size)
+            for peer in self._peers.values():
+                _send_fd(peer.connection, fd, peer.rank)
+            for peer in self._peers.values():
+                fds[peer.rank] = _receive_fd(peer.connection, peer.rank, self._mesh.timeout)
+            return _Pool(mmap.mmap(fd, size), fds)
+        except OSError as error:
+            # the others would wait for what does not come
+            _close([*fds.values()], [p.connection for p in self._peers.values()])
+            fix = (
+                "look at the other ranks' errors; a limit of memory or of open files (`ulimit -n`) may be reached; "
+                "make_mesh(shared_memory=False) does without"
+            )
+            what = f"the ranks cannot give each other the memory of a program, {units.size(nbytes)}"
+            raise DivergenceError("compile", what, [f"rank {self._mesh.rank}: {error}"], fix) from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def begin(self, pool: torch.Tensor) -> None:
+        """Called before a program runs: waits until no rank reads what an earlier run left in the pools, and sees to it
+        that all are to run this one.
+
+        Raises:
+            DivergenceError: ranks call different steps; nothing has been written.
+
+        Cost: a notice to each rank, and a system call to read which program it runs.
+        """
+        self._pool = pool._fzero_pool  # type: ignore[attr-defined]
+        number = self._pool.number  # type: ignore[union-attr]
+        self._mesh.turns.begin(f"program {number}", f"runs {self._names[number]}, program {number}", say=False)
+        self._runs += 1
+        at = self._runs % 2 * _NUMBER  # no rank is two runs ahead of another
+        self._board.bytes[at : at + _NUMBER] = number.to_bytes(_NUMBER, "little")
+        everyone = list(self._peers.values())
+        self._tell(everyone)
+        self._hear({p.rank: p.told for p in everyone})
+        runs = {p.rank: int.from_bytes(os.pread(self._board.fds[p.rank], _NUMBER, at), "little") for p in everyone}
+        runs[self._mesh.rank] = number
+        if len({*runs.values()}) > 1:
+            which = [f"rank {rank}: {self._names[number]}, program {number}" for rank, number in sorted(runs.items())]
+            fix = "call the same compiled steps in the same order on every rank: an evaluation too"
+            raise DivergenceError("step", "ranks run different programs", which, fix)
+
+    def all_gather_start(
+        self, shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
+    ) -> SharedTransfer:
+        index = self._mesh.index(axis)
+        for shard, whole in zip(shards, into, strict=True):
+            part = whole[index * shard.numel() : (index + 1) * shard.numel()]
+            if part.data_ptr() != shard.data_ptr():
+                part.copy_(shard.reshape(-1))
+        return SharedTransfer("gather", axis, "", self._announce(axis), into, into)
+
+    def reduce_scatter_start(
+        self, wholes: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
+    ) -> SharedTransfer:
+        flats = into[: len(wholes)]
+        settle(wholes, flats)
+        return SharedTransfer("scatter", axis, op, self._announce(axis), flats, into[len(wholes) :])
+
+    def all_reduce_start(
+        self, values: Sequence[torch.Tensor], axis: str, op: str, into: Sequence[torch.Tensor]
+    ) -> SharedTransfer:
+        settle(values, into)
+        return SharedTransfer("reduce", axis, op, self._announce(axis), into, into)
+
+    def all_to_all_start(
+        self, values: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor]
+    ) -> SharedTransfer:
+        flats = into[: len(values)]
+        settle(values, flats)
+        return SharedTransfer("exchange", axis, "", self._announce(axis), flats, into[len(values) :])
+
+    def connect(self, axis: str) -> None:
+        """For what is sent along an axis: the ranks are connected."""
+
+    def send_start(
+        self,
+        values: Sequence[torch.Tensor],
+        axis: str,
+        shift: int,
+        into: Sequence[torch.Tensor],
+        through: Sequence[torch.Tensor],
+    ) -> SharedTransfer:
+        """Values to the rank `shift` further along an axis, which reads them in the pool, and what comes so `into`
+        these places."""
+        settle(values, through)
+        along, index = self._along[axis], self._mesh.index(axis)
+        reader, source = (along[(index + n) % len(along)] for n in (shift, -shift))
+        self._tell([self._peers[rank] for rank in {reader, source}])  # each counts what it has told, and so is told
+        return SharedTransfer("send", axis, "", {source: self._peers[source].told}, through, into)
+
+    def wait(
+        self, moving: SharedTransfer | PendingTransfer, into: Sequence[torch.Tensor], together: bool = False
+    ) -> Sequence[torch.Tensor]:
+        """The values of a transfer, once the other ranks' parts are there; with `together`, once they have read this
+        rank's as well."""
+        if isinstance(moving, PendingTransfer):
+            return self._messages.wait(moving, into)
+        self._hear(moving.due)
+        along, index = self._along[moving.axis], self._mesh.index(moving.axis)
+        if moving.kind == "gather":
+            for whole in moving.flats:
+                self._gather(whole, along)
+        elif moving.kind == "exchange":
+            for flat, out in zip(moving.flats, moving.filled, strict=True):
+                self._exchange(flat, out, along, index)
+        elif moving.kind == "send":
+            (source,) = moving.due
+            for flat, place in zip(moving.flats, moving.filled, strict=True):
+                if flat.nbytes:
+                    data = place.detach().reshape(-1).view(torch.uint8).numpy().data
+                    self._read(source, self._offset(flat), flat.nbytes, data, 0)
+        elif moving.kind == "scatter":
+            for whole, shard in zip(moving.flats, moving.filled, strict=True):
+                self._combine(whole, index * shard.numel(), shard, along, moving.op)
+        elif any(value.data_ptr() != flat.data_ptr() for value, flat in zip(into, moving.flats, strict=True)):
+            for flat, value in zip(merged(moving.flats), merged([v.view(-1) for v in into]), strict=True):
+                self._combine(flat, 0, value, along, moving.op)
+        else:
+            for flat in moving.flats:
+                # the part that nobody else reads is summed in place, then everyone reads everyone's
+                part = _part(flat, index, len(along))
+                if part.numel():
+                    self._combine(flat, int(part.storage_offset() - flat.storage_offset()), part, along, moving.op)
+            self._hear(self._announce(moving.axis))
+            for flat in moving.flats:
+                self._gather(flat, along)
+        if together:
+            self._hear(self._announce(moving.axis))
+        return into
+
+    def abandon(self) -> None:
+        """Called when a run ended in the middle. Nothing else is under way that somebody else carries out."""
+        self._messages.abandon()
+
+    # --- reading ---
+
+    def _gather(self, whole: torch.Tensor, along: Sequence[int]) -> None:
+        """Reads every other rank's part of a flat into this rank's."""
+        for i, rank in enumerate(along):
+            part = _part(whole, i, len(along))
+            if rank != self._mesh.rank and part.numel():
+                self._read(rank, self._offset(part), part.nbytes, self._pool.bytes, self._offset(part))  # type: ignore[union-attr]
+
+    def _exchange(self, flat: torch.Tensor, out: torch.Tensor, along: Sequence[int], index: int) -> None:
+        """Reads this rank's row of every rank's flat."""
+        for i, rank in enumerate(along):
+            row, mine = _part(out, i, len(along)), _part(flat, index, len(along))
+            if rank == self._mesh.rank:
+                row.copy_(mine)
+            elif row.numel():
+                assert self._pool is not None
+                self._read(rank, self._offset(mine), row.nbytes, self._pool.bytes, self._offset(row))
+
+    def _combine(self, flat: torch.Tensor, first: int, out: torch.Tensor, along: Sequence[int], op: str) -> None:
+        """`out` = the ranks' flats from element `first` on, combined in the order of the ranks. It may lie on this
+        rank's own."""
+        step, itemsize = CHUNK // out.element_size(), out.element_size()
+        in_place = out.data_ptr() == flat.data_ptr() + first * itemsize
+        for at in range(0, out.numel(), step):
+            num = min(step, out.numel() - at)
+            here, offset = out[at : at + num], self._offset(flat) + (first + at) * itemsize
+            own = flat[first + at : first + at + num]
+            if in_place and along[0] != self._mesh.rank:  # before the others' sum lies on it
+                own = self._scratch[2].view(out.dtype)[:num].copy_(own)
+            held = own if along[0] == self._mesh.rank else self._fetch(along[0], offset, num, out.dtype, 0)
+            for rank in along[1:]:
+                held = COMBINE[op](
+                    held, own if rank == self._mesh.rank else self._fetch(rank, offset, num, out.dtype, 1), out=here
+                )
+
+    def _fetch(self, rank: int, offset: int, num: int, dtype: torch.dtype, which: int) -> torch.Tensor:
+        """Elements of another rank's pool, in a small buffer."""
+        self._read(rank, offset, num * dtype.itemsize, self._scratch_bytes[which], 0)
+        return self._scratch[which].view(dtype)[:num]
+
+    def _read(self, rank: int, offset: int, nbytes: int, target: Any, at: int) -> None:
+        fd, done = self._pool.fds[rank], 0  # type: ignore[union-attr]
+        while done < nbytes:
+            num = os.preadv(fd, [target[at + done : at + nbytes]], offset + done)
+            if not num:
+                what = f"rank {rank}'s memory ends before what rank {self._mesh.rank} reads there"
+                fix = "run the same code on every rank; the state is lost, go on from the last checkpoint"
+                raise DivergenceError("step", "a transfer failed: another rank runs another program", [what], fix)
+            done += num
+
+    def _offset(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr() - self._pool.tensor.data_ptr()  # type: ignore[union-attr]
+
+    # --- telling and hearing ---
+
+    def _announce(self, axis: str) -> dict[int, int]:
+        """Tells the other ranks along an axis that this rank's part is there. Returns the number of notices from each
+        that say the same."""
+        peers = [self._peers[r] for r in self._along[axis] if r != self._mesh.rank]
+        self._tell(peers)
+        return {p.rank: p.told for p in peers}
+
+    def _tell(self, peers: Sequence[_Peer]) -> None:
+        for peer in peers:
+            peer.told += 1
+            os.eventfd_write(peer.ours, 1)
+
+    def _hear(self, due: dict[int, int]) -> None:
+        for rank, count in due.items():
+            peer = self._peers[rank]
+            while peer.heard < count:
+                try:
+                    peer.heard += os.eventfd_read(peer.theirs)
+                except BlockingIOError:
+                    self._sleep(peer)
+
+    def _sleep(self, peer: _Peer) -> None:
+        """Until the peer adds to its counter."""
+        poll = select.poll()
+        poll.register(peer.theirs, select.POLLIN)
+        poll.register(peer.connection, select.POLLHUP | select.POLLRDHUP)
+        deadline = time.monotonic() + self._mesh.timeout
+        while (
+            not (ready := dict(poll.poll(1000 * min(self._mesh.turns.pause, self._mesh.timeout))))
+            and time.monotonic() < deadline
+        ):
+            self._mesh.turns.look("step")
+        if peer.theirs in ready:
+            return
+        self._mesh.turns.look("step")
+        what = f"rank {peer.rank} {timed_out(self._mesh.timeout)}" if not ready else f"rank {peer.rank} has left"
+        fix = "look at that rank's errors first; the state is lost, go on from the last checkpoint"
+        raise (RankLost if ready else DivergenceError)(
+            "step",
+            "a transfer failed: another rank has left, or runs another program",
+            [f"rank {self._mesh.rank}: {what}"],
+            fix,
+        )
+
+
+class _Pool:
+    """This rank's pool of a program, as a tensor and as bytes, and the other ranks' files."""
+
+    def __init__(self, memory: mmap.mmap, fds: dict[int, int]):
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.bytes = memoryview(memory)
+        self.fds = fds
+        self.number = 0  # among the pools of the mesh
+        weakref.finalize(self, _close, list(fds.values()), [])
+
+
+def _close(fds: Sequence[int], connections: Sequence[socket.socket]) -> None:
+    for fd in fds:
+        os.close(fd)
+    for connection in connections:
+        connection.close()
+
+
+def connect(mesh: Mesh) -> SharedMemory | None:
+    """A transport between the ranks of a CPU mesh, or None on every rank if one of them cannot reach another so; rank
+    0's log says which, and why."""
+    store, me = mesh.store, mesh.rank
+    prefix = f"fzero/shared/{store.add(f'fzero/shared/{me}', 1)}"
+    peers: dict[int, _Peer] = {}
+    failure = ""
+
+    def hopeless() -> bool:
+        return store.check([f"{prefix}/failed"]) or bool(replaced(store))
+
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("")  # the kernel chooses an abstract name, which any process of this host can connect to
+            server.listen(mesh.size)
+            store.set(f"{prefix}/address/{me}", server.getsockname().hex())
+            secret = hashlib.sha256(mesh.secret + prefix.encode()).hexdigest().encode()
+            for rank in range(me):
+                address = bytes.fromhex(_told(store, f"{prefix}/address/{rank}", rank, mesh.timeout, hopeless).decode())
+                peers[rank] = _meet(_called(address, secret, me, rank, mesh.timeout), rank, mesh.timeout)
+            for rank, connection in _callers(server, secret, range(me + 1, mesh.size), mesh.timeout, hopeless):
+                peers[rank] = _meet(connection, rank, mesh.timeout)
+    except OSError as error:
+        failure = str(error) or type(error).__name__
+        store.set(f"{prefix}/failed", "")
+    notes, ranks = Notes(store, prefix, me), range(mesh.size)
+    notes.write("ready", failure)
+    missing = absent(store, notes.keys("ready", ranks), mesh.timeout)
+    came = notes.read("ready", [r for r in ranks if r not in missing], str)
+    said = {r: came.get(r, timed_out(mesh.timeout)) for r in ranks}
+    if not any(said.values()):
+        return SharedMemory(mesh, peers)
+    _close([fd for p in peers.values() for fd in (p.ours, p.theirs)], [p.connection for p in peers.values()])
+    if me == 0:
+        why = "; ".join(f"rank {r}: {text}" for r, text in said.items() if text not in ("", _ANOTHER))
+        logger.warning("fzero.mesh: the ranks of this host do not share memory, and go through gloo: %s", why)
+    return None
+
+
+def _told(store: Any, key: str, rank: int, timeout: float, hopeless: Callable[[], bool]) -> bytes:
+    deadline = time.monotonic() + timeout
+    while absent(store, [key], max(1e-3, min(_PAUSE, deadline - time.monotonic()))):
+        if hopeless():
+            raise OSError(_ANOTHER)
+        if time.monotonic() > deadline:
+            raise OSError(f"rank {rank} {timed_out(timeout)}")
+    return store.get(key)
+
+
+def _called(address: bytes, secret: bytes, me: int, rank: int, timeout: float) -> socket.socket:
+    """A connection to the rank at an address."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(address)
+        if not _same_user(connection):
+            raise OSError(f"the socket of rank {rank} belongs to another user")
+        connection.sendall(secret + me.to_bytes(4, "little"))
+    except OSError as error:
+        connection.close()
+        raise OSError(f"rank {rank} cannot be reached: {error}") from error
+    return connection
+
+
+def _callers(
+    server: socket.socket,
+    secret: bytes,
+    ranks: Iterable[int],
+    timeout: float,
+    hopeless: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, socket.socket]]:
+    """The connections of these ranks, as they come. Whoever is of another user, or does not say the secret, is hung up
+    on; nobody is waited for alone.
+
+    Raises:
+        OSError: a rank timed out, or `hopeless` says that one will not.
+    """
+    expected, said, deadline = set(ranks), dict[socket.socket, bytes](), time.monotonic() + timeout
+    with selectors.DefaultSelector() as ready:
+        ready.register(server, selectors.EVENT_READ)
+        try:
+            while expected:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise OSError(f"ranks {', '.join(map(str, sorted(expected)))} {timed_out(timeout)}")
+                events = ready.select(min(left, _PAUSE))
+                if not events and hopeless():
+                    raise OSError(_ANOTHER)
+                for key, _ in events:
+                    if key.fileobj is server:
+                        connection, _ = server.accept()
+                        said[connection] = b""
+                        ready.register(connection, selectors.EVENT_READ)
+                        continue
+                    connection: socket.socket = key.fileobj  # type: ignore[no-redef, assignment]
+                    num, data = _NUM_SECRET + 4 - len(said[connection]), b""
+                    with contextlib.suppress(ConnectionError):
+                        data = connection.recv(num)
+                    said[connection] += data
+                    if 0 < len(data) < num:
+                        continue
+                    ready.unregister(connection)
+                    text = said.pop(connection)
+                    rank = int.from_bytes(text[_NUM_SECRET:], "little")
+                    if _same_user(connection) and hmac.compare_digest(text[:_NUM_SECRET], secret) and rank in expected:
+                        expected.remove(rank)
+                        connection.settimeout(timeout)
+                        yield rank, connection
+                    else:
+                        connection.close()
+        finally:
+            for stranger in said:
+                stranger.close()
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end is this process's user's."""
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return user == os.geteuid()
+
+
+def _meet(connection: socket.socket, rank: int, timeout: float) -> _Peer:
+    """Exchanges counters with the rank at the other end. Where that fails the connection is closed: the other would
+    wait for what does not come."""
+    ours = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        _send_fd(connection, ours, rank)
+        theirs = _receive_fd(connection, rank, timeout)
+    except OSError:
+        _close([ours], [connection])
+        raise
+    return _Peer(rank, connection, theirs, ours)
+
+
+def _send_fd(connection: socket.socket, fd: int, rank: int) -> None:
+    try:
+        socket.send_fds(connection, [b"f"], [fd])
+    except ConnectionError as error:
+        raise OSError(f"rank {rank} has left") from error
+
+
+def _receive_fd(connection: socket.socket, rank: int, timeout: float) -> int:
+    try:
+        data, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    except TimeoutError as error:
+        raise OSError(f"rank {rank} {timed_out(timeout)}") from error
+    except ConnectionError as error:
+        raise OSError(f"rank {rank} has left") from error
+    if not data or not fds:
+        raise OSError(f"rank {rank} has left")
+    return fds[0]
+
+
+def _part(flat: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    size = -(-flat.numel() // count)
+    return flat[min(index * size, flat.numel()) : min((index + 1) * size, flat.numel())]

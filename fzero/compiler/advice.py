@@ -1,0 +1,148 @@
+"""Says how a step over its budget would fit: transforms that lower its peak, with the peak of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fzero._utils.units import size
+from fzero.compiler.budget_report import FEW, WITH_BATCH, Budget, share_of
+from fzero.compiler.combined_transforms import zero_of
+from fzero.errors import FzeroError
+from fzero.ir.from_graph import Inputs
+from fzero.ir.program import Program
+from fzero.mesh import AbstractMesh
+from fzero.plan.plan import Plan, peak_bytes
+from fzero.step import Step
+from fzero.transforms import accumulate, remat
+from fzero.transforms import zero as shard
+from fzero.transforms.offload import offload
+from fzero.transforms.precision import mixed_precision
+from fzero.transforms.transform import find
+
+LINES_FOR_ADVICE = 4_000
+"""Lines of lowered programs after which no further transform is tried: two or three programs of a 32-layer model, some
+seconds."""
+
+
+def advise(
+    step: Step, mesh: AbstractMesh, params: Inputs, budget: Budget, least: Plan, lowered: Callable[[Step], Program]
+) -> list[str]:
+    """The least peaks with one more transform, the lowest first, if lower; if none of them fits, the peak with all of
+    them together. For a large model few are tried: those for the roles that take the most memory.
+
+    Args:
+        step, mesh, params: of a step that does not fit.
+        budget: that it is over.
+        least: the plan of the program that takes least memory.
+        lowered: the program of another step for the same batch that takes least memory.
+    """
+    num_lines = 0
+    step = replace(step, transforms=tuple(_least(t) for t in step.transforms))
+
+    def peak(more: Step) -> tuple[int, int] | None:
+        """Bytes on the device and on the host."""
+        nonlocal num_lines
+        try:
+            program = lowered(more)
+        except FzeroError:  # contradicts a transform of the step, or does not go with this batch
+            return None
+        num_lines += sum(1 for _ in program.walk())
+        return peak_bytes(program, budget.device, budget.backend)[:2]
+
+    peaks: dict[Any, tuple[int, int]] = {}
+    for transform in _candidates(step, mesh, least):
+        if num_lines > LINES_FOR_ADVICE:
+            break
+        more = _with(step, transform)
+        if more is None or (
+            isinstance(transform, shard.Parallel) and _sharded(more, mesh, params) == _sharded(step, mesh, params)
+        ):
+            continue
+        if (n := peak(more)) is not None and n[0] < least.peak_bytes:
+            peaks[transform] = n
+    best: dict[type, Any] = {}  # of each kind
+    for transform in sorted(peaks, key=lambda transform: peaks[transform]):
+        best.setdefault(shard.Parallel if isinstance(transform, shard.Parallel) else type(transform), transform)
+    ordered = list(best.values())
+    limit = budget.nbytes or 0
+
+    def fits(peak: tuple[int, int]) -> str:
+        device, host = peak
+        return (
+            size(device)
+            + (", which fits" if device <= limit else "")
+            + (f", and {size(host)} on the host" * (host > 0))
+        )
+
+    advice = [f"with fz.{transform}: {fits(peaks[transform])}" for transform in ordered]
+    if len(ordered) > 1 and peaks[ordered[0]][0] > limit:
+        together, all_ = [], step
+        for transform in ordered:
+            more = _with(all_, transform)
+            if more is not None:
+                together, all_ = [t for t in (*together, transform) if t in more.transforms], more
+        if len(together) > 1 and (n := peak(all_)) is not None and n[0] < peaks[ordered[0]][0]:
+            names = ", ".join(f"fz.{transform}" for transform in together)
+            advice.append(f"with {names} together: {fits(n)}")
+    return advice
+
+
+def _least(transform: Any) -> Any:
+    """The transform with least memory for what it leaves open."""
+    if not isinstance(transform, remat.Remat) or transform.policy != "auto":
+        return transform
+    return replace(transform, policy=0.0)
+
+
+def _with(step: Step, transform: Any) -> Step | None:
+    """The step with a transform more; None if it has it, or it cannot be had. It replaces another number of
+    micro-batches, and the lower ZeRO stages that it covers."""
+
+    def replaced(t: Any) -> bool:
+        if isinstance(transform, shard.Parallel) and isinstance(t, shard.Parallel):
+            return transform.covers(t)
+        return any(isinstance(transform, kind) and isinstance(t, kind) for kind in (accumulate.Accumulate, remat.Remat))
+
+    try:
+        more = transform(replace(step, transforms=tuple(t for t in step.transforms if not replaced(t))))
+    except FzeroError:
+        return None
+    return None if more == step else more
+
+
+def _sharded(step: Step, mesh: AbstractMesh, params: Inputs) -> list[tuple[tuple[str, ...], ...]]:
+    """For each parameter the axes that its state, its gradient and itself are sharded over."""
+    zero = zero_of(step, mesh)
+    return [(zero.opt_state(leaf), zero.grads(leaf), zero.params(leaf)) for leaf in params.leaves]
+
+
+def _candidates(step: Step, mesh: AbstractMesh, least: Plan) -> list[Any]:
+    """Transforms that may lower the peak of a plan, sorted by their part of it."""
+    found = list[tuple[float, Any]]()
+
+    def about(roles: Sequence[str], *transforms: Any) -> None:
+        found.extend((share, transform) for transform in transforms if (share := share_of(least, roles)) > FEW)
+
+    state = ("opt_state", "params")
+    # over the axes that something is sharded over already, or the fastest; and over all of them
+    used = max((t.axes for t in step.transforms if isinstance(t, shard.Parallel) and t.stage), key=len, default=())
+    several = tuple(a for a, n in reversed(mesh.axes.items()) if n > 1)
+    every = (*used, *(a for a in several if a not in used))
+    stages = (shard.shard_params, shard.shard_opt_state, shard.shard_grads)
+    for axes in dict.fromkeys((used or several[:1], every)) if several else ():
+        about((*state, "gradients"), *(make(axis=axes) for make in stages))
+    about(state, *(offload(tier, of, **path) for tier, path in _tiers(mesh) for of in (state, "opt_state")))
+    micro = find(step.transforms, accumulate.Accumulate)
+    about(WITH_BATCH, remat.remat("full"), *(accumulate.accumulate(n) for n in (8, 2) if micro is None))
+    if micro and not micro.layerwise:
+        about(("gradients",), replace(micro, schedule="layerwise"))
+    if not mesh.unified_memory:
+        about(("saved",), offload("cpu", "activations"))
+    return [transform for _, transform in sorted(found, key=lambda pair: -pair[0])] + [mixed_precision("bf16")]
+
+
+def _tiers(mesh: AbstractMesh) -> list[tuple[str, dict[str, Any]]]:
+    """The tiers on which state may rest off the device."""
+    return [("nvme", {"path": "DIR"})] if mesh.unified_memory else [("cpu", {})]

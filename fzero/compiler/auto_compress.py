@@ -1,0 +1,81 @@
+"""Chooses the formats of `compress("auto")`, once, before a state's first step: for each axis the least compression
+whose planned step takes within 1 % of the fastest. If the step does not fit the memory budget with these formats or
+without any, it gets the least compression with which it fits. The state records the formats
+(runtime/compress_formats.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fzero._utils.units import duration
+from fzero.compiler.options import Choice
+from fzero.compiler.pass_cache import Variants
+from fzero.compiler.search import Search
+from fzero.errors import FzeroValueError
+from fzero.mesh import AbstractMesh, Mesh
+from fzero.plan.device_lookup import Device
+from fzero.step import EvalStep, Step
+from fzero.transforms.compress import Compress, Formats
+from fzero.transforms.compress_pass import ladders
+from fzero.transforms.transform import find
+
+WORTH = 0.01  # of a step's seconds
+
+
+def open_formats(step: Step | EvalStep) -> Compress | None:
+    """The `compress("auto")` of a training step, if it has one."""
+    found = find(step.transforms, Compress) if isinstance(step, Step) else None
+    return found if found is not None and found.auto else None
+
+
+def check_links_known(step: Step | EvalStep, mesh: AbstractMesh, device: Device) -> None:
+    """Raises where formats are open and the links between these ranks were not measured. `device`: this machine's."""
+    spec = open_formats(step)
+    if spec is None or not isinstance(mesh, Mesh) or mesh.size == 1:
+        return
+    link = "intra" if mesh.size <= device.devices_per_host else "inter"
+    if device.measured(link):
+        return
+    where = "within a host" if link == "intra" else f"between hosts, of {device.devices_per_host} ranks each"
+    problems = [f"links {where}: those of {device.name} ({device.source})"]
+    fix = "give formats: fz.compress(params='int8')"
+    fix = f"measure them with fzero calibrate; or {fix}" if link == "intra" else fix
+    raise FzeroValueError("compress", "'auto' chooses by the rates of links, which are not known here", problems, fix)
+
+
+def choose_formats(variants: Variants, search: Search, choice: Choice, recorded: Formats) -> Choice:
+    """The choice with formats for each axis and the planned seconds of each alternative.
+
+    The axes are decided one after the other. The first is the one for which the step waits longest: compressing another
+    one does not make the step shorter while it waits for that one. Formats in `recorded` are kept, so that a run that
+    is resumed, or has batches of several shapes, has the same formats.
+    """
+    ladder = {x[0].axis: x for x in ladders(variants.before("compress", choice), variants.asked.zero)}
+    plain = choice = replace(choice, wire=tuple(formats[0] for formats in ladder.values()))
+    because = dict.fromkeys(ladder, "recorded in the state")
+    kept = {x.axis: x for x in recorded if x in ladder.get(x.axis, ())}
+    choice = replace(choice, wire=tuple(kept.get(x.axis, x) for x in choice.wire))
+    for axis in sorted((x for x in ladder if x not in kept), key=lambda axis: -_exposed(search, plain, axis)):
+        formats = ladder[axis]
+        tried = [replace(choice, wire=tuple(x if y.axis == axis else y for y in choice.wire)) for x in formats]
+        seconds = [search.seconds(x) for x in tried]
+        # Codes cost accuracy, so of formats with nearly the same time the one with the least compression is taken.
+        choice = next(x for x, took in zip(tried, seconds, strict=True) if took <= (1 + WORTH) * min(seconds))
+        because[axis] = "a step takes " + "; ".join(
+            f"{duration(took)} with {x}" if x != formats[0] else f"{duration(took)} as it is"
+            for x, took in zip(formats, seconds, strict=True)
+        )
+    return replace(choice, wire_because=tuple(because.values()))
+
+
+def rungs(variants: Variants, choice: Choice) -> list[Formats]:
+    """Formats for all axes, from no compression to the most, with the n-th of each axis at a time."""
+    found = ladders(variants.before("compress", choice), variants.asked.zero)
+    most = max(map(len, found), default=0)
+    return [tuple(formats[min(n, len(formats) - 1)] for formats in found) for n in range(most)]
+
+
+def _exposed(search: Search, choice: Choice, axis: str) -> float:
+    """Seconds of a step that compute waits for transfers over an axis."""
+    exposed = search.cost(choice).exposed
+    return sum(seconds for channel, seconds in exposed.items() if channel.partition(":")[2] == axis)

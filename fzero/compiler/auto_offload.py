@@ -1,0 +1,412 @@
+"""Resolves offload("auto"): roles, tiers and shares are tried, and of those that fit the budgets the fastest step is
+taken.
+
+[Note: ladders] A ladder is an order in which roles leave the device, each for its tier, in steps of 1/8: the roles
+before in whole, and a part of the last one. A part of the leaves on disk may be on the host instead. Gradients wait on
+disk only where the host has no room for them.
+
+[Note: bounds] A program takes time to make, so few of these are made. The least cost of each is known beforehand
+(cost_bounds.py): the bytes that rest, the gradients that wait, and the busy seconds of each queue. Candidates are
+lowered in order of estimated time. One is skipped if similar candidates exceeded their lower bound by more than it has
+room for. The search ends when no bound beats the best, or after MOST_LINES lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from fzero._utils.progress import shown
+from fzero._utils.units import duration, size
+from fzero.compiler.budget_report import FEW, WITH_BATCH, Budget, filling, filling_host, share_of
+from fzero.compiler.combined_transforms import auto_of, offloads, precision_of, zero_of
+from fzero.compiler.cost_bounds import Least, Rests, sizes_of
+from fzero.compiler.input_specs import params_inputs
+from fzero.compiler.options import Choice
+from fzero.compiler.pass_cache import Variants, first_choice
+from fzero.compiler.search import ENDS, GAIN, Search
+from fzero.compiler.state_layouts import mirrors
+from fzero.compiler.traced_step import Traced, trace_step, with_leaves
+from fzero.errors import BudgetError, FzeroValueError
+from fzero.ir.from_graph import Inputs
+from fzero.ir.program import Program
+from fzero.mesh import AbstractMesh
+from fzero.plan.plan import Plan, PlanDecision, plan
+from fzero.step import Step
+from fzero.transforms import speculate_pass
+from fzero.transforms.offload import ROLES, Offload, tiers_of
+from fzero.transforms.offload_analysis import GRADS
+from fzero.transforms.precision import MixedPrecision
+from fzero.transforms.remat import Remat
+from fzero.transforms.transform import find
+
+FINEST = 8  # shares are looked for in steps of 1/8
+MOST_LINES = 12_000  # of all programs that are made, if one of them fits
+UNTIL_FOUND = 36_000  # if none does
+MOST_TRIED = 32  # programs
+LAST_TRIED = 8  # then those that are not expected to fit, if nothing else did
+
+_STATE = ("opt_state", "params")  # of the same leaves
+_ON_HOST = (
+    ((("opt_state",), "cpu"), (("params",), "cpu"), (("activations",), "cpu")),
+    ((("params",), "cpu"), (("opt_state",), "cpu"), (("activations",), "cpu")),
+    ((_STATE, "cpu"), (("activations",), "cpu")),
+    ((("activations",), "cpu"), (_STATE, "cpu")),
+)
+_ON_DISK = (
+    ((("opt_state",), "nvme"), (("params",), "nvme"), (("activations",), "cpu")),
+    ((_STATE, "nvme"), (("activations",), "cpu")),
+    ((("opt_state",), "nvme"), (("params",), "cpu"), (("activations",), "cpu")),
+    ((("activations",), "cpu"), (_STATE, "nvme")),
+)
+
+Ladder = tuple[tuple[tuple[str, ...], str], ...]
+
+
+class _Share(NamedTuple):
+    """So many eighths of the bytes of some roles on the host, and so many on disk."""
+
+    roles: tuple[str, ...]
+    host: int
+    disk: int
+
+    def records(self, auto: Offload) -> Iterator[Offload]:
+        """As transforms: the second of two takes its fraction of the leaves that the first one left."""
+        ordered = tuple(role for role in ROLES if role in self.roles)
+        asked = replace(auto, of=ordered, update_on=auto.update_on if "opt_state" in ordered else "auto")
+        if self.host:
+            yield replace(asked, tier="cpu", path=(), fraction=self.host / FINEST)
+        if self.disk:
+            yield replace(asked, tier="nvme", fraction=self.disk / (FINEST - self.host))
+
+    def __str__(self) -> str:
+        what, parts = " and ".join(self.roles), ((self.host, "on the host"), (self.disk, "on disk"))
+        return " and ".join(
+            f"{n / FINEST:.0%} of {what} {where}" if n < FINEST else f"{what} {where}" for n, where in parts if n
+        )
+
+
+Shares = tuple[_Share, ...]
+
+
+class Resolved(NamedTuple):
+    """A step without open tiers, the reasons, and its trace if the decision was made here."""
+
+    step: Step
+    chosen: tuple[PlanDecision, ...] = ()
+    traced: Traced | None = None
+
+
+def resolve(
+    step: Step, mesh: AbstractMesh, params: Any, batch: Inputs, budget: Budget, skip: frozenset[str] = frozenset()
+) -> Resolved:
+    """The step with what its `offload("auto")` comes to in its place, and why; the step itself if it has none.
+
+    Args:
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: that it is resolved for.
+        budget: to fit.
+        skip: passes to leave out.
+
+    Raises:
+        BudgetError: nothing fits, with what the least of each ladder takes of every tier.
+    """
+    auto = auto_of(step)
+    if auto is None:
+        return Resolved(step)
+    check_auto(auto, budget.limits)
+    left = replace(step, transforms=tuple(t for t in step.transforms if t != auto))
+    inputs = params_inputs(left, mesh, params)
+    traced = trace_step(left, mesh, inputs, batch, precision_of(left), skip=skip)  # with whatever may rest elsewhere
+    mirrored = mirrors(traced.opt_state.leaves, inputs)
+    built: dict[Shares, Traced] = {}
+
+    def variants(rests: Shares) -> Variants:
+        if rests not in built:
+            built[rests] = _resting(traced, _with_records(left, rests, auto), mesh, params, mirrored)
+        return built[rests].variants
+
+    told = ["the first program"]
+    with nullcontext() if getattr(mesh, "rank", 0) else shown("fzero.offload('auto')", lambda: told[-1]):
+        least = first_choice(left, mesh, budget.nbytes is not None)
+        tiers = lambda least: _Tiers(variants, least, auto, budget, mesh.unified_memory, told.append)  # noqa: E731
+        try:
+            rests, why = tiers(least).best()
+        except BudgetError:
+            narrow = traced.variants.narrowed(least)
+            if narrow == least:
+                raise
+            rests, why = tiers(narrow).best()
+    chosen = PlanDecision("offload", _names(rests) if rests else "nothing", why)
+    return Resolved(_with_records(left, rests, auto), (chosen,), built[rests])
+
+
+def _with_records(step: Step, rests: Shares, auto: Offload) -> Step:
+    """The step with transforms more that say so, in the canonical order."""
+    records = (record for share in rests for record in share.records(auto))
+    return replace(step, transforms=tuple(sorted((*step.transforms, *records), key=lambda t: (t.order, str(t)))))
+
+
+def _resting(traced: Traced, step: Step, mesh: AbstractMesh, params: Any, mirrored: Sequence[int | None]) -> Traced:
+    """The trace of a step with its leaves on the tiers of another one. `mirrored`: by the leaves of its optimizer."""
+    inputs = params_inputs(step, mesh, params)
+    tiers = tiers_of(offloads(step), inputs.leaves, inputs.ties, zero_of(step, mesh).casts)
+    on = {leaf.path: leaf.layout.tier for leaf in inputs.leaves}
+    of = zip(traced.opt_state.leaves, mirrored, strict=True)
+    on |= {leaf.path: tiers[i].opt_state for leaf, i in of if i is not None}
+    rest = lambda leaf: leaf.with_layout(tier=on.get(leaf.path, leaf.layout.tier))  # noqa: E731
+    like, (copies, gradients) = traced.variants, with_leaves(step, mesh, inputs)
+    leaves = {name: rest(leaf) for name, leaf in like.recorded.leaves.items()}
+    recorded = replace(like.recorded, leaves=leaves, transforms=step.transforms)
+    variants = Variants(recorded, replace(like.asked, copies=copies, gradients=gradients), like)
+    opt_state = replace(traced.opt_state, leaves=tuple(map(rest, traced.opt_state.leaves)))
+    return replace(traced, variants=variants, opt_state=opt_state)
+
+
+def check_auto(auto: Offload, limits: tuple[int | None, int | None, int | None], batch: bool = True) -> None:
+    """Raises if a record cannot be resolved.
+
+    Args:
+        auto: the record.
+        limits: of device, host and disk: without the first nothing needs to be moved.
+        batch: whether an example is given: the memory of a step besides its state depends on it.
+    """
+    problems = [] if limits[0] is not None else ["memory_budget: what may stay on the device is not given"]
+    if limits[2] is not None and not auto.path:
+        problems.append(f"disk_budget of {size(limits[2])}, and no path that they are on")
+    if not batch:
+        problems.append(
+            "batch: where the state rests is decided before the first batch is seen, and without one it is not known "
+            "what the step takes"
+        )
+    if problems:
+        fix = (
+            'e.g. fz.compile(step, mesh, memory_budget="80GB", batch=batch) (fzero plan: --budget 80GB), and '
+            'fz.offload("auto", path="/scratch") for a disk'
+        )
+        raise FzeroValueError("offload", "'auto' chooses what fits into budgets", problems, fix)
+
+
+@dataclass
+class _Tiers:
+    """The search for the places of everything. `variants`: of the step with it there; `least`: of these the choice that
+    takes as little memory as it can, wherever the update is; `unified`: whether host and device are one memory, so that
+    nothing is sent to the host; `progress`: is told how far it is, after each try; `found`: the seconds of a step with
+    everything where it fits; `besides`: bytes of device and host that programs took besides the least."""
+
+    variants: Callable[[Shares], Variants]
+    least: Choice
+    auto: Offload
+    budget: Budget
+    unified: bool
+    progress: Callable[[str], object]
+    found: dict[Shares, float] = field(default_factory=dict)
+    besides: dict[Choice, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.search = Search(lambda c: (self.variants(c.rests)(replace(c, rests=())),), (), self.budget)
+        self.likes = functools.cache(_likes)  # asked of every candidate, after every try
+
+    def best(self) -> tuple[Shares, str]:
+        """The places of everything in the fastest step that fits, and why."""
+        if self._try(self.least):
+            return (), "the step fits as it is"
+        layouts = self._layouts()
+        most = max(layouts, key=lambda rests: sum(share.host + share.disk for share in rests), default=())
+        program = self.variants(most).before("gradients", self.least)
+        self.sizes = sizes_of(program, self.budget.device, self.budget.backend)
+        # after a loop there is nothing left to run beside
+        self.speculates = self.sizes.turns == 1 and speculate_pass.is_possible(program)
+        bounds = {way: self._bound(way) for rests in layouts for way in self._ways(rests)}
+        bounds |= self._with_gradients_on_disk(bounds)
+        # in one order on every rank: among equals the one that moves least comes first
+        bounds = dict(sorted(bounds.items(), key=lambda x: (x[1].likely, sum(s.host + s.disk for s in x[0].rests))))
+        for choice, bound in bounds.items():
+            lines = sum(len(cost.program.lines) for cost in {*self.search.tried.values()})
+            enough = lines > (MOST_LINES if self.found else UNTIL_FOUND) or len(self.search.tried) > MOST_TRIED
+            if enough or bound.seconds > (1 - GAIN) * min(self.found.values(), default=math.inf):
+                break
+            if not self._expected(choice, bound):
+                self._try(choice, bound)
+        if not self.found:  # programs differ in memory beyond the least
+            self._try_others(bounds)
+        best, *others = sorted(self.found, key=lambda rests: self.found[rests])
+        why = [f"{duration(self.found[best])} a step predicted, the fastest that fits"]
+        if self.sizes.copies and any("params" in share.roles for share in best):
+            why.append("params are the copies that are computed with: the rest of them stays on the device")
+        return best, "; ".join([*why, *(f"{_names(o)}: {duration(self.found[o])}" for o in others[:2])])
+
+    def _try_others(self, bounds: Mapping[Choice, Least]) -> None:
+        able = [c for c in bounds if c not in self.search.tried and not self.budget.over(bounds[c].peaks)]
+        for left in reversed(range(min(LAST_TRIED, len(able)))):
+            # each one's result predicts the others; the last one leaves most room
+            expected = self._expected if left else lambda _, bound: self.budget.filled(bound.peaks)
+            able.remove(choice := min(able, key=lambda c: (expected(c, bounds[c]), bounds[c].likely)))
+            if self._try(choice, bounds[choice]):
+                return
+        raise self._unmet(bounds)
+
+    def _ladders(self) -> list[Ladder]:
+        """Without the roles that may not be moved, and the tiers that are not there."""
+        able = {"nvme"} if self.unified else {"cpu", "nvme"}
+        found: dict[Ladder, None] = {}
+        for ladder in (*_ON_HOST, *(_ON_DISK if self.auto.path else ())):
+            asked = ((tuple(r for r in roles if r in self.auto.of), tier) for roles, tier in ladder)
+            found[tuple((roles, tier) for roles, tier in asked if roles and tier in able)] = None
+        return list(found)
+
+    def _layouts(self) -> list[Shares]:
+        """The rungs of all ladders, and of what is on disk more and more on the host instead: of those that mean the
+        same, by other ladders, the shortest."""
+        found: dict[Shares, None] = {}
+        for ladder in self._ladders():
+            rung: Shares = ()
+            for roles, tier in ladder:
+                below = rung
+                for n in range(1, FINEST + 1):
+                    rung = (*below, _Share(roles, *((n, 0) if tier == "cpu" else (0, n))))
+                    found[rung] = None
+                    for i, (of, _, disk) in enumerate(rung if self.budget.host is not None else ()):
+                        back = (_Share(of, k, disk - k) for k in range(1, disk + 1) if not self.unified)
+                        found |= dict.fromkeys((*rung[:i], share, *rung[i + 1 :]) for share in back)
+        distinct: dict[frozenset[_Share], Shares] = {}
+        for rests in sorted(found, key=len):
+            distinct.setdefault(_meaning(rests), rests)
+        return [rests for rests in found if rests in {*distinct.values()}]
+
+    def _with_gradients_on_disk(self, bounds: Mapping[Choice, Least]) -> dict[Choice, Least]:
+        """Those whose gradients wait on the host, with gradients on disk instead."""
+        if self.budget.host is None or "gradients" not in self.auto.of or not self.auto.path or self.sizes.turns > 1:
+            return {}
+        stored = _Share(("gradients",), 0, FINEST)
+        asked = {replace(c, rests=(*c.rests, stored)): c for c in bounds if c.grads == self.least.grads}
+        found = {choice: self._bound(choice) for choice in asked}
+        return {choice: bound for choice, bound in found.items() if bound.host < bounds[asked[choice]].host}
+
+    # --- what a choice takes ---
+
+    def _ways(self, rests: Shares) -> list[Choice]:
+        """The open places of updates and waiting gradients, and speculative updates: all updates on the host or, if
+        open, none. Mixtures are tried afterwards."""
+        state = any("opt_state" in share.roles for share in rests)
+        open_side = state and not self.unified and self.auto.update_on == "auto"
+        grads = GRADS if self.sizes.turns > 1 else ("update", "host") if self.sizes.grads else ("update",)
+        held = [s for s in rests if not {*_STATE}.isdisjoint(s.roles)]
+        host, disk = any(s.host for s in held), any(s.disk for s in held)
+        # copies in host memory take room that must be given
+        able = (state and disk, state and host and self.budget.host is not None)
+        guesses = (
+            tiers for tiers, is_able in zip(speculate_pass.TIERS, able, strict=True) if is_able and self.speculates
+        )
+        return [
+            replace(self.least, host_share=share, grads=waiting, guess=guess, rests=rests)
+            for guess in ((), *guesses)
+            for share in (ENDS if open_side else ENDS[:1])
+            for waiting in (("update",) if self.unified else grads)
+        ]
+
+    def _bound(self, choice: Choice) -> Least:
+        of = dict.fromkeys(ROLES, (0.0, 0.0))
+        for share in choice.rests:
+            of |= dict.fromkeys(share.roles, (share.host / FINEST, share.disk / FINEST))
+        on_host = choice.host_share > 0 and self.auto.update_on != "device"
+        rests = Rests(of["opt_state"], of["params"], of["activations"][0], of["gradients"][1])
+        early = speculate_pass.shares(choice.guess, rests, bool(self.sizes.copies))
+        return self.sizes.least(rests, on_host, choice.grads, self.budget.device, early)
+
+    def _expected(self, choice: Choice, bound: Least) -> float:
+        """By how many bytes a candidate is over the budgets, if it exceeds its lower bound as the last similar
+        candidate did. Updates on the device take no less than on the host."""
+        device, host = next(filter(None, map(self.besides.get, self.likes(choice))), (0.0, 0.0))
+        return self.budget.over(bound._replace(device=bound.device + device, host=bound.host + host).peaks)
+
+    def _try(self, choice: Choice, bound: Least | None = None) -> bool:
+        """Whether a program fits, which is made for it."""
+        device, host, _ = self.search.cost(choice).peaks
+        if bound is not None:
+            kind, _, way, _ = self.likes(choice)
+            self.besides[kind] = self.besides[way] = device - bound.device, host - bound.host
+        if fits := self.search.fits(choice):
+            self.found[choice.rests] = min(self.found.get(choice.rests, math.inf), self.search.seconds(choice))
+        best = min(self.found, key=self.found.__getitem__, default=None)
+        told = f"best {duration(self.found[best])} a step: {_names(best)}" if best else "none fits yet"
+        self.progress(f"{len(self.search.tried)} tried, {told}")
+        return fits
+
+    def _unmet(self, bounds: Mapping[Choice, Least]) -> BudgetError:
+        tiers = lambda choice: frozenset(share.disk > 0 for share in choice.rests)  # noqa: E731
+        known = {*map(tiers, self.search.tried)}
+        for choice in sorted(bounds, key=lambda c: bounds[c].peaks):
+            # the least device memory, on tiers not tried yet
+            if tiers(choice) not in known:
+                known.add(tiers(choice))
+                self._try(choice, bounds[choice])
+        peaks = {choice: self.search.cost(choice).peaks for choice in self.search.tried}
+        least: dict[frozenset[str], Choice] = {}  # by the tiers that are used
+        for choice in sorted(peaks, key=lambda c: (self.budget.over(peaks[c]), peaks[c][0])):
+            least.setdefault(tiers(choice), choice)
+        problems = []
+        for choice in least.values():
+            needs = [
+                f"{use.tier} {size(use.peak)}" + (f" of {size(use.limit)}" if use.limit is not None else "")
+                for use in self.budget.uses(peaks[choice])
+                if use.peak
+            ]
+            problems.append(f"{_names(choice.rests)}: {', '.join(needs)}")
+        program = self.search.cost(next(iter(least.values()))).program  # the closest
+        found = plan(program, self.budget.device, backend=self.budget.backend)
+        device, host = self._lacking(found)
+        filled = [*(filling(program, found) if device else ()), *(filling_host(found) if host else ())]
+        problems[1:1] = [f"  {line}" for line in filled]
+        fixes = [*([] if self.auto.path else ['give it a disk, fz.offload("auto", path=DIR)']), "raise a budget"]
+        advice = self._advice(program, found)
+        fixes += [f"apply what may lower it: {'; '.join(advice)}"] if advice else []
+        what = "nothing that 'auto' can move makes the step fit"
+        return BudgetError("offload", what, problems, ", or ".join(fixes))
+
+    def _advice(self, program: Program, found: Plan) -> list[str]:
+        """Missing transforms that would lessen the bytes of a full tier. It is not tried."""
+        device, host = self._lacking(found)
+        on_device = lambda *roles: device and share_of(found, roles) > FEW  # noqa: E731
+        grads = on_device("gradients") or (host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes)
+        precision, policy = find(program.transforms, MixedPrecision), find(program.transforms, Remat)
+        able = {
+            "more shards": device and program.mesh.size > 1,
+            'fz.remat("full")': on_device("saved") and (policy is None or policy.policy not in ("full", 0.0, "auto")),
+            "a smaller batch": on_device(*WITH_BATCH),
+            'gradients among what "auto" may move': grads and "gradients" not in self.auto.of,
+            "fz.accumulate(n, schedule='layerwise'), so that gradients can wait on disk": grads
+            and self.sizes.turns > 1,
+            'fz.mixed_precision("bf16", reduce="bf16"), for gradients of half the bytes': grads
+            and precision is not None
+            and (precision.compute, precision.reduce) == ("bf16", "fp32"),
+        }
+        return [what for what, helps in able.items() if helps]
+
+    def _lacking(self, found: Plan) -> tuple[bool, bool]:
+        """Whether device and host have too little."""
+        device, host, _ = self.budget.limits
+        return device is not None and found.peak_bytes > device, host is not None and found.host_peak_bytes > host
+
+
+def _likes(choice: Choice) -> tuple[Choice, Choice, Choice, Choice]:
+    """The keys that are common to choices which take as much besides the least, the most alike first."""
+    kind = replace(choice, rests=tuple((share.roles, share.host > 0, share.disk > 0) for share in choice.rests))
+    way = replace(choice, rests=())
+    return kind, replace(kind, host_share=ENDS[0]), way, replace(way, guess=())
+
+
+def _meaning(rests: Shares) -> frozenset[_Share]:
+    """Shares in no order, and those that are whole on one tier for each role alone."""
+    whole = {share: FINEST in (share.host, share.disk) for share in rests}
+    alone = (share._replace(roles=(role,)) for share in rests if whole[share] for role in share.roles)
+    return frozenset((*alone, *(share for share in rests if not whole[share])))
+
+
+def _names(rests: Shares) -> str:
+    return ", ".join(map(str, rests)) or "nothing moved"

@@ -1,0 +1,168 @@
+"""Chooses the stages of a `pipeline`: the blocks of each, and the leaves that these read first.
+
+By default the cut is the one whose slowest stage multiplies least. Code before the first block counts with the first,
+and code behind the last block with the last. Of equal cuts the one with fewer blocks on the last stages is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fzero import tree
+from fzero.compiler.auto_tensor_parallel import Chosen
+from fzero.compiler.combined_transforms import zero_of
+from fzero.compiler.input_specs import params_inputs
+from fzero.compiler.traced_step import trace_step
+from fzero.errors import FzeroValueError
+from fzero.ir.from_graph import Inputs
+from fzero.ir.program import Program
+from fzero.mesh import AbstractMesh
+from fzero.plan.plan import PlanDecision
+from fzero.step import Step
+from fzero.trace.flops import product_flops
+from fzero.transforms.accumulate import Accumulate
+from fzero.transforms.pipeline import Pipeline
+from fzero.transforms.pipeline_pass import block_numbers, leaf_stages
+from fzero.transforms.transform import find
+from fzero.transforms.zero import Parallel
+
+
+def open_stages(step: Step, mesh: AbstractMesh) -> Pipeline | None:
+    """The `pipeline` of a step of which it is not known yet where leaves are, if there is one."""
+    found = find(step.transforms, Pipeline)
+    if found is None or found.leaves is not None:
+        return None
+    zero_of(step, mesh)  # which checks the axis
+    return found
+
+
+def choose_stages(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> Chosen:
+    """The step with the stages of its `pipeline`; the step itself if it has none. On one rank it is left out.
+
+    Args:
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: that the blocks are counted for.
+
+    Raises:
+        FzeroValueError: a step that cannot be divided so.
+    """
+    spec = open_stages(step, mesh)
+    if spec is None:
+        return Chosen(step)
+    others, n = tuple(t for t in step.transforms if t != spec), mesh.axes[spec.axis]
+    if n == 1:
+        return Chosen(replace(step, transforms=others))
+    _check(step, params)
+    # Stages take turns by micro-batch, so there is no loop over micro-batches.
+    others = tuple(replace(t, schedule="layerwise") if isinstance(t, Accumulate) else t for t in others)
+    step = replace(step, transforms=(*others, spec))
+    inputs = params_inputs(step, mesh, params)
+    program = trace_step(step, mesh, inputs, batch).base
+    numbers = block_numbers(program)
+    _check_enough(spec, n * spec.chunks, len(numbers))
+    seconds = work_of_blocks(program, numbers)
+    counts = _counts(spec, n * spec.chunks, seconds)
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    first = leaf_stages(program, dict(zip(numbers, stages, strict=True)))
+    leaves = {x.path: first[inputs.leaves[t].path] for x, t in zip(inputs.leaves, inputs.ties, strict=True)}
+    chosen = replace(spec, stages=counts, leaves=leaves)
+    of = [sum(x for x, s in zip(seconds, stages, strict=True) if s % n == rank) for rank in range(n)]
+    most, who = max(of) / (sum(of) or 1), "rank" if spec.chunks > 1 else "stage"
+    why = f"of {len(numbers)} blocks; the slowest {who} does {most:.0%} of the products"
+    transforms = tuple(sorted((*others, chosen), key=lambda t: (t.order, str(t))))
+    return Chosen(replace(step, transforms=transforms), (PlanDecision(spec.name, f"stages={[*counts]}", why),))
+
+
+def _check(step: Step, params: Any) -> None:
+    """Raises where a step has nothing that stages could pass on, or leaves that they cannot."""
+    found = find(step.transforms, Accumulate)
+    if found is None or found.num_micro_batches < 2:
+        what = "stages pass on micro-batches, and this step has one" if found else "stages pass on micro-batches"
+        fix = "add fz.accumulate(8), best with several micro-batches for each stage"
+        raise FzeroValueError("pipeline", what, [str(found)] if found else [], fix)
+    if step.mutable is not None:
+        named = zip(tree.with_paths(params, "params"), step.mutates(params), strict=True)
+        written = [f"{path}: {tree.describe(x)}" for (path, x), mutable in named if mutable]
+        problems = written if len(written) <= 6 else [*written[:5], f"... {len(written) - 5} more"]
+        what = f"the step writes {len(written)} leaves besides its update, whose new values other stages do not know"
+        fix = (
+            "leave pipeline out (fz.shard_params divides them); or take norms without running statistics "
+            "(torch.nn.GroupNorm), or freeze them: norm.eval() before fz.functionalize(module)"
+        )
+        raise FzeroValueError("pipeline", what, problems, fix)
+    spec = find(step.transforms, Pipeline)
+    if spec is not None and spec.gather == "micro" and not any(_shards_params(t) for t in step.transforms):
+        fix = "add fz.shard_params(), or leave gather out"
+        raise FzeroValueError("pipeline", "gather='micro' does nothing: parameters are not sharded", fix=fix)
+
+
+def _shards_params(spec: Any) -> bool:
+    return isinstance(spec, Parallel) and spec.stage == 3
+
+
+def _check_enough(spec: Pipeline, num_stages: int, num_blocks: int) -> None:
+    """Raises if there are fewer blocks than stages."""
+    if num_blocks < num_stages:
+        fewer = max(num_blocks // spec.chunks, 1)
+        fix = f"mark the function of a layer with fz.block; or a mesh with {spec.axis}={fewer} or fewer"
+        raise FzeroValueError("pipeline", "more stages than blocks", [f"{num_stages} stages, {num_blocks} blocks"], fix)
+
+
+def _counts(spec: Pipeline, n: int, work: Sequence[float]) -> tuple[int, ...]:
+    if spec.stages is None:
+        return even(work, n)
+    if len(spec.stages) != n or sum(spec.stages) != len(work):
+        ranks = f"{spec.axis}={n // spec.chunks}{f' of {spec.chunks} chunks' if spec.chunks > 1 else ''}"
+        problems = [f"stages={[*spec.stages]}: the mesh has {ranks}, and the step {len(work)} blocks"]
+        fix = f"give {n} numbers that add up to {len(work)}, e.g. {[*even(work, n)]}"
+        raise FzeroValueError("pipeline", "blocks per stage do not add up", problems, fix)
+    return spec.stages
+
+
+def work_of_blocks(program: Program, numbers: Sequence[int]) -> list[float]:
+    """The operations of each block's products, forward and backward, with what comes before the first block and behind
+    the last."""
+    found: dict[int | None, float] = dict.fromkeys(numbers, 0.0)
+    seen = 0
+    flops: dict[str, float] = {}
+    for line in program.lines:
+        if line.op != "call":
+            continue
+        if line.fn not in flops:
+            flops[line.fn] = sum(product_flops(node) for node in program.functions[line.fn].graph.graph.nodes)
+        number = None if line.block is None else line.block.number
+        seen += number in found
+        if number not in found:
+            number = numbers[0 if not seen or seen >= 2 * len(numbers) else -1]
+        found[number] += flops[line.fn]
+    return [*found.values()]
+
+
+def even(work: Sequence[float], n: int) -> tuple[int, ...]:
+    """The counts of consecutive blocks whose slowest stage does least.
+
+    Example:
+        >>> even([1.0, 1.0, 1.0, 1.0, 4.0], 2)
+        (4, 1)
+    """
+    least = max(work, default=0.0) * 1e-9 + 1e-12  # where nothing is multiplied, blocks count
+    before = [0.0]
+    for x in work:
+        before.append(before[-1] + x + least)
+    # by stages and blocks, the least that the slowest does, and where the last stage begins
+    best: list[list[tuple[float, int]]] = [[(0.0 if i == 0 else math.inf, 0) for i in range(len(work) + 1)]]
+    for stage in range(1, n + 1):
+        row = [(math.inf, 0)] * (len(work) + 1)
+        for end in range(stage, len(work) + 1):
+            row[end] = min((max(best[-1][i][0], before[end] - before[i]), -i) for i in range(stage - 1, end))
+            row[end] = row[end][0], -row[end][1]
+        best.append(row)
+    ends, end = list[int](), len(work)
+    for stage in range(n, 0, -1):
+        ends.append(end - best[stage][end][1])
+        end = best[stage][end][1]
+    return tuple(reversed(ends))

@@ -1,0 +1,308 @@
+"""Chooses the rules of a `tensor_parallel` without any: the cuts of matrices that cost a step the fewest bytes.
+
+The price of an assignment of cuts is a sum of bytes on a rank, over all calls of a step:
+
+- what collectives send, and for each some more;
+- what is gathered for operations that are made whole;
+- results of products that every rank computes alike;
+- leaves that stay whole, twice: their gradient and their update.
+
+[Note: descent] Leaves that blocks alike read at the same place are cut alike: they are a slot. All slots begin whole.
+
+1. Each chain of products (sharding/matmul_chains.py) is tried: the matrices before the last are cut along the dim that
+their
+   results have, the last along the dim that it sums over.
+2. Each slot alone is tried whole and with each of its cuts, and matrices of one shape of a chain whole together, until
+   nothing lowers the price. A vector is cut as a matrix of its function is.
+
+Of equal prices the first is taken. A function is rewritten once for each way in which its arguments are cut. A price is
+no longer added up once it exceeds the best one; or once its calls before the first backward exceed those of the best by
+1 % of the best price.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero._utils.units import size
+from fzero.compiler.combined_transforms import auto_of, zero_of
+from fzero.compiler.input_specs import params_inputs
+from fzero.compiler.traced_step import trace_step
+from fzero.errors import FzeroValueError
+from fzero.ir.from_graph import Inputs
+from fzero.ir.program import Line, Program
+from fzero.mesh import AbstractMesh
+from fzero.plan.plan import PlanDecision
+from fzero.sharding.dim_propagation import CutFunction
+from fzero.sharding.graph_writer import MARKERS, all_reduce
+from fzero.sharding.layout import Leaf
+from fzero.sharding.matmul_chains import Chain, chains, pieces
+from fzero.sharding.op_strategies import divides
+from fzero.sharding.shard_regions import Dim
+from fzero.step import Step
+from fzero.trace.flops import product_flops
+from fzero.trace.recorder import Recorded
+from fzero.transforms.dim_sharding_pass import calls_on_parts
+from fzero.transforms.tensor import TensorParallel, rules_for
+from fzero.transforms.zero_placement import Zero
+from fzero.tree import dotted
+
+
+def open_rules(step: Step, mesh: AbstractMesh) -> TensorParallel | None:
+    """The `tensor_parallel` of a step that has no rules yet, if there is one."""
+    found = next((t for t in step.transforms if isinstance(t, TensorParallel) and t.rules is None), None)
+    if found is not None:
+        zero_of(step, mesh)  # which checks the axis
+    return found
+
+
+def check_batch_given(given: bool) -> None:
+    """Raises where there is no batch that rules are chosen for."""
+    if not given:
+        problems = ["batch: the first state is laid out before the first batch is seen"]
+        fix = "fz.compile(step, mesh, batch=batch), where meta tensors will do; or give rules"
+        raise FzeroValueError("tensor_parallel", "rules are chosen for a batch", problems, fix)
+
+
+class Chosen(NamedTuple):
+    """A step whose `tensor_parallel` has rules, and the reasons for them."""
+
+    step: Step
+    decisions: tuple[PlanDecision, ...] = ()
+
+
+def choose_rules(step: Step, mesh: AbstractMesh, params: Any, batch: Inputs) -> Chosen:
+    """The step with rules for its `tensor_parallel`; the step itself if that has some. On one rank it is left out.
+
+    Args:
+        step, mesh: as for `lower`.
+        params: the tree, with whole leaves.
+        batch: that they are chosen for.
+    """
+    spec = open_rules(step, mesh)
+    if spec is None:
+        return Chosen(step)
+    others = tuple(t for t in step.transforms if t != spec)
+    if mesh.axes[spec.axis] == 1:
+        return Chosen(replace(step, transforms=others))
+    bare = replace(step, transforms=tuple(t for t in step.transforms if t != auto_of(step)))
+    inputs = params_inputs(bare, mesh, params)
+    program = trace_step(bare, mesh, inputs, batch).variants.recorded
+    prices = _Prices(program, spec, zero_of(bare, mesh))
+    cuts = _descend(prices)
+    by_path = {path: dim for slot, dim in cuts.items() for path in slot.paths}
+    leaves = [x for x in inputs.leaves if x.role != "mutable"]
+    of_first = {x.path: inputs.leaves[t].path for x, t in zip(inputs.leaves, inputs.ties, strict=True)}
+    rules = rules_for({dotted(x.path): by_path.get(of_first[x.path]) for x in leaves})
+    chosen = replace(spec, rules=rules)
+    why = (
+        f"of {len(prices.found)} assignments the one with the fewest bytes sent, or computed by every rank alike: "
+        f"{size(int(prices.best))} a step, with {size(int(prices.each))} more for each collective; without cuts "
+        f"{size(int(prices.none))}"
+    )
+    transforms = tuple(sorted((*others, chosen), key=lambda t: (t.order, str(t))))
+    return Chosen(replace(step, transforms=transforms), (PlanDecision(spec.name, chosen.shown_rules, why),))
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """Leaves that are cut alike, and their possible cuts. `fn` is the function that reads them first, `kept` the dim of
+    a matrix that the result of its product has."""
+
+    paths: tuple[str, ...]
+    fn: str
+    shape: tuple[int, ...]
+    able: tuple[Dim, ...]
+    kept: int | None
+
+    def follows(self, cuts: Mapping[_Slot, Dim | None]) -> list[Dim]:
+        """The possible cuts; of a vector the cuts that a matrix of the same function has along its results."""
+        if len(self.shape) > 1:
+            return [*self.able]
+        cut = {(s.shape[c.dim], c.groups) for s, c in cuts.items() if c and s.fn == self.fn and s.kept == c.dim}
+        return [x for x in self.able if (self.shape[x.dim], x.groups) in cut]
+
+
+_Cuts = dict[_Slot, Dim | None]
+
+
+class _Prices:
+    """The prices of assignments of cuts to a program's leaves.
+
+    Attributes:
+        slots: in the order in which functions read them.
+        chains: of slots: each with those before it, and the dims of the last that is summed over and of the others
+            that are kept.
+        found: the prices so far, by the cuts of the slots; infinite where one was above the best.
+        best, none: the lowest price, and that of no cut at all.
+        each: the price of a collective besides its bytes.
+    """
+
+    def __init__(self, program: Program, spec: TensorParallel, zero: Zero):
+        self.program, self.spec, self.zero, self.n = program, spec, zero, program.mesh.axes[spec.axis]
+        self.slots: list[_Slot] = []
+        self.chains: list[tuple[_Slot, int, tuple[tuple[_Slot, int], ...]]] = []
+        self.found: dict[tuple[Dim | None, ...], float] = {}
+        self.known: dict[Any, CutFunction] = {}
+        self.of_function: dict[Any, float] = {}  # prices
+        self.best = self.ahead = math.inf  # `ahead`: the part before the first backward of a block
+        calls = [line for line in program.lines if line.op == "call"]
+        self.num_ahead = next((i for i, line in enumerate(calls) if line.is_backward), len(calls))
+        self._find()
+        self.each = 0.0
+        self.none = self({})
+        self.each = _OF_A_CALL * self.none / max(len(calls), 1)
+
+    def _find(self) -> None:
+        """Finds slots and chains."""
+        origin = {v.name: a for x in self.program.lines if x.op == "cast" for a, v in zip(x.args, x.out, strict=False)}
+        params = {name: leaf for name, leaf in self.program.leaves.items() if leaf.role == "params"}
+        readers: dict[str, tuple[str, int]] = {}
+        for line in self.program.lines:
+            for i, a in enumerate(line.args if line.op == "call" else ()):
+                if (leaf := origin.get(a, a)) in params:
+                    readers.setdefault(leaf, (line.fn, i))
+        together: dict[tuple[str, int], list[str]] = {}
+        for path, reader in readers.items():
+            together.setdefault(reader, []).append(path)
+        for fn in dict.fromkeys(fn for fn, _ in together):
+            graph = self.program.functions[fn].graph
+            order = {x: i for i, x in enumerate(graph.graph.nodes)}
+            here = [i for name, i in together if name == fn]
+            here.sort(key=lambda i: min((order[u] for u in graph.inputs[i].users), default=0))
+            found = chains(graph, [i for i in here if len(params[together[fn, i][0]].shape) == 2])
+            kept = {x.last.matrix: x.last.kept for x in found}
+            slots = {i: self._slot(together[fn, i], fn, params, graph, kept.get(i)) for i in here}
+            self.slots += slots.values()
+            self.chains += self._chains(found, slots)
+
+    def _slot(
+        self, paths: Sequence[str], fn: str, params: Mapping[str, Leaf], graph: Recorded, kept: int | None
+    ) -> _Slot:
+        shape = params[paths[0]].shape
+        cut = any(params[path].layout.dims for path in paths)  # by another transform
+        dims = range(len(shape)) if len(shape) in (1, 2) and not cut else ()
+        able = (Dim(d, groups) for d in dims for groups in pieces(graph, shape[d]))
+        return _Slot(tuple(paths), fn, shape, tuple(x for x in able if divides(shape, x, self.n)), kept)
+
+    def _chains(
+        self, found: Iterable[Chain], slots: Mapping[int, _Slot]
+    ) -> Iterator[tuple[_Slot, int, tuple[tuple[_Slot, int], ...]]]:
+        for x in found:
+            before = {slots[p.matrix]: p.kept for p in x.before if p.matrix != x.last.matrix}
+            yield slots[x.last.matrix], x.last.summed, tuple(before.items())
+
+    def __call__(self, cuts: Mapping[_Slot, Dim | None]) -> float:
+        """The bytes of an assignment; infinite if they exceed the best so far, or if more bytes are made whole for an
+        operation than the spec allows."""
+        key = tuple(cuts.get(slot) for slot in self.slots)
+        if key not in self.found:
+            self.found[key] = self._price(cuts)
+            self.best = min(self.best, self.found[key])
+        return self.found[key]
+
+    def _price(self, cuts: Mapping[_Slot, Dim | None]) -> float:
+        leaves, total = dict(self.program.leaves), 0.0
+        for slot in self.slots:
+            for path in slot.paths:
+                leaf, dim = leaves[path], cuts.get(slot)
+                if dim is None:
+                    total += 2 * self._share * leaf.numel * leaf.dtype.itemsize
+                else:
+                    leaves[path] = leaf.with_layout(axes=(self.spec.axis,), dims=(dim,))
+        program = replace(self.program, leaves=leaves)
+        ahead = math.inf
+        for number, (line, made) in enumerate(calls_on_parts(program, self.spec, self.zero, self.known), 1):
+            total += self._of(line, made)
+            ahead = total if number == self.num_ahead else ahead
+            if total > self.best or (number == self.num_ahead and total > self.ahead + _SLACK * self.best):
+                return math.inf
+        self.ahead = ahead
+        return total
+
+    @property
+    def _share(self) -> float:
+        return (self.n - 1) / self.n
+
+    def _of(self, line: Line, made: CutFunction | None) -> float:
+        key = made or line.fn
+        if key not in self.of_function:
+            self.of_function[key] = self._function(line, made)
+        return self.of_function[key]
+
+    def _function(self, line: Line, made: CutFunction | None) -> float:
+        graph = self.program.functions[line.fn].graph if made is None else made.graph
+        total = 0.0
+        for node in graph.graph.nodes:
+            if node.target in MARKERS:
+                total += (2 if node.target is all_reduce else 1) * _nbytes(node.meta["val"]) + self.each / self._share
+            elif product_flops(node) and (made is None or node not in made.varies):
+                total += _nbytes(node.meta["val"])
+        whole = made.whole if made else ()
+        if any(x.nbytes > self.spec.max_replicated_bytes for x in whole):
+            return math.inf
+        return self._share * total + sum(x.nbytes for x in whole)
+
+
+_SLACK = 0.01
+"""See [Note: descent]."""
+_OF_A_CALL = 0.02
+"""The cost of a collective besides its bytes, as a part of the price of a mean call when nothing is cut."""
+
+
+def _nbytes(value: Any) -> int:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, torch.Tensor))
+
+
+def _descend(prices: _Prices) -> _Cuts:
+    """The assignment that no move improves: see [Note: descent]."""
+    cuts: _Cuts = dict.fromkeys(prices.slots)
+    best = prices.none
+
+    def tried(changes: Iterable[Mapping[_Slot, Dim | None]]) -> bool:
+        nonlocal cuts, best
+        better = False
+        for change in changes:
+            changed = {**cuts, **change}
+            price = prices(changed)
+            if price < best:
+                cuts, best, better = changed, price, True
+        return better
+
+    for chain in prices.chains:
+        tried(itertools.islice(_ways(*chain), _MOST_WAYS))
+    order = sorted(prices.slots, key=lambda slot: len(slot.shape) < 2)  # vectors follow matrices
+    whole = [alike for *_, before in prices.chains for alike in _of_one_shape(before)]
+    better = True
+    while better:
+        found = [tried({slot: c} for c in (None, *slot.follows(cuts))) for slot in order]
+        better = any(found) or tried(whole)
+    return cuts
+
+
+def _ways(last: _Slot, summed: int, before: Sequence[tuple[_Slot, int]]) -> Iterator[_Cuts]:
+    """The cuts of a chain."""
+    slots = [slot for slot, _ in before]
+    able = [[c for c in slot.able if c.dim == kept] for slot, kept in before]
+    ends = [c for c in last.able if c == Dim(summed)] if before else []
+    for end, *way in itertools.product(ends, *able):
+        yield {**dict(zip(slots, way, strict=True)), last: end}
+
+
+def _of_one_shape(before: Sequence[tuple[_Slot, int]]) -> Iterator[_Cuts]:
+    """The matrices of a chain that have one shape, whole."""
+    for shape in dict.fromkeys(slot.shape for slot, _ in before):
+        alike = [slot for slot, _ in before if slot.shape == shape]
+        if len(alike) > 1:
+            yield dict.fromkeys(alike)
+
+
+_MOST_WAYS = 16
+"""Ways in which the matrices of a chain may be taken for several of equal size."""

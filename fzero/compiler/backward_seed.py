@@ -1,0 +1,145 @@
+"""Seeds the backward with one number for the whole batch, so that gradients are those of its mean.
+
+A batch is cut in parts, ranks times micro-batches, and each part differentiates its own total. Seeded with one over the
+count of the whole batch, a part's backward computes its summands of the mean's gradient: the numbers that one process
+sees that differentiates the whole batch at once. So they fit in float16, and a backward that is not linear but treats
+each row by itself, such as a hook that clamps, does on every mesh what it does there. One that combines rows, such as
+clipping by norm, sees the rows of its part. It is not rejected: a scale for 8 bits, made of the largest element of a
+gradient, looks the same in a graph, and is meant to see a part.
+
+The count of the whole batch is known before the first backward: the part of the forward that makes a count runs by
+itself, ahead, for all micro-batches, and ranks add up what it gives. A mean over parts of one size needs no count, and
+nor does a count that is a literal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero._compat import compat
+from fzero.compiler.training_spec import Training
+from fzero.errors import TraceError
+from fzero.ir.attributes import CallAttrs
+from fzero.ir.from_graph import Functions
+from fzero.ir.program import Line, Value
+from fzero.ir.value_names import Names
+from fzero.loss import Loss
+from fzero.trace.graph_capture import record
+from fzero.trace.guards.known_values import Known
+from fzero.trace.joint_graph import call_block, call_vjp
+from fzero.trace.recorder import Recorded
+from fzero.trace.subgraph import ancestors, extract, inlined
+
+aten = torch.ops.aten
+
+SCALE = "extras['loss_scale'].scale"
+SEED = "seed"
+DTYPE = torch.float64
+"""The dtype of a seed that is made ahead: it is rounded once, to that of the loss."""
+
+
+@dataclass(frozen=True)
+class CountAhead:
+    """The lines that come ahead of the backward, of a weighted loss whose batch is cut in parts.
+
+    Attributes:
+        lines: make the count of a part.
+        count: its value; None: the count is one of the sums that the forward makes.
+        seed: the line that makes the seed of all parts' counts.
+        of_sum: whether gradients are those of the sum, since the count is not known before the backward.
+    """
+
+    lines: Sequence[Line] = ()
+    count: Value | None = None
+    seed: Sequence[Line] = ()
+    of_sum: bool = False
+
+
+def seed_of(loss: Loss, num_parts: int, scale: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
+    """The derivative of the scaled mean of the whole batch by a part's total, in the dtype of that. `given`: of a
+    weighted loss whose batch is cut in parts."""
+    total, count = loss
+    if count is None:
+        if scale is None:
+            return torch.full_like(total, 1.0 / num_parts, memory_format=torch.preserve_format)
+        return (scale / num_parts if num_parts > 1 else scale).to(total.dtype)
+    if given is None:
+        count = count.to(torch.promote_types(torch.promote_types(count.dtype, torch.float32), total.dtype))
+        given = (1.0 if scale is None else scale) / count
+    return given.to(total.dtype)
+
+
+def rounded(num_parts: int, dtype: torch.dtype) -> float | None:
+    """The factor that the seed of a mean of parts lacks for being rounded to a dtype of less than 32 bits."""
+    if dtype.itemsize >= 4:
+        return None
+    with compat.no_modes(), compat.no_function_modes():  # a number of this process, not of the trace
+        factor = torch.full((), 1.0 / num_parts, dtype=dtype, device="cpu").item() * num_parts
+    return None if factor == 1.0 else 1.0 / factor
+
+
+def made_ahead(t: Training, graph: Recorded, functions: Functions, names: Names) -> CountAhead:
+    """Makes the seed of a weighted loss whose batch is cut in parts; of a count that is a literal in the graph itself.
+
+    Args:
+        graph: its results are the seed, the loss's total, its count, and more. If the count is made ahead, the graph
+            need not give it any more. A seed that is made ahead is its argument `SEED`.
+
+    Raises:
+        TraceError: in float16 a count that is not known until blocks have run.
+    """
+    node, (place,) = graph.outputs[2], [n for n in graph.inputs if n.meta["name"] == SEED]
+    scale = [n for n in graph.inputs if n.meta["name"] == SCALE]
+    needed = ancestors([node], stop=set())
+    places = [n for n in graph.inputs if n in needed]
+    value = Value(SEED, (), DTYPE)
+    if blocks := [n for n in graph.graph.nodes if n in needed and n.target in (call_block, call_vjp)]:
+        _check_range(t, blocks)
+        one = functions.add("seed", _recorded(t, [], lambda: 1.0))
+        return CountAhead(seed=[Line("call", (), (value,), one)], of_sum=True)
+    if not places:
+        made = extract(graph, [], [node])
+        count = Known(made.graph, made.constants).compute(aten._local_scalar_dense.default, (made.outputs[0],), {})
+        whole = count * t.num_parts
+        first = next(n for n in graph.graph.nodes if place in n.all_input_nodes)
+        _, (seed,) = inlined(graph.graph, first, _recorded(t, scale, lambda x=1.0: x / whole), scale)
+        place.replace_all_uses_with(seed)
+        return CountAhead()
+    count = Value(names("count"), (), node.meta["val"].dtype)
+    fn = functions.add("count", extract(graph, places, [node]))
+    line = Line("call", tuple(n.meta["name"] for n in places), (count,), fn)
+    seed = functions.add("seed", _recorded(t, [*scale, node], lambda *x: (x[0] if scale else 1.0) / x[-1]))
+    args = (*(n.meta["name"] for n in scale), count.name)
+    return CountAhead([line], count, [Line("call", args, (value,), seed, CallAttrs(of_sums=True))])
+
+
+def _recorded(t: Training, of: Sequence[fx.Node], seed: Callable[..., Any]) -> Recorded:
+    """A function of 0-dim tensors as a graph whose result is of the dtype of a seed."""
+    device = compat.trace_device(t.mesh.device_type)
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        xs = [torch.empty((), dtype=n.meta["val"].dtype, device=device) for n in of]
+
+        def made(*xs: torch.Tensor) -> list[torch.Tensor]:
+            found = seed(*(x.to(DTYPE) for x in xs))
+            return [torch.full((), found, dtype=DTYPE, device=device) if isinstance(found, float) else found]
+
+        return record(made, xs, owner="train_step", names=[f"x_{i}" for i in range(len(xs))])
+
+
+def _check_range(t: Training, blocks: Sequence[fx.Node]) -> None:
+    """Raises TraceError if gradients of sums may not fit in what is computed."""
+    if t.precision.loss_scale is None:
+        return
+    made = ", ".join(dict.fromkeys(repr(n.args[0].name) for n in blocks))  # type: ignore[union-attr]
+    problem = f"count: made by {made}, and the batch is cut in {t.num_parts} parts, of which each has its own"
+    fix = (
+        "make the count of the batch or of the step's key; or return total / count, a mean of the parts' means; or "
+        "compute in bf16"
+    )
+    what = "in fp16 the count of a weighted loss must be known before the backward"
+    raise TraceError("mixed_precision", what, [problem], fix)

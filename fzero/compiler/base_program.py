@@ -1,0 +1,335 @@
+"""Makes the base program of a step: loss, gradients and optimizer recorded and laid out as lines, every leaf whole.
+
+A transform that acts on functions does so here, through three plain facts: the dtype a leaf is computed in, the dtype
+its gradient is reduced in, and how many parts (ranks x micro-batches) the global batch is cut in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from fzero import random as fzrandom
+from fzero import tree
+from fzero._compat import compat
+from fzero.compiler.backward_seed import DTYPE, SCALE, SEED, CountAhead, made_ahead, rounded, seed_of
+from fzero.compiler.bitcast_check import check_bits
+from fzero.compiler.training_spec import DType, Found, Precision, Training, grad_name
+from fzero.compiler.update_graph import AGREED, RAISED, record_update
+from fzero.errors import TraceError
+from fzero.ir.aliases import Aliases
+from fzero.ir.attributes import CallAttrs, CastAttrs
+from fzero.ir.from_graph import Functions, Inputs, Lines, run_traced
+from fzero.ir.program import Line, Program, Value
+from fzero.ir.value_names import Names, identifier
+from fzero.loss import Means, both_ends, flatten_means, new_values, split_loss, summable
+from fzero.mesh import AbstractMesh
+from fzero.trace.graph_capture import record
+from fzero.trace.guards import raise_conditions
+from fzero.trace.guards.write_guard import without_gradients
+from fzero.trace.recorder import Recorded
+from fzero.transforms.fp8_products import in_8_bits
+from fzero.transforms.precision_statistics import Watched, watched_blocks
+
+
+class BaseProgram(NamedTuple):
+    """A program, and the structures by which its outputs become the user's trees again."""
+
+    program: Program
+    structure: tree.TreeSpec  # of the metrics, or of the results of an evaluation
+    watched: Watched | None = None
+    raises: tuple[str, ...] = ()  # the lines of conditions under which the loss raises
+
+
+def lower_train(t: Training) -> BaseProgram:
+    """The base program of one optimizer step."""
+    functions, names = Functions(), Names()
+    lines, places = _arguments(t, names)
+    graph, found, seed, ahead = _record_loss(t, places, functions, names)
+    num_sums, end = found.num_sums, found.num_sums + len(found.used)
+    if t.precision.fp8 is not None:
+        grad_of = dict(zip(found.used, graph.outputs[num_sums:end], strict=True))
+        graph = in_8_bits(graph, t.precision.fp8, t.params, grad_of, [seed])
+    outputs, (*largest,) = graph.outputs[:end], graph.outputs[end:]
+    maxima = {AGREED: largest.pop(0)} if t.agreed else {}
+    if found.raises:
+        maxima[RAISED] = largest.pop(0)
+    if largest:
+        (maxima["block_max"],) = largest
+    wanted: dict[fx.Node, str] = {
+        n: f"sum_{j + (ahead.count is not None)}" if j else "loss_sum"
+        for j, n in reversed(list(enumerate(outputs[:num_sums])))
+    }
+    averaged = outputs[num_sums - len(t.averaged) : num_sums]
+    wanted |= {n: f"new_{identifier(t.params.leaves[i].path)}" for n, i in zip(averaged, t.averaged, strict=True)}
+    wanted |= {n: grad_name(t.params.leaves[i]) for n, i in zip(outputs[num_sums:], found.used, strict=True)}
+    wanted |= {n: name for name, n in maxima.items()}
+    body = Lines(graph, functions, names, wanted)
+    at = next((i for i, line in enumerate(body.lines) if SEED in line.args), 0)
+    lines = [*lines, *ahead.lines, *body.lines[:at], *ahead.seed, *body.lines[at:]]
+    lines, sums = _distinct(lines, [body.name[n] for n in outputs[:num_sums]], outputs[:num_sums], names, functions)
+    lines, grads = _reduced_grads(
+        t, lines, {i: (body.name[n], n) for i, n in zip(found.used, outputs[num_sums:], strict=True)}, names
+    )
+
+    sum_values = [
+        Value(n, tuple(o.meta["val"].shape), o.meta["val"].dtype) for n, o in zip(sums, outputs, strict=False)
+    ]
+    sum_values[1:1] = [] if ahead.count is None else [ahead.count]
+    watched = watched_blocks(t.name, t.params, lines) if t.precision.watch else None
+    max_values = {
+        name: Value(body.name[n], tuple(n.meta["val"].shape), n.meta["val"].dtype) for name, n in maxima.items()
+    }
+    update, structure = record_update(t, grads, sum_values, max_values, found, names, watched)
+    state = [inputs.leaves[i] for inputs in (t.params, t.opt_state) for i in inputs.distinct]
+    program = Program(
+        name=t.name,
+        mesh=t.mesh,
+        inputs=tuple(
+            Value(x.path, x.shape, x.dtype)
+            for x in (*t.slots.leaves.values(), *state, *(t.batch.leaves[i] for i in t.batch.distinct))
+        ),
+        leaves={x.path: x for x in (*t.slots.leaves.values(), *state)},
+        lines=(*lines, update),
+        outputs=tuple(v.name for v in update.out),
+        functions=functions.by_name,
+        owners=_owners(lines, {x.path for x in state}),
+        assigns=update.writes,
+        grads={t.params.leaves[i].path: grads[i].name for i in grads},
+    )
+    return BaseProgram(program, structure, watched, found.raises)
+
+
+def _arguments(t: Training, names: Names) -> tuple[list[Line], list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    """The arguments of the recorded function: the lines that make them, and their names, shapes and dtypes."""
+    lines, cast = _casts(t.params, t.precision.compute, names)
+    more, batch = _casts(t.batch, t.precision.compute, names)
+    values = [*(cast[i] for i in t.params.distinct), *(batch[i] for i in t.batch.distinct)]
+    places = [(v.name, v.shape, v.dtype) for v in values]
+    if t.precision.loss_scale is not None:
+        places.append((SCALE, (), torch.float32))
+    if t.num_parts > 1:
+        places.append((names(SEED), (), DTYPE))
+    if t.wants_key:
+        places += [("key", (3,), torch.int64), ("step", (), torch.int64), ("part", (), torch.int64)]
+        more.append(Line("part_index", (), (Value("part", (), torch.int64),)))
+    return [*lines, *more], places
+
+
+def _record_loss(
+    t: Training, places: Sequence[Any], functions: Functions, names: Names
+) -> tuple[Recorded, Found, fx.Node, CountAhead]:
+    """Records sums and gradients, in this order: the loss's total, its count unless made ahead, auxiliary sums,
+    averaged new values, gradients, as one vector the new values that must agree, and the flags of conditions under
+    which the loss raises. The node is that of the seed, from which gradients are computed."""
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        what = "anomaly mode (torch.autograd.set_detect_anomaly) looks into gradients while the step is traced"
+        fix = (
+            "turn it off: metrics['finite'] tells whether loss and gradients are. The plain step, before fz.compile, "
+            "runs under it: step(step.init(params), batch)"
+        )
+        raise TraceError("train_step", what, fix=fix)
+    made: list[Found] = []
+
+    @torch.enable_grad()  # whatever the caller has
+    def loss_and_grads(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        it = iter(fakes)
+        leaves = {i: next(it).detach().requires_grad_(i in t.trained) for i in t.params.distinct}
+        batch = {i: next(it) for i in t.batch.distinct}
+        scale = next(it) if t.precision.loss_scale is not None else None
+        given = next(it) if t.num_parts > 1 else None
+        kwargs = {}
+        if t.wants_key:
+            key, step, part = it
+            kwargs["key"] = fzrandom.with_part(fzrandom.fold_in(key, step), part)
+        params = t.params.rebuild(leaves)
+        own = [(t.params.leaves[i].path, x) for i, x in leaves.items()]
+        with raise_conditions.collected("train_step") as noted, without_gradients("train_step", own):
+            result = t.loss_fn(params, t.batch.rebuild(batch), **kwargs)
+        loss, aux, new = split_loss(result, t.has_aux, t.mutates is not None)
+        loss = loss._replace(total=noted.poisoned([loss.total])[0])
+        aux_leaves, means = flatten_means(aux)
+        values = {} if t.mutates is None else new_values(new, params, t.mutates)
+        seed = seed_of(loss, t.num_parts, scale, given)
+        grads = torch.autograd.grad(loss.total, [leaves[i] for i in t.trained], seed, allow_unused=True)
+        sums = [
+            loss.total,
+            *([] if loss.count is None else [loss.count]),
+            *aux_leaves,
+            *(values[i] for i in t.averaged),
+        ]
+        made.append(
+            Found(
+                [i for i, g in zip(t.trained, grads, strict=True) if g is not None],
+                len(sums),
+                loss.count is not None,
+                means,
+                rounded(t.num_parts, seed.dtype) if loss.count is None else None,
+                raises=tuple(noted.lines),
+            )
+        )
+        agreed = [both_ends([values[i] for i in t.agreed])] if t.agreed else []
+        return [seed, *map(summable, sums), *(g for g in grads if g is not None), *agreed, *noted.joined]
+
+    device, precision = compat.trace_device(t.mesh.device_type), t.precision
+    graph = run_traced("train_step", loss_and_grads, places, device, t.loss_fn, precision.casts, precision.watch)
+    leaves = [*(t.params.leaves[i] for i in t.params.distinct), *(t.batch.leaves[i] for i in t.batch.distinct)]
+    check_bits("train_step", graph, leaves, precision.changed)
+    (found,), ahead = made, CountAhead()
+    if found.weighted and t.num_parts > 1:
+        ahead = made_ahead(t, graph, functions, names)
+    seed, *outputs = graph.outputs
+    if ahead.count is not None:
+        del outputs[1]
+        found = replace(found, num_sums=found.num_sums - 1)
+    graph.graph.output_node().args = (tuple(outputs),)
+    graph.graph.eliminate_dead_code()
+    return graph, replace(found, of_sum=ahead.of_sum), seed, ahead
+
+
+def _reduced_grads(
+    t: Training, lines: list[Line], sources: dict[int, tuple[str, fx.Node]], names: Names
+) -> tuple[list[Line], dict[int, Value]]:
+    """Each gradient under a name of its own, in the dtype it is reduced in, cast right after the line that makes it."""
+    grads: dict[int, Value] = {}
+    casts: dict[str, list[Line]] = {}
+    for i, (source, node) in sources.items():
+        leaf, dtype = t.params.leaves[i], node.meta["val"].dtype
+        grads[i] = Value(source, leaf.shape, dtype)
+        if (
+            dtype != t.precision.reduce(leaf)
+            or node.op == "placeholder"
+            or any(grads[k].name == source for k in grads if k != i)
+        ):
+            grads[i] = Value(names(f"{grad_name(leaf)}_reduce"), leaf.shape, t.precision.reduce(leaf))
+            casts.setdefault(source, []).append(
+                Line("cast", (source,), (grads[i],), attrs=CastAttrs(dtype=grads[i].dtype), by="mixed_precision")
+            )
+    made_here = {v.name for line in lines for v in line.out}
+    lines = [new for line in lines for new in (line, *(c for v in line.out for c in casts.get(v.name, [])))]
+    return lines + [c for source, group in casts.items() if source not in made_here for c in group], grads
+
+
+def lower_eval(
+    name: str, fn: Callable[..., Any], params: Inputs, batch: Inputs, mesh: AbstractMesh, precision: Precision
+) -> BaseProgram:
+    """The base program of a forward-only step."""
+    functions, names = Functions(), Names()
+    lines, computed = _casts(params, precision.compute, names)
+    places = [(computed[i].name, computed[i].shape, computed[i].dtype) for i in params.distinct]
+    more, cast = _casts(batch, precision.compute, names)
+    lines += more
+    places += [(cast[i].name, cast[i].shape, cast[i].dtype) for i in batch.distinct]
+    made: dict[str, Any] = {}
+
+    def outputs_of(*fakes: torch.Tensor) -> list[torch.Tensor]:
+        p, b = (
+            dict(zip(params.distinct, fakes, strict=False)),
+            dict(zip(batch.distinct, fakes[len(params.distinct) :], strict=True)),
+        )
+        with torch.no_grad(), raise_conditions.collected("eval_step") as noted:
+            result = fn(params.rebuild(p), *batch.rebuild(b))
+            leaves, made["means"] = flatten_means(result)
+            leaves = noted.poisoned(leaves)
+        return [summable(x) if made["means"].summed[j] else precision.output(x.detach()) for j, x in enumerate(leaves)]
+
+    graph = run_traced("eval_step", outputs_of, places, compat.trace_device(mesh.device_type), fn, precision.casts)
+    inputs = [*(params.leaves[i] for i in params.distinct), *(batch.leaves[i] for i in batch.distinct)]
+    check_bits("eval_step", graph, inputs, precision.changed)
+    if precision.fp8 is not None:
+        graph = in_8_bits(graph, precision.fp8, params, {}, [])
+    outputs = graph.outputs
+    means: Means = made["means"]
+    body = Lines(graph, functions, names, {n: f"out_{j}" for j, n in reversed(list(enumerate(outputs)))})
+    lines += body.lines
+    found = [body.name[n] for n in outputs]
+    # Where one value is both a sum and a result, the sum is the copy: ranks add up the copy, and return their own.
+    order = sorted(range(len(found)), key=means.summed.__getitem__)
+    lines, ordered = _distinct(lines, [found[j] for j in order], [outputs[j] for j in order], names, functions)
+    found = [name for _, name in sorted(zip(order, ordered, strict=True))]
+    sums = [n for n, s in zip(found, means.summed, strict=True) if s]
+    dtypes = {n: o.meta["val"].dtype for n, o in zip(found, outputs, strict=True)}
+    results: list[str] = []
+    it = iter(found)
+    for weighted in means.weighted:
+        if not weighted:
+            results.append(next(it))
+            continue
+        total, count = next(it), next(it)
+        mode = compat.FakeTensorMode()
+        with mode:
+            pair = [
+                torch.empty((), dtype=dtypes[n], device=compat.trace_device(mesh.device_type)) for n in (total, count)
+            ]
+            graph = record(lambda a, b: [precision.output(a / b)], pair, owner="eval_step", names=["total", "count"])
+        results.append(names("mean"))
+        value = Value(results[-1], (), graph.outputs[0].meta["val"].dtype)
+        lines.append(Line("call", (total, count), (value,), functions.add("mean", graph), CallAttrs(of_sums=True)))
+    program = Program(
+        name=name,
+        mesh=mesh,
+        inputs=tuple(Value(x.path, x.shape, x.dtype) for x in inputs),
+        leaves={params.leaves[i].path: params.leaves[i] for i in params.distinct},
+        lines=tuple(lines),
+        outputs=tuple(results),
+        functions=functions.by_name,
+        owners=_owners(lines, {params.leaves[i].path for i in params.distinct}),
+        sums=tuple(sums),
+    )
+    return BaseProgram(program, means.structure)
+
+
+def _casts(inputs: Inputs, compute_dtype: DType, names: Names) -> tuple[list[Line], dict[int, Value]]:
+    """A cast line for every leaf that is computed in another dtype than it comes in, and the value to compute with."""
+    lines, values = [], {}
+    for i in inputs.distinct:
+        leaf, dtype = inputs.leaves[i], compute_dtype(inputs.leaves[i])
+        values[i] = Value(leaf.path, leaf.shape, leaf.dtype)
+        if dtype != leaf.dtype:
+            values[i] = Value(names(f"{identifier(leaf.path)}_{str(dtype).removeprefix('torch.')}"), leaf.shape, dtype)
+            lines.append(Line("cast", (leaf.path,), (values[i],), attrs=CastAttrs(dtype=dtype), by="mixed_precision"))
+    return lines, values
+
+
+def _distinct(
+    lines: list[Line], found: list[str], nodes: Sequence[fx.Node], names: Names, functions: Functions
+) -> tuple[list[Line], list[str]]:
+    """Gives each output a name of its own, where two outputs are one value, and memory of its own, where an output lies
+    in that of an input: a step overwrites its state, and what it says of it is from before."""
+    aliases, within = Aliases(functions.by_name), dict[str, str]()
+    for line in lines:
+        within.update((result, within.get(arg, arg)) for result, arg in aliases.of(line))
+    made = {v.name for line in lines for v in line.out}
+    seen: set[str] = set()
+    out = []
+    for name, node in zip(found, nodes, strict=True):
+        if name in seen or node.op == "placeholder" or within.get(name, name) not in made:
+            value = node.meta["val"]
+            lines.append(
+                Line(
+                    "cast",
+                    (name,),
+                    (Value(names(f"{identifier(name)}_copy"), tuple(value.shape), value.dtype),),
+                    attrs=CastAttrs(dtype=value.dtype),
+                )
+            )
+            name = lines[-1].out[0].name
+        seen.add(name)
+        out.append(name)
+    return lines, out
+
+
+def _owners(lines: Sequence[Line], leaves: set[str]) -> dict[str, int]:
+    """For each leaf the number of the line that first computes with it: leaves of one block belong together."""
+    origin = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
+    owners: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        for arg in line.args if line.op == "call" else ():
+            leaf = origin.get(arg, arg)
+            if leaf in leaves:
+                owners.setdefault(leaf, number)
+    return owners

@@ -1,0 +1,126 @@
+"""Makes of lines that do one small thing to one value each, casts and sums over micro-batches, lines that do it to
+several: on a GPU that is one launch.
+
+It runs after the pool has placed everything: two lines become one only if neither writes where the other reads. So the
+pool keeps its planned peak. On a CPU, where a launch is a call, nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fzero.ir.aliases import Views
+from fzero.ir.ops import OPS
+from fzero.ir.program import Line, Place, Program
+
+
+def launches(program: Program) -> bool:
+    """Whether a line is a launch: on every device but a CPU."""
+    return program.mesh.device_type != "cpu"
+
+
+def batched(program: Program) -> Program:
+    """The program with lines of batched ops (`Op.batched`) that follow each other, and say the same, as one."""
+    return _Batcher(program).run()
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Lines that become one."""
+
+    key: object
+    lines: list[Line]
+
+
+class _Batcher:
+    def __init__(self, program: Program):
+        self.program, self.values, self.views = program, program.values_by_name, Views(program)
+        self.places = {
+            v.name: place
+            for line, _ in program.walk()
+            if not OPS[line.op].between  # of a start, these are its transfer's
+            for v, place in zip(line.out, line.into, strict=False)
+            if place is not None
+        }
+
+    def run(self) -> Program:
+        return replace(self.program, lines=tuple(self._lines(self.program.lines)))
+
+    def _lines(self, lines: Sequence[Line]) -> list[Line]:
+        out: list[Line] = []
+        groups: list[_Group] = []  # places of the lines since the last one of another kind
+        for line in lines:
+            key = self._key(line)
+            if key is None:
+                out += map(_joined, groups)
+                groups = []
+                out.append(replace(line, body=tuple(self._lines(line.body))) if line.body else line)
+                continue
+            at = self._joins(groups, key, line)
+            if at is None:
+                groups.append(_Group(key, [line]))
+            else:
+                groups[at].lines.append(line)
+        return out + [*map(_joined, groups)]
+
+    def _key(self, line: Line) -> object:
+        """The same for lines that may be one; None for one that is none of these."""
+        if not OPS[line.op].batched or not line.out or len(line.args) % len(line.out):
+            return None
+        source, out = self.values[line.args[0]], line.out[0]
+        if "host" in (source.tier, out.tier):
+            return None
+        num = len(line.args) // len(line.out)
+        return line.op, line.attrs, line.by, num, source.dtype, out.dtype, tuple(p is None for p in line.into[:1])
+
+    def _joins(self, groups: Sequence[_Group], key: object, line: Line) -> int | None:
+        """The last group that a line may join: it comes before all groups behind that one, then."""
+        for at in reversed(range(len(groups))):
+            if any(self._meet(other, line) for other in groups[at].lines):
+                return None
+            if groups[at].key == key:
+                return at
+        return None
+
+    def _meet(self, one: Line, other: Line) -> bool:
+        """Whether one of two lines reads or writes what the other writes."""
+        named = {v.name for v in one.out} & {*other.args} or {v.name for v in other.out} & {*one.args}
+        mine, its = self._written(one), self._written(other)
+        return bool(named) or _overlap(mine, its + self._read(other)) or _overlap(its, self._read(one))
+
+    def _written(self, line: Line) -> list[_Span]:
+        return [self._span(place) for place in line.into if place is not None]
+
+    def _read(self, line: Line) -> list[_Span]:
+        roots = {root for name in line.args for root in self.views.roots(name)}
+        return [self._span(self.places[root]) for root in roots if root in self.places]
+
+    def _span(self, place: Place) -> _Span:
+        size = self.program.mesh.axis_size(place.part) if place.part else 1
+        return (place.arena, place.room), place.offset, place.offset + place.nbytes * size
+
+
+_Span = tuple[tuple[str, int], int, int]
+"""An arena or a room, and the first byte and the end of a place in it."""
+
+
+def _overlap(some: Sequence[_Span], others: Sequence[_Span]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
+
+
+def _joined(group: _Group) -> Line:
+    first = group.lines[0]
+    if len(group.lines) == 1:
+        return first
+    return replace(
+        first,
+        args=tuple(
+            a
+            for begin in range(len(first.args) // len(first.out))  # of each result, what is first, then what is second
+            for line in group.lines
+            for a in line.args[begin * len(line.out) :][: len(line.out)]
+        ),
+        out=tuple(v for line in group.lines for v in line.out),
+        into=tuple(p for line in group.lines for p in line.into),
+    )

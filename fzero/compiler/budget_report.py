@@ -1,0 +1,215 @@
+"""Explains the decisions that a budget has made about a program, and the memory of a program that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fzero._utils.units import exact_size, size
+from fzero.compiler.options import Choice
+from fzero.compiler.overlap import Order
+from fzero.compiler.passes import PASSES
+from fzero.errors import BudgetError
+from fzero.ir.ops.transfers import AllReduce, AllToAll, ReduceScatter
+from fzero.ir.program import Line, Program
+from fzero.plan.device_lookup import Device
+from fzero.plan.plan import Plan, PlanDecision
+from fzero.plan.render import brief
+from fzero.transforms.compress import Compress
+from fzero.transforms.offload_analysis import blocks_updated_on_host
+from fzero.transforms.remat import Remat
+from fzero.transforms.transform import find
+from fzero.transforms.zero_placement import keeps_gathers
+
+
+class TierUse(NamedTuple):
+    """Bytes that a step takes of a tier at its peak, and may take, None for any number."""
+
+    tier: str
+    peak: int
+    limit: int | None
+
+    @property
+    def over(self) -> int:
+        """The bytes beyond the limit."""
+        return 0 if self.limit is None else max(0, self.peak - self.limit)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that each rank may have on the device, `nbytes`, on the host and on disk, as many as it takes where that is
+    None; the device whose rates predict the step, the backend the program is for. On a mesh of one memory for both, the
+    host's bytes count for the device."""
+
+    nbytes: int | None
+    device: Device
+    backend: str = "inductor"
+    host: int | None = None
+    disk: int | None = None
+
+    @property
+    def limits(self) -> tuple[int | None, int | None, int | None]:
+        """The limits of device, host and disk."""
+        return self.nbytes, self.host, self.disk
+
+    def uses(self, peaks: tuple[int, int, int]) -> list[TierUse]:
+        """The peaks of device, host and disk beside their limits."""
+        return [TierUse(t, peaks[i], self.limits[i]) for i, t in enumerate(("device", "host", "disk"))]
+
+    def over(self, peaks: tuple[int, int, int]) -> int:
+        """The bytes beyond the limits of all tiers; 0 if it fits."""
+        return sum(use.over for use in self.uses(peaks))
+
+    def filled(self, peaks: tuple[int, int, int]) -> float:
+        """The largest share of a tier's limit that is taken."""
+        shares = (use.peak / max(1, use.limit) for use in self.uses(peaks) if use.limit is not None)
+        return max(shares, default=0.0)
+
+
+def decided(program: Program, choice: Choice, budget: Budget | None) -> tuple[PlanDecision, ...]:
+    """The decisions behind a program that has been chosen: without a budget only what becomes of the gradients of
+    micro-batches."""
+    limited = budget is not None and budget.nbytes is not None
+    found = [*_gathered_once(program, choice, limited), *_of_micro_batches(program, choice)]
+    formats = zip(choice.wire, choice.wire_because, strict=True)
+    found += [PlanDecision(f"compress over {x.axis}", str(x), why) for x, why in formats]
+    if limited:
+        spec = find(program.transforms, Remat)
+        auto = spec is not None and spec.policy == "auto"
+        why = "the share of activation memory that fits and is fastest" if auto else "the step says so"
+        kept = choice.remat if isinstance(choice.remat, str) else f"{choice.remat:.3g}"
+        found = [PlanDecision("remat", kept, why), *found, *_of_order(choice.order)]
+    if choice.grads != "update":
+        host = choice.grads == "host"
+        why = "wherever their update runs: the device has no room for them"
+        why = why if host else "sums over micro-batches: it is faster"
+        found.append(PlanDecision("gradients wait", f"on the {'host' if host else 'device'}", why))
+    found += [PlanDecision(*said) for passed in PASSES if (said := passed.decision(choice))]
+    if choice.share_because:
+        on_host, num = blocks_updated_on_host(program)
+        sides = {num: f"all {num} blocks on the host", 0: f"all {num} blocks on the device"}
+        where = sides.get(on_host, f"{on_host} of {num} blocks on the host")
+        found.append(PlanDecision("update_on", where, choice.share_because))
+    return tuple(found)
+
+
+def _gathered_once(program: Program, choice: Choice, limited: bool) -> Iterator[PlanDecision]:
+    if (once := keeps_gathers(program.transforms)) is not None:
+        why = "as many blocks as fit and are fastest" if limited else "of all blocks: there is no budget"
+        why = why if once.least < once.most else "the step says so"
+        why = f"the share of blocks whose parts stay gathered over {once.axis}: {why}"
+        yield PlanDecision("gathered once a step", f"{choice.stay:.3g}", why)
+
+
+def _of_micro_batches(program: Program, choice: Choice) -> Iterator[PlanDecision]:
+    for loop in (line for line in program.lines if line.op == "loop"):
+        within = {a: None for x in loop.body if x.op == ReduceScatter.name or _deals(x) for a in x.axes}
+        reduces = (x for x in program.lines if x.op in _REDUCES or _deals(x))
+        later = {a: None for x in reduces for a in x.axes if a not in within}
+        why = choice.because if within or choice.whole_grads else "the stage adds them up whole"
+        how = "reduced after every micro-batch" if within else "reduced once a step"
+        if within and later:
+            how = f"reduced over {', '.join(within)} after every micro-batch, over {', '.join(later)} once a step"
+        why = f"{how}: {why or 'it takes least, and there is no budget'}"
+        yield PlanDecision("gradients", "shards" if within else "whole", why)
+
+
+def _deals(line: Line) -> bool:
+    """Whether a line begins a reduction whose summands are in codes."""
+    return line.op == AllToAll.name and line.by == Compress.name
+
+
+def _of_order(order: Order) -> Iterator[PlanDecision]:
+    why = "serve the forward and the backward of a block: as many as fit"
+    yield PlanDecision("shared gathers", str(order.shared), why)
+    why = "blocks that a gather starts before it is needed"
+    yield PlanDecision("ahead", str(order.ahead), f"{why}: {'the fastest' if order.ahead else 'no other fits'}")
+    if order.leafwise:
+        yield PlanDecision("reductions", "leaf by leaf", "a block's gradients do not fit at once in their dtype")
+    if order.late_sums:
+        why = "a micro-batch's gradients are reduced while the next block computes: faster"
+        yield PlanDecision("sums", "a block later", why)
+    yield PlanDecision("coalesced", size(order.coalesced), "transfers that send less than this travel together")
+
+
+def unmet(program: Program, found: Plan, budget: Budget, advice: Sequence[str], rows: int) -> BudgetError:
+    """The error of a step whose least plan does not fit its budgets.
+
+    Args:
+        program: that takes least.
+        found: its plan.
+        budget: what it does not fit.
+        advice: ways to lower the peak of the device.
+        rows: of the batch that a rank computes with at once, in its first dimension.
+    """
+    problems, named = [], {"device": "", "host": " of host memory", "disk": " on disk"}
+    for use in budget.uses((found.peak_bytes, found.host_peak_bytes, found.disk_bytes)):
+        if use.limit is not None and use.over:
+            needs = f"a rank needs {size(use.peak)}{named[use.tier]}"
+            problems.append(f"{needs}, {exact_size(use.over)} more than the {size(use.limit)} it may have")
+            if use.tier == "device":
+                problems += [f"of a pipeline: {program.notes[-1]}"] if found.stages else []
+                problems += [f"at: {brief(found.peak_line.text.strip(), 100)}", *filling(program, found)]
+    over = budget.nbytes is not None and found.peak_bytes > budget.nbytes
+    fixes = ["apply what lowers it most"] if advice else []
+    host = budget.host is not None and found.host_peak_bytes > budget.host
+    if host and found.host_breakdown["gradients"] > FEW * found.host_peak_bytes:
+        layerwise = (
+            ", with fz.accumulate(n, schedule='layerwise')" if any(line.op == "loop" for line in program.lines) else ""
+        )
+        fixes += [f"let gradients wait on disk (fz.offload('nvme', 'gradients', path=DIR){layerwise})"]
+    fixes += ["use a smaller batch"] if over and rows > 1 and share_of(found, WITH_BATCH) > FEW else []
+    return BudgetError(
+        "memory_budget",
+        "the step does not fit",
+        [*problems, *advice],
+        ", ".join([*fixes, "or raise the budget"]).removeprefix("or "),
+    )
+
+
+WITH_BATCH = ("batch", "saved", "activations", "temporaries")
+"""Roles of bytes that grow with the batch."""
+FEW = 0.05  # of the peak: smaller roles are not worth advice
+
+
+def share_of(found: Plan, roles: Sequence[str]) -> float:
+    """The share of the peak that some roles take."""
+    return sum(found.breakdown[role] for role in roles) / max(1, found.peak_bytes)
+
+
+def filling(program: Program, found: Plan) -> list[str]:
+    """The roles that fill the device's memory at the peak, the largest first, and the reason why many gradients wait,
+    if they do."""
+    why = waiting(program) if share_of(found, ("gradients", "idle_pool")) > FEW else None
+    return [f"there: {_listed(found.breakdown)}", *([f"gradients: {why}"] if why else [])]
+
+
+def filling_host(found: Plan) -> list[str]:
+    """The roles that fill the host's memory, the most first."""
+    return [f"on the host: {_listed(found.host_breakdown)}"]
+
+
+def _listed(breakdown: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{_ROLES.get(role, role)} {size(n)}" for role, n in sorted(breakdown.items(), key=lambda item: -item[1]) if n
+    )
+
+
+_REDUCES = (ReduceScatter.name, AllReduce.name)
+
+_ROLES = {"saved": "saved for the backward", "idle_pool": "idle places of transfers"}
+
+
+def waiting(program: Program) -> str | None:
+    """Why gradients pile up until the backward is over, if they do."""
+    if any(line.op == "loop" for line in program.lines):
+        return "those of all blocks add up over the micro-batches of a loop"
+    backward = [i for i, line in enumerate(program.lines) if line.is_backward]
+    updates = [i for i, line in enumerate(program.lines) if line.by == "optimizer" and line.writes and line.fn]
+    if len(backward) < 2 or len(updates) < 2 or min(updates) < max(backward):
+        return None
+    return (
+        "all updates wait for a number of all gradients, such as the norm of clip_by_global_norm; without it each is "
+        "used as it is made"
+    )

@@ -1,0 +1,133 @@
+"""Makes the programs that a step can become: it is traced once, and each choice that it leaves open gives a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fzero import tree
+from fzero.compiler.base_program import lower_eval
+from fzero.compiler.budget_report import Budget
+from fzero.compiler.combined_transforms import precision_of, zero_of
+from fzero.compiler.lowered import Lowered
+from fzero.compiler.options import Choice
+from fzero.compiler.pass_cache import Variants, first_choice
+from fzero.compiler.passes import FIRST, Asked, Pass
+from fzero.compiler.state_slots import Slots, check_used
+from fzero.compiler.traced_step import Traced, trace_step
+from fzero.ir.from_graph import Inputs
+from fzero.ir.program import Program
+from fzero.ir.stage_verifier import meeting
+from fzero.mesh import AbstractMesh, Mesh
+from fzero.plan.inductor.temporaries import temporaries_on
+from fzero.step import EvalStep, Step
+from fzero.step.checks import check_arguments
+from fzero.transforms.precision_statistics import Watched
+
+
+@dataclass(frozen=True)
+class CandidatePrograms:
+    """The programs of a step on a mesh, by choice.
+
+    Attributes:
+        variants: the programs of one stage.
+        starts: the choices that a search begins with (`Variants.starts`).
+        passes: whose options are open; none for an evaluation.
+        params, opt_state, batch: the leaf tables.
+        structure: of the outputs.
+        budget: that choices are made for.
+        axis: along which the stages of a pipeline lie.
+        stages: their numbers, and `here`, that of this rank.
+        slots, watched, raises: what a training step has besides (`Traced`).
+    """
+
+    variants: Variants
+    starts: list[list[Choice]]
+    passes: Sequence[Pass]
+    params: Inputs
+    opt_state: Inputs | None
+    batch: Inputs
+    structure: tree.TreeSpec
+    budget: Budget | None
+    axis: str | None
+    stages: range
+    here: int
+    slots: Slots | None = None
+    watched: Watched | None = None
+    raises: tuple[str, ...] = ()
+
+    def programs(self, choice: Choice) -> tuple[Program, ...]:
+        """The programs of all stages under a choice, not verified."""
+        return tuple(self.variants(replace(choice, stage=n)) for n in self.stages)
+
+    def finished(self, choice: Choice, draft: bool) -> tuple[Program, ...]:
+        """The programs of all stages under a choice; verified unless they are a `draft`."""
+        return self.programs(choice) if draft else self.variants.all_verified(choice)
+
+    def lowered(self, choice: Choice, draft: bool) -> Lowered:
+        """The result of lowering under a choice. `draft`: its programs are not verified."""
+        programs = self.finished(choice, draft)
+        if self.slots is not None:
+            check_used(programs[0], self.slots)
+        return Lowered(
+            meeting(programs) if self.axis else programs,
+            self.params,
+            self.opt_state,
+            self.batch,
+            self.structure,
+            self.budget,
+            choice,
+            watched=self.watched,
+            raises=self.raises,
+            stage=self.here,
+            stages=lambda: _stages(self.variants, replace(choice, stage=self.here)),
+        )
+
+
+def candidates(
+    step: Step | EvalStep,
+    mesh: AbstractMesh,
+    params: Inputs,
+    batch: Inputs,
+    budget: Budget | None,
+    traced: Traced | None,
+    limited: bool,
+    skip: frozenset[str],
+) -> CandidatePrograms:
+    """Traces a step, unless it is `traced` already, and lists the choices that a search begins with. `limited`: those
+    of least memory are asked for, without a budget; other arguments are those of `lower_inputs`."""
+    axis = zero_of(step, mesh).stages
+    here = mesh.index(axis) if axis and isinstance(mesh, Mesh) else 0
+    stages = range(mesh.axes[axis] if axis else 1)
+    if isinstance(step, EvalStep):
+        check_arguments(step.fn, batch.structure.num_children)
+        recorded, structure, *_ = lower_eval(step.name, step.fn, params, batch, mesh, precision_of(step))
+        variants = Variants(
+            replace(recorded, transforms=step.transforms),
+            Asked(zero_of(step, mesh), skip=skip, temporaries=temporaries_on(mesh)),
+        )
+        # nothing is open
+        return CandidatePrograms(variants, [[Choice()]], (), params, None, batch, structure, budget, axis, stages, here)
+    traced = traced or trace_step(step, mesh, params, batch, skip=skip)
+    limited = limited or (budget is not None and budget.nbytes is not None)
+    return CandidatePrograms(
+        traced.variants,
+        traced.variants.starts(first_choice(step, mesh, limited), budget),
+        traced.variants.passes,
+        params,
+        traced.opt_state,
+        batch,
+        traced.structure,
+        budget,
+        axis,
+        stages,
+        here,
+        traced.slots,
+        traced.watched,
+        traced.raises,
+    )
+
+
+def _stages(variants: Variants, choice: Choice) -> dict[str, Program]:
+    """The recorded program, and that of each pass that runs."""
+    return {FIRST: variants.recorded, **{passed.name: made for passed, made in variants.stages(choice)}}

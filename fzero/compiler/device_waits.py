@@ -1,0 +1,39 @@
+"""Marks the waits of copies to the host that hold up the device alone: nothing on the host reads these values, except
+copies back to the device.
+
+Such a copy and the copy back are in the device's order, so the host's thread need not know when either is done, and may
+be as far ahead of the device as elsewhere: of a step with `offload("cpu", "activations")` it is held by no copy. The
+next line of the host that writes there waits by itself (`Op.settles`). It comes when all has its place, and moves no
+line.
+"""
+
+from __future__ import annotations
+
+from fzero.ir.attributes import WaitAttrs
+from fzero.ir.ops import OPS, STARTS, Start
+from fzero.ir.program import Line, Program
+
+
+def mark(program: Program) -> Program:
+    """The program with `host=False` on these waits. None on a mesh whose host and device share one memory."""
+    starts = {line.out[0].name: line for line, _ in program.walk() if line.op in STARTS}
+    on_host = {*program.outputs}
+    for line, _ in program.walk():
+        row = OPS[line.op]
+        on_host.update(line.writes)
+        if not (isinstance(row, Start) and row.holds_device_only):
+            on_host.update(line.args)
+
+    def device_alone(line: Line) -> bool:
+        if not isinstance(line.attrs, WaitAttrs):
+            return False
+        start = starts[line.args[0]]
+        return (
+            STARTS[start.op].may_hold_device_only
+            and not start.writes
+            and bool(line.into)
+            and None not in line.into
+            and not any(v.name in on_host for v in line.out)
+        )
+
+    return program.map_lines(lambda line: [line.saying(host=False) if device_alone(line) else line])

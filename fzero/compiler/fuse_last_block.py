@@ -1,0 +1,94 @@
+"""Fuses a block's forward with a backward that follows at once: nothing is saved or recomputed, and its parameters are
+gathered once.
+
+That is the last block of a step, with the glue between its forward and its vjp (the loss, the seed of the backward)
+taken in. Glue that reads parameters is left alone: taken in, it would hold them beside the block's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+
+from fzero._compat import compat
+from fzero.ir.attributes import CallAttrs
+from fzero.ir.from_graph import Functions
+from fzero.ir.program import Line, Program
+from fzero.trace.cse import merge_equal
+from fzero.trace.recorder import Recorded
+
+
+def rewrite(program: Program) -> Program:
+    """The base program with the last block's forward and vjp as one line, `..._value_and_grad`, where nothing but glue
+    lies between them."""
+    lines = list(program.lines)
+    found = _between(program)
+    if found is None:
+        return program
+    start, stop = found
+    ahead = [line for line in lines[start:stop] if line.of_sums]  # which waits for other ranks
+    lines[start:stop] = [*ahead, *(line for line in lines[start:stop] if not line.of_sums)]
+    start += len(ahead)
+    group, rest = lines[start:stop], [*lines[:start], *lines[stop:]]
+    read = {a for line in rest for a in line.args} | set(program.outputs)
+    out = tuple(v for line in group for v in line.out if v.name in read)
+    graph, args = compose(group, program, [v.name for v in out])
+    functions = Functions({n: f for n, f in program.functions.items() if any(line.fn == n for line in rest)})
+    block = group[0].block
+    assert block is not None, group[0]
+    name = functions.add(f"{block.joint.name}_value_and_grad", graph)
+    fused = Line("call", args, out, name, CallAttrs(block=replace(block, part="both")), by="fuse")
+    return replace(program, lines=(*lines[:start], fused, *lines[stop:]), functions=functions.by_name)
+
+
+def compose(lines: Sequence[Line], program: Program, outputs: Sequence[str]) -> tuple[Recorded, tuple[str, ...]]:
+    """The function that a run of calls is, from the values it reads to `outputs`, and the names of what it reads. Equal
+    operations are one."""
+    graph, constants = compat.Graph(), dict[str, torch.Tensor]()
+    made = {v.name for line in lines for v in line.out}
+    args = tuple(dict.fromkeys(a for line in lines for a in line.args if a not in made))
+    values: dict[str, fx.Node] = {}
+    for i, name in enumerate(args):
+        values[name] = graph.placeholder(f"x_{i}")
+    for line in lines:
+        source = program.functions[line.fn].graph
+        env = dict(zip(source.inputs, (values[a] for a in line.args), strict=True))
+        for place, node in env.items():
+            node.meta.setdefault("val", place.meta["val"])
+        for node in source.graph.nodes:
+            if node.op == "get_attr":
+                literal = f"literal_{len(constants)}"
+                constants[literal] = source.constants[node.target]
+                env[node] = graph.create_node("get_attr", literal)
+                env[node].meta.update(node.meta)
+            elif node.op == "call_function":
+                env[node] = graph.node_copy(node, lambda n, env=env: env[n])
+        values.update(zip((v.name for v in line.out), (env[n] for n in source.outputs), strict=True))
+    graph.output(tuple(values[n] for n in outputs))
+    merge_equal(graph)  # the vjp of a base program repeats the forward
+    graph.eliminate_dead_code()
+    return Recorded(graph, constants), args
+
+
+def _between(program: Program) -> tuple[int, int] | None:
+    """The range of lines from the last block's forward to its vjp, if they can be one function."""
+    params = {n for n, leaf in program.leaves.items() if leaf.role == "params"}
+    params |= {v.name for line in program.lines if line.op == "cast" and line.args[0] in params for v in line.out}
+    blocks = [i for i, line in enumerate(program.lines) if line.is_forward or line.is_backward]
+    pair = next(((i, j) for i, j in itertools.pairwise(blocks) if _is_pair(program.lines[i], program.lines[j])), None)
+    if pair is None:
+        return None
+    glue = program.lines[pair[0] + 1 : pair[1]]
+    if any(line.op != "call" or line.writes or not params.isdisjoint(line.args) for line in glue):
+        return None
+    return pair[0], pair[1] + 1
+
+
+def _is_pair(first: Line, second: Line) -> bool:
+    one, other = first.block, second.block
+    assert one is not None and other is not None
+    return (one.part, other.part, one.number) == ("forward", "backward", other.number)

@@ -1,0 +1,61 @@
+"""Hoists every optimizer update to right behind the backward that makes its gradients, unless it depends on something
+of all leaves, such as a norm to clip by. So gradients need not pile up, and transfers of one block's state run beside
+the backward of the next block.
+
+An update that waits for other ranks, or for a separate host, comes a block later: the device runs that block meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fzero.ir.aliases import Views
+from fzero.ir.dependencies import dependences, scheduled
+from fzero.ir.ops import COLLECTIVES, OPS
+from fzero.ir.program import Line, Program
+
+
+def hoist_updates(program: Program) -> Program:
+    """The program with each line of the optimizer, and of what else follows the last block, right after the last line
+    that it must come after, or, of the optimizer, a block later."""
+    lines = program.lines
+    optimizer = next((i for i, line in enumerate(lines) if line.by == "optimizer"), None)
+    if optimizer is None:
+        return program
+    first = next((i + 1 for i in reversed(range(optimizer)) if lines[i].body or lines[i].block is not None), optimizer)
+    before = dependences(lines, Views(program))
+    later = _next_blocks(lines[:first])
+    travels = not program.mesh.unified_memory and any(leaf.layout.tier != "device" for leaf in program.leaves.values())
+    gathered = {x.out[0].name for x in lines if x.op in COLLECTIVES}
+    arrives = [x.of_codes or (OPS[x.op].waits and x.args[0] in gathered) for x in lines]
+    behind = [*range(first)]  # the line that each comes right after, itself before the optimizer
+    for number in range(first, len(lines)):
+        at = max((behind[i] for i in before[number]), default=-1)
+        if (
+            at >= 0
+            and lines[number].by == "optimizer"
+            and (travels or any(arrives[i] and behind[i] == at for i in before[number]))
+        ):
+            at = later[at]
+        behind.append(at)
+    return replace(program, lines=tuple(scheduled(lines, before, [*zip(behind, range(len(lines)), strict=True)])))
+
+
+def _next_blocks(lines: Sequence[Line]) -> list[int]:
+    """For each line where the next block after it has run, and what it made is on its way to the other ranks; at the
+    end the last line."""
+    out, found = [len(lines) - 1] * len(lines), len(lines) - 1
+    for i in reversed(range(len(lines))):
+        out[i] = found
+        micro, count = lines[i].micro or (0, 1)
+        if lines[i].is_backward and lines[i].ends_block and micro == count - 1:
+            found = i
+            while found + 1 < len(lines) and _leaves(lines[found + 1]):
+                found += 1
+    return out
+
+
+def _leaves(line: Line) -> bool:
+    """Whether a line behind a block sees to it that gradients leave."""
+    return line.op in ("cast", "add", "split_parts", *COLLECTIVES) or line.of_codes

@@ -1,0 +1,131 @@
+"""Lowers a step to a program: every arrow of the design's picture, in order.
+
+    step + example batch -- trace --> base program -- passes (fzero/compiler/passes.py) --> finished program
+
+After every pass the program is verified. Under a memory budget the arrows after the trace are gone through for several
+choices (fzero/compiler/candidate_programs.py); the best is selected (fzero/compiler/program_selection.py) and verified.
+Nothing here needs devices: `lower` works for any mesh on abstract tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from fzero._compat.inductor_folder import guard_inductor
+from fzero._utils.arguments import plain_numbers
+from fzero._utils.units import parse_budgets
+from fzero.compiler.abstract_values import abstract, batch_inputs
+from fzero.compiler.auto_compress import check_links_known
+from fzero.compiler.auto_offload import resolve
+from fzero.compiler.auto_stages import choose_stages
+from fzero.compiler.auto_tensor_parallel import choose_rules
+from fzero.compiler.budget_report import Budget
+from fzero.compiler.input_specs import params_inputs
+from fzero.compiler.lowered import Lowered
+from fzero.compiler.program_selection import lower_inputs
+from fzero.errors import FzeroTypeError
+from fzero.mesh import AbstractMesh, Mesh
+from fzero.plan.cost import check_backend_name
+from fzero.plan.device_lookup import Device, get_device
+from fzero.step import EvalStep, Step
+from fzero.step.checks import check_params, no_step
+from fzero.trace.graph_capture import without_gc
+from fzero.transforms.transform import on_device
+
+
+@plain_numbers
+def lower(
+    step: Step | EvalStep,
+    mesh: AbstractMesh,
+    params: Any,
+    batch: Any,
+    *,
+    memory_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    device: Device | str | None = None,
+    backend: str = "inductor",
+    skip: Iterable[str] = (),
+) -> Lowered:
+    """The program of a step on a mesh, from abstract values: no process group, no memory.
+
+    Args:
+        step: a training or evaluation step with its transforms.
+        mesh: a `Mesh`, or an `AbstractMesh` of devices one does not have.
+        params: a pytree of tensors with the shapes of the whole leaves (meta tensors will do), or a function of a key
+            that returns one.
+        batch: one rank's batch: a pytree of tensors (meta tensors will do). For an evaluation the tuple of its
+            arguments.
+        memory_budget: bytes of each rank, or text ("80GB"): the program that is predicted to be fastest within it. By
+            default the one that keeps at most two blocks' parameters whole.
+        host_budget, disk_budget: likewise, of the host's memory, where it is another than the device's, and of scratch
+            files. What they are is `Plan.host_peak_bytes` and `disk_bytes`. With a host budget its room is used if that
+            makes the step faster (docs/transforms/offload.md).
+        device: that the plan and the budget are for, a `Device`, the name of a known one ("h100", …), or the path of a
+            calibration file: an abstract mesh is one of such devices. By default this machine's, or the mesh's.
+        backend: likewise.
+        skip: names of passes to leave out, for whoever looks for a fault (`fzero show --skip`).
+
+    Raises: everything that can be wrong with a step, a transform or a batch, before anything runs; a `BudgetError` if
+        it does not fit.
+
+    A step with `offload("auto")`, or `tensor_parallel` without rules, is resolved first, for this batch and these
+    budgets: `plan.decisions` says to what, and why.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.shard_params(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.optim.sgd(0.1)))
+        >>> params, batch = {"w": torch.empty(4, 3, device="meta")}, torch.empty(2, 4, device="meta")
+        >>> lowered = lower(step, fz.AbstractMesh(data=2), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start")]
+        ['all_gather_start', 'all_reduce_start', 'reduce_scatter_start', 'all_reduce_start']
+    """
+    if not isinstance(step, (Step, EvalStep)):
+        raise no_step("lower", "lowers", step)
+    wrong = fix = None
+    if not isinstance(mesh, AbstractMesh):
+        wrong = f"a mesh is made by make_mesh or AbstractMesh, not {type(mesh).__name__}"
+        fix = "e.g. fz.AbstractMesh(data=8)"
+    elif isinstance(step, EvalStep) and not isinstance(batch, tuple):
+        wrong = f"the batch of an evaluation is the tuple of its arguments, not {type(batch).__name__}"
+        fix = "pass (batch,)"
+    if wrong is not None:
+        raise FzeroTypeError("lower", wrong, fix=fix)
+    check_backend_name("lower", backend)
+    guard_inductor()
+    if callable(params):
+        params = abstract(params)
+    check_params(params)
+    rates = device if isinstance(device, Device) else get_device(device, mesh.device_type)
+    if device is not None and type(mesh) is AbstractMesh and mesh.device_type != rates.type:
+        mesh = mesh.of_type(rates.type)
+    step = on_device(step, mesh.device if isinstance(mesh, Mesh) else None)
+    if device is None:
+        check_links_known(step, mesh, rates)
+    nbytes, host, disk = parse_budgets(memory_budget, host_budget, disk_budget)
+    skip = frozenset((skip,) if isinstance(skip, str) else skip)
+    return resolve_and_lower(step, mesh, params, batch, Budget(nbytes, rates, backend, host, disk), skip)
+
+
+def resolve_and_lower(
+    step: Step | EvalStep,
+    mesh: AbstractMesh,
+    params: Any,
+    batch: Any,
+    budget: Budget,
+    skip: frozenset[str] = frozenset(),
+    draft: bool = False,
+) -> Lowered:
+    """As `lower`, whose arguments are checked. `draft`: to be planned alone, as of `lower_inputs`."""
+    chosen, traced = (), None
+    with without_gc():
+        if isinstance(step, Step):
+            step, ruled = choose_rules(step, mesh, params, batch_inputs(batch))
+            step, chosen, traced = resolve(step, mesh, params, batch_inputs(batch), budget, skip)
+            step, staged = choose_stages(step, mesh, params, batch_inputs(batch))
+            chosen, traced = (*ruled, *chosen, *staged), None if staged else traced
+        inputs = params_inputs(step, mesh, params), batch_inputs(batch)
+        lowered = lower_inputs(step, mesh, *inputs, budget, traced, skip=skip, draft=draft)
+    return replace(lowered, device=budget.device, backend=budget.backend, chosen=chosen)

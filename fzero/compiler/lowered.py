@@ -1,0 +1,110 @@
+"""Holds the result of lowering a step: its programs, its plan, and the structures of its arguments and results."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from fzero import tree
+from fzero.compiler.budget_report import Budget, decided
+from fzero.compiler.options import Choice
+from fzero.compiler.passes import passes_of
+from fzero.errors import FzeroValueError
+from fzero.ir.from_graph import Inputs
+from fzero.ir.printer import show
+from fzero.ir.program import Program
+from fzero.plan.device_lookup import Device
+from fzero.plan.plan import Plan, PlanDecision, plan
+from fzero.trace.graph_capture import without_gc
+from fzero.transforms.precision_statistics import Watched
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step lowered for a mesh: its programs, and the structures of its arguments and results.
+
+    `programs` is the set of them, by stage: every rank lowers all, all ranks compare all, each runs its own, `program`.
+    Without `pipeline` there is one stage, of all ranks; on an abstract mesh `program` is that of the first.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(fz.shard_params(step), fz.AbstractMesh(data=8), params, batch, device="h100")
+        >>> fz.fits(lowered.plan, "80GB"), len(lowered.program.lines) > 10
+        (True, True)
+    """
+
+    programs: tuple[Program, ...]
+    params: Inputs
+    opt_state: Inputs | None
+    batch: Inputs
+    structure: tree.TreeSpec  # of the metrics, or of the results of an evaluation
+    budget: Budget | None = None  # with nothing but rates where there is none
+    choice: Choice = field(default_factory=Choice)  # what the budget chose
+    device: Device | None = None  # that `plan` is for, and its backend
+    backend: str = "inductor"
+    chosen: tuple[PlanDecision, ...] = ()  # before it was lowered
+    watched: Watched | None = None  # the blocks that `mixed_precision(watch=True)` watches
+    raises: tuple[str, ...] = ()  # the lines of conditions under which a training step raises
+    stage: int = 0  # of this rank
+    # the programs on the way, by the pass that made each
+    stages: Callable[[], Mapping[str, Program]] = field(default=dict, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+    def _repr_html_(self) -> str:
+        return self.program._repr_html_()
+
+    @property
+    def program(self) -> Program:
+        """The program that this rank runs."""
+        return self.programs[self.stage]
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks that `metrics["precision"]` is about, in its order."""
+        return () if self.watched is None else self.watched.names
+
+    def after(self, name: str) -> Program:
+        """The program that a pass made on the way: one of fzero/compiler/passes.py, or a transform's own.
+
+        Raises:
+            FzeroValueError: no such pass, or one that has nothing to do here.
+        """
+        return self._around(name)[1]
+
+    def diff(self, name: str, *, fold: bool = True) -> str:
+        """The changes that a pass made to the printed program, as a unified diff; "" if it made none.
+
+        Raises:
+            FzeroValueError: as for `after`.
+        """
+        before, after = (show(program, fold=fold).splitlines(keepends=True) for program in self._around(name))
+        return "".join(difflib.unified_diff(before, after, f"before {name}", f"after {name}"))
+
+    def _around(self, name: str) -> tuple[Program, Program]:
+        """The programs before a pass and after it; the recorded program has none before it."""
+        stages = self.stages()
+        if name not in stages:
+            there = name in (x.name for x in passes_of(self.program.transforms))
+            what = f"the pass {name!r} does not run here: it has nothing to do" if there else f"no pass {name!r}"
+            raise FzeroValueError("lower", what, fix=f"one of {', '.join(stages)}")
+        programs, at = [*stages.values()], [*stages].index(name)
+        return programs[max(at - 1, 0)], programs[at]
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The cost of a step on each rank: memory, bytes on every channel, time; on the device and for the backend that
+        it was lowered for."""
+        return self.plan_on(self.device, self.backend)
+
+    def plan_on(self, device: Device | str | None = None, backend: str = "inductor") -> Plan:
+        """As `plan`, of the same program with other rates: those of a `Device`, of a known one by name ("h100", …), or
+        of a calibration file."""
+        decisions = (*self.chosen, *decided(self.program, self.choice, self.budget))
+        with without_gc():
+            return plan(self.program, device, backend=backend, decisions=decisions, stages=self.programs)

@@ -1,0 +1,21 @@
+"""Renames functions that are called like a value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fzero.ir.program import Program
+from fzero.ir.value_names import Names
+
+
+def rename_functions(program: Program) -> Program:
+    """The program with another name for each function that is called like a value: a leaf `embed` would hide the block
+    `embed`."""
+    values = set(program.values())
+    both = [name for name in program.functions if name in values]
+    names = Names((*values, *program.functions))
+    new = {name: names(f"{name}_fn") for name in both}
+    program = program.map_lines(lambda line: [replace(line, fn=new[line.fn])] if line.fn in new else [line])
+    return replace(
+        program, functions={new.get(n, n): replace(f, name=new.get(n, n)) for n, f in program.functions.items()}
+    )

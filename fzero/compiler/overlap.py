@@ -1,0 +1,569 @@
+"""Orders lines for overlap: hoists each transfer ahead of its consumer and sinks its wait. Shares gathers between
+forward and backward, and coalesces small ones.
+
+Deterministic, and the same on every rank: all that is free is in `Order`, which a memory budget chooses
+(fzero/compiler/search.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fzero.ir.attributes import HandAttrs
+from fzero.ir.ops import COLLECTIVES, COPIES, OPS, STARTS, Start, stays, transfer_bytes
+from fzero.ir.program import Line, Program, Value, repeats
+
+_GATHER, _SCATTER, _DEAL = "all_gather_start", "reduce_scatter_start", "all_to_all_start"
+
+
+@dataclass(frozen=True)
+class Order:
+    """The choices that an order is free to make.
+
+    Attributes:
+        shared: how many gathers, from the last block backwards, serve the forward and the backward: their blocks stay
+            whole in between.
+        ahead: how many blocks before the one that needs it a gather starts. With 1 at most two blocks' parameters are
+            whole at a time; with 0 those of one, and no block computes while they travel.
+        late_sums: in a loop over micro-batches a reduction is added to those before it a block later, as it is used a
+            block later elsewhere: it travels while that block computes.
+        joined_sums: in a loop over micro-batches the parts that reductions leave of so many blocks are added to those
+            before them together, and wait for the last of them.
+        coalesced: neighbouring gathers, or reductions, become one transfer if each sends fewer bytes than this and all
+            together at most as many as the largest of their kind.
+        leafwise: gradients are cast and reduced leaf by leaf: one leaf of a block at a time has the dtype of the
+            reduction, and nothing else runs while it travels.
+    """
+
+    shared: int = 0
+    ahead: int = 1
+    coalesced: int = 0
+    late_sums: bool = False
+    joined_sums: int = 1
+    leafwise: bool = False
+
+
+_DEFAULT = Order()
+
+
+def overlap(program: Program, choice: Order = _DEFAULT) -> Program:
+    """The program with every start and wait in its place."""
+    state = set(program.leaves)
+    pairs = sharable(program)
+    program = _share(program, dict(pairs[len(pairs) - choice.shared :])) if choice.shared else program
+    values = program.values_by_name
+    sent = lambda line: transfer_bytes(line, values, program.mesh)  # noqa: E731
+
+    def visit(lines: Sequence[Line]) -> tuple[Line, ...]:
+        lines = [replace(x, body=visit(x.body)) if x.body else x for x in lines]
+        if choice.coalesced:
+            for op in (_GATHER, _SCATTER):
+                lines = _coalesce(lines, op, choice.coalesced, sent, state)
+        for row in STARTS.values():
+            if row.hoisted and not (row.between == "tiers" and stays(Line(row.name), program.mesh)):
+                lines = _Hoisting(lines, row, state, choice.ahead).run()
+        lines = _sink_waits(lines, choice.late_sums)
+        lines = _leafwise(lines) if choice.leafwise else lines
+        return tuple(_pair_updates(_join_sums(lines, choice.joined_sums, values)))
+
+    return replace(program, lines=visit(program.lines))
+
+
+def sharable(program: Program) -> list[tuple[str, str]]:
+    """Gathers of the same leaves in forward and backward: the names of their transfers, in the order of the forward."""
+    found: list[tuple[str, str]] = []
+    sources, onward = _sources(program), _hops([x for x, _ in program.walk()])
+    values = program.values()
+
+    def visit(lines: Sequence[Line]) -> None:
+        first: dict[tuple[tuple[str, object], ...], str] = {}
+        for line in lines:
+            visit(line.body)
+            if line.op == _GATHER and line.out[0].name not in onward:
+                leaves = tuple((_origin(a, sources), values[a].dtype) for a in line.args)
+                if leaves in first:
+                    found.append((first.pop(leaves), line.out[0].name))
+                else:
+                    first[leaves] = line.out[0].name
+
+    visit(program.lines)
+    place = {x.out[0].name: i for i, (x, _) in enumerate(program.walk()) if x.op == _GATHER}
+    return sorted(found, key=lambda pair: place[pair[0]])
+
+
+def _sources(program: Program) -> dict[str, str]:
+    """The source of each gather of a leaf: a cast of its shard, or the result of a gather over another axis."""
+    started = {x.out[0].name: x for x, _ in program.walk() if x.op == _GATHER}
+    casts = [x for x, _ in program.walk() if x.op == "cast"]
+    found = {v.name: a for x in casts for v, a in zip(x.out, x.args, strict=True)}
+    for line, _ in program.walk():
+        if OPS[line.op].waits and line.args[0] in started:
+            found.update(zip((v.name for v in line.out), started[line.args[0]].args, strict=True))
+    return found
+
+
+def _origin(name: str, sources: Mapping[str, str]) -> str:
+    while name in sources:
+        name = sources[name]
+    return name
+
+
+def _hops(lines: Sequence[Line]) -> dict[str, int]:
+    """For each gather whose results are gathered further, over other axes, how often they are."""
+    brought = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
+    # the gathers that read the result of another gather, by that result
+    readers: dict[str, list[str]] = {}
+    found: dict[str, int] = {}
+    for line in reversed([x for x in lines if x.op == _GATHER]):
+        handle = line.out[0].name
+        if further := [found.get(h, 0) for v in brought.get(handle, ()) for h in readers.get(v.name, ())]:
+            found[handle] = 1 + max(further)
+        for a in line.args:
+            readers.setdefault(a, []).append(handle)
+    return found
+
+
+def _of_shards(line: Line, state: Collection[str]) -> bool:
+    """Whether a line can come as soon as one likes: it casts shards, or encodes leaves."""
+    return line.op == "cast" or (line.of_codes and all(a in state for a in line.args))
+
+
+def coalescable(program: Program, limit: int) -> bool:
+    """Whether there may be two gathers, or two reductions, to travel as one: each sends fewer bytes than the limit."""
+    sent = [
+        (x.op, transfer_bytes(x, program.values_by_name, program.mesh))
+        for x, _ in program.walk()
+        if x.op in (_GATHER, _SCATTER)
+    ]
+    return any(sum(nbytes < limit for op, nbytes in sent if op == kind) > 1 for kind in (_GATHER, _SCATTER))
+
+
+def _share(program: Program, pairs: dict[str, str]) -> Program:
+    """The program without these second gathers and the values made for them alone: their readers read the results of
+    the first ones."""
+    waits = {x.args[0]: x for x, _ in program.walk() if OPS[x.op].waits}
+    again = set(pairs.values())
+    names = {
+        b.name: a.name
+        for first, second in pairs.items()
+        for a, b in zip(waits[first].out, waits[second].out, strict=True)
+    }
+    readers: dict[str, set[int]] = {}
+    for i, (line, _) in enumerate(program.walk()):
+        for a in line.args:
+            readers.setdefault(a, set()).add(i)
+    dropped: set[int] = set()
+    needless = set(again)  # results that no remaining line reads
+    for i, (line, _) in reversed([*enumerate(program.walk())]):  # readers before what they read
+        made = {v.name for v in line.out}
+        if (made and made <= needless) or (OPS[line.op].waits and line.args[0] in again):
+            dropped.add(i)
+            needless |= {a for a in line.args if a not in program.leaves and readers[a] <= dropped}
+    numbers = {id(line): i for i, (line, _) in enumerate(program.walk())}
+    return program.map_lines(lambda line: [] if numbers.get(id(line)) in dropped else [line.rename(names)])
+
+
+def _coalesce(
+    lines: Sequence[Line], op: str, limit: int, sent: Callable[[Line], int], state: Collection[str]
+) -> list[Line]:
+    """Neighbours among the transfers of one kind as one, where they are small: a gather joins the one before it, a
+    reduction the one after."""
+    waits = {x.args[0]: x for x in lines if OPS[x.op].waits}
+    groups = [group for group in _alike(lines, op, limit, sent, waits, state) if len(group) > 1]
+    new: dict[int, list[Line]] = {}
+    for group in groups:
+        handle: Value = group[0].out[0]
+        start = replace(group[0], args=tuple(a for x in group for a in x.args), out=(handle,))
+        waiting = [waits[x.out[0].name] for x in group]
+        wait = replace(waiting[0], args=(handle.name,), out=tuple(v for x in waiting for v in x.out))
+        new.update((id(x), []) for x in (*group, *waiting))
+        new[id(group[0] if op == _GATHER else group[-1])] = [start]
+        new[id(waiting[0] if op == _GATHER else waiting[-1])] = [wait]
+    # the casts of shards that join an earlier gather, and their codes, come before it
+    moved = {a for group in groups for x in group[1:] for a in x.args} if op == _GATHER else set()
+    casts = {v.name: x for x in lines if _of_shards(x, state) for v in x.out if v.name in moved}
+    new.update((id(x), []) for x in casts.values())
+    for group in groups if casts else ():
+        along = {id(casts[a]): casts.pop(a) for x in group[1:] for a in x.args if a in casts}
+        new[id(group[0])] = [*along.values(), *new[id(group[0])]]
+    return [y for x in lines for y in new.get(id(x), [x])]
+
+
+def _alike(
+    lines: Sequence[Line],
+    op: str,
+    limit: int,
+    sent: Callable[[Line], int],
+    waits: Mapping[str, Line],
+    state: Collection[str],
+) -> list[list[Line]]:
+    """The transfers of one kind in groups that can travel together."""
+    transfers = [x for x in lines if x.op == op]
+    largest = max((sent(x) for x in transfers), default=0)
+    between = lambda group, line: (  # noqa: E731
+        _read_between(lines, waits, group, line) if op == _SCATTER else _made_between(lines, group[0], line, state)
+    )
+    groups: list[list[Line]] = []
+    for line in transfers:
+        last = groups[-1] if groups else []
+        alike = last and (last[0].attrs, last[0].by) == (line.attrs, line.by) and max(map(sent, (*last, line))) < limit
+        if alike and sum(map(sent, last)) + sent(line) <= largest and not between(last, line):
+            last.append(line)
+        else:
+            groups.append([line])
+    return groups
+
+
+def _made_between(lines: Sequence[Line], first: Line, later: Line, state: Collection[str]) -> bool:
+    """Whether the arguments of a later gather are made or written after an earlier one. Casts of shards do not count,
+    nor do their codes: they can be made sooner."""
+    after = next(i for i, x in enumerate(lines) if x is first)
+    made = {v.name for x in lines[after:] if not _of_shards(x, state) for v in x.out} | {
+        w for x in lines[after:] for w in x.writes
+    }
+    sources = {v.name: a for x in lines if _of_shards(x, state) for v, a in zip(x.out, x.args, strict=False)}
+    return any(a in made or sources.get(a, a) in made for a in later.args)
+
+
+def _read_between(lines: Sequence[Line], waits: Mapping[str, Line], earlier: Sequence[Line], later: Line) -> bool:
+    """Whether results of earlier reductions are read before a later one is waited for, for example by a reduction over
+    a second axis."""
+    brought = {v.name for x in earlier for v in waits[x.out[0].name].out}
+    end = next(i for i, x in enumerate(lines) if x is waits[later.out[0].name])
+    return any(a in brought for x in lines[:end] for a in x.args)
+
+
+def _is_update(line: Line) -> bool:
+    return bool(line.fn and line.writes)
+
+
+_CARRIED = {"cast", "join_parts", "wait", *COPIES}
+"""The ops that a transfer takes along when it starts sooner: casts of its shards, and copies from another tier. The
+calls that make its codes come along too."""
+
+
+class _Hoisting:
+    """Hoists each transfer of one op to the block `ahead` of its reader, but not before its last input. A transfer
+    hoisted "at once" goes right behind its last input, unless it moves leaves alone. Values written in this step
+    start right behind their write too, except on disk: there they wait for room.
+
+    Code between blocks that reads gathered parameters is a block too, here. A block's repetitions for more
+    micro-batches count with it, but for a transfer that is for one of them alone. Transfers for an update start before
+    the update `ahead` of it: between two of them a block may run.
+    """
+
+    def __init__(self, lines: Sequence[Line], row: Start, state: set[str], ahead: int):
+        self.lines, self.row, self.state, self.ahead = lines, row, state, ahead
+        fetches = {v.name for x in lines if x.op in {_GATHER, *COPIES} for v in x.out}
+        fetched = {v.name for x in lines if OPS[x.op].waits and x.args[0] in fetches for v in x.out}
+        self.hops = _hops(lines)  # the first of several starts so many blocks sooner, as the last is there then
+        self.updates = {id(x) for x in lines if _is_update(x)}
+        first = lambda x: x.segment.index == 0  # noqa: E731
+        own = lambda x: x.fn and not x.writes and not x.of_codes  # noqa: E731
+        reads = lambda x: own(x) and first(x) and not fetched.isdisjoint(x.args)  # noqa: E731
+        self.calls = {id(x) for x in lines if x.begins_block or reads(x)}
+        self.blocks = {id(x) for x in lines if id(x) in self.calls and not repeats(x)}
+        self.readers = _readers(lines)
+        self.stores = {x.out[0].name: x for x in lines if x.op in COPIES}
+        self.made: dict[str, Line] = {}
+        self.writers: dict[str, list[Line]] = {}
+        self.out: list[Line] = []
+        self.passed, self.updated = 0, 0  # blocks in `out`, and updates
+
+    def run(self) -> list[Line]:
+        """The lines in their order."""
+        for line in self.lines:
+            if line.op == self.row.name and not line.writes:
+                self._hoist(line)
+            else:
+                self.out.append(line)
+                self.passed += id(line) in self.blocks
+                self.updated += id(line) in self.updates
+            self.made.update((v.name, line) for x in (line, *line.body) for v in x.out)
+            store = self.stores.get(line.args[0]) if OPS[line.op].waits else None
+            for name in (store or line).writes:
+                self.writers.setdefault(name, []).append(line)
+        return self.out
+
+    def _hoist(self, line: Line) -> None:
+        carried, needed, written = self._upstream(line)
+        counted, before = self._passes(line)
+        far = written or (self.row.hoisted == "at once" and not self.state.issuperset(line.args))
+        # the blocks that it may start before
+        left = before + 1 if far else min(self.ahead + self.hops.get(line.out[0].name, 0), before)
+        after: list[Line] = []  # from the last
+        along: list[Line] = []  # lines that come along, except those already before that place
+        while self.out and left and id(self.out[-1]) not in needed:
+            last = self.out.pop()
+            (along if id(last) in carried else after).append(last)
+            left -= id(last) in counted and id(last) not in carried
+        self.out += [*reversed(along), line, *reversed(after)]
+
+    def _passes(self, line: Line) -> tuple[set[int], int]:
+        """The lines that count as blocks for a transfer, and the number of those before it."""
+        reader = self.readers.get(line.out[0].name)
+        if reader is not None and _is_update(reader):  # the first ones start before blocks
+            if self.updated >= self.ahead:
+                return self.updates, self.updated
+            return self.blocks | self.updates, self.updated + self.passed
+        return self.calls if reader is not None and repeats(reader) else self.blocks, self.passed
+
+    def _upstream(self, line: Line) -> tuple[set[int], set[int], bool]:
+        """The lines that come along, the lines that must come before, and whether one of these writes a moved value,
+        other than to disk."""
+        carried, makers, written = set[int](), set[int](), False
+        todo = [line]
+        while todo:
+            for a in todo.pop().args:
+                writers = self.writers.get(a, ())
+                makers.update(map(id, writers))
+                written |= any(x.op != "disk_write_start" and not OPS[x.op].waits for x in writers)
+                maker = self.made.get(a)
+                if maker is not None and self._comes_along(line, maker):
+                    todo += [] if id(maker) in carried else [maker]
+                    carried.add(id(maker))
+                elif maker is not None:
+                    makers.add(id(maker))
+        return carried, makers, written
+
+    def _comes_along(self, line: Line, maker: Line) -> bool:
+        """Whether a transfer's arguments are made for it alone: from leaves, or by a gather over another axis."""
+        if maker.op == "wait" and line.op == self.made[maker.args[0]].op == _GATHER:
+            return True
+        carried = maker.op in _CARRIED or maker.of_codes
+        return carried and not maker.writes and _from_state(maker, self.made, self.state)
+
+
+def _readers(lines: Sequence[Line]) -> dict[str, Line]:
+    """For each transfer the first function that reads its result, directly or after further transfers."""
+    started = {x.args[0]: x.out for x in lines if OPS[x.op].waits}
+    first: dict[str, Line] = {}
+    for line in lines:
+        for a in line.args:
+            first.setdefault(a, line)
+
+    def reader(name: str) -> Line | None:
+        line = first.get(name)
+        while line is not None and (line.op in (_GATHER, *_CARRIED) or line.of_codes):
+            made = started.get(line.out[0].name, ()) if line.op in (_GATHER, *COPIES) and line.out else line.out
+            line = next((first[v.name] for v in made if v.name in first), None)
+        return line
+
+    found = {
+        handle: next((r for v in out if (r := reader(v.name)) is not None), None) for handle, out in started.items()
+    }
+    return {handle: line for handle, line in found.items() if line is not None}
+
+
+def _from_state(line: Line, made: Mapping[str, Line], state: set[str]) -> bool:
+    """Whether all that a line reads are leaves of the state, or copies of some; but for the scale of a cast."""
+    args = line.args[:1] if line.op == "cast" else line.args
+    carried = lambda x: x.op in _CARRIED or x.of_codes  # noqa: E731
+    return all(a in state or (a in made and carried(made[a]) and _from_state(made[a], made, state)) for a in args)
+
+
+def _join_sums(lines: Sequence[Line], num: int, values: Mapping[str, Value]) -> list[Line]:
+    """The sums of parts of gradients where those of every so many blocks are all there."""
+    if num == 1:
+        return [*lines]
+    out: list[Line] = []
+    held: list[list[Line]] = []  # of each block
+    before: Line | None = None
+    for line in (*lines, None):
+        if line is not None and line.op == "accumulate" and values[line.args[0]].placement.is_cut:
+            if before is None or held == [] or held[-1][-1] is not before:
+                held.append([])
+            held[-1].append(line)
+        elif line is None or len(held) == num:
+            out += [x for block in held for x in block]
+            held = []
+        if line is not None and not (held and held[-1][-1] is line):
+            out.append(line)
+        before = line
+    return out
+
+
+def _sink_waits(lines: Sequence[Line], late_sums: bool) -> list[Line]:
+    return _Sinking(lines, late_sums).run()
+
+
+class _Sinking:
+    """Sinks each wait to its first reader.
+
+    The wait of a reduction, a store or a copy to the host, whose buffers nobody reads, sinks by at most one block: from
+    where it is or, of what leaves for the host, from its start. An update is such a block too, but not for what leaves
+    for the host; and one on the host not for what the device stores, which goes on meanwhile.
+    """
+
+    def __init__(self, lines: Sequence[Line], late_sums: bool):
+        self.lines, self.waits = lines, {x.args[0]: x for x in lines if OPS[x.op].waits}
+        self.sums = _sums(lines, self.waits, late_sums)
+        self.onward = _onward(lines, self.waits, self.sums)
+        away = {x.out[0].name: x for x in lines if x.op in STARTS and STARTS[x.op].hoisted == "at once"}
+        self.leaving = {handle for handle, x in away.items() if not x.writes}
+        reduced = {x.out[0].name for x in lines if _is_reduction(x) or (x.op in COPIES and x.writes)}
+        self.reduced = reduced | {*away, *self.onward}
+        self.here = self.reduced - self.leaving  # those that an update passes, and one on the host
+        self.kept = self.reduced - {*away}
+        self.written = {x.out[0].name: {*x.writes} for x in lines if x.op == "disk_write_start"}
+        self.staying = {x.out[0].name for x in lines if x.op in STARTS and not STARTS[x.op].sinks}
+        self.left: dict[str, int] = {}  # by a pending transfer, the blocks that may still pass its wait
+        self.out: list[Line] = []
+
+    def run(self) -> list[Line]:
+        """The lines in their order."""
+        # these come with the wait before them
+        further = {id(x) for start in self.onward.values() for x in (start, self.waits[start.out[0].name])}
+        further.update(id(x) for added in self.sums.values() for x in added)
+        for line in self.lines:
+            if id(line) in further:
+                continue
+            if OPS[line.op].waits and line.args[0] not in self.staying:
+                if line.args[0] not in self.leaving:
+                    self.left[line.args[0]] = 1
+                continue
+            self._pass(line)
+            self.out.append(line)
+            if line.out and line.out[0].name in self.leaving:
+                self.left[line.out[0].name] = 1
+        while self.left:
+            self._wait(next(iter(self.left)))
+        return self.out
+
+    def _pass(self, line: Line) -> None:
+        """Waits for all that has to be there before a line, and counts it as one that passes the others."""
+        counted, done = self._counted(line), self._done(line)
+        while due := [
+            handle
+            for handle, left in self.left.items()
+            if self._reads(line, handle) or (left == 0 and handle in counted) or handle in done
+        ]:
+            for handle in due:
+                self._wait(handle)
+        for handle in self.left:
+            self.left[handle] -= handle in counted
+
+    def _wait(self, handle: str) -> None:
+        del self.left[handle]
+        self.out += [self.waits[handle], *self.sums.get(handle, ())]
+        if (start := self.onward.get(handle)) is not None:
+            self.out.append(start)
+            self.left[start.out[0].name] = 1
+
+    def _counted(self, line: Line) -> set[str]:
+        """The transfers for which a line is a block that passes."""
+        if line.begins_block and not repeats(line):
+            return self.reduced
+        return set() if not _is_update(line) else self.kept if line.on_host else self.here
+
+    def _done(self, line: Line) -> set[str]:
+        """The transfers that end before a line without reading them: writes end before lines that read old values, and
+        writes to disk before the next read."""
+        if line.op == "disk_read_start":
+            return {handle for handle, leaves in self.written.items() if not leaves.isdisjoint(line.args)}
+        return self.reduced if OPS[line.op].reads_old else set()
+
+    def _reads(self, line: Line, handle: str) -> bool:
+        """Whether a line reads the result of a transfer, unchanged or reduced further."""
+        start = self.onward.get(handle)
+        brings = (self.waits[handle], *self.sums.get(handle, ()))
+        return any(_reads(line, x) for x in brings) or (start is not None and self._reads(line, start.out[0].name))
+
+
+def _leafwise(lines: Sequence[Line]) -> list[Line]:
+    """Each reduction by its leaves, every one waited for before the next is cast."""
+    waits, readers = {x.args[0]: x for x in lines if OPS[x.op].waits}, _every_reader(lines)
+    casts = {x.out[0].name: x for x in lines if x.op == "cast" and len(x.out) == 1}
+    new: dict[int, list[Line]] = {}
+    for start in (x for x in lines if x.op == _SCATTER):
+        handle = start.out[0]
+        wait = waits[handle.name]
+        new[id(start)] = made = []
+        new[id(wait)] = []
+        for k, (name, value) in enumerate(zip(start.args, wait.out, strict=True)):
+            own = handle if k == 0 else replace(handle, name=f"{handle.name}_{k}")
+            if name in casts and readers[name] == [start]:
+                made.append(casts[name])
+                new[id(casts[name])] = []
+            made.append(replace(start, args=(name,), out=(own,)))
+            made.append(replace(wait, args=(own.name,), out=(value,)))
+    return [y for x in lines for y in new.get(id(x), [x])]
+
+
+def _every_reader(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """For each name the lines that read it, themselves or in their bodies."""
+    readers: dict[str, list[Line]] = {}
+    for line in lines:
+        for a in (*line.args, *(a for x in line.body for a in x.args)):
+            readers.setdefault(a, []).append(line)
+    return readers
+
+
+def _is_reduction(line: Line) -> bool:
+    """Whether a transfer makes shards of a sum: its wait brings these, or codes of summands."""
+    return line.op == _SCATTER or (line.op == _DEAL and line.by == "compress")
+
+
+def _sums(lines: Sequence[Line], waits: Mapping[str, Line], late: bool) -> dict[str, list[Line]]:
+    """For each reduction the lines that come with its wait: calls that add codes up, encode their sum for a further
+    transfer, or decode it. Lines that add its results to totals come too, if they are to be `late` and no other line
+    reads these."""
+    readers, found = _every_reader(lines), {}
+    summed = {x.out[0].name for x in lines if x.by == "compress" and x.op in (_DEAL, _GATHER)}
+    for handle in (x.out[0].name for x in lines if _is_reduction(x) or (x.out and x.out[0].name in summed)):
+        brought, along = [v.name for v in waits[handle].out], list[Line]()
+        comes = lambda x: x.of_codes and {*x.args} <= {*brought}  # noqa: B023, E731
+        while calls := {id(x): x for a in brought for x in readers.get(a, []) if comes(x)}:
+            along += calls.values()
+            brought = [v.name for x in calls.values() for v in x.out]
+        added = [x for a in brought for x in readers.get(a, [])]
+        if late and added and all(x.op == "accumulate" for x in added):
+            along += added
+        if along:
+            found[handle] = along
+    return found
+
+
+def _onward(lines: Sequence[Line], waits: Mapping[str, Line], sums: Mapping[str, Sequence[Line]]) -> dict[str, Line]:
+    """For each reduction the transfer that takes all it brings further, over the next axis or as codes of the sum, if
+    that is all that becomes of it: it starts when the first is waited for, which holds up no block."""
+    readers, found = _every_reader(lines), {}
+    for start in (x for x in lines if x.op in COLLECTIVES and (x.op != _GATHER or x.by == "compress")):
+        handle = start.out[0].name
+        last = (sums.get(handle) or [waits[handle]])[-1]
+        brought = [v.name for v in last.out]
+        next_ = {id(x): x for a in brought for x in readers.get(a, [])}
+        if len(next_) != 1:
+            continue
+        (line,) = next_.values()
+        # What another stage waits for is sent at once: a block later may be too late.
+        if line.op in COLLECTIVES and not isinstance(line.attrs, HandAttrs) and [*line.args] == brought:
+            found[handle] = line
+    return found
+
+
+def _pair_updates(lines: Sequence[Line]) -> list[Line]:
+    """Orders the gathers of new parameters after an update: each is assigned while the next one travels, so two blocks'
+    parameters are alive instead of all."""
+    targets = {a: x for x in lines if OPS[x.op].overwrites for a in x.args[len(x.writes) :]}
+    waits = {x.args[0]: x for x in lines if OPS[x.op].waits and all(v.name in targets for v in x.out)}
+    starts = [x for x in lines if x.op == _GATHER and x.out[0].name in waits]
+    finish: dict[int, list[Line]] = {}  # start -> the lines right after it
+    for start, following in zip(starts, [*starts[1:], None], strict=False):
+        wait = waits[start.out[0].name]
+        finish.setdefault(id(following), []).extend(
+            [wait, *{id(x): x for v in wait.out for x in [targets[v.name]]}.values()]
+        )
+    moved = {id(x) for group in finish.values() for x in group}
+    out: list[Line] = []
+    for line in lines:
+        if id(line) not in moved:
+            out.append(line)
+            out += finish.get(id(line), []) if line.op == _GATHER else []
+    return out + finish.get(id(None), [])
+
+
+def _reads(line: Line, maker: Line) -> bool:
+    names = {v.name for v in maker.out}
+    return bool(names & set(line.args)) or any(_reads(x, maker) for x in line.body)

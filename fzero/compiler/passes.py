@@ -1,0 +1,412 @@
+"""Lists the passes that make a finished program of a recorded one, in their one order.
+
+    recorded program -- fuse, copies --> base program -- remat, cut, split_backward, accumulate, shard,
+    compress, cut_update --> lines in the base program's order
+
+    lines in the base program's order -- deal, gradients, speculate, hoist_updates, stages, tiers, overlap, redundant,
+    rename, pool, batch, device_waits --> finished program
+
+A pass is the unit of everything optional. It says when it is wanted, which part of a choice (options.py) concerns it,
+and which rules hold before and behind it. One that is not wanted does not run. Training steps and evaluations go
+through the same list, by one door (fzero/compiler/pass_cache.py). The chosen program is verified after every pass; a
+violation names the pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from fzero.compiler import batched_ops as batch
+from fzero.compiler import buffer_allocation, fuse_last_block, pass_invariants
+from fzero.compiler.device_waits import mark
+from fzero.compiler.hoist_updates import hoist_updates
+from fzero.compiler.name_collisions import rename_functions
+from fzero.compiler.options import Choice, orders
+from fzero.compiler.overlap import overlap, sharable
+from fzero.errors import FzeroTypeError, FzeroValueError, TransformError, VerifyError
+from fzero.ir.ops import STARTS
+from fzero.ir.pool_verifier import check
+from fzero.ir.program import Function, Line, Program
+from fzero.ir.verifier import BUG, verify
+from fzero.sharding.layout import TIERS, Leaf, in_slot
+from fzero.transforms import (
+    accumulate_pass,
+    compress_pass,
+    dim_sharding_pass,
+    offload_analysis,
+    offload_pass,
+    pipeline_pass,
+    redundant_pass,
+    remat_pass,
+    speculate_pass,
+    split_backward_pass,
+    zero_pass,
+)
+from fzero.transforms import compute_copies_pass as copies
+from fzero.transforms.compress import Compress
+from fzero.transforms.offload import Offload
+from fzero.transforms.partition_update_pass import cut_update
+from fzero.transforms.remat import Remat
+from fzero.transforms.round_robin_pass import deal, gathers
+from fzero.transforms.transform import Transform, find
+from fzero.transforms.zero_placement import Zero, keeps_gathers
+
+FIRST = "trace"
+"""The name of the program that was recorded, which the first pass follows."""
+Made = dict[str, Program]
+"""The programs on the way, in order, each by the pass that it comes after, whether that ran or not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The demands of a step on its passes, whatever is chosen.
+
+    Attributes:
+        zero: of its parallel transforms.
+        num_micro: micro-batches.
+        batch: the shape on this rank of each batch input that is cut into micro-batches, by name.
+        copies: copies of masters in the dtype of compute, by the path of the master.
+        gradients: leaves for gradients that wait on disk, by the path of the parameter.
+        skip: names of passes to leave out, for whoever looks for a fault.
+        slots: the transforms that declare slots, by the slot's name.
+        known: the findings of passes about programs of this step.
+        temporaries: peak bytes inside a call of a function beyond its inputs and outputs, on whatever machine.
+    """
+
+    zero: Zero
+    num_micro: int = 1
+    batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    copies: Mapping[str, Leaf] = field(default_factory=dict)
+    gradients: Mapping[str, Leaf] = field(default_factory=dict)
+    skip: frozenset[str] = frozenset()
+    slots: Mapping[str, Transform] = field(default_factory=dict)
+    known: dict[Any, Any] = field(default_factory=dict)
+    temporaries: Callable[[Function], int] = lambda _: 0
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+Options = Callable[[Choice, Program, Any], Sequence[Any]]
+"""The choices that a memory budget may take in the place of one, of that, its program and the device."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A rewrite of programs, and all that is to be known of it.
+
+    Attributes:
+        name: of the pass, and of the program that it makes.
+        rewrite: the program that it makes of one, with an option.
+        after: of a transform's own, the pass that it comes right behind; the others are in order.
+        wanted: whether it has something to do to a program, with an option.
+        option: the part of a choice that it carries out. Programs are looked up by their options.
+        before: the rules of programs up to the pass, beside those of every program; raises VerifyError.
+        behind: likewise, from the pass on.
+        tried: open values that are all tried, beside the one of a choice.
+        grows: open values of which each takes more memory than the one before, and is never slower.
+        ahead: sequences of open values of which each takes more memory than the one before, and may be faster: they are
+            looked at once all others are chosen.
+        starts: choices to begin a search with, besides the least one: of that, the program before the pass, the budget.
+        decision: what a plan says of the part of a choice that it carries out: the fields of a `PlanDecision`.
+        needed: the reason why a program without it is wrong; "" where it may be skipped.
+        own: whether it is of this package; a violation is a bug of whoever wrote it.
+    """
+
+    name: str
+    rewrite: Callable[[Program, Asked, Any], Program]
+    after: str = ""
+    wanted: Callable[[Program, Asked, Any], Any] = lambda program, asked, option: True
+    option: Callable[[Made, Asked, Choice], Hashable] = _nothing
+    before: Callable[[Program], Any] = _nothing
+    behind: Callable[[Program], Any] = _nothing
+    tried: Options = lambda *_: ()
+    grows: Options = lambda *_: ()
+    ahead: Options = lambda *_: ()
+    starts: Options | None = None
+    decision: Callable[[Choice], tuple[str, str, str] | None] = _nothing
+    needed: str = ""
+    own: bool = True
+
+
+def _now(made: Made) -> Program:
+    return next(reversed(made.values()))
+
+
+def _trains(program: Program, *_: Any) -> bool:
+    return program.update is not None
+
+
+def _loops(program: Program) -> bool:
+    return any(line.op == "loop" for line in program.lines)
+
+
+def _remat_open(program: Program) -> bool:
+    spec = find(program.transforms, Remat)
+    return spec is not None and spec.policy == "auto"
+
+
+def _stays_open(program: Program) -> bool:
+    once = keeps_gathers(program.transforms)
+    return once is not None and once.least < once.most
+
+
+def _tiers_of_leaves(made: Made, *_: Any) -> tuple[int, ...]:
+    """For each leaf the number of its tier among those in use: an update is cut alike whichever tiers those are."""
+    numbers = [TIERS.index(leaf.layout.tier) for leaf in _now(made).leaves.values()]
+    present = sorted({*numbers})
+    return tuple(map(present.index, numbers))
+
+
+def _cast_once(made: Made, choice: Choice) -> tuple[str, ...]:
+    """The leaves that may be cast once for all micro-batches."""
+    leaves = _now(made).leaves.values()
+    return tuple(x.path for x in leaves if x.layout.tier == "device") if choice.cast_once else ()
+
+
+class Sides(NamedTuple):
+    """The consequences of a choice for a program whose update is cut.
+
+    Attributes:
+        on_device: leaves off the device that are updated there.
+        waiting: gradients that wait in host memory.
+        on_disk: gradients that wait on disk, each with its leaf.
+    """
+
+    on_device: frozenset[str]
+    waiting: frozenset[str]
+    on_disk: tuple[tuple[str, str], ...]
+
+
+def sides(made: Made, asked: Asked, choice: Choice) -> Sides:
+    """The consequences of a choice, as the program has them whose update was cut."""
+    program, on_disk = made["gradients"], dict[str, str]()
+    if asked.gradients:
+        waits, grads = offload_analysis.gradients_that_wait(program), program.grads
+        on_disk = {grads[param]: leaf.path for param, leaf in asked.gradients.items() if grads.get(param) in waits}
+    on_device = offload_analysis.updated_on_device(program, choice.host_share)
+    waiting = offload_analysis.waiting_on_host(program, on_device, choice.grads).difference(on_disk)
+    return Sides(on_device, waiting, tuple(on_disk.items()))
+
+
+PASSES = (
+    Pass("fuse", lambda program, *_: fuse_last_block.rewrite(program), wanted=_trains),
+    Pass(
+        "copies",
+        lambda program, asked, _: copies.add_copies(program, asked.copies),
+        wanted=lambda program, asked, _: asked.copies,
+        option=lambda made, asked, choice: tuple(asked.copies),
+        needed="the state has copies of masters in the dtype of compute, which the step reads and writes",
+    ),
+    Pass(
+        "remat",
+        lambda program, asked, keeps: remat_pass.rewrite(program, keeps.policy, asked.known, asked.zero),
+        wanted=lambda program, asked, keeps: _trains(program) and keeps is not None,
+        option=lambda made, asked, choice: remat_pass.keeps(_now(made), choice.remat, asked.known, asked.zero),
+        grows=lambda choice, program, _: choice.shares("remat") if _remat_open(program) else (),
+    ),
+    Pass(
+        "cut",
+        lambda program, asked, _: dim_sharding_pass.rewrite(program, asked.zero),
+        wanted=lambda program, asked, _: asked.zero.cutting,
+        needed="functions would read whole parameters, of which a rank has parts",
+    ),
+    Pass(
+        "split_backward",
+        lambda program, *_: split_backward_pass.rewrite(program),
+        wanted=lambda program, *_: split_backward_pass.wanted(program),
+        needed="the schedule has units that make gradients of parameters alone",
+    ),
+    Pass(
+        "accumulate",
+        lambda program, asked, _: accumulate_pass.rewrite(program, asked.num_micro, asked.batch),
+        wanted=lambda program, asked, _: asked.num_micro > 1,
+        needed="the loss was traced with one of the micro-batches that the batch is cut into",
+    ),
+    Pass(
+        "shard",
+        lambda program, asked, option: zero_pass.rewrite(program, asked.zero, *option),
+        wanted=lambda program, asked, _: asked.zero.batch_axes or asked.zero.cutting,
+        option=lambda made, asked, choice: (choice.whole_grads, choice.stay, _cast_once(made, choice)),
+        tried=lambda choice, program, _: [replace(choice, whole_grads=True)] if _loops(program) else (),
+        grows=lambda choice, program, _: choice.shares("stay") if _stays_open(program) else (),
+        needed="without it every rank would train by itself",
+    ),
+    Pass(
+        "compress",
+        lambda program, asked, wire: compress_pass.rewrite(program, asked.zero, wire),
+        wanted=lambda program, asked, wire: wire or ((spec := find(program.transforms, Compress)) and not spec.auto),
+        option=lambda made, asked, choice: tuple(x for x in choice.wire if x.params or x.grads),
+        needed="values would travel in more bits than the step asks for",
+    ),
+    Pass(
+        "cut_update",
+        lambda program, *_: cut_update(program),
+        wanted=_trains,
+        option=_tiers_of_leaves,
+        behind=pass_invariants.is_cut,
+        needed="an update is run in functions",
+    ),
+    Pass("deal", lambda program, *_: deal(program), wanted=lambda program, *_: gathers(program)),
+    Pass(
+        "gradients",
+        lambda program, asked, _: offload_pass.with_leaves(program, asked.gradients.values()),
+        wanted=lambda program, asked, _: asked.gradients,
+        needed="gradients that wait on disk need leaves there",
+    ),
+    Pass(
+        "speculate",
+        lambda program, asked, on: speculate_pass.rewrite(program, on),
+        wanted=lambda program, asked, on: on,
+        option=lambda made, asked, choice: choice.guess,
+        starts=speculate_pass.starts,
+        decision=speculate_pass.decision,
+    ),
+    Pass("hoist_updates", lambda program, *_: hoist_updates(program), wanted=lambda program, *_: program.assigns),
+    Pass(
+        "stages",
+        lambda program, asked, stage: pipeline_pass.project(program, stage, asked.known),
+        wanted=lambda program, *_: pipeline_pass.spec_of(program) is not None,
+        option=lambda made, asked, choice: choice.stage,
+        needed="a stage has leaves of its own alone",
+    ),
+    Pass(
+        "tiers",
+        lambda program, asked, option: offload_pass.rewrite(speculate_pass.with_old_values(program), *option),
+        wanted=lambda program, asked, _: find(program.transforms, Offload),
+        option=sides,
+        before=pass_invariants.on_device,
+        needed="nothing would be copied to the tier on which it is read",
+    ),
+    Pass(
+        "overlap",
+        lambda program, asked, order: overlap(program, order),
+        wanted=lambda program, *_: any(line.op in STARTS for line, _ in program.walk()),
+        option=lambda made, asked, choice: choice.order,
+        # else a longer transfer gains nothing
+        tried=lambda choice, program, device: (
+            [choice.ordered(late_sums=True)] if device.asynchronous and _loops(program) else ()
+        ),
+        grows=lambda choice, program, _: [choice.ordered(shared=n) for n in range(len(sharable(program)) + 1)],
+        ahead=orders,
+    ),
+    Pass(
+        "redundant",
+        lambda program, *_: redundant_pass.rewrite(program),
+        wanted=lambda program, *_: program.assigns and redundant_pass.spec_of(program),
+        needed="no rank would hold the part of another's state that is to outlive it",
+    ),
+    Pass(
+        "rename",
+        lambda program, *_: rename_functions(program),
+        wanted=lambda program, *_: not program.values_by_name.keys().isdisjoint(program.functions),
+        needed="a leaf would hide the function that is called like it",
+    ),
+    Pass(
+        "pool",
+        lambda program, asked, _: buffer_allocation.place(program, asked.temporaries),
+        behind=lambda program: (pass_invariants.placed(program), check(program)),
+        needed="nothing that moves would have a buffer",
+    ),
+    Pass("batch", lambda program, *_: batch.batched(program), wanted=lambda program, *_: batch.launches(program)),
+    Pass("device_waits", lambda program, *_: mark(program), wanted=lambda program, *_: not program.mesh.unified_memory),
+)
+"""All passes of the package, in order. An evaluation has no update, so some of them have nothing to do."""
+
+
+def passes_of(transforms: Sequence[Any], skip: Collection[str] = ()) -> tuple[Pass, ...]:
+    """The passes of a step: those of the package, each followed by the rewrites of transforms that come after it.
+
+    Args:
+        transforms: of the step.
+        skip: passes to leave out.
+
+    Raises:
+        TransformError: a transform names a pass that is not there.
+        FzeroValueError: a pass to leave out is not there, or the program would be wrong without it.
+    """
+    passes = [*PASSES]
+    # a name that is taken is followed by the transform's arguments
+    taken = [FIRST, *(x.name for x in PASSES), *(t.name for t in transforms)]
+    own = (t for t in transforms if type(t).rewrite is not Transform.rewrite)
+    left = [_added(t, t.name if taken.count(t.name) == 1 else str(t)) for t in own]
+    while left:
+        names = [FIRST, *(x.name for x in passes)]
+        guest = next((x for x in left if x.after in names), None)
+        if guest is None:
+            problems = [f"{x.name}: after {x.after!r}, which is no pass of this step" for x in left]
+            raise TransformError("lower", "unknown passes", problems, f"name one of {', '.join(names)}")
+        at, behind = names.index(guest.after), {guest.after}
+        while at < len(passes) and passes[at].after in behind:  # in the order of the step's transforms
+            behind.add(passes[at].name)
+            at += 1
+        passes.insert(at, guest)
+        left.remove(guest)
+    known = {x.name: x.needed for x in passes}
+    if problems := [f"{name}: {known.get(name, 'no such pass')}" for name in sorted(skip) if known.get(name, "?")]:
+        able = ", ".join(name for name, why in known.items() if not why)
+        raise FzeroValueError("lower", "passes cannot be skipped", problems, f"one of {able} can be")
+    return tuple(passes)
+
+
+def check_after(passes: Sequence[Pass], at: int, program: Program, changed: bool = True) -> None:
+    """Checks the program that a pass made, the one with this number. One that it did not change has new rules to keep.
+
+    Raises:
+        VerifyError: naming the pass and the line.
+    """
+    try:
+        if changed:
+            verify(program)
+        for number, passed in enumerate(passes):
+            (passed.behind if number <= at else passed.before)(program)
+    except VerifyError as error:
+        name = passes[at].name if at >= 0 else FIRST
+        text = f"{error}\nIt was found after the pass {name!r}."
+        if at >= 0 and not passes[at].own:
+            text = text.replace(BUG, f"the rewrite of {name!r} made it: make that keep the rules")
+        raise VerifyError(text) from None
+
+
+def _added(transform: Transform, name: str) -> Pass:
+    """The pass of a transform that rewrites programs itself."""
+    needed = f"it carries out {transform}: leave that out of the step instead"
+
+    def rewrite(program: Program, asked: Asked, _: Any) -> Program:
+        return _rewritten(transform, program, [slot for slot, by in asked.slots.items() if by == transform])
+
+    return Pass(name, rewrite, transform.after, needed=needed, own=False)
+
+
+def _rewritten(transform: Transform, program: Program, own: Collection[str]) -> Program:
+    """The program of a transform's own rewrite. `own`: the names of its slots.
+
+    Raises:
+        TransformError: it changes nothing, and the transform does not say why; or it writes a slot that is not its own.
+    """
+    made = transform.rewrite(program)
+    wrong = [repr(x) for x in made.lines if not isinstance(x, Line)] if isinstance(made, Program) else [repr(made)]
+    if wrong:
+        what = f"the rewrite of {transform} does not return a program of lines"
+        raise FzeroTypeError(transform.name, what, wrong, "e.g. return replace(program, lines=tuple(lines))")
+    made = _assigning(transform, program, made, own)
+    if made == program and transform.idle_in(program) is None:
+        problem = f"{transform} on mesh {program.mesh}: its rewrite changes no line of {program.name}"
+        fix = "leave it out on this mesh; or say by its idle_in(program) why it may change nothing"
+        raise TransformError(transform.name, "does nothing to this program", [problem], fix)
+    return made
+
+
+def _assigning(transform: Transform, program: Program, made: Program, own: Collection[str]) -> Program:
+    """The program of a rewrite, which assigns the transform's slots that its lines write."""
+    before, after = (Counter(w for line, _ in x.walk() for w in line.writes) for x in (program, made))
+    new = [made.leaves[w] for w in after - before if w in made.leaves and in_slot(made.leaves[w])]
+    if wrong := [leaf for leaf in new if leaf.role not in own]:
+        what = f"the rewrite of {transform} writes slots that it did not declare"
+        fix = f"declare {wrong[0].role!r} in the transform's slots, or leave it to the transform that does"
+        raise TransformError(transform.name, what, map(str, wrong), fix)
+    return replace(made, assigns=(*made.assigns, *(x.path for x in new if x.path not in made.assigns))) if new else made

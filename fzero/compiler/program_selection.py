@@ -1,0 +1,108 @@
+"""Selects the program of a step: the one that is predicted to be fastest within a budget. If none fits, the error says
+what would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fzero._utils.progress import within
+from fzero.compiler.abstract_values import abstract_params
+from fzero.compiler.advice import advise
+from fzero.compiler.auto_compress import choose_formats, open_formats, rungs
+from fzero.compiler.budget_report import Budget, unmet
+from fzero.compiler.candidate_programs import CandidatePrograms, candidates
+from fzero.compiler.input_specs import params_inputs
+from fzero.compiler.lowered import Lowered
+from fzero.compiler.options import Choice
+from fzero.compiler.search import Search
+from fzero.compiler.traced_step import Traced
+from fzero.ir.from_graph import Inputs
+from fzero.ir.program import Program
+from fzero.mesh import AbstractMesh
+from fzero.plan.plan import Plan, peak_bytes, plan
+from fzero.step import EvalStep, Step
+from fzero.transforms import accumulate
+from fzero.transforms.compress import Formats
+from fzero.transforms.transform import find
+
+
+def lower_inputs(
+    step: Step | EvalStep,
+    mesh: AbstractMesh,
+    params: Inputs,
+    batch: Inputs,
+    budget: Budget | None = None,
+    traced: Traced | None = None,
+    limited: bool = False,
+    skip: frozenset[str] = frozenset(),
+    formats: Formats | None = None,
+    draft: bool = False,
+) -> Lowered:
+    """As `lower`, from leaf tables. `traced`: the step as `resolve` has traced it already; `limited`: the choice that
+    takes least memory is asked for, without a budget; `formats`: those of `compress("auto")` that a state has
+    recorded; `draft`: programs are not verified, and an error has no advice."""
+    found = candidates(step, mesh, params, batch, budget, traced, limited, skip)
+    if budget is None:
+        return found.lowered(found.starts[0][0], draft)
+    search = Search(found.programs, found.passes, budget)
+    with within("planning", "the fastest program that fits"):
+        if open_formats(step) is None:
+            choice = next(filter(None, map(search.best, found.starts)), None)
+        else:
+            choice = _with_formats(found, search, formats or ())
+    if choice is not None:
+        return found.lowered(choice, draft)
+    programs = found.finished(found.starts[-1][0], draft)
+    program = _largest(programs, budget)
+    least = plan(program, budget.device, backend=budget.backend, stages=programs)
+    over = budget.nbytes is not None and least.peak_bytes > budget.nbytes and not draft
+    advice = advice_on(step, mesh, params, batch, budget, least) if over and isinstance(step, Step) else ()
+    raise unmet(program, least, budget, advice, _rows(step, batch))
+
+
+def _with_formats(found: CandidatePrograms, search: Search, recorded: Formats) -> Choice | None:
+    """The best choice with the formats of `compress("auto")`: those of the fastest step if it fits with them, or else
+    the least compression that fits. None if none does."""
+
+    def best(**formats: Any) -> Choice | None:
+        groups = ([replace(choice, **formats) for choice in group] for group in found.starts)
+        return next(filter(None, map(search.best, groups)), None)
+
+    plain, least = best(), found.starts[-1][0]
+    chosen = choose_formats(found.variants, search, plain or least, recorded)
+    compressed = any(x.params or x.grads for x in chosen.wire)
+    if plain is not None and not (search.passes and compressed):
+        return chosen
+    if compressed and (fitting := best(wire=chosen.wire, wire_because=chosen.wire_because)) is not None:
+        return fitting
+    none, *more = rungs(found.variants, least) or [()]
+    if plain is not None:
+        why = "in codes the step does not fit the budget"
+        return replace(plain, wire=none, wire_because=(why,) * len(none))
+    why = "with less compression the step does not fit the budget"
+    return next(filter(None, (best(wire=wire, wire_because=(why,) * len(wire)) for wire in more)), None)
+
+
+def advice_on(step: Step, mesh: AbstractMesh, params: Inputs, batch: Inputs, budget: Budget, found: Plan) -> list[str]:
+    """Transforms that lower the peak of a plan, each with the new peak."""
+
+    def asked(more: Step) -> Program:
+        leaves = params_inputs(more, mesh, abstract_params(params))
+        return _largest(lower_inputs(more, mesh, leaves, batch, limited=True).programs, budget)
+
+    return advise(step, mesh, params, budget, found, asked)
+
+
+def _largest(programs: Sequence[Program], budget: Budget) -> Program:
+    """The program that takes most of the device's memory."""
+    return max(programs, key=lambda program: peak_bytes(program, budget.device, budget.backend)[0])
+
+
+def _rows(step: Step | EvalStep, batch: Inputs) -> int:
+    """The rows of a rank's batch that are computed with at once."""
+    found = find(step.transforms, accumulate.Accumulate) if isinstance(step, Step) else None
+    return max((leaf.shape[0] for leaf in batch.leaves if leaf.shape), default=1) // (
+        found.num_micro_batches if found else 1
+    )

@@ -1,0 +1,213 @@
+"""Searches for the fastest program within budgets, among the options that the passes of a step leave open, by the plan.
+
+Every candidate is the finished program with its plan, so a budget is compared with the peak of the program that runs.
+Each is made once, and priced once.
+
+1. In each start the first side that fits updates the state off the device. From there each open value is tried, and of
+   each option that grows gets the largest value that fits, in every order of the options: memory goes to the first. 2.
+       The fastest of each start gets the best order of its transfers and the best share of updates on the host. A start
+       whose bound does not beat the best found is not refined, unless it is taken. 3. The first start within 1 % of the
+       fastest is taken.
+
+[Note: both sides] The host's arithmetic and the link work side by side, so the fastest step may be one in which each
+has a part of the blocks. With a share s on the host every queue is busy for a time linear in s, known from the programs
+of all and of nothing on the host; no step is shorter than the busiest. So a mix is looked for only where that leaves
+something to gain: first where the two sides take as long, then half way from there to either end.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fzero._utils.units import duration, size
+from fzero.compiler.budget_report import Budget
+from fzero.compiler.options import Choice
+from fzero.compiler.passes import Options, Pass
+from fzero.ir.program import Program
+from fzero.plan.plan import exposed_seconds, peak_bytes, queue_seconds
+from fzero.plan.timeline import COMPUTE
+from fzero.transforms.offload_analysis import leaves_side_open
+
+ENDS = (1.0, 0.0)  # shares of the updates on the host; the first takes less of the device's memory
+SHARES = 16  # a mix of both sides is looked for in steps of 1/16
+GAIN = 0.02  # and only if it may make the step shorter by this share
+SAME = 1e-3  # predictions that differ by less are the same
+
+
+@dataclass(eq=False)
+class CostOfChoice:
+    """The predicted cost of a program on a budget's device, each part found when it is asked for; of a pipeline, of the
+    programs of all stages."""
+
+    programs: tuple[Program, ...]
+    budget: Budget
+
+    @property
+    def program(self) -> Program:
+        """The one whose options are open; of a pipeline that of the first stage."""
+        return self.programs[0]
+
+    @functools.cached_property
+    def peaks(self) -> tuple[int, int, int]:
+        """The most bytes of a rank on the device, the host and the disk."""
+        found = [peak_bytes(program, self.budget.device, self.budget.backend) for program in self.programs]
+        return max(x[0] for x in found), max(x[1] for x in found), max(x[2] for x in found)
+
+    @functools.cached_property
+    def queues(self) -> tuple[float, dict[str, float]]:
+        """Seconds of a step, and of each queue (`queue_seconds`)."""
+        return queue_seconds(self.programs, self.budget.device, self.budget.backend)
+
+    @functools.cached_property
+    def exposed(self) -> dict[str, float]:
+        """Seconds of a step that compute waits for each channel; of a pipeline, in the first stage."""
+        return exposed_seconds(self.programs, self.budget.device, self.budget.backend)
+
+
+class Search:
+    """The costs of choices, and the best of them.
+
+    Args:
+        build: the finished programs of a choice, of all stages, the same objects for choices that come to the same.
+        passes: whose options are open, under a budget of memory.
+        budget: to fit.
+    """
+
+    def __init__(self, build: Callable[[Choice], tuple[Program, ...]], passes: Sequence[Pass], budget: Budget):
+        self.build, self.budget = build, budget
+        self.passes = passes if budget.nbytes is not None else ()
+        self.tried: dict[Choice, CostOfChoice] = {}
+        self._of: dict[tuple[int, ...], CostOfChoice] = {}  # by programs
+
+    def cost(self, choice: Choice) -> CostOfChoice:
+        if choice not in self.tried:
+            programs = self.build(choice)
+            self.tried[choice] = self._of.setdefault(tuple(map(id, programs)), CostOfChoice(programs, self.budget))
+        return self.tried[choice]
+
+    def fits(self, choice: Choice) -> bool:
+        return self.budget.limits == (None, None, None) or not self.budget.over(self.cost(choice).peaks)
+
+    def seconds(self, choice: Choice) -> float:
+        return self.cost(choice).queues[0]
+
+    def best(self, starts: Sequence[Choice]) -> Choice | None:
+        """The fastest choice that fits; None if none does.
+
+        Args:
+            starts: choices of least memory, of `Variants.starts`.
+        """
+        grown = [found for start in starts if (found := self._grown(start)) is not None]
+        if len(grown) == 1:
+            return self._refined(*grown)
+        refined: dict[Choice, Choice] = {}
+        least = math.inf
+        for choice in sorted(grown, key=self.seconds):
+            if not refined or self._least_seconds(choice) <= (1 - GAIN) * least:
+                refined[choice] = self._refined(choice)
+                least = min(least, self.seconds(refined[choice]))
+        first = next((c for c in grown if self.seconds(refined.get(c, c)) <= 1.01 * least), None)
+        return first and (refined.get(first) or self._refined(first))
+
+    def _sides(self, choice: Choice) -> list[Choice]:
+        """The choice with all updates on the host, and with none there, if that is open."""
+        program = self.cost(choice).program
+        is_open = program.assigns and leaves_side_open(program)  # an evaluation updates nothing
+        return [replace(choice, host_share=share) for share in ENDS] if is_open else [choice]
+
+    def _values(self, of: Callable[[Pass], Any], choice: Choice) -> list[Any]:
+        """All values of the options of passes, from a choice."""
+        program, device = self.cost(choice).program, self.budget.device
+        return [value for passed in self.passes for value in of(passed)(choice, program, device)]
+
+    def _grown(self, least: Choice) -> Choice | None:
+        """The choice with as much of what grows as fits, and of what is tried the fastest; None if it does not fit
+        itself."""
+        start = next(filter(self.fits, self._sides(least)), None)
+        if start is None:
+            return None
+        bases = [start, *self._values(lambda passed: passed.tried, start)]
+        grows = [p.grows for p in self.passes if p.grows(start, self.cost(start).program, self.budget.device)]
+        found = [
+            functools.reduce(self._most, order, base)
+            for base in filter(self.fits, bases)
+            for order in itertools.permutations(grows)
+        ]
+        best, because = self._fastest(found), ""
+        if others := [c for c in found if c.whole_grads != best.whole_grads]:
+            faster = min(map(self.seconds, others)) - self.seconds(best)
+            because = f"{duration(faster)} a step faster than {'shards' if best.whole_grads else 'whole'}"
+        elif whole := [c for c in bases if c.whole_grads]:
+            over = self.budget.over(self.cost(*whole).peaks)
+            because = f"added up whole they would take {size(over)} more than the budget"
+        return replace(best, because=because)
+
+    def _most(self, choice: Choice, grows: Options) -> Choice:
+        """The last of its values that fits, by bisection: more takes more memory, and the first is known to fit."""
+        values = grows(choice, self.cost(choice).program, self.budget.device)
+        low, high = 0, len(values)
+        at = high - 1
+        while high - low > 1:
+            low, high = (at, high) if self.fits(values[at]) else (low, at)
+            at = (low + high) // 2
+        return values[low]
+
+    def _fastest(self, choices: Sequence[Choice]) -> Choice:
+        return min(choices, key=lambda c: (self.seconds(c), self.cost(c).peaks)) if len(choices) > 1 else choices[0]
+
+    def _refined(self, best: Choice) -> Choice:
+        """The choice with gathers that start as far ahead, and updates on the side, that are fastest."""
+        groups, fitting = self._values(lambda passed: passed.ahead, best) or [[best]], list[Choice]()
+        for side in (sides := self._sides(best)):
+            here = ((replace(c, host_share=side.host_share) for c in group) for group in groups)
+            able = [c for group in here for c in itertools.takewhile(self.fits, group)]
+            fitting += [self._fastest(able)] if able else []
+        return self._with_share(fitting) if len(sides) > 1 else fitting[0]
+
+    def _least_seconds(self, choice: Choice) -> float:
+        """The least seconds of a step, wherever the updates of a choice run and however far ahead a transfer starts: as
+        long as its busiest queue."""
+        queues = [self.cost(side).queues[1] for side in self._sides(choice)]
+        return next(_mixes(*queues))[1] if len(queues) > 1 else max(queues[0].values())
+
+    def _with_share(self, ends: Sequence[Choice]) -> Choice:
+        """The choice with the share of updates on the host that is fastest, and why: see [Note: both sides]."""
+        first = min(ends, key=self.seconds)
+        with_ = lambda share: replace(first, host_share=share)  # noqa: E731
+        tried = {c: self.seconds(c) for c in ends}
+        if self.budget.device.asynchronous:  # else one thread computes and copies: what one side gains the other loses
+            for share, bound in _mixes(*(self.cost(with_(share)).queues[1] for share in ENDS)):
+                if bound > (1 - GAIN) * min(tried.values()):
+                    break
+                if self.fits(with_(share)):
+                    tried[with_(share)] = self.seconds(with_(share))
+        # among equals the simpler one
+        least = min(tried.values())
+        best = min(
+            tried, key=lambda c: (tried[c] > (1 + SAME) * least, c.host_share not in ENDS, -c.host_share, tried[c])
+        )
+        why = [f"{duration(tried[best])} a step"]
+        for share in (share for share in ENDS if share != best.host_share):
+            taken = min((t for c, t in tried.items() if c.host_share == share), default=None)
+            what = "would not fit" if taken is None else f"takes {duration(taken)}"
+            why.append(f"all on the {'host' if share else 'device'} {what}")
+        return replace(best, share_because="; ".join(why))
+
+
+def _mixes(host: Mapping[str, float], device: Mapping[str, float]) -> Iterator[tuple[float, float]]:
+    """Shares of the update on the host to try, and what no step with any of them takes less than. `host`, `device`:
+    what a step with all of it on that side takes at least, for each queue (`queue_seconds`)."""
+
+    def busiest(share: float, queues: set[str]) -> float:
+        return max((share * host.get(q, 0.0) + (1 - share) * device.get(q, 0.0) for q in queues), default=0.0)
+
+    queues, shares = {*host, *device}, [n / SHARES for n in range(1, SHARES)]
+    bound = min(busiest(share, queues) for share in shares)
+    meet = min(shares, key=lambda share: busiest(share, queues - {COMPUTE}))
+    for share in (meet, (1 + meet) / 2, meet / 2):
+        yield share, bound

@@ -1,0 +1,251 @@
+"""Reads a configuration of DeepSpeed's into values by path: unknown keys, values of another kind, and "auto".
+
+Nothing is decided here about what a key means; all that is wrong is collected, for one error.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fzero._utils.arguments import shown
+from fzero._utils.bounded_json import Malformed, contents, parsed
+from fzero.deepspeed.supported_keys import ALIASES, IGNORED, KEYS, REJECTED, SECTIONS, SUPPORTED, Rejected, same
+from fzero.errors import FzeroTypeError, FzeroValueError
+
+_MOST = 1 << 24  # bytes of a file: 16 MiB
+_ELSEWHERE = 3  # sections: a name that more have says nothing about where a key belongs
+MEANING, NOTE = "meaning", "note"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A key and what becomes of it.
+
+    Attributes:
+        path: the key, with its sections: "optimizer.params.lr".
+        value: the value as it is given; "" for a key that is omitted.
+        answer: "meaning" if the key is carried out, or "note" for what else one should know about a key, for example
+            the default of one that is omitted.
+        says: what becomes of it.
+
+    Example:
+        >>> import fzero as fz
+        >>> given = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "steps_per_print": 10}
+        >>> found = fz.deepspeed.load_config(given)
+        >>> found.decisions[0].path, found.decisions[0].value, found.decisions[0].answer
+        ('train_batch_size', '8', 'meaning')
+        >>> found.ignored
+        ('steps_per_print',)
+    """
+
+    path: str
+    value: str
+    answer: str
+    says: str
+
+
+@dataclass
+class ConfigSettings:
+    """Values by the paths of their keys, with what has been decided and what is wrong so far."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value of a key; of one that is omitted, null or "auto" the default."""
+        found = self.values.get(path)
+        return default if found is None or found == "auto" else found
+
+    def omitted(self, path: str, says: str) -> None:
+        """Notes what happens because a key is omitted."""
+        self.decisions.append(Decision(path, "", NOTE, f"omitted: {says}"))
+
+    def instead(self, path: str, says: str) -> None:
+        """Notes what becomes of a key's value, in place of what its table says."""
+        name = path.rpartition("stage3_")[2]
+        self.decisions = [d for d in self.decisions if not d.path.endswith(name)]
+        self.note(path, says)
+
+    def note(self, path: str, says: str) -> None:
+        """Notes something about a key in addition to what its table says."""
+        self.decisions.append(Decision(path, shown(self.values.get(path)), NOTE, says))
+
+    def refuse(self, path: str, says: str) -> None:
+        self.problems.append(f"{path}={shown(self.values.get(path))}: {says}")
+
+    def check(self, source: str) -> None:
+        """Raises if something is wrong, all of it at once."""
+        if self.problems:
+            problems = list(dict.fromkeys(self.problems))
+            what = f"{source} has {len(problems)} problem{'s' * (len(problems) > 1)}"
+            raise FzeroValueError("deepspeed", what, problems, "correct these keys; every other is understood")
+
+
+def read_file(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """A configuration as a dict, and what to call it: from a dict, a path, or the base64 that DeepSpeed's launcher
+    makes.
+
+    Raises:
+        FzeroTypeError: a value that is none of these.
+        FzeroValueError: a file that is missing, or not JSON (or, where hjson is installed, HJSON); a key twice.
+    """
+    if isinstance(config, Mapping):
+        return _plain(config, "a dict"), "a dict"
+    if not isinstance(config, (str, os.PathLike)):
+        what = f"a configuration is a path or a dict, not {type(config).__name__}"
+        raise FzeroTypeError("deepspeed", what, fix='e.g. fz.deepspeed.load_config("ds_config.json")')
+    path, name = Path(config), os.fspath(config)
+    if os.path.isfile(name):  # Path.is_file raises of a text that is too long for a name
+        try:
+            return read_text(contents(path, _MOST), name), name
+        except (OSError, Malformed) as error:
+            fix = "give the path of a ds_config.json"
+            raise FzeroValueError("deepspeed", f"{name} cannot be read", [str(error)], fix) from None
+    try:
+        text = base64.b64decode(name, altchars=b"-_", validate=True)  # the name of a file, too, may be base64
+        if not text.lstrip().startswith(b"{"):
+            raise ValueError
+    except (binascii.Error, ValueError):
+        fix = "give the path of a file that is there, or the dict itself"
+        raise FzeroValueError("deepspeed", f"{shown(name)} is not there", fix=fix) from None
+    return read_text(text, "base64"), "base64"
+
+
+def _plain(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """As JSON has it: lists for tuples, texts for keys."""
+    try:
+        return parsed(json.dumps(dict(config)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FzeroTypeError("deepspeed", f"{name} has values that JSON has not", [str(error)]) from None
+
+
+def read_text(text: str | bytes, name: str) -> dict[str, Any]:
+    """A configuration as a dict, of its text; errors call it `name`.
+
+    Raises:
+        FzeroValueError: as `read_file`.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [key for key, _ in pairs]
+        twice.extend(key for key in dict.fromkeys(names) if names.count(key) > 1)
+        return dict(pairs)
+
+    twice: list[str] = []
+    try:
+        found = parsed(text, pairs=unique)
+    except Malformed as error:
+        try:
+            import hjson  # pyright: ignore[reportMissingImports]  # comes with DeepSpeed
+        except ImportError:
+            fix = "write JSON; of HJSON (comments, no quotes) one needs the package hjson"
+            raise FzeroValueError("deepspeed", f"{name} is not JSON", [str(error)], fix) from None
+        try:
+            found = hjson.loads(text, object_pairs_hook=unique)
+        except (ValueError, RecursionError) as second:
+            raise FzeroValueError("deepspeed", f"{name} is neither JSON nor HJSON", [str(second)]) from None
+    if twice:
+        problems = [f"{key!r} twice in one section" for key in twice]
+        raise FzeroValueError("deepspeed", f"{name} has keys twice", problems, "keep one of each")
+    if not isinstance(found, dict):
+        what = f"{name} is {type(found).__name__}, not a section"
+        raise FzeroValueError("deepspeed", what, fix='a configuration is {"train_batch_size": 32, ...}')
+    return found
+
+
+_FILLED_ALONE = {"scheduler.params.warmup_min_lr"}
+"""Keys that no training argument is of: they are filled in where they are "auto", and compared with nothing."""
+
+
+def settings(given: Mapping[str, Any], auto: Mapping[str, Any]) -> ConfigSettings:
+    """Reads the values of a configuration, with "auto" filled in. What several keys mean together is decided later."""
+    out, auto = ConfigSettings(), _plain(auto, "auto")
+    written: dict[str, str] = {}
+    for path, value in _items(given, out):
+        at = ALIASES.get(path, path)
+        if at in written:
+            out.problems.append(f"{path} and {written[at]}: one key under two names")
+        written[at] = path
+        if at in IGNORED:
+            out.values[at] = value
+            out.ignored.append(path)
+        elif at in REJECTED:
+            out.values[at] = value
+            if _asks_for_nothing(value, REJECTED[at]):
+                out.ignored.append(path)
+            else:
+                out.problems.append(f"{path}={shown(value)}: {REJECTED[at].says}")
+        else:
+            _read(out, path, value, auto)
+    unknown = [name for name in auto if name not in KEYS or name in ALIASES]
+    out.problems += [f"auto={{{name!r}: ...}}: unknown{_nearest(name)}" for name in unknown]
+    return out
+
+
+def _asks_for_nothing(value: Any, rejected: Rejected) -> bool:
+    is_off = isinstance(value, dict) and value.get("enabled") is False and None in rejected.neutral
+    return is_off or any(same(value, x) for x in rejected.neutral)
+
+
+def _read(out: ConfigSettings, path: str, value: Any, auto: Mapping[str, Any]) -> None:
+    """Reads a supported key."""
+    at = ALIASES.get(path, path)
+    kind, says = SUPPORTED[at]
+    if value == "auto" and not kind.auto:
+        if at not in auto:
+            out.problems.append(f'{path}="auto": nothing fills it in: load_config(auto={{{at!r}: ...}})')
+            return
+        value = auto[at]
+    elif at in auto and auto[at] != value and value is not None and at not in _FILLED_ALONE:
+        out.problems.append(f"{path}={shown(value)}: the arguments say {shown(auto[at])}; make it 'auto'")
+    if value != "auto" and (problem := kind.problem(value)):
+        out.problems.append(f"{path}={shown(value)}: {problem}")
+        return
+    out.values[at] = value
+    out.decisions.append(Decision(path, shown(value), MEANING, says))
+
+
+def _items(given: Mapping[str, Any], out: ConfigSettings, under: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a configuration by their paths, with their values. Unknown keys become problems."""
+    for key, value in given.items():
+        path = f"{under}{key}"
+        if path in SECTIONS and isinstance(value, Mapping):
+            yield from _items(value, out, f"{path}.")
+        elif path == "zero_optimization" and isinstance(value, bool):
+            yield "zero_optimization.stage", int(value)
+        elif path in SECTIONS and value is not None:
+            out.problems.append(f"{path}={shown(value)}: a section, e.g. {{{_names(path)[0]!r}: ...}}")
+        elif path in KEYS:
+            yield path, value
+        elif path not in SECTIONS:
+            out.problems.append(f"{path}: unknown{_nearest(path)}")
+
+
+def _names(section: str) -> list[str]:
+    """The names of the keys of a section ("": the top)."""
+    at = f"{section}." if section else ""
+    return list(dict.fromkeys(path[len(at) :].partition(".")[0] for path in KEYS if path.startswith(at)))
+
+
+def _nearest(path: str) -> str:
+    """Words about the key that may have been meant: one of that name in another section, or one with a similar name."""
+    section, _, name = path.rpartition(".")
+    known = dict.fromkeys((*(x for x in KEYS if x not in ALIASES), *sorted(SECTIONS)))
+    elsewhere = [p for p in known if p.rpartition(".")[2] == name]
+    if 0 < len(elsewhere) <= _ELSEWHERE:
+        return f": it belongs at {' or '.join(elsewhere)}"
+    if near := difflib.get_close_matches(name, _names(section), n=1, cutoff=0.6):
+        return f": did you mean {near[0]!r}?"
+    by_name = {p.rpartition(".")[2]: p for p in known}
+    near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
+    return f": did you mean {by_name[near[0]]}?" if near else ""

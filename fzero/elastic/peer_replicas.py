@@ -1,0 +1,176 @@
+"""Receives what other ranks send of their state (`fz.redundant`), in files beside those that this rank keeps.
+
+    of-00002/ward-00001.json             what lies here of rank 1's, and where in these files it lies
+    of-00002/ward-00001.0.safetensors    two slots: the newest state that came whole, and the one that is coming
+
+A step fills one slot while the other stays sealed (fzero/elastic/memory_checkpoint.py has the form). Leaves that the
+ranks along the axis have in common are not sent: each of them keeps its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.checkpoint import safetensors_format
+from fzero.checkpoint.index import StoredPart, to_json
+from fzero.checkpoint.saving import SavePlan
+from fzero.checkpoint.tensor_digests import word_sum
+from fzero.elastic.memory_files import MemoryFile, reserve
+from fzero.mesh import Mesh
+from fzero.sharding.layout import Leaf, leaf_of
+from fzero.sharding.shard_regions import Boxes
+from fzero.transforms.redundant import Redundant
+
+logger = logging.getLogger("fzero")
+
+SEALED = "sealed"
+"""The tensor of a slot that is one more than the number of batches that its state has seen, 0 while it is written."""
+SUMS = "sums"
+"""The tensor of a slot that has the sum of each leaf's words, in the order of the note."""
+_SLOTS = 2
+
+
+class Ward(NamedTuple):
+    """The source of what a rank receives, as the step says: the rank `shift` before it along the axis."""
+
+    spec: Redundant
+    shift: int
+
+    def owner(self, mesh: Mesh) -> dict[str, int]:
+        """The place on the mesh of the rank that sends to this one."""
+        here, axis = mesh.coordinate, self.spec.axis
+        return {**here, axis: (here[axis] - self.shift) % mesh.axes[axis]}
+
+
+class Wards:
+    """The slots for what one other rank sends. Existing slots keep their states up to the step from which the run goes
+    on.
+
+    Between two calls of `begin` each leaf comes once: of a batch that several steps see, or one that is done again, the
+    first starts from the state of that number. What is asked here is answered alike on every rank.
+
+    Args:
+        directory: of the states that as many ranks kept.
+        plan: of this rank's state.
+        mesh: of all ranks.
+        ward: what comes.
+        seen: of the state that the run goes on from.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+
+    def __init__(self, directory: Path, plan: SavePlan, mesh: Mesh, ward: Ward, seen: int):
+        leaves = {
+            name: (tag[0], x)
+            for name, x in plan.tensors.items()
+            if name not in plan.aliases and (tag := leaf_of(x)) is not None and ward.spec.sends(tag[0])
+            if tag[0].is_on(mesh)  # the ranks along the axis are of one stage
+        }
+        owner = ward.owner(mesh)
+        boxes = {name: _boxes_of(leaf, mesh, owner) for name, (leaf, _) in leaves.items()}
+        self._numel = {leaf.path: boxes[name].numel for name, (leaf, _) in leaves.items()}  # of which there are sums
+        stem = f"ward-{_index(mesh, tuple(mesh.axes), owner):05d}"
+        entries = [safetensors_format.Entry(name, x.dtype, tuple(x.shape)) for name, (_, x) in leaves.items()]
+        entries += [
+            safetensors_format.Entry(SEALED, torch.int64, (1,)),
+            safetensors_format.Entry(SUMS, torch.int64, (len(leaves),)),
+        ]
+        slots = [reserve(directory / f"{stem}.{i}.safetensors", entries) for i in range(_SLOTS)]
+        write_note(directory / f"{stem}.json", plan, boxes, slots)
+        self._slots = [{leaf.path: slot.tensors[name] for name, (leaf, _) in leaves.items()} for slot in slots]
+        self._sealed, self._sums = ([s.tensors[name] for s in slots] for name in (SEALED, SUMS))
+        for sealed in self._sealed:
+            if int(sealed) > seen + 1:
+                sealed.fill_(0)
+        self._seen = seen  # of the state that the step under way starts from
+        self._coming: int | None = None  # the slot that it fills
+        self._come: set[str] = set()  # leaves that were sent since it began
+        self._lasting: list[set[str]] = [set() for _ in slots]  # by slot, leaves that no step writes, which have come
+        self._last: int | None = None  # the slot that was sealed last
+        self._speaks = mesh.rank == 0  # until it has warned
+
+    def begin(self, seen: int) -> None:
+        """Says that a step begins from the state that has seen so many batches."""
+        if self._coming is not None and self._speaks:
+            self._speaks = False
+            fix = "call run.commit(state) after every step; fz.run(every=k) with fz.redundant(every=k) does less"
+            what = f"what ranks have sent of the state after {self._seen} batches (fz.redundant) is of no use"
+            logger.warning("fzero.run: %s: it was not kept, or the state after it; %s", what, fix)
+        self._seen, self._coming, self._come = seen, None, set()
+
+    def places(self, leaves: Sequence[str], every: int = 1, once: bool = False) -> list[torch.Tensor] | None:
+        """The memory for these leaves, by their paths, of the state that the step under way starts from; None: they are
+        not sent.
+
+        Args:
+            leaves: that are sent together.
+            every: of so many steps one sends.
+            once: no step writes them.
+        """
+        if self._seen % every or not self._come.isdisjoint(leaves) or not self._numel.keys() >= {*leaves}:
+            return None
+        if self._coming is None and not self._come:
+            known = range(_SLOTS) if self._last is None else [i for i in range(_SLOTS) if i != self._last]
+            self._coming = min(known, key=lambda i: int(self._sealed[i]))
+            self._sealed[self._coming].fill_(0)
+        if self._coming is None:  # what has come of this step is sealed
+            return None
+        if once and self._lasting[self._coming].issuperset(leaves):
+            return None
+        self._come.update(leaves)
+        for slot, lasting in enumerate(self._lasting):
+            if not once:
+                lasting.difference_update(leaves)
+            elif slot == self._coming:
+                lasting.update(leaves)
+        return [self._slots[self._coming][leaf] for leaf in leaves]
+
+    def seal(self, seen: int) -> None:
+        """Says that what was coming has come, with the sums of its words: a step has ended, so many batches are seen
+        now, and its owner has kept the state that it started from."""
+        slot = self._coming
+        if slot is None or self._seen != seen - 1 or not self._come | self._lasting[slot] >= self._numel.keys():
+            return
+        held = self._slots[slot]
+        self._sums[slot].copy_(torch.stack([word_sum(held[leaf][:num]) for leaf, num in self._numel.items()]))
+        self._sealed[slot].fill_(seen)
+        self._coming, self._last = None, slot
+
+
+def write_note(path: Path, plan: SavePlan, boxes: Any, slots: Sequence[MemoryFile]) -> None:
+    """Says in a file of JSON what slots hold, of a state of this plan: these elements of each leaf."""
+    offsets = slots[0].offsets
+    parts = {n: [StoredPart("", n, boxes[n], offsets[n])] if n in boxes and boxes[n].numel else [] for n in plan.parts}
+    content = to_json(0, plan.leaves, parts, plan.aliases, plan.skeleton, {}, {})
+    content |= {"chunk": safetensors_format.CHUNK, "sha256": "", "bytes": slots[0].bytes}
+    content |= {"sealed": offsets[SEALED], "slots": len(slots)}
+    if SUMS in offsets:
+        content |= {"sums": offsets[SUMS], "summed": list(boxes)}
+    _write(path, json.dumps(content))
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:  # for which there may be no room any more
+        path.with_suffix(".new").write_text(text)
+        os.replace(path.with_suffix(".new"), path)
+
+
+def _boxes_of(leaf: Leaf, mesh: Mesh, place: dict[str, int]) -> Boxes:
+    """The elements of a leaf that the rank at a place holds."""
+    return leaf.cut(mesh).boxes(leaf.shape, _index(mesh, leaf.layout.axes, place))
+
+
+def _index(mesh: Mesh, axes: Sequence[str], place: dict[str, int]) -> int:
+    """The index of a place row-major along axes."""
+    index = 0
+    for axis in axes:
+        index = index * mesh.axes[axis] + place[axis]
+    return index

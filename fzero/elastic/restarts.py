@@ -1,0 +1,217 @@
+"""Calls a user's training function again on a new mesh whenever a rank was lost, with the state that the hosts' memory
+has (`fz.run`)."""
+
+from __future__ import annotations
+
+import faulthandler
+import inspect
+import logging
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from fzero._utils.arguments import function, number, path_like, plain_numbers, shown
+from fzero._utils.deprecation import keyword_aliases
+from fzero.comm import agreement, collective_sequence, launcher
+from fzero.comm.launcher_environment import Processes
+from fzero.elastic import host_directory
+from fzero.elastic.abort_transfers import freed
+from fzero.elastic.health import Health
+from fzero.elastic.join import STOPPED, Signals, alike, cause, in_different_runs, joined, leave, lost, said_why, say_why
+from fzero.elastic.run_context import Run
+from fzero.errors import DivergenceError, FzeroValueError
+from fzero.mesh import close_mesh
+
+T = TypeVar("T")
+
+logger = logging.getLogger("fzero")
+
+_ended: Counter[Path] = Counter()  # runs under a keeper that this process has seen the end of, by their memory
+
+
+@keyword_aliases("fz.run", on_resize=("on_resize", {"refuse": "error"}))
+@plain_numbers
+def run(
+    main: Callable[[Run], T],
+    *,
+    memory: str | os.PathLike[str] | None = None,
+    every: int = 1,
+    stop_on: Sequence[int] = (signal.SIGTERM,),
+    timeout: float = 600.0,
+    health: Health | None = None,
+    on_resize: Literal["keep_batch", "error"] = "keep_batch",
+    **mesh: Any,
+) -> T:
+    """Calls `main`, and calls it again on a new mesh whenever a rank was lost, until it returns.
+
+    Under `python -m fzero.run` (docs/elastic.md) a process that dies is started again by itself, and the others stay,
+    with their memory and what they have compiled; started by torchrun alone, it starts all of them. Either way `state`
+    finds what `commit` left in the memory of the hosts. One process without either: `main` is called once.
+
+    Args:
+        main: takes a `Run` and trains: on `run.mesh`, from `run.state(...)`, over `run.steps(...)`.
+        memory: in place of `/dev/shm` or the directory for temporary files: where states are kept, in a directory that
+            is the user's alone and is removed when the run has ended.
+        every: of so many steps one is kept. Steps since the last one are done again.
+        stop_on: signals that end the run after the step under way. The process then exits with code 143.
+        timeout: of `make_mesh`: seconds in which all ranks must have come, and for which they wait in a transfer.
+        health: what the run checks while it trains.
+        on_resize: what happens to a state that a different number of ranks has trained. "keep_batch": training
+            continues from it, and `run.data_shard` and `run.num_micro_batches` keep the global batch the same. "error":
+            an error is raised.
+        mesh: further arguments of `make_mesh`.
+
+    Raises:
+        SystemExit: with code 143, when the run was told to stop.
+        FzeroValueError: invalid arguments. Whatever else `main` raises ends the run, and is raised.
+        DivergenceError: the store of the ranks is gone, with the host that kept it.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.optim.sgd(0.5))
+        >>> def main(run):
+        ...     train = fz.compile(step, run.mesh, backend="eager")
+        ...     state = run.state(train, {"w": torch.ones(2)})
+        ...     for index in run.steps(state, 3):
+        ...         state, metrics = train(state, torch.ones(2))
+        ...         run.commit(state)
+        ...     return int(state.step)
+        >>> run(main, device="cpu")
+        3
+    """
+    health = health if health is not None else Health()
+    if problems := _problems(main, memory, every, stop_on, timeout, health, on_resize):
+        main_is_wrong = any(p.startswith("main=") for p in problems)
+        fix = "define main(run), a function that trains and returns" if main_is_wrong else "follow each line"
+        left_out = "; an argument that is left out has a valid default"
+        raise FzeroValueError("run", "invalid arguments", problems, fix + left_out)
+    here, keeper, torchrun = Processes.of(), host_directory.KEEPER in os.environ, launcher.under_torchrun()
+    try:
+        kept_in = host_directory.memory(memory) if keeper or torchrun or memory is not None else None
+        if kept_in is not None:
+            host_directory.make_directory(host_directory.of_run(kept_in, _ended[kept_in]))
+            if not keeper and here.local == 0 and host_directory.logout_removes(kept_in):
+                logger.warning("fzero.run: %s", host_directory.LOGOUT)
+            collective_sequence.watcher = host_directory.RankProgress(kept_in, here.rank)
+            if (
+                not keeper or collective_sequence.watcher.read().phase == host_directory.FINISHED
+            ):  # no steps are of this run
+                collective_sequence.watcher.say(host_directory.COMING, 0)
+    except OSError as error:
+        what = "the host's memory cannot be used"
+        raise FzeroValueError(
+            "run", what, [str(error)], f"{host_directory.elsewhere()} takes another directory"
+        ) from error
+    try:
+        with Signals(stop_on) as signals:
+            if keeper:
+                faulthandler.register(signal.SIGUSR1, all_threads=True)
+            result, stopped = _until_it_returns(
+                main, kept_in, every, signals, keeper and here.world > 1, timeout, health, on_resize, mesh
+            )
+            if collective_sequence.watcher is not None:
+                collective_sequence.watcher.say(host_directory.FINISHED)
+    except torch.distributed.DistNetworkError as error:
+        what = (
+            "the store is gone: the process that kept it, of the launcher or of rank 0, has left or cannot be reached"
+        )
+        fix = "start the run again, unless torchrun does (--max-restarts); keep --rdzv-endpoint on a host that stays"
+        raise DivergenceError("run", what, [cause(error)], fix) from error
+    finally:
+        collective_sequence.watcher = None
+    close_mesh()
+    if kept_in is not None and keeper:
+        _ended[kept_in] += 1
+    elif kept_in is not None and here.local == 0:
+        host_directory.remove(kept_in)
+    if stopped:
+        sys.exit(STOPPED)
+    return result
+
+
+def _problems(main: Any, memory: Any, every: Any, stop_on: Any, timeout: Any, health: Any, on_resize: Any) -> list[str]:
+    """A line for each argument of `run` that is invalid, or does not go with how this process was started."""
+    problems = number("timeout", timeout, above=0) + _stops(stop_on)
+    if memory is not None:
+        problems += path_like("memory", memory) or host_directory.not_a_directory(os.fspath(memory))
+    if type(every) is not int or every < 1:
+        problems.append(f"every={every!r}: must be a whole number of at least 1")
+    if isinstance(health, Health):
+        problems += health.problems()
+    else:
+        problems.append(f"health={health!r}: must be fz.Health(...)")
+    if on_resize not in ("keep_batch", "error"):
+        problems.append(f"on_resize={on_resize!r}: must be 'keep_batch' or 'error'")
+    problems += function("main", main, "run")
+    if any(
+        kind(main) for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    ):
+        problems.append(f"main={shown(main)}: a generator, or an async function: calling it runs nothing of it")
+    here, keeper, torchrun = Processes.of(), host_directory.KEEPER in os.environ, launcher.under_torchrun()
+    if memory is not None and keeper:
+        problems.append("memory: its keeper says where a rank keeps states: python -m fzero.run --memory DIR")
+    elif memory is not None and here.world > 1 and not torchrun:
+        problems.append("memory: no process owns these ranks' memory: start them by torchrun, or python -m fzero.run")
+    return problems
+
+
+def _stops(numbers: Any) -> list[str]:
+    """A line if these are not signals that a process can hear."""
+    heard = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    if isinstance(numbers, Sequence) and not isinstance(numbers, str) and all(n in heard for n in numbers):
+        return []
+    return [f"stop_on={shown(numbers)}: must be signals that can be caught, e.g. (signal.SIGTERM,), or ()"]
+
+
+def _until_it_returns(
+    main: Callable[[Run], T],
+    memory: Path | None,
+    every: int,
+    signals: Signals,
+    again: bool,
+    timeout: float,
+    health: Health,
+    on_resize: str,
+    axes: Mapping[str, Any],
+) -> tuple[T, bool]:
+    """The result of `main`, and whether the run was told to stop. `again`: whether a lost rank comes back."""
+    ended = 0 if memory is None else _ended[memory]
+    place = None if memory is None else host_directory.of_run(memory, ended)
+    while True:
+        mesh = joined(signals, again, timeout, axes)
+        run = Run(mesh, place, every, signals, health, on_resize)
+        try:
+            if place is not None:
+                host_directory.make_directory(place)
+            unlike = in_different_runs(mesh, ended) if again else None
+            if unlike is None:
+                if memory is not None and Processes.of().local == 0:
+                    host_directory.forget(memory, ended)
+                with freed(mesh):
+                    result = main(run)
+                run._end(any(agreement.everyones(mesh, "run", lambda: signals.came)))
+                return result, run.stopping
+        except Exception as error:
+            why = ""
+            if not (again and lost(mesh, error)) or alike(error, why := said_why(mesh)):
+                say_why(mesh, error)
+                raise
+            if why:
+                logger.warning("fzero.run: %s, which ends the run", why)
+            elif signals.came:
+                text = (
+                    "fzero.run: told to stop, and a rank was lost (%s): steps since the last checkpoint are not saved"
+                )
+                logger.warning(text, cause(error))
+            else:
+                logger.warning("fzero.run: a rank was lost (%s); joining again", cause(error))
+        else:
+            raise unlike
+        del mesh, run
+        leave()

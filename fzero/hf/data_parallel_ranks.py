@@ -1,0 +1,172 @@
+"""Counts the parts of a Trainer's data: ranks along an axis of tensor parallelism have the same part.
+
+The library counts processes. The accelerator here counts parts instead: loaders give the same rows to all ranks of a
+part, and gathers return each part once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import accelerate  # pyright: ignore[reportMissingImports] - of the extra `hf`
+import torch
+from accelerate.utils import (  # pyright: ignore[reportMissingImports]
+    gather,
+    recursively_apply,
+)
+from transformers.trainer_utils import seed_worker  # pyright: ignore[reportMissingImports]
+
+from fzero.hf.tp_plan import tensor_rules
+from fzero.mesh import Mesh
+from fzero.transforms.sequence import SequenceParallel
+from fzero.transforms.tensor import TensorParallel, tensor_parallel
+from fzero.transforms.transform import Transform, find
+
+Base: Any = accelerate.Accelerator
+
+
+class TensorAxis(NamedTuple):
+    """The axis of a Trainer's mesh along which the data is the same, and its size; 1: there is none."""
+
+    name: str
+    size: int
+    given: TensorParallel | None
+
+
+def tensor_axis(num: int | None, mesh: Mesh | None, transforms: Sequence[Any] | None) -> TensorAxis:
+    """The tensor axis of a Trainer's arguments."""
+    spec = find(tuple(transforms or ()), TensorParallel)
+    name = spec.axis if spec else "model"
+    size = num if num is not None else mesh.axes.get(name, 1) if spec and mesh is not None else 1
+    return TensorAxis(name, size, spec)
+
+
+def problems(num: Any, mesh: Mesh | None, transforms: Any, args: Any) -> list[str]:
+    """Why a Trainer cannot have this `tensor_parallel`."""
+    if num is not None and (type(num) is not int or num < 1):
+        return [f"tensor_parallel={num!r}: must be a whole number of at least 1"]
+    name, size, spec = tensor_axis(num, mesh, transforms)
+    found = list[str]()
+    if (parts := find(tuple(transforms or ()), SequenceParallel)) is not None:  # a rank would read part of a sample
+        found.append(f"transforms: {parts.name} has no place in a Trainer: fz.compile a step")
+    if mesh is not None and num is not None and mesh.axes.get(name, 1) != num:
+        found.append(f"tensor_parallel={num}: the mesh has {mesh}; fz.make_mesh(data=-1, {name}={num}) has the axis")
+    elif mesh is None and args.world_size % size:
+        found.append(f"tensor_parallel={num}: does not divide {args.world_size} processes")
+    if spec is not None and num is None and (mesh is None or name not in mesh.axes):
+        found.append(f"transforms: {spec.name} wants tensor_parallel=N, or mesh=fz.make_mesh(data=-1, {name}=N)")
+    if size > 1 and args.accelerator_config.dispatch_batches:
+        found.append("accelerator_config.dispatch_batches: with tensor_parallel every rank reads its own batches")
+    return found
+
+
+def missing(axis: TensorAxis, model: Any) -> list[Transform]:
+    """The transform of the axis, where the caller gave none.
+
+    Raises:
+        FzeroValueError: a model without a plan.
+    """
+    if axis.size == 1 or axis.given is not None:
+        return []
+    return [tensor_parallel(axis=axis.name, rules=tensor_rules(model, ranks=axis.size))]
+
+
+class DataParts(NamedTuple):
+    """The parts that a mesh cuts data into.
+
+    Attributes:
+        index: the number of this rank's part.
+        firsts: of each part the first rank that has it.
+    """
+
+    index: int
+    firsts: list[int]
+
+
+def of(mesh: Mesh, axis: str) -> DataParts:
+    """The parts along all axes but one. The axes of a step's batch: compiling refuses a mesh with an axis of no use."""
+    axes = tuple(name for name in mesh.axes if name != axis)
+    stride, size = 1, mesh.axes[axis]
+    for name in reversed(mesh.axes):
+        if name == axis:
+            break
+        stride *= mesh.axes[name]
+    firsts = [rank for rank in range(mesh.size) if rank // stride % size == 0]
+    return DataParts(mesh.index(axes), firsts)
+
+
+class Accelerator(Base):
+    """Accelerate's, whose processes are the parts of the data. An instance of Accelerate's becomes one by `count`."""
+
+    _parts: Callable[[], DataParts]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self._parts().firsts)
+
+    @property
+    def process_index(self) -> int:
+        return self._parts().index
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **settings: Any) -> Any:
+        seeding = data_loader.worker_init_fn
+        if isinstance(seeding, partial) and seeding.func is seed_worker:  # what workers draw is of a part too
+            data_loader.worker_init_fn = partial(seeding, rank=self.process_index)
+        return super().prepare_data_loader(data_loader, *args, **settings)
+
+    def gather(self, tensor: Any) -> Any:
+        firsts, size = self._parts().firsts, self.state.num_processes
+
+        def once(x: Any) -> Any:
+            return x.reshape(size, x.shape[0] // size, *x.shape[1:])[firsts].flatten(0, 1)
+
+        return recursively_apply(once, super().gather(tensor), error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if not use_gather_object:
+            try:
+                recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+            except TypeError:
+                use_gather_object = True
+        if use_gather_object and self.state.process_index not in self._parts().firsts:
+            input_data = []
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+
+def count(accelerator: Any, parts: Callable[[], DataParts]) -> None:
+    """Has an accelerator count parts, which `parts` returns once there is a mesh.
+
+    Every rank reads an iterable data set itself: a process that dispatches batches would count processes.
+    """
+    accelerator._parts, accelerator.__class__ = parts, Accelerator
+    accelerator.dataloader_config.dispatch_batches = False
+
+
+class OtherArguments:
+    """Arguments of the library with other values of some."""
+
+    def __init__(self, args: Any, **values: Any):
+        self._args = args
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
+
+
+class Exchange:
+    """Tells every rank of a Trainer what the others have. All of them call its methods."""
+
+    def __init__(self, trainer: Any):
+        self._trainer, self.alone = trainer, trainer.args.world_size == 1
+
+    def bounds(self, numbers: Mapping[str, Sequence[int]]) -> tuple[dict[str, int], dict[str, int]]:
+        """The largest and the smallest number of each name, over all ranks."""
+        high, low = {n: max(x) for n, x in numbers.items()}, {n: min(x) for n, x in numbers.items()}
+        if self.alone:
+            return high, low
+        here = torch.tensor([[*high.values(), *(-x for x in low.values())]], device=self._trainer.args.device)
+        everyone: Any = gather(here)
+        found = everyone.amax(0).tolist()
+        return dict(zip(high, found, strict=False)), dict(zip(low, (-x for x in found[len(high) :]), strict=True))

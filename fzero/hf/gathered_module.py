@@ -1,0 +1,118 @@
+"""Runs models of the library with the weights of a sharded state: whole, or layer by layer where they do not fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._compat.allocator import return_freed_memory
+from fzero.comm import agreement
+from fzero.errors import FzeroTypeError
+from fzero.hf.models import Pretrained
+from fzero.mesh import Mesh
+from fzero.modules.meta_module import TensorSlot
+from fzero.sharding.layout import leaf_of
+from fzero.state import gather
+
+Gathered = Callable[[Sequence[str]], dict[str, torch.Tensor]]
+
+
+def module(model: Pretrained, state: Any, *, stream: bool = False) -> Any:
+    """A model of the library with the weights of a state, in evaluation mode: for `generate()` and what else takes one.
+
+    If some parameters of the state have 16 bits (frozen ones under `mixed_precision`), all parameters of the model get
+    that dtype. Every rank calls it.
+
+    Args:
+        model: of `fz.hf.from_pretrained` or `from_config`.
+        state: a state of its training step, or its parameters, on any tier. It is read, not changed.
+        stream: gather the weights of each layer (`model.blocks`) when it runs, and let go of them behind it. Then all
+            ranks run the model together, with the same inputs, and the state must be as it was. Slow: every token
+            gathers, or reads from disk, the whole model.
+
+    Memory: the whole model on the mesh's device; with `stream` one layer of it and what is in no layer.
+    Communication: one all_gather a sharded leaf; with `stream` those of the layers each time that they run.
+
+    Raises:
+        FzeroTypeError: another kind of model, or a tree that is not the model's.
+
+    Example:
+        >>> import torch, transformers, fzero as fz
+        >>> config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        >>> model = fz.hf.from_config(transformers.AutoModelForCausalLM, config)
+        >>> step = fz.shard_params(model.train_step(fz.optim.adamw(1e-3)))
+        >>> train = fz.compile(step, fz.make_mesh(data=1), backend="eager")
+        >>> state = train.init(model.params)
+        >>> tokens = fz.hf.module(model, state).generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False)
+        >>> again = fz.hf.module(model, state, stream=True)
+        >>> torch.equal(tokens, again.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False))
+        True
+    """
+    params = getattr(state, "params", state)
+    if not isinstance(model, Pretrained) or tree.names(params) != tree.names(model.params):
+        fix = "give the model that fz.hf.from_pretrained returned, and a state of its training step"
+        raise FzeroTypeError("hf.module", "this is not a state of the model", fix=fix)
+    flat = dict(tree.with_names(params))
+    mesh = next((at[1] for x in flat.values() if (at := leaf_of(x)) is not None), None)
+
+    rounded = _rounded(model, flat)
+
+    def gathered(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        found = {name: whole(flat[name], mesh) for name in names}
+        return {name: x.to(rounded.get(name, x.dtype)) for name, x in found.items()}
+
+    made = copy.deepcopy(model.module).to("meta").eval()
+    slots = model.slots(made)
+    layers = {name: made.get_submodule(name) for name in model.blocks} if stream else {}
+    inside = {path: name for path in slots for name in layers if path.startswith(f"{name}.")}
+    _fill(slots, gathered, [path for path in slots if path not in inside])
+    for name, layer in layers.items():
+        mine = [path for path in slots if inside.get(path) == name]
+        layer.register_forward_pre_hook(lambda *_, mine=mine: _fill(slots, gathered, mine))
+        layer.register_forward_hook(lambda *_, mine=mine: _empty(slots, mine))
+    return made
+
+
+def _rounded(model: Pretrained, flat: dict[str, torch.Tensor]) -> dict[str, torch.dtype]:
+    """The parameters that the module has in another dtype than the state, by name, with the dtype of the module.
+
+    Under `mixed_precision` frozen parameters are kept in 16 bits, trained ones in fp32. A forward of such a mixture
+    fails in the first product of both, so trained parameters are rounded, as a step does before its forward.
+    """
+    slots = model.slots(model.module).values()
+    floats = {s.name: x.dtype for s in slots if s.of == "_parameters" and (x := flat[s.name]).is_floating_point()}
+    low = set(floats.values()) - {torch.float32}
+    if len(low) != 1 or torch.float32 not in floats.values():
+        return {}
+    return dict.fromkeys((n for n, dtype in floats.items() if dtype == torch.float32), low.pop())
+
+
+def whole(tensor: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
+    """A leaf of a state, whole, on the mesh's device. Every rank calls it."""
+    if mesh is None:
+        return tensor.detach()
+    with mesh.alone("gather"), agreement.unbroken(mesh):
+        return gather.whole(tensor, mesh).to(mesh.device)
+
+
+def _fill(slots: dict[str, TensorSlot], gathered: Gathered, paths: Sequence[str]) -> None:
+    values: dict[str, torch.Tensor] = {}
+    for path in paths:
+        slot = slots[path]
+        if slot.name not in values:
+            values |= gathered([slot.name])
+        _put(slot, values[slot.name])
+
+
+def _empty(slots: dict[str, TensorSlot], paths: Sequence[str]) -> None:
+    for path in paths:
+        _put(slots[path], torch.empty_like(slots[path].get(), device="meta"))
+    return_freed_memory()  # what lies between freed layers would keep them all
+
+
+def _put(slot: TensorSlot, value: torch.Tensor) -> None:
+    slot.put(torch.nn.Parameter(value, requires_grad=False) if slot.of == "_parameters" else value)

@@ -1,0 +1,237 @@
+"""Writes directories that the library's `from_pretrained` reads, from a sharded state, within bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero._utils.arguments import plain_numbers
+from fzero.checkpoint import saving
+from fzero.checkpoint.storage_paths import local
+from fzero.checkpoint.weight_export import export_tensors
+from fzero.comm.all_ranks import Ranks, together, world
+from fzero.errors import CheckpointError, FzeroTypeError
+from fzero.hf import adapters, weight_conversions
+from fzero.hf.gathered_module import whole
+from fzero.hf.models import Pretrained
+from fzero.modules.functionalize import Functional
+from fzero.sharding.layout import leaf_of
+
+logger = logging.getLogger("fzero")
+
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
+)  # fmt: skip
+"""Files beside the weights that say how a model's inputs are made."""
+
+_LOCAL = "models are written to a local directory"
+
+
+class _Parameters(NamedTuple):
+    step: int
+    params: Any
+
+
+@plain_numbers
+def save_pretrained(
+    path: str | os.PathLike[str],
+    model: Pretrained | Functional,
+    state: Any,
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> list[Path]:
+    """Writes a directory that the library's `from_pretrained` reads: the weights under the names, and in the forms, in
+    which the library itself writes them, the configuration, that of generation, and the files of the tokenizer. Of a
+    model with adapters (`peft`) the adapters alone, for `PeftModel.from_pretrained`.
+
+    Every rank calls it; it returns when the directory is complete, with the files of weights.
+
+    Args:
+        path: a directory on a filesystem that all ranks share; made if it is not there.
+        model: of `fz.hf.from_pretrained` or `from_config`; or `fz.functionalize(peft_model)`.
+        state: a state of its training step, or its parameters, on any tier.
+        tokenizer: one of the library's, or a processor; or a directory whose files are copied. By default those of the
+            directory that the model came from, if there are any.
+        dtype: floating-point tensors are converted to it.
+        max_shard_bytes: a file holds at most this many bytes of tensors, or one larger tensor.
+
+    Memory: buffers of about 200 MiB, whatever the size of the model. The disk holds the weights twice for a while:
+        every rank writes its shards, and the first makes the files of them. Adapters are whole on every rank.
+    Communication: that of `fz.checkpoint.save`; of adapters one all_gather a sharded leaf.
+
+    Raises:
+        FzeroTypeError: another kind of model, or a tree that is not the model's.
+        CheckpointError: a directory that holds a model already or cannot be written, a tokenizer that is not there,
+            weights whose stored form takes rows apart.
+
+    Example:
+        >>> import tempfile, transformers, fzero as fz
+        >>> config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        >>> model = fz.hf.from_config(transformers.AutoModelForCausalLM, config)
+        >>> train = fz.compile(model.train_step(fz.optim.sgd(0.1)), fz.make_mesh(data=1), backend="eager")
+        >>> state = train.init(model.params)
+        >>> [file.name for file in save_pretrained(tempfile.mkdtemp(), model, state)]
+        ['model.safetensors']
+    """
+    module: Any = model._module if isinstance(model, Functional) else None
+    if not isinstance(model, Pretrained) and not adapters.is_adapted(module):
+        fix = "fz.hf.from_pretrained(...); of other modules fz.checkpoint.export writes the weights"
+        raise FzeroTypeError("hf.save_pretrained", f"takes a model of fz.hf, not {type(model).__name__}", fix=fix)
+    params, out, ranks = getattr(state, "params", state), local(path, "hf.save_pretrained", _LOCAL), world()
+    if tree.names(params) != tree.names(model.params):
+        fix = "give the state of this model's training step"
+        raise FzeroTypeError("hf.save_pretrained", "this is not a state of the model", fix=fix)
+    temporary = out / ".tmp-parameters"
+
+    def prepare() -> None:
+        if ranks.rank:
+            return
+        _check_tokenizer(tokenizer)
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        if held := sorted(p.name for p in out.glob("*.safetensors*")):
+            what, fix = f"{out} holds a model already: {held[0]}", "give another directory, or remove it"
+            raise CheckpointError("hf.save_pretrained", what, fix=fix)
+
+    what = f"cannot save to {out}"
+    if adapters.is_adapted(module):
+        return _save_adapters(model, module, params, out, tokenizer, dtype, ranks, prepare)
+    tensors = weight_conversions.stored(module)
+    files: list[str] = []
+
+    def write() -> list[str]:
+        if ranks.rank == 0:
+            files.extend(map(str, export_tensors(temporary, out, tensors, "params.", max_shard_bytes, dtype)))
+            floats = (x.dtype for x in tree.leaves(params) if x.is_floating_point())
+            module.config.architectures = [type(module).__name__]
+            module.config.dtype = tree.dtype_name(dtype or next(floats, torch.float32))
+            module.config.save_pretrained(out)
+            if module.can_generate():
+                module.generation_config.save_pretrained(out)
+            _save_tokenizer(tokenizer, getattr(model, "directory", None), out)
+        return files
+
+    together(ranks, "hf.save_pretrained", what, prepare)
+    try:
+        saving.save(temporary, _Parameters(0, params))
+        return [Path(file) for file in together(ranks, "hf.save_pretrained", what, write, form=list[str])[0]]
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def problem(model: Any) -> str:
+    """The reason why the weights of a Trainer's model cannot be written to files, or "" if they can. Writes nothing.
+
+    Args:
+        model: a module, whose library writes it, or a model of `fz.hf.from_pretrained`.
+    """
+    if isinstance(model, Pretrained):
+        try:
+            if adapters.is_adapted(model.module):
+                adapters.saved_leaves(
+                    model.module, {name: slot.name for name, slot in model.slots(model.module).items()}
+                )
+            else:
+                weight_conversions.stored(model.module)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+    if hasattr(model, "save_pretrained"):
+        return ""
+    at = [x.untyped_storage().data_ptr() for x in model.state_dict().values() if x.numel()]
+    if len(set(at)) < len(at):  # the library writes the state dict as it is
+        return f"tensors of {type(model).__name__} share memory, which a file of safetensors cannot hold"
+    return ""
+
+
+def replace_pretrained(path: str, model: Pretrained, state: Any, tokenizer: Any) -> None:
+    """As `save_pretrained`, but in the place of a model that is there: written beside it, and then renamed."""
+    out, ranks = local(path, "hf.save_pretrained", _LOCAL), world()
+    fresh, what = out / ".tmp-model", f"cannot save to {out}"
+
+    def clear() -> None:
+        if ranks.rank == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+    def move() -> None:
+        if ranks.rank:
+            return
+        names = sorted((p.name for p in fresh.iterdir()), key=lambda name: (name.endswith(".index.json"), name))
+        for name in names:
+            if (out / name).is_dir():
+                shutil.rmtree(out / name)
+            os.replace(fresh / name, out / name)
+        if any(name.startswith("model") for name in names):  # else adapters, beside which there may be a model
+            for old in out.glob("model*.safetensors*"):
+                if old.name not in names:
+                    old.unlink()
+        fresh.rmdir()
+
+    together(ranks, "hf.save_pretrained", what, clear)
+    save_pretrained(fresh, model, state, tokenizer=tokenizer)
+    together(ranks, "hf.save_pretrained", what, move)
+
+
+def _save_adapters(
+    model: Functional,
+    module: Any,
+    params: Any,
+    out: Path,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+    ranks: Ranks,
+    prepare: Callable[[], None],
+) -> list[Path]:
+    values, wanted = adapters.saved_leaves(module, {name: slot.name for name, slot in model.slots(module).items()})
+    what = f"cannot save to {out}"
+    together(ranks, "hf.save_pretrained", what, prepare)
+    flat = dict(tree.with_names(params))
+    for name, leaf in wanted.items():
+        at = leaf_of(flat[leaf])
+        found = whole(flat[leaf], at[1] if at else None).cpu()
+        values[name] = found.to(dtype) if dtype is not None and found.is_floating_point() else found
+
+    def write() -> list[str]:
+        if ranks.rank:
+            return []
+        files = adapters.write(module, values, out)
+        _save_tokenizer(tokenizer, getattr(model, "directory", None), out)
+        return [str(file) for file in files]
+
+    return [Path(file) for file in together(ranks, "hf.save_pretrained", what, write, form=list[str])[0]]
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
+        return
+    path = Path(tokenizer)
+    if not any((path / name).is_file() for name in TOKENIZER):
+        what = f"{path} has no files of a tokenizer" if path.is_dir() else f"{path} is not a directory"
+        fix = f"give a tokenizer, or a directory with one: {', '.join(TOKENIZER[:3])}, ..."
+        raise CheckpointError("hf.save_pretrained", what, fix=fix)
+
+
+def _save_tokenizer(tokenizer: Any, directory: Path | None, out: Path) -> None:
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(out)
+        return
+    source = Path(tokenizer) if tokenizer is not None else directory
+    names = [name for name in TOKENIZER if source is not None and (source / name).is_file()]
+    for name in names:
+        assert source is not None
+        shutil.copyfile(source / name, out / name)
+    if not names:
+        logger.info("fzero.hf: %s has no tokenizer: give one, tokenizer=, if the model has one", out)

@@ -1,0 +1,127 @@
+"""Says what a Trainer's step is made of, by its arguments or by a ds_config.json: optimizer, transforms, learning
+rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from fzero import optim
+from fzero.deepspeed.config import load_config
+from fzero.deepspeed.config_values import read_file
+from fzero.deepspeed.optimizer import default_rate
+from fzero.deepspeed.training_arguments import from_arguments
+from fzero.hf import torch_optimizers
+from fzero.hf.data_parallel_ranks import OtherArguments
+from fzero.hf.torch_optimizers import Translated, rate_in_state, translated
+from fzero.optim import GradientTransformation, Schedule
+from fzero.step import compose
+from fzero.transforms.accumulate import accumulate
+from fzero.transforms.precision import mixed_precision
+from fzero.transforms.remat import Remat, remat
+from fzero.transforms.transform import Transform, find
+from fzero.transforms.zero import shard_params
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The parts of a step.
+
+    Attributes:
+        optimizer: of `fz.train_step`.
+        groups: for each rate in the optimizer's state the number of torch's group that has it.
+        apply: the transforms, of a training step.
+        schedule: the learning rate by the number of the update, if a ds_config.json says it.
+        report: the table of what became of that.
+        values: settings of torch's parameter groups, without learning rates, that the step was made with.
+    """
+
+    optimizer: GradientTransformation
+    groups: tuple[int, ...]
+    apply: Callable[[Any], Any]
+    schedule: Schedule | None = None
+    report: str = ""
+    values: Sequence[dict[str, Any]] = ()
+
+
+def of_arguments(args: Any, made: Translated, transforms: Any, more: Sequence[Transform]) -> Recipe:
+    """By the arguments, and the caller's transforms in place of ZeRO-3; and `more`."""
+    clipped = bool(args.max_grad_norm and args.max_grad_norm > 0)
+    optimizer = (
+        optim.chain(optim.clip_by_global_norm(args.max_grad_norm), made.optimizer) if clipped else made.optimizer
+    )
+    specs = [shard_params()] if transforms is None else list(transforms)
+    specs += more
+    specs += [mixed_precision(compute=dtype) for dtype in ("bf16", "fp16") if getattr(args, dtype)]
+    specs += [remat(policy="full")] if args.activation_checkpointing and find(tuple(specs), Remat) is None else []
+    specs += [accumulate(args.gradient_accumulation_steps)] if args.gradient_accumulation_steps > 1 else []
+    return Recipe(optimizer, made.groups, compose(*specs))
+
+
+def of_deepspeed(args: Any, num_steps: int, made: Translated | None, more: Sequence[Transform] = ()) -> Recipe:
+    """By a ds_config.json, "auto" from the arguments; and `more`. What it leaves out is the library's: `made`, its
+    optimizer, and its schedule."""
+    own, scheduled = _sections(args.deepspeed)
+    given: dict[str, Any] = {}
+    schedule, at_rate = rate_in_state()
+    if not own:
+        given["optimizer"] = lambda schedule: made and made.optimizer
+    elif not scheduled:
+        given["schedule"] = schedule
+    auto = from_arguments(args, num_steps)
+    found = load_config(args.deepspeed, auto=auto, world=args.world_size, **given)
+    optimizer, groups = found.optimizer, () if made is None else made.groups
+    if own and not scheduled:
+        optimizer, groups = at_rate(optimizer), (0,)
+    more = [*more]
+    more += [remat(policy="full")] if args.activation_checkpointing and find(found.transforms, Remat) is None else []
+    return Recipe(optimizer, groups, compose(found, *more), found.schedule if scheduled else None, found.report())
+
+
+def of(trainer: Any, model: Any, num_steps: int, transforms: Any, more: Sequence[Transform] = ()) -> Recipe:
+    """A Trainer's, whose optimizer and scheduler are made: of torch, holding the numbers.
+
+    Raises:
+        FzeroValueError: an optimizer that is not translated; whatever of a ds_config.json cannot be carried out.
+    """
+    args, module = OtherArguments(trainer.args, world_size=trainer.accelerator.num_processes), trainer.model
+    if trainer._created_lr_scheduler:
+        trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
+    own, scheduled = _sections(args.deepspeed)
+    made = None
+    if own:  # the group of this one is where a schedule writes its rates
+        lr = 1.0 if scheduled else _base_rate(args)
+        trainer.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=lr)
+    else:
+        trainer.create_optimizer()
+        made = translated(trainer.optimizer, dict(module.named_parameters(remove_duplicate=False)), model)
+    trainer.optimizer.state = torch_optimizers.Elsewhere()
+    values = torch_optimizers.values(trainer.optimizer)  # before a schedule changes them
+    if args.deepspeed:
+        found = of_deepspeed(args, num_steps, made, more)
+    else:
+        assert made is not None, "or there was a section"
+        found = of_arguments(args, made, transforms, more)
+    if (schedule := found.schedule) is not None:
+        base = 1.0 if own else args.learning_rate
+        trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda t: float(schedule(torch.tensor(t))) / base)
+        trainer._created_lr_scheduler = True
+    trainer.create_scheduler(num_training_steps=num_steps)
+    return replace(found, values=values)
+
+
+def _sections(config: Any) -> tuple[bool, bool]:
+    """Whether a configuration has an optimizer, and a schedule."""
+    found = read_file(config)[0] if config else {}
+    return "optimizer" in found, "scheduler" in found
+
+
+def _base_rate(args: Any) -> float:
+    """The learning rate of a configuration's optimizer."""
+    section = read_file(args.deepspeed)[0]["optimizer"]
+    lr = section.get("params", {}).get("lr", default_rate(str(section.get("type", ""))))
+    return args.learning_rate if lr == "auto" else lr

@@ -1,0 +1,206 @@
+"""Lays graphs out as lines: records loss, gradients and optimizer on abstract values and turns them into a program.
+
+The result is the step of one process in base form: every leaf whole, blocks unsplit (a vjp recomputes its forward), one
+`update` for the whole optimizer. Every transform is a rewrite of this program.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero import tree
+from fzero._compat import compat
+from fzero.ir.attributes import BlockCall, CallAttrs
+from fzero.ir.program import Function, Line, Value
+from fzero.ir.value_names import Names
+from fzero.sharding.layout import Leaf
+from fzero.trace.block_calls import Blocks
+from fzero.trace.functionalization import finish
+from fzero.trace.joint_graph import Joint, call_block, call_vjp
+from fzero.trace.recorder import Recorded, Recorder
+from fzero.trace.subgraph import ancestors, extract, signature, views_of
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A pytree of arguments, abstractly: where it is rooted, its structure, and a leaf for every position. Equal to
+    itself alone, `alike` to others.
+
+    `ties[i]` is the position of the first leaf that is the same tensor as leaf `i`.
+    """
+
+    structure: tree.TreeSpec
+    leaves: tuple[Leaf, ...]
+    ties: tuple[int, ...]
+
+    @property
+    def distinct(self) -> list[int]:
+        return [i for i, t in enumerate(self.ties) if i == t]
+
+    def alike(self, other: Inputs) -> bool:
+        return (self.leaves, self.ties, self.structure) == (other.leaves, other.ties, other.structure)
+
+    def rebuild(self, distinct: Mapping[int, Any]) -> Any:
+        """The tree with `distinct[i]` at position `i` and at every position tied to it, None where there is none."""
+        return tree.unflatten(self.structure, [distinct.get(t) for t in self.ties])
+
+
+class Functions:
+    """Functions by what they compute: equal graphs are one function."""
+
+    def __init__(self, known: Mapping[str, Function] | None = None) -> None:
+        self.by_name: dict[str, Function] = dict(known or {})
+        self._by_signature: dict[Any, str] = {(signature(f.graph), f.writes): f.name for f in self.by_name.values()}
+        self._names = Names(self.by_name)
+
+    def add(self, name: str, graph: Recorded, writes: tuple[int, ...] = ()) -> str:
+        key = (signature(graph), writes)
+        if key not in self._by_signature:
+            self._by_signature[key] = self._names(name)
+            self.by_name[self._by_signature[key]] = Function(self._by_signature[key], graph, writes)
+        return self._by_signature[key]
+
+
+def run_traced(
+    owner: str,
+    fn: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[tuple[str, torch.Size | tuple[int, ...], torch.dtype]],
+    device: str,
+    source: Any,
+    casts: bool,
+    watch: bool = False,
+) -> Recorded:
+    """Records `fn(*fakes) -> flat list of tensors` with blocks as single nodes. `casts`: blocks cast their arguments
+    (trace/block.py). With `watch` the last result is the largest absolute value of each block's outputs, a vector over
+    the calls, if there are any."""
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(owner, source)
+    fakes = [compat.new_fake(mode, shape, dtype, device) for _, shape, dtype in inputs]
+    for i, (fake, (name, _, _)) in enumerate(zip(fakes, inputs, strict=True)):
+        recorder.input(fake, f"in_{i}", name).meta["name"] = name
+    blocks = Blocks(recorder, mode, Names(), casts, watch)
+    with mode:
+        with recorder.recording(), blocks.active():
+            outputs = [*fn(*fakes), *([torch.stack(blocks.maxima)] if watch and blocks.maxima else [])]
+        graph = finish(recorder, outputs)
+    graph.graph.eliminate_dead_code()
+    return graph
+
+
+# --- lines from a graph ---
+
+
+class Lines:
+    """Turns a recorded graph into lines: a line a block call, and a function for each run of other operations between
+    them."""
+
+    def __init__(self, graph: Recorded, functions: Functions, names: Names, result_names: Mapping[fx.Node, str]):
+        self.graph, self.functions, self.names = graph, functions, names
+        self.lines: list[Line] = []
+        self.name: dict[fx.Node, str] = {}
+        self._wanted = result_names
+        self._run: list[fx.Node] = []
+        self._num_runs = 0
+        # functions of blocks, and which inputs they read
+        self._cut: dict[tuple[Joint, bool, tuple[Any, ...]], tuple[str, list[int]]] = {}
+        nodes = graph.graph.nodes
+        self._inputs = [n for n in nodes if n.op == "placeholder"]
+        self.name.update((n, n.meta["name"]) for n in self._inputs)
+        self._views = views_of(graph.graph, set(self._inputs))
+        for node in nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.target in (call_block, call_vjp):
+                self._flush()
+                self._block(node)
+            elif node.target is operator.getitem and node.args[0].target in (call_block, call_vjp):
+                continue
+            else:
+                self._run.append(node)
+        self._flush()
+
+    def _block(self, node: fx.Node) -> None:
+        """One line: the forward, or the vjp that recomputes it. Inputs that the graph does not read are not passed."""
+        joint: Joint = node.args[0]  # type: ignore[assignment]
+        call: int = node.args[1]  # type: ignore[assignment]
+        backward = node.target is call_vjp
+        places, outputs = joint.graph.inputs, joint.graph.outputs
+        outputs = outputs[joint.num_outputs :] if backward else outputs[: joint.num_outputs]  # type: ignore[index]
+        results: dict[Any, fx.Node] = {g.args[1]: g for g in node.users}
+        used = tuple(sorted(results)) if backward else tuple(range(joint.num_outputs))
+        key = (joint, backward, used)
+        if key not in self._cut:
+            wanted = [outputs[i] for i in used]
+            needed = ancestors(wanted, stop=set(places))
+            reads = [i for i, p in enumerate(places) if p in needed]
+            graph = extract(joint.graph, [places[i] for i in reads], wanted)
+            self._cut[key] = self.functions.add(f"{joint.name}_vjp" if backward else joint.name, graph), reads
+        fn, reads = self._cut[key]
+        base, out = f"d_{joint.name}_{call}" if backward else f"{joint.name}_{call}", []
+        for i in used:
+            got = results.get(i)
+            name = self._wanted.get(got) if got is not None else None
+            name = self.names(name or (base if len(used) == 1 else f"{base}_{i}"))
+            if got is not None:
+                self.name[got] = name
+            out.append(_value(outputs[i], name))
+        inputs = tuple(self.name[a] for a in node.args[2:])  # type: ignore[index]
+        part = "backward" if backward else "forward"
+        block = BlockCall(joint, call, part, inputs, used if backward else ())
+        self.lines.append(Line("call", tuple(inputs[i] for i in reads), tuple(out), fn, CallAttrs(block=block)))
+
+    def _flush(self) -> None:
+        """The operations since the last block call, as one function. Views of inputs are remade wherever they are
+        used."""
+        run, self._run = [n for n in self._run if n not in self._views], []
+        inside = set(run)
+        # A block that takes a view of a parameter needs it as a value: such views join the run before it.
+        outputs = [n for n in run if any(u not in inside for u in n.users)]
+        wanted_views = (
+            n
+            for n in self._views
+            if n not in self.name and any(u.target in (call_block, call_vjp) or u.op == "output" for u in n.users)
+        )
+        outputs += sorted(wanted_views)  # in the order of the graph: a set has the order of addresses
+        if not outputs:
+            return
+        inputs = [n for n in _inputs_of(outputs, inside | self._views) if n not in inside]
+        graph = extract(self.graph, inputs, outputs)
+        self._num_runs += 1
+        out = []
+        for node in outputs:
+            self.name[node] = self.names(self._wanted.get(node) or f"t_{self._num_runs}_{len(out)}")
+            out.append(_value(node, self.name[node]))
+        self.lines.append(
+            Line(
+                "call",
+                tuple(self.name[n] for n in inputs),
+                tuple(out),
+                self.functions.add(f"glue_{self._num_runs}", graph),
+            )
+        )
+
+
+def _value(node: fx.Node, name: str) -> Value:
+    val = node.meta["val"]
+    return Value(name, tuple(val.shape), val.dtype)
+
+
+def _inputs_of(outputs: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+    """The nodes outside `inside` that `outputs` depend on, in a fixed order."""
+    seen: dict[fx.Node, None] = {}
+    todo = list(reversed(outputs))
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen[node] = None
+        if node in inside:
+            todo.extend(reversed(node.all_input_nodes))
+    return [n for n in seen if n not in inside and n.op != "get_attr"]

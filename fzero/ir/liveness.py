@@ -1,0 +1,106 @@
+"""Computes live ranges of program values, including reads by other ranks where ranks share memory.
+
+[Note: release] Ranks of one host read each other's buffers (comm/shared_memory.py): a rank is done with its wait, but
+another may still be reading. It has read all it needs once a later transfer over the same axis, started after that
+wait, has
+arrived: every rank starts its transfers in the same order (but a send, which tells two ranks alone, and nobody in a
+step that sends nothing). Until then the region stays taken. It costs nothing but the distance to the next transfer, and
+needs no message of its own. But the last wait in a loop returns only when all ranks are done with it (`together`): the
+next turn writes the same buffers again. Ranks that share no memory have got copies: the sent buffers are free with the
+wait.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from fzero.ir.aliases import Views
+from fzero.ir.ops import COLLECTIVES, OPS, STARTS, Start
+from fzero.ir.program import Line, Program
+
+Interval = tuple[int, int]
+"""The first and the last line, both inclusive."""
+
+
+class Uses:
+    """The lines of a program by their numbers, and for each value its maker and its readers. A line that has a body
+    comes before it."""
+
+    def __init__(self, program: Program):
+        self.mesh = program.mesh
+        self.lines = list(_numbered(program.lines))  # in order, with where the loop around each begins and ends
+        self.made: dict[str, int] = {}
+        self.read: dict[str, int] = {}  # the last line that reads a value; for one from outside a loop the loop's end
+        self.reads: Counter[str] = Counter()
+        self.views = Views(program)
+        self.copying: dict[str, tuple[str, ...]] = {}
+        for i, (line, span) in enumerate(self.lines):
+            for name in line.args:
+                self.reads[name] += 1
+                for root in self.views.roots(name):
+                    inside = span is not None and self.made.get(root, -1) >= span[0]
+                    self.read[root] = max(self.read.get(root, -1), i if span is None or inside else span[1])
+            row = OPS[line.op]
+            if row.waits:  # a copy between tiers and a gather read until they are waited for
+                for root in (r for a in self.copying.get(line.args[0], ()) for r in self.views.roots(a)):
+                    self.read[root] = max(self.read.get(root, -1), i)
+            elif isinstance(row, Start) and row.reads_until_wait:
+                self.copying[line.out[0].name] = row.sent(line)
+            for value in line.out:
+                self.made[value.name] = i
+        self.waits = {line.args[0]: i for i, (line, _) in enumerate(self.lines) if OPS[line.op].waits}
+        self.starts = [
+            (i, self.waits[line.out[0].name], line.axes)
+            for i, (line, _) in enumerate(self.lines)
+            if line.op in COLLECTIVES and STARTS[line.op].meets
+        ]
+        self.met = {  # the waits for what every rank starts: over which axes, and in which loop
+            wait: (axes, self.lines[wait][1]) for _, wait, axes in self.starts
+        }
+        ends = sorted(self.starts, key=lambda t: t[1]) if self.mesh.shared_memory else []
+        self.together = {(span, axes): w for _, w, axes in ends if (span := self.lines[w][1]) is not None}
+        # of each loop and axis the starts, and the first wait of any transfer from that start on
+        self.arrivals: dict[tuple[Interval | None, tuple[str, ...]], tuple[list[int], list[int]]] = {}
+        for start, wait, axes in self.starts:
+            starts, waits = self.arrivals.setdefault((self.lines[wait][1], axes), ([], []))
+            starts.append(start)
+            waits.append(wait)
+        for _, waits in self.arrivals.values():
+            waits[:] = reversed(list(accumulate(reversed(waits), min)))
+
+    def last(self, name: str) -> int:
+        """The last line that reads a value, or the line that makes it if none does; the end for returned values."""
+        return len(self.lines) if name in self.views.returned else self.read.get(name, self.made[name])
+
+    def same_loop(self, one: int, other: int) -> bool:
+        return self.lines[one][1] == self.lines[other][1]
+
+    def until(self, last: int, wait: int, axes: tuple[str, ...]) -> int:
+        """The line at which both the last reader here and, where memory is shared, the other ranks' reads at their wait
+        are done."""
+        if not self.mesh.shared_memory:
+            return last
+        span = self.lines[wait][1]
+        starts, arrivals = self.arrivals.get((span, axes), ([], []))
+        later = bisect_right(starts, wait)
+        read = arrivals[later] if later < len(arrivals) else len(self.lines)
+        if span is not None:
+            read = min(read, self.together[span, axes])
+        return max(last, read)
+
+
+def _numbered(
+    lines: Sequence[Line], span: Interval | None = None, at: int = 0
+) -> Iterator[tuple[Line, Interval | None]]:
+    """Lines in the order of their text, each with the first and last number of the loop it is in. The line that has a
+    body comes before it."""
+    for line in lines:
+        yield line, span
+        at += 1
+        if line.body:
+            size = sum(1 for _ in line.with_body()) - 1
+            yield from _numbered(line.body, (at, at + size - 1) if OPS[line.op].turns(line) > 1 else span, at)
+            at += size

@@ -1,0 +1,277 @@
+"""Defines ops for values that a mesh axis cuts along a dim: a gather over it makes their parts, one behind the other,
+and a reduction over it takes them so. Functions read and make a part as a tensor of its own. And ops for shards that
+the ranks along an axis deal out, so that each gets one whole value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero.ir.attributes import DealAttrs, Over
+from fzero.ir.ops.op import Op, Rules, Running, Standing, Text, Told, into, over
+from fzero.ir.program import Line, Placement, Program, Value, local_bytes
+from fzero.mesh import AbstractMesh
+from fzero.sharding.layout import cut_over
+from fzero.sharding.shard_regions import Along, Dim, part_shape, parts_of
+
+
+class Rearranged(Op[Over]):
+    """A value that an axis cuts along a dim, put together from its parts, or laid out as them, with their padding."""
+
+    args = 1
+    out = 1
+    attrs = Over
+    settles = True
+    pool = "results"
+    makes_own = True
+
+    def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
+        """The value in parts, and joined."""
+        raise NotImplementedError(self.name)
+
+    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
+        """Fills `out`. `shape`: of the joined value, without padding."""
+        raise NotImplementedError(self.name)
+
+    def check(self, line: Line[Over], args: list[Value], rules: Rules) -> None:
+        parts, joined = self.parts(line, args[0])
+        at = parts.placement
+        right = at.kind == "parts" and at.axes[-1:] == line.attrs.axes and len(at.axes) == len(at.dims)
+        if not right or replace(parts, name=joined.name, placement=at.joined) != joined:
+            rules.bad(line, f"{args[0]} becomes {line.out[0]}")
+
+    def touched(self, line: Line[Over], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return local_bytes(values[line.args[0]], mesh) + local_bytes(line.out[0], mesh)
+
+    def cut(self, line: Line[Over], arg: Value, mesh: AbstractMesh) -> tuple[tuple[int, ...], Dim]:
+        parts, _ = self.parts(line, arg)
+        at = parts.placement
+        return part_shape(parts.shape, cut_over(mesh, at.axes[:-1], dims=at.dims[:-1]).along), at.dims[-1]
+
+    def text(self, line: Line[Over], program: Program) -> Text:
+        shape, (dim, groups) = self.cut(line, program.values_by_name[line.args[0]], program.mesh)
+        held = [*line.out[0].held(program.mesh)]
+        said = [f"dim={dim}", *([f"groups={groups}"] if groups > 1 else []), f"shape={[*shape]}"]
+        said += [f"size={held}"] if held != [*shape] else []
+        return Text(f"{self.name}({', '.join([line.args[0], over(line), *said, *into(line, program)])})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        def rearranged(
+            x: torch.Tensor,
+            axis: str,
+            dim: int,
+            shape: Sequence[int],
+            groups: int = 1,
+            size: Sequence[int] | None = None,
+            into: Sequence[torch.Tensor] | None = None,
+        ) -> torch.Tensor:
+            out = x.new_empty(shape if size is None else size) if into is None else into[0]
+            return self.rearrange(x, out, shape, Along(dim, groups, on.mesh.axis_size(axis)))
+
+        return on.tiers.settled(rearranged, lambda *args: args[-1])
+
+    def means(self, line: Line[Over], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        shape, dim = self.cut(line, told.program.values_by_name[line.args[0]], told.mesh)
+        out = args[0].new_empty(line.out[0].held(told.mesh))
+        return [self.rearrange(args[0], out, shape, Along(*dim, told.mesh.axis_size(line.attrs.axes)))]
+
+    def stands(self, line: Line[Over], of: Standing, micro: int, turn: int) -> None:
+        of.same(line.out[0].name, line.args[0])
+
+
+class JoinParts(Rearranged):
+    """Parts that a gather has brought, as the value that they are cut from."""
+
+    name = "join_parts"
+
+    def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
+        return arg, line.out[0]
+
+    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
+        numel, rows = math.prod(shape), x.view(along.size, -1)
+        for row, boxes in zip(rows, parts_of(shape, (along,)), strict=True):
+            boxes.put(row[: boxes.numel], out.view(-1)[:numel].view(*shape))
+        out.view(-1)[numel:].zero_()
+        return out
+
+
+class SplitParts(Rearranged):
+    """A value as the parts that a reduction cuts it in."""
+
+    name = "split_parts"
+
+    def parts(self, line: Line[Over], arg: Value) -> tuple[Value, Value]:
+        return line.out[0], arg
+
+    def rearrange(self, x: torch.Tensor, out: torch.Tensor, shape: Sequence[int], along: Along) -> torch.Tensor:
+        whole = x.reshape(-1)[: math.prod(shape)].view(*shape)
+        for row, boxes in zip(out.view(along.size, -1), parts_of(shape, (along,)), strict=True):
+            row[: boxes.numel].copy_(boxes.take(whole))
+            row[boxes.numel :].zero_()
+        return out
+
+
+class Reshaped(Op):
+    """A part of a value along dims: at rest a flat shard, in functions a tensor of its own."""
+
+    args = 1
+    out = 1
+    computes = "there"
+
+    def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
+        """The shard, and the tensor."""
+        raise NotImplementedError(self.name)
+
+    def check(self, line: Line, args: list[Value], rules: Rules) -> None:
+        shard, tensor = self.parts(line, args[0])
+        at = shard.placement
+        cut = Placement(partial=at.partial, by=at.by, cuts=tuple(zip(at.axes, at.dims, strict=False)))
+        right = at.kind == "shard" and len(at.axes) == len(at.dims)
+        if not right or replace(shard, name=tensor.name, placement=cut) != tensor:
+            rules.bad(line, f"{args[0]} becomes {line.out[0]}")
+        rules.aliases |= {line.out[0].name: root} if (root := rules.root(args[0].name)) in rules.program.leaves else {}
+
+    def shares(self, line: Line) -> Iterable[tuple[str, str]]:
+        return [(line.out[0].name, line.args[0])]
+
+    def is_view(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> bool:
+        return local_bytes(line.out[0], mesh) <= local_bytes(values[line.args[0]], mesh)
+
+    def touched(self, line: Line, values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return 0.0 if self.is_view(line, values, mesh) else 2 * local_bytes(line.out[0], mesh)
+
+    def text(self, line: Line, program: Program) -> Text:
+        return Text(f"{self.name}({line.args[0]}, {[*line.out[0].held(program.mesh)]})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return _reshaped
+
+    def means(self, line: Line, args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [_reshaped(args[0], line.out[0].held(told.mesh)).clone()]
+
+    def stands(self, line: Line, of: Standing, micro: int, turn: int) -> None:
+        of.same(line.out[0].name, line.args[0])
+
+
+def _reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor's elements in another shape: without the padding behind them, or with zeros as padding."""
+    flat, numel = x.reshape(-1), math.prod(shape)
+    missing = numel - flat.numel()
+    return (torch.nn.functional.pad(flat, (0, missing)) if missing > 0 else flat[:numel]).view(*shape)
+
+
+class Unflatten(Reshaped):
+    """A shard that axes cut along dims, and nothing flat, as the tensor that functions read."""
+
+    name = "unflatten"
+
+    def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
+        return arg, line.out[0]
+
+
+class Flatten(Reshaped):
+    """A tensor that axes cut along dims, as the shard that it is, with its padding."""
+
+    name = "flatten"
+
+    def parts(self, line: Line, arg: Value) -> tuple[Value, Value]:
+        return line.out[0], arg
+
+
+class Deal(Op[DealAttrs]):
+    """Shards of at most as many values as there are ranks along an axis, and their stack: row r is for rank r, or from
+    it."""
+
+    attrs = DealAttrs
+
+    def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
+        """The shards, and the stack."""
+        raise NotImplementedError(self.name)
+
+    def check(self, line: Line[DealAttrs], args: list[Value], rules: Rules) -> None:
+        if len(line.attrs.axes) != 1 or not args or not line.out:
+            rules.bad(line, f"deals {len(args)} values over {len(line.attrs.axes)} axes")
+            return
+        shards, stack = self.ends(line, args)
+        size, first = rules.program.mesh.axis_size(line.attrs.axes), shards[0]
+        if not {*first.placement.grid} <= {*rules.program.mesh.axes}:
+            rules.bad(line, f"deals {first}")
+            return
+        alike = all(replace(v, name=first.name) == first for v in shards)
+        wanted = replace(
+            stack,
+            shape=(size, math.prod(first.held(rules.program.mesh))),
+            dtype=first.dtype,
+            placement=Placement("local", line.attrs.axes),
+        )
+        at = first.placement
+        flat = at.kind == "shard" and at.axes == line.attrs.axes and not at.dims and not at.partial
+        if not (alike and flat and stack == wanted and len(shards) == line.attrs.count <= size):
+            rules.bad(line, f"{', '.join(map(str, args))} become {', '.join(map(str, line.out))}")
+
+
+class StackShards(Deal):
+    """The stack, with zeros in rows that are left."""
+
+    name = "stack_shards"
+    out = 1
+    pool = "results"
+    settles = True
+    makes_own = True
+
+    def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
+        return args, line.out[0]
+
+    def touched(self, line: Line[DealAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> float:
+        return 2 * local_bytes(line.out[0], mesh)
+
+    def text(self, line: Line[DealAttrs], program: Program) -> Text:
+        arguments = [f"[{', '.join(line.args)}]", over(line), *into(line, program)]
+        return Text(f"{self.name}({', '.join(arguments)})")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        def stack_shards(
+            shards: Sequence[torch.Tensor], axis: str, into: Sequence[torch.Tensor] | None = None
+        ) -> torch.Tensor:
+            size = on.mesh.axis_size(axis)
+            return _stacked(shards, shards[0].new_empty(size, shards[0].numel()) if into is None else into[0])
+
+        return on.tiers.settled(stack_shards, lambda *args: args[-1])
+
+    def means(self, line: Line[DealAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [_stacked(args, args[0].new_empty(line.out[0].shape))]
+
+
+def _stacked(shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    torch.stack([x.reshape(-1) for x in shards], out=out[: len(shards)])
+    out[len(shards) :].zero_()
+    return out
+
+
+class UnstackShards(Deal):
+    """The rows of the stack, as views."""
+
+    name = "unstack_shards"
+    args = 1
+
+    def ends(self, line: Line[DealAttrs], args: Sequence[Value]) -> tuple[Sequence[Value], Value]:
+        return line.out, args[0]
+
+    def shares(self, line: Line[DealAttrs]) -> Iterable[tuple[str, str]]:
+        return [(v.name, line.args[0]) for v in line.out]
+
+    def text(self, line: Line[DealAttrs], program: Program) -> Text:
+        return Text(f"{self.name}({line.args[0]}, {len(line.out)})", listed=True)
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return lambda stack, count: stack[:count].unbind()
+
+    def means(self, line: Line[DealAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        return [x.clone() for x in args[0][: len(line.out)]]
+
+
+ROWS: Sequence[Op[Any]] = (JoinParts(), SplitParts(), Unflatten(), Flatten(), StackShards(), UnstackShards())

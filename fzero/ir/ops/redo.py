@@ -1,0 +1,181 @@
+"""Defines the op `redo`, and answers what other parts of the package ask about lines that are carried out on a guess.
+
+The pass fzero/transforms/speculate_pass.py makes such lines. They compute with guesses of scalars that are not known
+yet. A `redo` compares the scalars with the guesses once they are known, and carries out the same updates again if they
+differ; plans count it as not carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.ir.attributes import AssignAttrs, TurnsAttrs
+from fzero.ir.ops.op import Op, Rules, Running, Text
+from fzero.ir.ops.transfers import STARTS, DiskWrite, Wait
+from fzero.ir.program import WHOLE, Line, Program, Value
+
+
+class Redo(Op[TurnsAttrs]):
+    """Compares scalars with the guesses that lines with `guess` were carried out on, and carries out its lines if they
+    differ."""
+
+    name = "redo"
+    words = ("guess",)
+    out = 0
+    attrs = TurnsAttrs
+    body = True
+    reads_old = True
+    computes = ""
+    uncaptured = "waits for the device, to see whether a guess was right"
+
+    def check(self, line: Line[TurnsAttrs], args: list[Value], rules: Rules) -> None:
+        """Its lines read leaves as they were. A leaf on disk that was written on a guess still has its old value; of
+        others the old values are put back, by lines that are placed with the copies between tiers. Until then every
+        leaf is taken to be on the device."""
+        if line.attrs.count or not line.body or len(args) % 2 or not args:
+            rules.bad(line, f"repeats {len(line.body)} lines {line.attrs.count} times, by {len(args)} scalars")
+        leaves = rules.program.leaves
+        guessed = _written_before(line, rules.program)
+        on_disk = {w for w in guessed if leaves[w].layout.tier == "disk"}
+        # copies in the compute dtype are written and never read by an update
+        computed = {w for w in guessed if leaves[w].role == "compute"}
+        placed = all(rules.known[name].tier == leaf.layout.tier for name, leaf in leaves.items())
+        rules.overwritten -= on_disk | computed if placed else guessed
+        rules.written -= guessed
+        for handle in (h for h, start in rules.started.items() if start.guess):
+            rules.bad(line, f"{handle}, on a guess, is still under way")
+        for scalar, assumed in zip(*_compared(line), strict=False):
+            one, other = rules.known.get(scalar), rules.known.get(assumed)
+            if (
+                one is None
+                or other is None
+                or (one.shape, one.dtype, one.placement, other.placement) != (other.shape, other.dtype, WHOLE, WHOLE)
+            ):
+                rules.bad(line, f"compares {one} with {other}")
+        for x in line.body:
+            if x.op in STARTS and STARTS[x.op].between == "ranks":
+                rules.bad(x, "ranks exchange something in what may not be carried out")
+
+    def check_program(self, program: Program) -> Iterable[str]:
+        guessed, again = set[str](), set[str]()
+        for line, _ in program.walk():
+            guessed |= _written_on_a_guess(line, program)
+            if line.op == self.name:
+                again = {w for inner in line.with_body() if not _restores(inner) for w in inner.writes}
+        return [f"{name} was written on a guess, and is not written again" for name in sorted(guessed - again)]
+
+    def turns(self, line: Line[TurnsAttrs]) -> int:
+        return 1
+
+    def turns_run(self, line: Line[TurnsAttrs], result: Any) -> int:
+        return int(result is True)
+
+    def text(self, line: Line[TurnsAttrs], program: Program) -> Text:
+        scalars, guesses = _compared(line)
+        return Text(f"if redo([{', '.join(scalars)}], [{', '.join(guesses)}]):", "not if the guess was right")
+
+    def names(self, on: Running) -> Mapping[str, Any]:
+        return {self.name: on.attempt.redo, "guess": on.attempt.of}
+
+
+def _compared(line: Line) -> tuple[Sequence[str], Sequence[str]]:
+    """The operands that a `redo` compares: the scalars, and the guesses of them."""
+    half = len(line.args) // 2
+    return line.args[:half], line.args[half:]
+
+
+def _restores(line: Line) -> bool:
+    return isinstance(line.attrs, AssignAttrs) and line.attrs.restores
+
+
+def _written_on_a_guess(line: Line, program: Program) -> set[str]:
+    """The leaves that a line writes on a guess."""
+    return {w for w in line.writes if w in program.leaves} if line.guess and not _restores(line) else set()
+
+
+def _written_before(redo: Line, program: Program) -> set[str]:
+    found = set[str]()
+    for line, _ in program.walk():
+        if line is redo:
+            break
+        found |= _written_on_a_guess(line, program)
+    return found
+
+
+def written_aside(program: Program) -> list[str]:
+    """The leaves on disk whose next value a program writes beside the old one, in the order of its lines: each has two
+    extents."""
+    return [w for line, _ in program.walk() if line.guess and line.op == DiskWrite.name for w in line.writes]
+
+
+def is_superseded(lines: Iterable[Line]) -> Callable[[Line], bool]:
+    """Tells, of these lines that ran, which did in vain if a `redo` carried out its own."""
+    started = {x.out[0].name for x in lines if x.guess and x.op in STARTS}
+    return lambda line: line.guess or (line.op == Wait.name and line.args[0] in started)
+
+
+class Attempt:
+    """What the running step does on a guess. A step does if the guesses of the one before were right, or would have
+    been.
+
+    Args:
+        tiers: the copies between tiers of the program (fzero/memory/tier_copies.py).
+    """
+
+    def __init__(self, tiers: Any):
+        self._tiers = tiers
+        self._made = False  # in this step
+        self._right = False  # whether the last step's guesses were, or would have been
+        self._aside: list[torch.Tensor] = []  # leaves whose spare extents have been written since the step began
+
+    def begin(self, able: bool) -> None:
+        """Called before a step runs. `able`: whether every leaf that it writes aside has a spare extent."""
+        self._made, self._aside = able and self._right, []
+
+    def skips(self, line: Line) -> bool:
+        """Whether the running step does not carry out a line at all."""
+        return line.guess and line.op not in STARTS and not self._made
+
+    def of(self, function: Callable[..., object]) -> Callable[..., object]:
+        """A function that is carried out on a guess, or not at all if this step makes none."""
+        return function if self._made else _nothing
+
+    def on_disk(self, start: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+        """A transfer to or from a disk, which may be on a guess. What is then written goes to spare extents."""
+
+        def started(values: Sequence[torch.Tensor], into: Sequence[torch.Tensor], guess: bool = False) -> Any:
+            if not guess:
+                return start(values, into)
+            if not self._made:
+                return self._tiers.nothing
+            if not writes:
+                return start(values, into)
+            self._aside += into
+            return start(values, into, aside=True)
+
+        return started
+
+    def redo(self, scalars: Sequence[torch.Tensor], guesses: Sequence[torch.Tensor]) -> bool:
+        """Whether what was done on these guesses must be done again. If not, what was written on them counts from here
+        on. The next step guesses if these were right."""
+        self._right = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(scalars, guesses, strict=True))
+        counts = self._right and self._made
+        if counts:
+            self._tiers.take_spare(self._aside)
+        self._aside = []
+        return not counts
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    pass
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """A scalar's bytes: two that are no numbers may be equal, zeros of two signs are not."""
+    return x.reshape(-1).view(torch.uint8)
+
+
+ROWS: Sequence[Op[Any]] = (Redo(),)

@@ -1,0 +1,582 @@
+"""Defines transfers: collectives between the ranks along mesh axes, copies between the tiers of one rank, and the wait
+for either."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from fzero._utils.units import size
+from fzero.ir.attributes import (
+    CopyAttrs,
+    GatherAttrs,
+    HandAttrs,
+    HandedValue,
+    ReduceAttrs,
+    ScatterAttrs,
+    SendAttrs,
+    TakeAttrs,
+    WaitAttrs,
+)
+from fzero.ir.ops.op import Op, Rules, Running, Standing, Start, Text, Told, into, over
+from fzero.ir.program import MOVING, Line, Place, Placement, Program, Value, local_bytes
+from fzero.mesh import AbstractMesh
+from fzero.sharding.shard_regions import Dim
+
+DISK = "disk"
+_ROWS = Dim(0)
+REDUCTIONS = {"sum", "max", "min"}
+"""The operations by which a reduction joins the values of ranks."""
+
+
+def _starts(line: Line, rules: Rules) -> None:
+    handle = line.out[0]
+    rules.started[handle.name] = line
+    if handle.placement != MOVING:
+        rules.bad(line, f"{handle.name}, which is under way, is {handle.placement}")
+
+
+class Collective(Start[GatherAttrs]):
+    """Over one mesh axis; several axes take several transfers, one after the other. Bytes are those of ring
+    algorithms."""
+
+    attrs = GatherAttrs
+    computes = "device"
+    between = "ranks"
+
+    def check(self, line: Line[GatherAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(line, rules)
+        if not args or len(line.attrs.axes) != 1:
+            rules.bad(line, f"moves {len(args)} values over {len(line.attrs.axes)} axes")
+        if isinstance(line.attrs, ReduceAttrs) and line.attrs.reduction not in REDUCTIONS:
+            rules.bad(line, f"reduces by {line.attrs.reduction!r}")
+        for v in args:
+            if not self.takes(line, v.placement):
+                rules.bad(line, f"{v.name} is {v.placement}")
+
+    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
+        """Whether it moves values of this placement; a reduction only values that are partial over its axes, by its
+        operation."""
+        if placement.kind == "parts" and placement.axes[-1:] != line.attrs.axes:
+            return False
+        return {*line.attrs.axes} <= {*placement.partial} and placement.by == line.says(ReduceAttrs).reduction
+
+    def channel(self, line: Line[GatherAttrs]) -> str:
+        return f"reduce:{','.join(line.attrs.axes)}"
+
+    def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        n = mesh.axis_size(line.attrs.axes)
+        return self.together(line, values, mesh) * (n - 1) // n
+
+    def together(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        """The bytes of what the ranks along the axis have together: the whole, or where that is cut over other axes a
+        part of it."""
+        found, axis = 0, {*line.attrs.axes}
+        for value in (values[a] for a in line.args):
+            at = value.placement
+            others = tuple(a for a in at.axes if at.is_cut and a not in axis)
+            cuts = tuple(cut for cut in at.cuts if cut[0] not in axis)
+            found += local_bytes(replace(value, placement=Placement(cuts=cuts)), mesh) // mesh.axis_size(others)
+        return found
+
+    def text(self, line: Line[GatherAttrs], program: Program) -> Text:
+        how = [f"op={line.attrs.reduction!r}"] if isinstance(line.attrs, ReduceAttrs) else []
+        sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
+        arguments = ", ".join([f"[{', '.join(line.args)}]", over(line), *how, *into(line, program)])
+        return Text(f"{self.name}({arguments})", f">>> sends {sent} over {', '.join(line.attrs.axes)}")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return getattr(on.carrier, self.name)
+
+    def means(self, line: Line[GatherAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        told.started[line.out[0].name] = line, [x.clone() for x in args]
+        return [args[0].new_empty(0)]
+
+    def handed_out(
+        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
+        (axis,) = line.attrs.axes
+        for x in moved:
+            told.reduce(x, line.says(ReduceAttrs).reduction, axis)
+        return moved
+
+
+class AllGather(Collective):
+    """Shards to the values that they are parts of: whole values, or shards over the remaining axes. Or parts of dim 0,
+    one behind the other."""
+
+    name = "all_gather_start"
+    pool = "gather"
+    hoisted = "ahead"
+
+    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
+        shard = placement.kind == "shard" and placement.axes[-1:] == line.attrs.axes
+        rows = any((axis,) == line.attrs.axes and dim == _ROWS for axis, dim in placement.cuts)
+        return (shard or rows) and not placement.partial
+
+    def reads_new(self, line: Line[GatherAttrs], name: str, aliases: Mapping[str, str]) -> bool:
+        return name in aliases
+
+    def channel(self, line: Line[GatherAttrs]) -> str:
+        return f"gather:{','.join(line.attrs.axes)}"
+
+    def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
+        if placement.cuts:
+            return replace(placement, cuts=tuple(cut for cut in placement.cuts if cut[0] not in line.attrs.axes))
+        along_dim = len(placement.axes) == len(placement.dims)
+        return replace(placement, kind="parts") if along_dim else placement.joined
+
+    def handed_out(
+        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
+        (axis,) = line.attrs.axes
+        gathered = zip((told.gather(x.contiguous(), axis) for x in moved), out, strict=True)
+        shapes = ((x, v.held(told.mesh)) for x, v in gathered)
+        return [x[: math.prod(shape)].view(shape) for x, shape in shapes]
+
+
+class ReduceScatter(Collective):
+    """Summands to this rank's shard of their sum. Shards are cut further. With `rows` a rank gets its part of dim 0
+    instead."""
+
+    name = "reduce_scatter_start"
+    attrs = ScatterAttrs
+    pool = "scatter"
+    reads_until_wait = False
+
+    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
+        finer = (*placement.axes, *line.attrs.axes)  # the grid of the shard
+        padded = placement.kind != "shard" or placement.grid[: len(finer)] == finer
+        return padded and super().takes(line, placement)
+
+    def filled(self, line: Line[GatherAttrs]) -> Sequence[Place | None]:
+        return line.into[len(line.args) :]
+
+    def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
+        axes, said = tuple(line.attrs.axes), line.says(ScatterAttrs)
+        left = tuple(a for a in placement.partial if a not in axes)
+        if said.rows:
+            return replace(placement, cuts=(*placement.cuts, *((axis, _ROWS) for axis in axes))).left(left)
+        cut = replace(placement, kind="shard") if placement.kind == "parts" else placement.cut(axes, said.grid)
+        return cut.left(left)
+
+    def handed_out(
+        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
+        moved = list(super().handed_out(line, moved, out, told))
+        if line.says(ScatterAttrs).rows:
+            return [x.chunk(told.mesh.axis_size(line.axes))[told.mesh.index(line.axes)].clone() for x in moved]
+        sources = [told.program.values_by_name[a] for a in line.args]
+        return [told.cut(x, sources[i], out[i]) for i, x in enumerate(moved)]
+
+
+class AllReduce(Collective):
+    """Summands to their sum, on every rank."""
+
+    name = "all_reduce_start"
+    attrs = ReduceAttrs
+    pool = "reduce"
+    reads_until_wait = False
+    tree = True
+
+    def arrives(self, line: Line[GatherAttrs], placement: Placement) -> Placement:
+        return placement.left(a for a in placement.partial if a not in line.attrs.axes)
+
+    def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        n = mesh.axis_size(line.attrs.axes)
+        return self.together(line, values, mesh) * 2 * (n - 1) // n
+
+
+class AllToAll(Collective):
+    """Rows of dim 0, one for each rank along the axis, to the rows that these ranks have for this one. Its places are
+    first its operands', then its results'."""
+
+    name = "all_to_all_start"
+    pool = "exchange"
+    reads_until_wait = False
+
+    def takes(self, line: Line[GatherAttrs], placement: Placement) -> bool:
+        return placement.kind == "local" and {*line.attrs.axes} <= {*placement.axes} and not placement.partial
+
+    def channel(self, line: Line[GatherAttrs]) -> str:
+        return f"exchange:{','.join(line.attrs.axes)}"
+
+    def moved_bytes(self, line: Line[GatherAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        n = mesh.axis_size(line.attrs.axes)
+        return sum(local_bytes(values[a], mesh) for a in line.args) * (n - 1) // n
+
+    def filled(self, line: Line[GatherAttrs]) -> Sequence[Place | None]:
+        return line.into[len(line.args) :]
+
+    def handed_out(
+        self, line: Line[GatherAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
+        (axis,) = line.attrs.axes
+        n, here = told.mesh.axis_size(axis), told.mesh.index(axis)
+        return [told.gather(x.contiguous(), axis).view(n, n, -1)[:, here].reshape(x.shape) for x in moved]
+
+
+class Send(Start[SendAttrs]):
+    """Leaves to the rank `shift` further along an axis, which keeps them (fzero/elastic/peer_replicas.py) in host
+    memory. Where nobody keeps them nothing is sent."""
+
+    name = "send_start"
+    attrs = SendAttrs
+    between = "ranks"
+    pool = "send"
+    direct = True
+    meets = False
+    hands_out = False
+    uncaptured = "sends parts of the state to other hosts"
+
+    def check(self, line: Line[SendAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(line, rules)
+        said, mesh = line.attrs, rules.program.mesh
+        if not args or len(said.axes) != 1:
+            rules.bad(line, f"sends {len(args)} values over {len(said.axes)} axes")
+            return
+        size = mesh.axis_size(said.axes)
+        if not 0 < said.shift < size or said.every < 1 or said.number < 0:
+            rules.bad(line, f"sends to rank + {said.shift} of {size}, every {said.every} steps")
+        if len(said.leaves) != len(args):
+            rules.bad(line, f"sends {len(args)} values as {len(said.leaves)} leaves")
+        for v, path in zip(args, said.leaves, strict=False):
+            leaf = rules.program.leaves.get(path)
+            if leaf is None or (leaf.shape, leaf.dtype) != (v.shape, v.dtype) or rules.root(v.name) != path:
+                rules.bad(line, f"{v.name} is sent as {path}")
+            if v.placement.kind != "shard" or said.axes[0] not in v.placement.axes or v.placement.partial:
+                rules.bad(line, f"{v.name} is {v.placement}")
+            if v.tier != "host" and not (mesh.unified_memory and v.tier == "device"):
+                rules.bad(line, f"{v.name} is sent from the {v.tier}")
+
+    def filled(self, line: Line[SendAttrs]) -> Sequence[Place | None]:
+        return ()
+
+    def channel(self, line: Line[SendAttrs]) -> str:
+        return f"send:{','.join(line.attrs.axes)}"
+
+    def moved_bytes(self, line: Line[SendAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        """Bytes of this rank's parts, of a step among those that do not send; none of what is sent once."""
+        if line.attrs.once:
+            return 0
+        return sum(local_bytes(values[a], mesh) for a in line.args) // line.attrs.every
+
+    def text(self, line: Line[SendAttrs], program: Program) -> Text:
+        said = line.attrs
+        whole = self.moved_bytes(line.saying(every=1, once=False), program.values_by_name, program.mesh)
+        how = [over(line), f"shift={said.shift}"]
+        how += [f"every={said.every}"] if said.every > 1 else []
+        how += ["once=True"] if said.once else []
+        how += [f"into=wards[{said.number}]", *(x.replace("into=", "through=") for x in into(line, program))]
+        when = ", once" if said.once else f", every {said.every} steps" if said.every > 1 else ""
+        remark = f">>> sends {size(whole)} over {', '.join(said.axes)}{when}"
+        return Text(f"send_start([{', '.join(line.args)}], {', '.join(how)})", remark)
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return on.send
+
+    def means(self, line: Line[SendAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        told.started[line.out[0].name] = line, []
+        return [args[0].new_empty(0)]
+
+
+class Hand(Start[HandAttrs]):
+    """Values of one stage of a pipeline, as one message, to the rank at another place along its axis, which takes
+    them."""
+
+    name = "hand_start"
+    attrs = HandAttrs
+    between = "ranks"
+    direct = True
+    meets = False
+    by_message = True
+    hands_out = False
+    sinks = False
+    uncaptured = "hands values from stage to stage of a pipeline"
+
+    def check(self, line: Line[HandAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(line, rules)
+        said, mesh = line.attrs, rules.program.mesh
+        if len(said.axes) != 1 or not said.values:
+            rules.bad(line, f"moves {len(said.values)} values over {len(said.axes)} axes")
+        elif not 0 <= said.peer < mesh.axis_size(said.axes) or said.number < 0:
+            rules.bad(line, f"is number {said.number}, with place {said.peer} of {mesh.axis_size(said.axes)}")
+        for v in args:
+            if not {*said.axes}.isdisjoint(v.placement.own) or v.tier != "device":
+                rules.bad(line, f"{v.name} is {v}")
+        if not isinstance(said, TakeAttrs) and [HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in args] != [
+            *said.values
+        ]:
+            rules.bad(line, "hands other values than it says")
+
+    def filled(self, line: Line[HandAttrs]) -> Sequence[Place | None]:
+        return ()
+
+    def channel(self, line: Line[HandAttrs]) -> str:
+        return f"{self.name.removesuffix('_start')}:{','.join(line.attrs.axes)}"
+
+    def moved_bytes(self, line: Line[HandAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in line.attrs.values)
+
+    def text(self, line: Line[HandAttrs], program: Program) -> Text:
+        sent = size(self.moved_bytes(line, program.values_by_name, program.mesh))
+        said = line.attrs
+        code = f"hand_start([{', '.join(line.args)}], {over(line)}, to={said.peer})"
+        return Text(code, f">>> number {said.number}, {sent}")
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return getattr(on.carrier, self.name)
+
+    def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        told.started[line.out[0].name] = line, []
+        told.hand(args, line.axes[0], line.attrs.peer, line.attrs.number)
+        return [args[0].new_empty(0)]
+
+
+class Take(Hand):
+    """The values of a message that the rank at another place along an axis hands over."""
+
+    name = "take_start"
+    args = 0
+    attrs = TakeAttrs
+    hands_out = True
+    sinks = True
+
+    def text(self, line: Line[HandAttrs], program: Program) -> Text:
+        said, comes = line.attrs, size(self.moved_bytes(line, {}, program.mesh))
+        values = [([*x.shape], str(x.dtype).removeprefix("torch.")) for x in said.values]
+        return Text(f"take_start({values}, {over(line)}, of={said.peer})", f"number {said.number}, {comes} comes")
+
+    def means(self, line: Line[HandAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        comes = [torch.empty(x.shape, dtype=x.dtype, device=told.mesh.device) for x in line.attrs.values]
+        told.started[line.out[0].name] = line, comes
+        return [torch.empty(0)]
+
+    def handed_out(
+        self, line: Line[HandAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
+        return told.take(moved, line.axes[0], line.attrs.peer, line.attrs.number)
+
+
+class Copy(Start[CopyAttrs]):
+    """Between two tiers of a rank. With `writes` it goes over leaves at rest: its arguments are those leaves, then the
+    values for them."""
+
+    writes = True
+    attrs = CopyAttrs
+    between = "tiers"
+    pool = "fetch"
+    link: ClassVar[str] = "host_copy"  # the rate of a `Device` that it goes by
+
+    def tiers(self, line: Line) -> tuple[str, str]:
+        """The tiers that it is from and to."""
+        raise NotImplementedError(self.name)
+
+    def stays(self, mesh: AbstractMesh) -> bool:
+        """Whether it moves nothing, because host and device are one memory."""
+        return False
+
+    def sent(self, line: Line[CopyAttrs]) -> tuple[str, ...]:
+        return line.args[len(line.writes) :]
+
+    def check(self, line: Line[CopyAttrs], args: list[Value], rules: Rules) -> None:
+        _starts(line, rules)
+        num = len(line.writes)
+        if num and (len(args) != 2 * num or line.args[:num] != line.writes):
+            rules.bad(line, f"copies {len(args) - num} values to {num} leaves")
+        rules.pairs(line, args[:num], args[len(args) - num :], "copied")
+        for target, source in zip(line.writes, args[len(args) - num :], strict=False):
+            root = rules.aliases.get(source.name, target)
+            if root != target:
+                rules.bad(line, f"{source.name}, which is {root} updated, is stored in {target}")
+            elif source.name in rules.aliases and source.name not in rules.written | rules.carried:
+                rules.bad(line, f"{source.name}, a copy of {target} that no line has written, is stored in it")
+
+    def reads_new(self, line: Line[CopyAttrs], name: str, aliases: Mapping[str, str]) -> bool:
+        return name in aliases or name in line.writes
+
+    def channel(self, line: Line[CopyAttrs]) -> str:
+        return self.name.removesuffix("_start")
+
+    def moved_bytes(self, line: Line[CopyAttrs], values: Mapping[str, Value], mesh: AbstractMesh) -> int:
+        return 0 if self.stays(mesh) else sum(local_bytes(values[a], mesh) for a in self.sent(line))
+
+    def text(self, line: Line[CopyAttrs], program: Program) -> Text:
+        moved = size(self.moved_bytes(line, program.values_by_name, program.mesh))
+        over = [f"into=[{', '.join(line.writes)}]"] if line.writes else [*into(line, program)]
+        guess = ["guess=True"] if line.guess and DISK in self.tiers(line) else []
+        arguments = ", ".join([f"[{', '.join(self.sent(line))}]", *over, *guess])
+        return Text(f"{self.name}({arguments})", f">>> {moved} {self.way(line)}")
+
+    def way(self, line: Line[CopyAttrs]) -> str:
+        """The direction of the bytes, as a remark."""
+        return f"to {self.tiers(line)[1]}"
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return getattr(on.tiers, self.name)
+
+    def means(self, line: Line[CopyAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        moved = [x.clone() for x in args[len(line.writes) :]]
+        told.write(line.writes, moved if line.writes else ())
+        told.started[line.out[0].name] = line, moved
+        return [args[0].new_empty(0)]
+
+    def handed_out(
+        self, line: Line[CopyAttrs], moved: list[torch.Tensor], out: Sequence[Value], told: Told
+    ) -> Sequence[torch.Tensor]:
+        return moved if out else ()
+
+
+class ToHost(Copy):
+    """From the device's memory to the host's."""
+
+    name = "to_host_start"
+    settles = True  # the device carries it out after copies that read there
+    may_hold_device_only = True
+    hoisted = "at once"
+
+    def tiers(self, line: Line) -> tuple[str, str]:
+        return "device", "host"
+
+    def stays(self, mesh: AbstractMesh) -> bool:
+        return mesh.unified_memory
+
+
+class ToDevice(Copy):
+    """From the host's memory to the device's."""
+
+    name = "to_device_start"
+    holds_device_only = True
+    hoisted = "ahead"
+
+    def tiers(self, line: Line) -> tuple[str, str]:
+        return "host", "device"
+
+    def stays(self, mesh: AbstractMesh) -> bool:
+        return mesh.unified_memory
+
+
+class OnDisk(Copy):
+    """To or from a disk, of values in host memory."""
+
+    def channel(self, line: Line[CopyAttrs]) -> str:
+        return DISK
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return on.attempt.on_disk(getattr(on.tiers, self.name), bool(self.writes))
+
+
+class DiskRead(OnDisk):
+    """Leaves from disk."""
+
+    name = "disk_read_start"
+    writes = False
+    settles = True
+    link = "disk_read"
+    hoisted = "ahead"
+
+    def tiers(self, line: Line) -> tuple[str, str]:
+        return DISK, "host"
+
+    def way(self, line: Line[CopyAttrs]) -> str:
+        return "from disk"
+
+
+class DiskWrite(OnDisk):
+    """Leaves to disk."""
+
+    name = "disk_write_start"
+    writes = "always"
+    link = "disk_write"
+
+    def tiers(self, line: Line) -> tuple[str, str]:
+        return "host", DISK
+
+
+class Wait(Op[WaitAttrs]):
+    """Hands out the results of a start."""
+
+    name = "wait"
+    args = 1
+    attrs = WaitAttrs
+    computes = ""
+    waits = True
+
+    def given(self, line: Line[WaitAttrs]) -> Sequence[str]:
+        return ()
+
+    def check(self, line: Line[WaitAttrs], args: list[Value], rules: Rules) -> None:
+        start = rules.started.pop(line.args[0], None)
+        if start is None:
+            rules.bad(line, f"{line.args[0]} was not started, or is waited for twice")
+            return
+        moved = STARTS[start.op].hands_out and not start.writes
+        sent = [rules.known[a] for a in start.args if a in rules.known and moved]
+        if isinstance(start.attrs, TakeAttrs):
+            said, mesh = start.attrs, rules.program.mesh
+            comes = [(*x, "device") for x in said.values]
+            if [(v.held(mesh), v.dtype, v.placement.own, v.tier) for v in line.out] != comes:
+                rules.bad(line, "hands out other values than it takes")
+            return
+        if [(v.shape, v.dtype) for v in line.out] != [(v.shape, v.dtype) for v in sent]:
+            rules.bad(line, "hands back other shapes or dtypes than were sent")
+            return
+        row = STARTS[start.op]
+        if not line.attrs.host:
+            rules.device_only |= {v.name for v in line.out}
+            if not row.may_hold_device_only or start.writes:
+                rules.bad(line, f"the device alone waits for {line.args[0]}, which is no copy of values to the host")
+        for v, source in zip(line.out, sent, strict=True):
+            if isinstance(row, Copy):
+                rules.carried |= {v.name} if source.name in rules.written | rules.carried else set()
+                rules.aliases |= {v.name: root} if (root := rules.root(source.name)) in rules.program.leaves else {}
+                if v.tier != row.tiers(start)[1]:
+                    rules.bad(line, f"{v.name} is {v}")
+            if v.placement != (arrived := STARTS[start.op].arrives(start, source.placement)):
+                rules.bad(line, f"{v.name} is {v.placement}, not {arrived}")
+
+    def text(self, line: Line[WaitAttrs], program: Program) -> Text:
+        how = ["together=True"] if line.attrs.together else []
+        how += [] if line.attrs.host else ["host=False"]
+        keywords = [*into(line, program), *how] if line.out else []
+        return Text(f"wait({', '.join([*line.args, *keywords])})", "<<<" if len(line.out) <= 2 else "", listed=True)
+
+    def runs(self, on: Running) -> Callable[..., Any]:
+        return on.wait
+
+    def means(self, line: Line[WaitAttrs], args: list[torch.Tensor], told: Told, turn: int) -> Sequence[torch.Tensor]:
+        start, moved = told.started.pop(line.args[0])
+        return STARTS[start.op].handed_out(start, moved, line.out, told) if line.out else ()
+
+    def stands(self, line: Line[WaitAttrs], of: Standing, micro: int, turn: int) -> None:
+        start = of.start_of(line.args[0])
+        reduction = start.attrs.reduction if isinstance(start.attrs, ReduceAttrs) else None
+        if reduction not in (None, "sum"):
+            return
+        row = STARTS[start.op]
+        axes = () if reduction is None else start.axes
+        for value, source in zip(line.out, row.sent(start), strict=False):
+            of.reduced(value.name, source, axes)
+
+
+STARTS: Mapping[str, Start[Any]] = {
+    row.name: row
+    for row in (
+        AllGather(),
+        ReduceScatter(),
+        AllReduce(),
+        AllToAll(),
+        Send(),
+        Hand(),
+        Take(),
+        ToDevice(),
+        ToHost(),
+        DiskRead(),
+        DiskWrite(),
+    )
+}
+ROWS: Sequence[Op[Any]] = (*STARTS.values(), Wait())

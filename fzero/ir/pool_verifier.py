@@ -1,0 +1,202 @@
+"""Verifies the pool of a finished program by going through it as it runs, two turns of a loop: not by how places were
+chosen.
+
+Bytes of the pool belong to whoever wrote them last. A line that reads a value finds its bytes its own, and one that
+does the same to several values writes none over another. While a transfer is under way nobody writes what it reads or
+fills, and what other ranks read from shared memory stays as it is until they are known to have ([Note: release] in
+ir/liveness.py). Where a copy to the device was taken from, or one from there was put that the device alone has
+waited for, the host writes by operations alone that wait for such copies themselves (`Op.settles`). An update in place
+counts as a write. No transfer is waited for before it is started, so with the same program on every rank
+(runtime/program_agreement.py) there is no order in which ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from fzero.ir.attributes import WaitAttrs
+from fzero.ir.ops import OPS, STARTS, Start, stays, turns
+from fzero.ir.program import Line, Place, Program
+from fzero.ir.verifier import refuse, shown
+
+Span = tuple[int, int]  # bytes of the pool, half open; the host's pool comes after the device's, then each room
+_APART = 1 << 52  # between the beginnings of rooms, which are no part of the pool
+
+
+def check(program: Program) -> Program:
+    """The program, if it keeps the rules of the pool.
+
+    Raises:
+        VerifyError: listing every rule that is broken, with the line.
+    """
+    checker = _PoolChecker(program)
+    checker.lines(program.lines)
+    refuse(program, checker.problems, "the pool")
+    return program
+
+
+@dataclass(eq=False)
+class _Guard:
+    """Bytes that a transfer reads or fills, until its wait; and bytes that other ranks read from shared memory, until
+    they are known to be done."""
+
+    line: Line
+    spans: list[Span]
+    waited: bool = False
+    # transfers started since the wait: once one arrives, every rank has read
+    after: set[str] = field(default_factory=set)
+
+
+class _PoolChecker:
+    def __init__(self, program: Program):
+        self.program, self.problems = program, list[str]()
+        self.places: dict[str, Span] = {}
+        # who wrote which bytes last: in the order of the bytes, which do not overlap
+        self.owners: list[tuple[Span, str]] = []
+        self.guards: dict[str, _Guard] = {}
+        self.staying: dict[str, tuple[str, ...]] = {}  # results of copies that move nothing
+        # of copies for which the device alone has waited: what they read or fill on the host
+        self.sent: dict[str, list[Span]] = {}
+        self.sent_leaves: dict[str, list[str]] = {}  # and those leaves at rest there
+        self.same: dict[str, str] = {}  # such a copy, or a part, and its source
+
+    def lines(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            row = OPS[line.op]
+            for name in map(self._origin, line.args):
+                self._read(line, name)
+            for name, source in row.shares(line):
+                self.same[name] = self._origin(source)
+                if row.in_place:
+                    self._write(line, self.same[name], self.places[self.same[name]])
+            if stays(line, self.program.mesh):
+                self.staying[line.out[0].name] = () if line.writes else line.args
+            elif row.waits and line.args[0] in self.staying:
+                self.same.update(
+                    (v.name, self._origin(a)) for v, a in zip(line.out, self.staying[line.args[0]], strict=True)
+                )
+            elif isinstance(row, Start):
+                self._start(line, row)
+            elif row.waits:
+                self._wait(line)
+            else:
+                for name in line.writes if not row.settles else ():
+                    for moving in (m for m, leaves in self.sent_leaves.items() if name in leaves):
+                        self._add(line, f"{name} is written, which {moving} may still read on the host")
+                for name in (n for n in map(self._origin, line.writes) if n in self.places):
+                    self._write(line, name, self.places[name])
+                read = [(a, self.places.get(a)) for a in map(self._origin, line.args)] if row.batched else []
+                for value, place in zip_longest(line.out, line.into):
+                    if place is None:  # in an earlier turn of a loop a transfer may have copied it to the pool
+                        self.places.pop(value.name, None)
+                        continue
+                    if over := [a for a, at in read if at is not None and _meet(at, self._span(place))]:
+                        self._add(line, f"{value.name} is written over {', '.join(over)}, which it reads meanwhile")
+                    self._write(line, value.name, self._span(place))
+            for _ in range(turns(line)):
+                self.lines(line.body)
+
+    def _start(self, line: Line, row: Start) -> None:
+        spans = [self._span(p) for p in line.into if p is not None]
+        num = len(line.args)
+        for k, span in enumerate(spans):
+            mine = self.places.get(self._origin(line.args[k])) if k < num else None
+            in_place = mine is not None and span[0] <= mine[0] and mine[1] <= span[1]
+            if row.reads_until_wait or not in_place:
+                self._write(
+                    line, line.args[k] if k < num and not row.reads_until_wait else f"{line.out[0].name}:{k}", span
+                )
+        if row.reads_until_wait:
+            spans += [self.places[a] for a in map(self._origin, row.sent(line)) if a in self.places]
+        self.guards[line.out[0].name] = _Guard(line, spans)
+        for guard in self.guards.values() if row.meets else ():
+            if guard.waited and guard.line.axes == line.axes:
+                guard.after.add(line.out[0].name)
+
+    def _wait(self, line: Line) -> None:
+        name = line.args[0]
+        guard = self.guards.get(name)
+        if guard is None or guard.waited:
+            self._add(line, f"{name} is not under way")
+            return
+        guard.waited = True
+        released = [n for n, g in self.guards.items() if name in g.after]
+        if line.says(WaitAttrs).together:
+            released += [n for n, g in self.guards.items() if g.waited and g.line.axes == guard.line.axes]
+        row = STARTS[guard.line.op]
+        for value, (place, filled) in zip(line.out, zip(line.into, row.filled(guard.line), strict=False), strict=False):
+            if place is None or filled is None:
+                continue
+            span, source = self._span(place), self._span(filled)
+            if not (source[0] <= span[0] and span[1] <= source[1]):
+                self._write(line, value.name, span, guard)
+            self.places[value.name] = span
+            self._own(span, value.name)
+        if not self.program.mesh.shared_memory or row.between != "ranks" or row.by_message:
+            released.append(name)
+        if row.holds_device_only or not line.says(WaitAttrs).host:
+            self.sent[name] = [s for s in guard.spans if self.program.pool_bytes <= s[0] < _APART]
+        if row.holds_device_only:
+            self.sent_leaves[name] = [a for a in map(self._origin, guard.line.args) if a in self.program.leaves]
+        read = guard.line.into[: len(guard.line.args)]
+        guard.spans = [self._span(p) for p in read if p is not None]
+        self.guards = {n: g for n, g in self.guards.items() if n not in released}
+
+    def _origin(self, name: str) -> str:
+        return self.same.get(name, name)
+
+    def _read(self, line: Line, name: str) -> None:
+        span = self.places.get(name)
+        if span is None:
+            return
+        for _, owner in self.owners[self._on(span)]:
+            if owner != name:
+                self._add(line, f"{name} is read, but {owner} lies on it")
+
+    def _write(self, line: Line, name: str, span: Span, by: _Guard | None = None) -> None:
+        bound = self.program.pool_bytes + (self.program.host_pool_bytes if span[0] >= self.program.pool_bytes else 0)
+        if span[1] > bound and span[0] < _APART:
+            self._add(line, f"{name} ends at byte {span[1]} of a pool of {bound}")
+        for moving, guard in self.guards.items():
+            if guard is not by and _meets_any(span, guard.spans):
+                what = "other ranks may still be reading it" if guard.waited else "it is under way"
+                self._add(line, f"{name} is written over the buffers of {moving}: {what}")
+        if not OPS[line.op].settles:
+            for moving, spans in self.sent.items():
+                if _meets_any(span, spans):
+                    self._add(line, f"{name} is written over what {moving} may still read or fill on the host")
+        self.places[name] = span
+        self._own(span, name)
+
+    def _own(self, span: Span, name: str) -> None:
+        self.owners[self._on(span)] = [(span, name)]
+
+    def _on(self, span: Span) -> slice:
+        """Whose bytes these are, among the owners."""
+        first = bisect_right(self.owners, span[0], key=lambda owner: owner[0][1])
+        return slice(first, max(first, bisect_left(self.owners, span[1], key=lambda owner: owner[0][0])))
+
+    def _span(self, place: Place) -> Span:
+        size = self.program.mesh.axis_size(place.part) if place.part else 1
+        begin = place.offset + (self.program.pool_bytes if place.arena == "host" else 0)
+        if place.arena == "apart":
+            begin += (1 + place.room) * _APART
+        return begin, begin + place.nbytes * size
+
+    def _add(self, line: Line, text: str) -> None:
+        self.problems.append(f"{shown(line)}: {text}")
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _meets_any(one: Span, others: Sequence[Span]) -> bool:
+    begin, end = one
+    for other in others:  # noqa: SIM110 - millions in a large program, and a generator takes three times as long
+        if begin < other[1] and other[0] < end:
+            return True
+    return False

@@ -1,0 +1,322 @@
+"""Prints a program: valid Python, with the dtype, shape and placement of every result beside it.
+
+The flat form is the code that runs, to the letter. The folded form prints repeated layers as a loop: runs of lines that
+differ only in their numbers, where each number goes up or down evenly. It is for reading; its names are those of the
+flat form with the number in brackets.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fzero._utils.units import size
+from fzero.errors import FzeroTypeError
+from fzero.ir.ops import OPS, TRANSFERS, transfer_bytes
+from fzero.ir.program import Line, Program, repeats
+
+ROOTS_TRAIN = ("step", "params", "opt_state", "key", "extras", "batch")
+ROOTS_EVAL = ("params", "batch")
+_WIDTH, _NOTES = 110, 72  # columns: where a line wraps, where remarks stand
+_LONGEST = 80  # statements in the body of a folded loop
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A statement: `out = code`, the type of each result, and a remark. `depth` is its indentation in levels."""
+
+    depth: int
+    code: str
+    out: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+    remark: str = ""
+
+    def text(self) -> str:
+        """As it runs."""
+        return "    " * self.depth + (f"{', '.join(self.out)} = {self.code}" if self.out else self.code)
+
+    def render(self) -> str:
+        """As it is read: one result a line where there are many, types beside them, long argument lists wrapped."""
+        pad = "    " * self.depth
+        note = self.remark
+        if len(self.out) <= 2:
+            note = "  ".join(x for x in (self.remark, ", ".join(self.types)) if x)
+            head, results = self.text().rstrip(), []
+        else:
+            head = f"{pad}) = {self.code}"
+            results = [
+                f"{pad}(",
+                *(_noted(f"{pad}    {name},", kind) for name, kind in zip(self.out, self.types, strict=True)),
+            ]
+        return "\n".join([*results, *_wrapped(head, note)])
+
+
+def source(program: Program) -> str:
+    """The code that runs: Python source of one function, flat."""
+    return (
+        "\n".join([_signature(program), *(p.text() for p in _flat(program.lines, program, 1)), _returns(program)])
+        + "\n"
+    )
+
+
+def show(program: Program, *, fold: bool = True) -> str:
+    """The program as a user reads it: a header with the cost of each transform, then the lines; `fold=False` for every
+    line that runs.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> program = fz.lower(step, fz.AbstractMesh(data=1), params, batch).program
+        >>> print(show(program).splitlines()[0])
+        # <lambda> on mesh data=1
+    """
+    if not isinstance(program, Program):
+        fix = "fz.show(train.program) after a step, or fz.show(fz.lower(step, mesh, params, batch).program)"
+        raise FzeroTypeError("show", f"prints a program, not {type(program).__name__}", fix=fix)
+    header = [f"# {line}".rstrip() for line in _header(program)]
+    body = _flat(program.lines, program, 1)
+    return (
+        "\n".join(
+            [
+                *header,
+                "",
+                _signature(program),
+                *(p.render() for p in (_fold(body) if fold else body)),
+                *_wrapped(_returns(program), ""),
+            ]
+        )
+        + "\n"
+    )
+
+
+def name_of(program: Program) -> str:
+    """The name of the one function that a program's source defines."""
+    return "train" if any(leaf.role == "step" for leaf in program.leaves.values()) else "evaluate"
+
+
+def statements(program: Program) -> list[str]:
+    """Each line as it runs, without indentation, in the order of `Program.walk`."""
+    return [_statement(line, program, 0).text() for line, _ in program.walk()]
+
+
+def _signature(program: Program) -> str:
+    name = name_of(program)
+    return f"def {name}({', '.join(ROOTS_TRAIN if name == 'train' else ROOTS_EVAL)}):"
+
+
+def _returns(program: Program) -> str:
+    return f"    return ({', '.join(program.outputs)}{',' if len(program.outputs) == 1 else ''})"
+
+
+def _statement(line: Line, program: Program, depth: int) -> Printed:
+    text, out = OPS[line.op].text(line, program), tuple(v.name for v in line.out)
+    types = () if line.op in TRANSFERS else tuple(map(str, line.out))
+    return Printed(depth, text.code, (f"{out[0]},",) if text.listed and len(out) == 1 else out, types, text.remark)
+
+
+def _flat(lines: Sequence[Line], program: Program, depth: int) -> list[Printed]:
+    """A statement a line, and a `del` where a name is read for the last time; one of its own for what the lines of
+    several micro-batches read."""
+    out: list[Printed] = []
+    readers: dict[str, set[int]] = {}  # the micro-batches whose lines read a name
+    for line in lines:
+        if line.micro is not None:
+            for name in line.args:
+                readers.setdefault(name, set()).add(line.micro[0])
+    for line, dead in zip(lines, last_reads(lines, program), strict=True):
+        if line.body:
+            totals = [v.name for x in line.body if OPS[x.op].outlives for v in x.out]
+            out += [Printed(depth, "None", (name,)) for name in totals]
+            out.append(_statement(line, program, depth))
+            out += _flat(line.body, program, depth + 1)
+        else:
+            out.append(_statement(line, program, depth))
+        shared = [n for n in dead if len(readers.get(n, ())) > 1] if repeats(line) else []
+        for names in ([n for n in dead if n not in shared], shared):
+            if names:
+                out.append(Printed(depth, f"del {', '.join(names)}"))
+    return out
+
+
+def last_reads(lines: Sequence[Line], program: Program) -> list[list[str]]:
+    """For each line the names that no later line reads: the program deletes them there."""
+    last: dict[str, int] = {}
+    named = list(_named(lines))
+    for i, names in enumerate(named):
+        last.update((name, i) for name in names)
+    made = {v.name for line in lines for v in line.out} | {
+        v.name for line in lines for x in line.body if OPS[x.op].outlives for v in x.out
+    }
+    keep = set(program.outputs) | {v.name for line in lines if OPS[line.op].outlives for v in line.out}
+    return [[n for n in names if last[n] == i and n in made and n not in keep] for i, names in enumerate(named)]
+
+
+def _named(lines: Sequence[Line]) -> Iterator[list[str]]:
+    """Names that each line defines or uses. An accumulation also uses the arguments of its summand, so that all
+    micro-batches free them at the same line."""
+    read: tuple[str, ...] = ()
+    for line in lines:
+        read = line.args if line.fn and line.micro is not None else read
+        yield list(
+            dict.fromkeys(
+                (*line.args, *(v.name for v in line.out), *_inner_reads(line), *(read if OPS[line.op].in_place else ()))
+            )
+        )
+
+
+def _inner_reads(line: Line) -> list[str]:
+    """Names of the enclosing lines that a loop's body reads."""
+    made = {v.name for x in line.body if not OPS[x.op].outlives for v in x.out}
+    return [a for x in line.body for a in x.args if a not in made] + [
+        v.name for x in line.body if OPS[x.op].outlives for v in x.out
+    ]
+
+
+def _noted(code: str, note: str) -> str:
+    return f"{code:<{_NOTES}}  # {note}" if note else code
+
+
+def _wrapped(code: str, note: str) -> list[str]:
+    """A statement in lines of readable width, broken at its commas; a remark stands on the first."""
+    if len(code) <= _WIDTH:
+        return [_noted(code, note)]
+    indent = " " * (len(code) - len(code.lstrip()) + 4)
+    if code.lstrip().startswith("del "):
+        names = code.lstrip().removeprefix("del ")
+        code = f"{indent[4:]}del ({names})"
+    open_at = (
+        code.index("(", code.index("= ") if " = " in code else 0)
+        if not code.lstrip().startswith(")")
+        else code.index("(")
+    )
+    head, rest = code[: open_at + 1], code[open_at + 1 : -1]
+    rest = _INDEX.sub(lambda m: m.group().replace(" ", "\0"), rest)  # not within an index
+    body = textwrap.wrap(
+        rest,
+        width=_WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [_noted(head, note), *(line.replace("\0", " ") for line in body), indent[4:] + ")"]
+
+
+_INDEX = re.compile(r"\[[^\[\],']*\]")
+
+
+def _header(program: Program) -> list[str]:
+    values = program.values_by_name
+    cost: dict[str, list[int]] = {}  # by spec, or else by the pass that placed a line
+    kinds = {name: [t for t in program.transforms if t.name == name] for name in {t.name for t in program.transforms}}
+    for line, times in program.walk():
+        if line.op in TRANSFERS:
+            several = kinds.get(line.by, [])
+            specs = [t for t in several if len(several) == 1 or t.placed(line)]
+            entry = cost.setdefault(specs[0].in_program() if specs else line.by, [0, 0])
+            entry[0] += times
+            entry[1] += times * transfer_bytes(line, values, program.mesh)
+    rest: dict[str, dict[str, int]] = {"device": {}}
+    for leaf in program.leaves.values():
+        roles = rest.setdefault(leaf.layout.tier, {})
+        roles[leaf.role] = roles.get(leaf.role, 0) + leaf.shard_bytes(program.mesh)
+    total = sum(n for roles in rest.values() for n in roles.values())
+    here, *away = [(tier, ", ".join(f"{role} {size(n)}" for role, n in roles.items())) for tier, roles in rest.items()]
+    out = [f"{program.name} on mesh {program.mesh}"]
+    out.append(f"at rest on each rank: {size(total)} ({here[1]}{', and' if away else ')'}")
+    out += [f"  on {tier}: {roles}{')' if i == len(away) - 1 else ','}" for i, (tier, roles) in enumerate(away)]
+    for text in (t.in_program() for t in program.transforms):
+        num, sent = cost.pop(text, [0, 0])
+        verb = "moves" if text.startswith("offload(") else "sends"
+        out.append(f"  {text:<60} {verb} {size(sent)} in {num} transfers a step" if num else f"  {text}")
+    for name, (num, sent) in cost.items():
+        out.append(f"  {name:<60} sends {size(sent)} in {num} transfers a step")
+    out += [f"  {note}" for note in program.notes]
+    if program.pool_bytes:
+        out.append(f"pool, in which transfers have their buffers: {size(program.pool_bytes)}")
+    if program.host_pool_bytes:
+        out.append(f"pool in the host's memory: {size(program.host_pool_bytes)}")
+    return out
+
+
+# --- folding ---
+
+_NUMBER = re.compile(r"(?<![A-Za-z\d])\d+")  # not one that ends a word: `norm1` is a name, `float32` a dtype
+
+
+def _fold(lines: list[Printed], indices: str = "ij") -> list[Printed]:
+    """Runs of statements that repeat with evenly moving numbers, as loops over the first of `indices`; and such runs
+    within them over the next."""
+    templates = [_NUMBER.sub("#", _all(p)) for p in lines]
+    numbers = [[int(x) for x in _NUMBER.findall(_all(p))] for p in lines]
+    out: list[Printed] = []
+    i = 0
+    while i < len(lines):
+        best = (0, 0)
+        for period in range(1, min(_LONGEST, (len(lines) - i) // 2) + 1):
+            if templates[i] == templates[i + period] and not any(
+                lines[i + k].code.endswith(":") for k in range(period)
+            ):
+                count = _repeats(templates, numbers, i, period)
+                if count >= 2 and period * count >= 4 and period * (count - 1) > best[0] * (best[1] - 1):
+                    best = (period, count)
+        period, count = best
+        if not period:
+            out.append(lines[i])
+            i += 1
+            continue
+        out.append(Printed(lines[i].depth, f"for {indices[0]} in range({count}):"))
+        steps = [[b - a for a, b in zip(numbers[i + k], numbers[i + k + period], strict=True)] for k in range(period)]
+        body = [_indexed(lines[i + k], steps[k], indices[0]) for k in range(period)]
+        out += _fold(body, indices[1:]) if indices[1:] else body
+        i += period * count
+    return out
+
+
+def _all(p: Printed) -> str:
+    return "\n".join((str(p.depth), p.code, *p.out, *p.types, p.remark))
+
+
+def _repeats(templates: list[str], numbers: list[list[int]], start: int, period: int) -> int:
+    """The number of times that the `period` statements from `start` on repeat, each number moving by the same amount
+    every time."""
+
+    def steps(k: int, turn: int) -> list[int]:
+        here = start + turn * period + k
+        return [b - a for a, b in zip(numbers[here], numbers[here + period], strict=True)]
+
+    count = 1
+    while start + (count + 1) * period <= len(templates):
+        at = start + count * period
+        if templates[start : start + period] != templates[at : at + period]:
+            break
+        if count > 1 and any(steps(k, count - 1) != steps(k, 0) for k in range(period)):
+            break
+        count += 1
+    return count
+
+
+def _indexed(p: Printed, steps: list[int], variable: str) -> Printed:
+    """A statement of the loop: moving numbers become expressions of its variable, in brackets where they are part of a
+    name."""
+    moving = iter(steps)
+    next(moving)  # the depth
+
+    def rewrite(text: str) -> str:
+        def expression(match: re.Match[str]) -> str:
+            step, number = next(moving), int(match.group())
+            if not step:
+                return match.group()
+            index = variable if abs(step) == 1 else f"{abs(step)} * {variable}"
+            return f"{{{number} - {index}}}" if step < 0 else f"{{{index} + {number}}}" if number else f"{{{index}}}"
+
+        marked = _NUMBER.sub(expression, text)
+        marked = re.sub(r"_\{([^}]*)\}_(?=[A-Za-z])", r"[\1].", marked)  # layers_3_qkv -> layers[i].qkv
+        marked = re.sub(r"_\{([^}]*)\}", r"[\1]", marked)  # layer_3 -> layer[i]
+        return re.sub(r"\{([^}]*)\}", r"\1", re.sub(r"(?<=\])_(\d+)", r"[\1]", marked))
+
+    code, out = rewrite(p.code), tuple(rewrite(name) for name in p.out)
+    return Printed(p.depth + 1, code, out, p.types, p.remark)

@@ -1,0 +1,57 @@
+"""Names the values of a program: Python identifiers, each assigned once, none of which hides another.
+
+A program is Python that runs. A user may call a leaf `class`, `step` or `0`, and a block `wait`. A name in the program
+must be an identifier, and must not hide an argument, a primitive or a function of a later line.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable
+
+from fzero.ir.ops import OPS
+from fzero.sharding.layout import COMPUTE
+
+RESERVED = frozenset(
+    {
+        *keyword.kwlist,
+        *("train", "evaluate", "step", "params", "opt_state", "key", "extras", "batch", "micro", "range"),
+        *("pool", "apart", "wards"),
+        *(word for row in OPS.values() for word in row.words),
+    }
+)
+"""Names that the text of a program has already, beside those of its ops: keywords, its arguments, its primitives."""
+
+
+class Names:
+    """Hands out names that are assigned once."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+        self._next: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
+
+    def __call__(self, name: str) -> str:
+        """`name`, or the next free `name_v2`, `name_v3`, …; made an identifier first."""
+        if not name.isidentifier():
+            name = "_".join(p for p in "".join(c if c.isascii() and c.isalnum() else "_" for c in name).split("_") if p)
+            name = name if name.isidentifier() else f"x_{name}"
+        name = f"{name}_" if name in RESERVED or (name in OPS and OPS[name].in_text) else name
+        new, number = name, self._next.get(name, 1)
+        while new in self._taken:
+            number += 1
+            new = f"{name}_v{number}"
+        self._next[name] = number
+        self._taken.add(new)
+        return new
+
+    def numbered(self, name: str) -> str:
+        """`name_0`, `name_1`, …, by calls."""
+        number = self._counts[name] = self._counts.get(name, -1) + 1
+        return self(f"{name}_{number}")
+
+
+def identifier(path: str) -> str:
+    """`layers_3_qkv` for `params['layers'][3]['qkv']`."""
+    text = "".join(c if c.isalnum() else "_" for c in path.removeprefix("params").removeprefix(COMPUTE))
+    return "_".join(part for part in text.split("_") if part) or "leaf"

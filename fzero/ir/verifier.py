@@ -1,0 +1,279 @@
+"""Verifies a program by its rules after every rewrite. A violation is a bug of the rewrite, never of the user.
+
+Every name is assigned once and before it is read. Every start is waited for once, and only its wait reads its result. A
+function gets the shapes, dtypes and whole values of its trace; only an update gets shards. A result of values that
+differ between ranks is not whole. A gather takes shards, a reduction summands, and the results are placed accordingly.
+What is written is a leaf of the state (or its shard), once, while no transfer under way reads it, and nothing reads the
+old value afterwards, but the gather of new shards. Outputs are neither partial, nor shards, nor overwritten. A line
+reads values of the tier it computes on, a copy between tiers those of the tier it is from; a copy of a leaf that is
+written is stored. Every leaf that the step assigns is written. The only other written leaves are compute copies and
+waiting gradients, which are read only after they are written.
+
+Nothing is allowed because no rule forbids it: an op, an attribute or a number of arguments that fzero/ir/ops does
+not list is a violation, and so is an axis that the mesh does not have. The row of an op has its rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fzero.errors import VerifyError
+from fzero.ir.attributes import AssignAttrs
+from fzero.ir.ops import OPS, OWNERS, STARTS, Copy, Op, Start, misformed
+from fzero.ir.program import WHOLE, Line, Placement, Program, Value
+from fzero.sharding.layout import cut_over
+from fzero.sharding.shard_regions import Along, uneven
+
+BUG = "this is a bug in fzero: please report it with the program"
+"""The fix of a violation that a pass of this package made."""
+
+
+def verify(program: Program) -> Program:
+    """The program, if it keeps the rules.
+
+    Raises:
+        VerifyError: listing every rule that is broken, with the line.
+    """
+    checker = _Checker(program)
+    checker.lines(program.lines, {v.name: v for v in program.inputs})
+    checker.problems += [text for row in OPS.values() for text in row.check_program(program)]
+    checker.outputs()
+    refuse(program, checker.problems)
+    return program
+
+
+def refuse(program: Program, problems: Iterable[str], what: str = "the program") -> None:
+    """Raises if there are any violations.
+
+    Raises:
+        VerifyError: with all of them.
+    """
+    if listed := dict.fromkeys(problems):
+        raise VerifyError("verify", f"{what} of {program.name} breaks its rules", listed, BUG)
+
+
+class _Checker:
+    def __init__(self, program: Program):
+        self.program = program
+        self.problems: list[str] = []
+        self.known: dict[str, Value] = {}
+        self.started: dict[str, Line] = {}
+        self.written: set[str] = set()
+        self.carried: set[str] = set()  # copies made of what was written
+        self.overwritten: set[str] = set()  # leaves that were written, or a shard of them
+        self.device_only: set[str] = set()  # values in host memory for which the device alone has waited
+        self.turns = 1  # of the loop that lines are in
+        batch = (v for v in program.inputs if v.name not in program.leaves)
+        self.batch_axes = frozenset(axis for v in batch for axis in v.placement.own)  # along which the batch is cut
+        self.aliases: dict[str, str] = {}  # a shard that may be a view of its leaf, or a copy of it on another tier
+        self.possible: set[tuple[Any, Placement]] = set()  # shapes and placements that can be on the mesh
+
+    def lines(self, lines: Sequence[Line], known: dict[str, Value]) -> None:
+        self.known = dict(known)
+        waiting_outside = set(self.started)
+        for line in lines:
+            for name in line.args:
+                if wrong := self._unreadable(line, name):
+                    self.bad(line, f"{name} {wrong}")
+            self._check(line)
+            if line.body:
+                outside, turns, self.turns = dict(self.known), self.turns, line.count
+                self.lines(line.body, self.known)
+                self.turns = turns
+                inner, self.known = self.known, outside
+                self.known.update((v.name, inner[v.name]) for x in line.body if _row(x).outlives for v in x.out)
+            for value in line.out:
+                if value.name in self.known:
+                    self.bad(line, f"{value.name} is made twice")
+                # a placement that cannot be is a violation already: taken as whole, it makes no others
+                possible = not self._impossible(value)
+                self.known[value.name] = value if possible else replace(value, placement=WHOLE)
+            if isinstance(line.attrs, AssignAttrs) and line.attrs.restores:
+                self.overwritten -= {*line.writes}
+                continue
+            for name in line.writes:
+                if name not in self.known:
+                    self.bad(line, f"writes {name}, which does not exist")
+                elif name in self.written:
+                    self.bad(line, f"{name} is written twice")
+                elif name in self.device_only:
+                    self.bad(line, f"{name} is written, and the device alone has waited for it")
+                for handle in self._read_by(line, name):
+                    self.bad(line, f"{name} is written while {handle} still reads it")
+                self.written.add(name)
+                if not self._gradient_waits(name):  # leaves without an old value
+                    self.overwritten.add(self.root(name))
+        for name, start in self.started.items():
+            if name not in waiting_outside:
+                self.bad(start, f"{name} is never waited for")
+
+    def _unreadable(self, line: Line, name: str) -> str | None:
+        """Why a line may not read a value, if it may not."""
+        if name not in self.known:
+            return "is read before it is made"
+        if name in self.started and not _row(line).waits:
+            return "is still moving"
+        if name in self.device_only and not _device_only(line):
+            return "is read on the host, and the device alone has waited for it"
+        if name not in line.writes and self._gradient_waits(name) and not self._has_arrived(name):
+            return "is read before it is written"
+        if self.root(name) in self.overwritten and not _row(line).reads_new(line, name, self.aliases):
+            return "has been overwritten"
+        return None
+
+    def outputs(self) -> None:
+        for name in self.program.outputs:
+            value = self.known.get(name)
+            at_rest = value.placement if value else WHOLE
+            if value is None:
+                self.problems.append(f"output {name} is never made")
+            elif at_rest.partial or at_rest.is_cut or at_rest.cuts or at_rest.kind == "moving":
+                self.problems.append(f"output {name} is {value.placement}")
+            elif name in self.device_only:
+                self.problems.append(f"output {name} is handed out, and the device alone has waited for it")
+            elif self.root(name) in self.overwritten:
+                self.problems.append(f"output {name} has been overwritten")
+        self.problems += [
+            f"{name}, the gradient of {leaf}, is never made"
+            for leaf, name in self.program.grads.items()
+            if name not in self.known
+        ]
+        state = {n for n, leaf in self.program.leaves.items() if leaf.role != "key"}
+        for name in sorted(self.written - set(self.aliases)):
+            if name not in state:
+                self.problems.append(f"{name} is written, but is not a leaf of the state")
+            elif name not in self.program.assigns and self.program.leaves[name].role not in ("compute", "gradients"):
+                self.problems.append(f"{name} is written, but the step does not assign it")
+        self.problems += [
+            f"{name} is never written, but the step assigns it"
+            for name in self.program.assigns
+            if name not in self.written
+        ]
+        for name in sorted(self.written & set(self.aliases)):
+            if self.aliases[name] not in self.written:
+                self.problems.append(
+                    f"{name} is written, but {self.aliases[name]}, of which it is a part or a copy, is not"
+                )
+
+    def _gradient_waits(self, name: str) -> bool:
+        """Whether a name is a leaf that holds a waiting gradient."""
+        return name in self.program.leaves and self.program.leaves[name].role == "gradients"
+
+    def _has_arrived(self, name: str) -> bool:
+        return name in self.written and not any(name in start.writes for start in self.started.values())
+
+    def _read_by(self, line: Line, name: str) -> list[str]:
+        """The transfers under way, other than a line's own, that read memory that it writes."""
+        root, unified = self.root(name), self.program.mesh.unified_memory
+
+        def same(read: str) -> bool:
+            if read == name or read not in self.known or self.root(read) != root:
+                return read == name
+            # a part of a leaf lies in it, and so does a copy where all is one memory; two copies lie apart
+            return unified or (root in (name, read) and self.known[read].tier == self.known[name].tier)
+
+        return [
+            handle
+            for handle, start in self.started.items()
+            if start is not line
+            and start.op in STARTS
+            and STARTS[start.op].reads_until_wait
+            and any(map(same, STARTS[start.op].sent(start)))
+        ]
+
+    def root(self, name: str) -> str:
+        """The leaf whose buffer a value may share."""
+        return self.aliases.get(name, name)
+
+    def _check(self, line: Line) -> None:
+        problems = misformed(line)
+        if (owner := OWNERS.get(line.op)) and owner not in {t.name for t in self.program.transforms}:
+            problems.append(f"{line.op} is an op of {owner}, which is no transform of this step")
+        for text in problems:
+            self.bad(line, text)
+        args = [self.known[a] for a in line.args if a in self.known]
+        if problems or len(args) != len(line.args):
+            return
+        impossible = [text for v in line.out if (text := self._impossible(v))]
+        if unknown := [a for a in line.axes if a not in self.program.mesh.axes]:
+            impossible.append(f"the mesh has no axis {', '.join(map(repr, unknown))}")
+        for text in impossible:
+            self.bad(line, text)
+        if impossible:
+            return
+        for v in line.out:
+            if not v.placement.is_nested:
+                self.bad(line, f"{v.name} is {v.placement}, which does not begin with its axes")
+        self._tiers(line, args)
+        OPS[line.op].check(line, args, self)
+
+    def _impossible(self, value: Value) -> str | None:
+        """Why a value cannot be placed so on the mesh, if it cannot."""
+        at, mesh = value.placement, self.program.mesh
+        if (value.shape, at) in self.possible:
+            return None
+        if unknown := sorted({*at.own} - {*mesh.axes}):
+            return f"the mesh has no axis {', '.join(map(repr, unknown))}"
+        cuts = [axis for axis, _ in at.cuts]
+        if cuts and (at.is_cut or len({*cuts}) < len(cuts) or {*cuts} & {*at.axes, *at.partial}):
+            return f"{value.name} is {at}: an axis cuts a value once"
+        along = [Along(*dim, mesh.axes[axis]) for axis, dim in at.cuts]
+        if why := uneven(value.shape, along or cut_over(mesh, at.axes, dims=at.dims).along):
+            return f"{value.name} is {at}: {why}"
+        self.possible.add((value.shape, at))
+        return None
+
+    def micro(self, line: Line) -> tuple[int, int]:
+        """The micro-batch that a line is for, -1 for that of each turn of the loop around it, and how many there
+        are."""
+        micro, count = line.micro or (-1, line.count)
+        if count != self.turns if micro < 0 else micro >= count:
+            self.bad(line, f"is for micro-batch {micro} of {count}, in a loop of {self.turns} turns")
+        return micro, count
+
+    def pairs(self, line: Line, targets: Sequence[Value], sources: Sequence[Value], how: str) -> None:
+        for target, source in zip(targets, sources, strict=False):
+            if (target.shape, target.dtype, target.placement) != (source.shape, source.dtype, source.placement):
+                self.bad(line, f"{source} is {how} to {target}")
+
+    def _tiers(self, line: Line, args: Sequence[Value]) -> None:
+        """Checks that a line's operands lie on the tier that it reads from, written leaves on the one it writes to,
+        results where it computes."""
+        row = OPS[line.op]
+        if isinstance(row, Copy):
+            reads, writes = row.tiers(line)
+        elif row.computes:
+            reads = writes = "host" if row.on_host(line, args[0] if args else None) else "device"
+        else:
+            return
+        num = len(line.writes) if isinstance(row, Copy) else 0
+        for v, tier in ((v, writes if i < num else reads) for i, v in enumerate(args)):
+            if v.tier != tier:
+                self.bad(line, f"{v.name} is on the {v.tier}, not on the {tier}")
+        for v in line.out if not isinstance(row, Copy) else ():
+            if v.tier != writes:
+                self.bad(line, f"{v.name} is made on the {writes}, and said to be on the {v.tier}")
+
+    def bad(self, line: Line, text: str) -> None:
+        self.problems.append(f"{shown(line)}: {text}")
+
+
+def _row(line: Line) -> Op:
+    """The row of a line; an empty one for an op that the table does not list."""
+    return OPS.get(line.op, _NOTHING)
+
+
+_NOTHING = Op()
+
+
+def _device_only(line: Line) -> bool:
+    """Whether a line reads in the device's order: a copy to it."""
+    row = _row(line)
+    return isinstance(row, Start) and row.holds_device_only
+
+
+def shown(line: Line) -> str:
+    """A line, as violations name it."""
+    return f"{line.op} {line.fn} -> {', '.join(v.name for v in line.out)}"

@@ -1,0 +1,235 @@
+"""Keeps leaves on disk: allocates them in a rank's scratch files, and reads and writes them whole or in parts, through
+a bounded amount of memory.
+
+A leaf that rests on disk is a meta tensor of its resting shape with an `Extent`: its bytes, from `offset` on, `nbytes`
+of them without any padding. Extents begin at whole blocks, so a leaf is read and written in whole blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from fzero.errors import FzeroValueError, TierError
+from fzero.memory.scratch_directories import ALIGNMENT, PIECE, aligned, check, padded
+from fzero.memory.scratch_files import ScratchFiles, Transfer
+from fzero.mesh import Mesh
+from fzero.sharding.layout import Extent, Leaf, extent_of, leaf_of, place
+
+__all__ = [
+    "ALIGNMENT",
+    "PIECE",
+    "ScratchFiles",
+    "Transfer",
+    "aligned",
+    "check",
+    "load",
+    "padded",
+    "pieces",
+    "rest",
+    "store",
+    "write_pieces",
+]
+
+BUFFER = 1 << 24  # bytes: a leaf that need not be whole is read or written in such parts
+
+
+def rest(
+    leaves: Sequence[Leaf],
+    mesh: Mesh,
+    directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+) -> list[torch.Tensor]:
+    """This rank's parts of leaves, on disk, all zeros: placed meta tensors, in one range of files that lives as long as
+    any of them.
+
+    Args:
+        leaves: in their order on disk. Consecutive ones can be read at once.
+        mesh: it says which parts are this rank's.
+        directories: as in `ScratchFiles`.
+
+    Memory: none.
+
+    Raises:
+        FzeroValueError: paths that cannot hold the leaves, with what they need and have.
+
+    Example:
+        >>> import tempfile
+        >>> from fzero.sharding.layout import Layout
+        >>> leaf = Leaf("params['w']", "params", (2, 3), Layout(torch.float32, tier="disk"))
+        >>> (w,) = rest([leaf], Mesh({"data": 1}, 0, torch.device("cpu")), tempfile.gettempdir())
+        >>> store(torch.ones(2, 3), w)
+        >>> w.device, load(w).sum()
+        (device(type='meta'), tensor(6.))
+    """
+    tensors = [torch.empty(leaf.resting_shape(mesh), dtype=leaf.dtype, device="meta") for leaf in leaves]
+    files, offset = ScratchFiles(directories, sum(padded(t.nbytes) for t in tensors)), 0
+    for tensor, leaf in zip(tensors, leaves, strict=True):
+        place(tensor, leaf, mesh, Extent(files, offset, tensor.nbytes))
+        offset += padded(tensor.nbytes)
+    return tensors
+
+
+def load(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a tensor on disk, as a new one in host memory.
+
+    Raises:
+        TierError: a read that failed.
+    """
+    extent = _extent(tensor)
+    flat = aligned(padded(extent.nbytes))
+    extent.files.read([(extent.offset, flat)]).wait()
+    return flat[: extent.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def store(value: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Makes a value in host memory that of a tensor on disk, which has its shape and dtype. Returns when it is written.
+
+    Memory: 32 MiB, or the leaf.
+
+    Raises:
+        TierError: a write that failed.
+    """
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        problem = (
+            f"{value.dtype}{list(value.shape)} for {_name(tensor)}, which rests as {tensor.dtype}{list(tensor.shape)}"
+        )
+        raise FzeroValueError(
+            "offload", "this value is not the leaf's", [problem], "give one of the leaf's shape and dtype"
+        )
+    with write_pieces(tensor) as write:
+        write(value)
+
+
+def pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[torch.Tensor]:
+    """The value of a tensor on disk in flat, consecutive parts of up to `nbytes`, each of which is there until the next
+    is asked for.
+
+    Memory: 2 x `nbytes`, or the leaf: one part is read ahead.
+
+    Raises:
+        TierError: a read that failed.
+    """
+    extent, size = _extent(tensor), _part_bytes(nbytes)
+    buffers = _buffers(extent, size)
+
+    def start(at: int) -> tuple[Transfer, torch.Tensor] | None:
+        if at >= extent.nbytes:
+            return None
+        part = buffers[at // size % 2][: padded(min(size, extent.nbytes - at))]
+        return extent.files.read([(extent.offset + at, part)]), part[: min(size, extent.nbytes - at)]
+
+    following = start(0)
+    for at in range(0, extent.nbytes, size):
+        assert following is not None
+        transfer, part = following
+        transfer.wait()
+        following = start(at + size)
+        yield part.view(tensor.dtype)
+
+
+@contextmanager
+def write_pieces(tensor: torch.Tensor, nbytes: int = BUFFER) -> Iterator[_Writer]:
+    """The inverse of `pieces`: yields what takes the value of a tensor on disk, in consecutive parts of any sizes,
+    flattened one after the other.
+
+    At the end of the block everything is written. If the block raises, what was given so far may be.
+
+    Memory: 2 x `nbytes`, or the leaf: one part is filled while the other is written.
+
+    Raises:
+        TierError: a write that failed.
+        FzeroValueError: parts of another dtype, or of more or fewer elements than the tensor has.
+    """
+    writer = _Writer(tensor, nbytes)
+    try:
+        yield writer
+    except BaseException:
+        writer.settle()
+        raise
+    writer.finish()
+
+
+class _Writer:
+    """Fills one buffer while the other is written."""
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int):
+        self._tensor, self._extent, self._size = tensor, _extent(tensor), _part_bytes(nbytes)
+        self._buffers = _buffers(self._extent, self._size)
+        self._writes: list[Transfer | None] = [None, None]  # the last one from each buffer
+        self._at = 0
+
+    def __call__(self, part: torch.Tensor) -> None:
+        if part.dtype != self._tensor.dtype or self._at + part.nbytes > self._extent.nbytes:
+            self._refuse(f"bytes {self._at} to {self._at + part.nbytes} of {part.dtype}")
+        flat = (
+            part.detach().contiguous().view(-1).view(torch.uint8)
+            if part.numel()
+            else part.new_empty(0, dtype=torch.uint8)
+        )
+        done = 0
+        while done < flat.numel():
+            which, used = self._at // self._size % 2, self._at % self._size
+            if used == 0:
+                self._wait(which)
+            num = min(self._size - used, flat.numel() - done)
+            self._buffers[which][used : used + num].copy_(flat[done : done + num])
+            done, self._at = done + num, self._at + num
+            if used + num == self._size:
+                self._write(which, self._size)
+
+    def finish(self) -> None:
+        if self._at != self._extent.nbytes:
+            self.settle()
+            self._refuse(f"{self._at} bytes in all")
+        if rest := self._at % self._size:
+            self._write(self._at // self._size % 2, rest)
+        for which in range(2):
+            self._wait(which)
+
+    def settle(self) -> None:
+        """Waits until nothing reads the buffers, also after an error."""
+        for which in range(2):
+            with suppress(TierError):
+                self._wait(which)
+
+    def _write(self, which: int, num: int) -> None:
+        begin = self._at - num
+        self._writes[which] = self._extent.files.write(
+            [(self._extent.offset + begin, self._buffers[which][: padded(num)])]
+        )
+
+    def _wait(self, which: int) -> None:
+        if (write := self._writes[which]) is not None:
+            write.wait()
+
+    def _refuse(self, given: str) -> None:
+        problem = f"{given} for {_name(self._tensor)}, which is {self._extent.nbytes} bytes of {self._tensor.dtype}"
+        raise FzeroValueError(
+            "offload", "these parts are not the leaf's", [problem], "give every element once, in the leaf's dtype"
+        )
+
+
+def _extent(tensor: torch.Tensor) -> Any:
+    if (extent := extent_of(tensor)) is None:
+        raise FzeroValueError(
+            "offload", f"{_name(tensor)} does not rest on disk", fix="use it as it is: it is in memory"
+        )
+    return extent
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return found[0].path if (found := leaf_of(tensor)) else "a tensor"
+
+
+def _part_bytes(nbytes: int) -> int:
+    """Whole blocks; each holds whole elements of any dtype."""
+    return max(nbytes // ALIGNMENT, 1) * ALIGNMENT
+
+
+def _buffers(extent: Extent, size: int) -> list[torch.Tensor]:
+    whole = padded(extent.nbytes)
+    return [aligned(min(size, whole)), aligned(min(size, max(whole - size, 0)))]

@@ -1,0 +1,62 @@
+"""Copies batches from pageable memory to a GPU through page-locked buffers, so that the host waits for nothing.
+
+CUDA may have the host wait for the device before it reads pageable memory. A page-locked copy is only enqueued.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from fzero._utils.host_memory import host_bytes, host_offsets, padded
+from fzero.errors import TierError
+
+logger = logging.getLogger("fzero")
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+_DEPTH = 4  # steps that the host may be ahead of the device before it waits for a buffer
+
+
+class Staged:
+    """A ring of page-locked buffers of a device, each as large as the largest batch so far.
+
+    Memory: four batches of page-locked host memory.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._next = device, 0
+        self._buffers: Sequence[torch.Tensor] = ()
+        self._copied: list[torch.cuda.Event | None] = [None] * _DEPTH
+
+    def __call__(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Contiguous copies on the device, of which the current stream's next kernels may read."""
+        *offsets, end = host_offsets([x.nbytes for x in leaves])
+        end = padded(end)
+        if not self._buffers or end > len(self._buffers[0]):
+            for number in range(_DEPTH):
+                self._wait(number)
+            self._buffers = self._locked(end).chunk(_DEPTH) if end else [_EMPTY] * _DEPTH
+        number, self._next = self._next, (self._next + 1) % _DEPTH
+        self._wait(number)
+        out = []
+        for x, offset in zip(leaves, offsets, strict=True):
+            place = self._buffers[number][offset : offset + x.nbytes].view(x.dtype).view(x.shape)
+            out.append(place.copy_(x).to(self._device, non_blocking=True))
+        event = self._copied[number] = torch.cuda.Event()
+        event.record()
+        return out
+
+    def _locked(self, nbytes: int) -> torch.Tensor:
+        """Memory for all buffers; what cannot be page-locked is copied as pageable memory is."""
+        try:
+            return host_bytes(_DEPTH * nbytes, self._device, "step")
+        except TierError as error:
+            logger.warning("fzero.step: batches are copied from pageable memory, which may hold the host up: %s", error)
+            return torch.empty(_DEPTH * nbytes, dtype=torch.uint8, device="cpu")
+
+    def _wait(self, number: int) -> None:
+        """Until the device has read a buffer."""
+        copied = self._copied[number]
+        if copied is not None and not copied.query():
+            copied.synchronize()

@@ -1,0 +1,364 @@
+"""Reads and writes a rank's scratch files as one range of bytes, in threads while the caller goes on.
+
+Nothing here knows the meaning of the bytes. One pool of threads serves all files of a process. A system call of 4 MiB
+releases the interpreter, so a few Python threads keep a disk as busy as a C program would. Pieces are taken in the
+order in which they were submitted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.errors import FzeroValueError, TierError
+from fzero.memory import scratch_directories
+from fzero.memory.scratch_directories import ALIGNMENT, PIECE, ScratchFile
+
+Runs = Iterable[tuple[int, torch.Tensor]]
+_FIX = "the state is lost; go on from the last checkpoint; free space or use another path"
+
+
+class ScratchFiles:
+    """Bytes 0 to `nbytes` on disk, of this process alone, striped over directories in pieces of 4 MiB.
+
+    Blocks are allocated at once; bytes that were never written read as zeros. The files are private (0600, in a
+    directory of their own) and are removed by `close`, with the last reference to this, at exit, and after a crash by
+    the next run on the same path.
+
+    Args:
+        directories: existing directories, one or several; best on disks of their own.
+        nbytes: rounded up to a multiple of `ALIGNMENT`.
+        num_threads: that move pieces. The pool of the process has as many as the most that any of its files asks for.
+
+    Attributes:
+        direct: whether all files are read and written past the page cache.
+        bytes_read, bytes_written: so far.
+        busy_seconds: wall time during which at least one piece was being read or written.
+
+    Memory: none. A transfer keeps the memory it reads or writes until it is done.
+
+    Raises:
+        FzeroValueError: paths that cannot hold the files, with what they need and have.
+
+    Example:
+        >>> import tempfile
+        >>> files = ScratchFiles(tempfile.gettempdir(), 8192)
+        >>> files.write([(4096, scratch_directories.aligned(4096).fill_(7))]).wait()
+        >>> found = scratch_directories.aligned(8192)
+        >>> files.read([(0, found)]).wait()
+        >>> found[4094:4098].tolist()
+        [0, 0, 7, 7]
+        >>> files.close()
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+        nbytes: int,
+        *,
+        num_threads: int = 4,
+    ):
+        if nbytes < 0 or num_threads < 1:
+            raise FzeroValueError(
+                "offload", f"{nbytes} bytes, moved by {num_threads} threads", fix="give at least 0 bytes and 1 thread"
+            )
+        self.directories, self.nbytes, self._num_threads = (
+            scratch_directories.paths(directories),
+            scratch_directories.padded(nbytes),
+            num_threads,
+        )
+        self._parts = scratch_directories.allocate(self.directories, self.nbytes)
+        self.direct = all(part.direct for part in self._parts)
+        self._open = _Open(self._parts)
+        self._finalizer = weakref.finalize(self, self._open.close)
+
+    def read(self, runs: Runs) -> Transfer:
+        """Starts to fill each run's memory with the bytes from its offset on.
+
+        Args:
+            runs: `(offset, flat)`, uint8, in host memory; offset, size and address are multiples of `ALIGNMENT`.
+                Neighbours that adjoin in the file are one read, wherever their memory is.
+        """
+        return self._start("read", runs)
+
+    def write(self, runs: Runs) -> Transfer:
+        """Starts to write each run's memory to the bytes from its offset on. Until the wait the memory must not
+        change."""
+        return self._start("write", runs)
+
+    def extend(self, nbytes: int) -> int:
+        """Makes room for more bytes behind the others.
+
+        Args:
+            nbytes: rounded up to a multiple of `ALIGNMENT`.
+
+        Returns: the offset of the first of them.
+
+        Raises:
+            FzeroValueError: paths that do not have the room, with what they need and have; the files are as they were.
+        """
+        begin = self.nbytes
+        scratch_directories.extend(self._parts, begin, begin + scratch_directories.padded(nbytes))
+        self.nbytes = begin + scratch_directories.padded(nbytes)
+        return begin
+
+    def close(self) -> None:
+        """Removes the files. Pieces that are being moved are finished first; the others of their transfers fail."""
+        self._finalizer()
+
+    @property
+    def bytes_read(self) -> int:
+        return self._open.moved["read"]
+
+    @property
+    def bytes_written(self) -> int:
+        return self._open.moved["write"]
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._open.busy_seconds()
+
+    def _start(self, operation: str, runs: Runs) -> Transfer:
+        runs = list(runs)
+        _check_runs(runs, self.nbytes)
+        if self._open.pid != os.getpid():
+            raise FzeroValueError(
+                "offload",
+                f"these files are process {self._open.pid}'s",
+                fix="make files of its own in a process that was forked",
+            )
+        transfer = Transfer(self, operation)
+        transfer.start(
+            [_FilePiece(transfer, self._open, *located) for located in self._located(runs)], self._num_threads
+        )
+        return transfer
+
+    def _located(self, runs: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[ScratchFile, int, int, int, Any]]:
+        """The pieces of runs: the file, the offset there, the offset here, the bytes, and their memory."""
+        num = len(self._parts)
+        pieces: list[Any] = []
+        spans: list[tuple[int, int]] = []  # of each piece: where it begins, and where it ends at the latest
+        end = -1
+        for offset, flat in runs:
+            view, done = flat.numpy().data, 0
+            while done < len(view):
+                if offset + done != end or end == spans[-1][1]:
+                    end = offset + done
+                    spans.append((end, end + PIECE - (end % PIECE if num > 1 else 0)))
+                    pieces.append([])
+                size = min(len(view) - done, spans[-1][1] - end)
+                pieces[-1].append(view[done : done + size])
+                done, end = done + size, end + size
+        out = []
+        for (begin, _), views in zip(spans, pieces, strict=True):
+            stripe, inside = divmod(begin, PIECE)
+            out.append((self._parts[stripe % num], stripe // num * PIECE + inside, begin, sum(map(len, views)), views))
+        return out
+
+
+class Transfer:
+    """A read or a write under way. It keeps its files, and its memory, until it is done.
+
+    Attributes:
+        nbytes: to be moved.
+        seconds: from its start to the end of its last piece; 0.0 until then.
+    """
+
+    def __init__(self, files: ScratchFiles, operation: str):
+        self.operation, self.nbytes, self.seconds = operation, 0, 0.0
+        self._files: ScratchFiles | None = files
+        self._left = 0
+        self._error: tuple[BaseException, str] | None = None
+        self._lock, self._done = threading.Lock(), threading.Event()
+        self._started = time.perf_counter()
+
+    def start(self, pieces: Sequence[_FilePiece], num_threads: int) -> None:
+        """Hands its pieces to the threads."""
+        self.nbytes, self._left = sum(piece.nbytes for piece in pieces), len(pieces)
+        if pieces:
+            _pool.submit(pieces, num_threads)
+        else:
+            self._files = None
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Returns when every piece is done, well or badly.
+
+        Raises:
+            TierError: the first error of any piece, with where it happened.
+        """
+        self._done.wait()
+        if self._error is not None:
+            error, where = self._error
+            what = (
+                f"a {self.operation} of scratch files failed: "
+                f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
+            )
+            raise TierError("offload", what, [where], _FIX) from error
+
+    def ended(self, failure: tuple[BaseException, str] | None) -> None:
+        """A piece is done. Called by the threads."""
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or failure
+            last = self._left == 0
+        if last:
+            self.seconds = time.perf_counter() - self._started
+            self._files = None
+            self._done.set()
+
+
+@dataclass(frozen=True)
+class _FilePiece:
+    """The piece that one thread moves at a time: consecutive bytes of one file."""
+
+    transfer: Transfer
+    open: _Open
+    part: ScratchFile
+    at: int
+    offset: int
+    nbytes: int
+    views: list[memoryview]
+
+    def run(self) -> None:
+        """Never raises: the transfer ends in any case."""
+        failure = None
+        try:
+            self.open.begin()
+            try:
+                _move(self.transfer.operation, self.part.fd, self.views, self.at, self.nbytes)
+            finally:
+                self.open.end()
+            self.open.count(self.transfer.operation, self.nbytes)
+        except BaseException as error:
+            if isinstance(error, OSError):  # its text says all; its traceback would keep the memory
+                error = error.with_traceback(None)
+            failure = (error, f"{self.part.directory}: {self.nbytes} bytes at offset {self.offset}")
+        self.transfer.ended(failure)
+
+
+def _move(operation: str, fd: int, views: Sequence[memoryview], at: int, nbytes: int) -> None:
+    """Reads or writes all of a piece. The moved part of an incomplete block is moved again: direct I/O goes on at whole
+    blocks."""
+    move, done = (os.preadv if operation == "read" else os.pwritev), 0
+    while done < nbytes:
+        num = move(fd, views, at + done)
+        num -= num % ALIGNMENT
+        if num <= 0:
+            raise OSError(errno.EIO, f"it stopped after {done} of {nbytes} bytes")
+        done += num
+        while views and num >= len(views[0]):
+            num, views = num - len(views[0]), views[1:]
+        if num:
+            views = [views[0][num:], *views[1:]]
+
+
+class _Open:
+    """The open files behind `ScratchFiles`, apart from it so that they can be closed when it is gone; and what was done
+    with them."""
+
+    def __init__(self, parts: Sequence[ScratchFile]):
+        self.pid = os.getpid()
+        self.moved = {"read": 0, "write": 0}
+        self._parts, self._closed = parts, False
+        self._idle = threading.Condition()
+        self._active, self._since, self._busy = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        """A piece begins: until its end the files stay open."""
+        with self._idle:
+            if self._closed:
+                raise OSError(errno.EBADF, "the files were closed before it was done")
+            if self._active == 0:
+                self._since = time.perf_counter()
+            self._active += 1
+
+    def end(self) -> None:
+        with self._idle:
+            self._active -= 1
+            if self._active == 0:
+                self._busy += time.perf_counter() - self._since
+                self._idle.notify_all()
+
+    def count(self, operation: str, nbytes: int) -> None:
+        with self._idle:
+            self.moved[operation] += nbytes
+
+    def busy_seconds(self) -> float:
+        with self._idle:
+            return self._busy + (time.perf_counter() - self._since if self._active else 0.0)
+
+    def close(self) -> None:
+        if self.pid != os.getpid():  # forked: they are the parent's, who may still use them
+            return
+        with self._idle:
+            self._closed = True
+            while self._active:
+                self._idle.wait()
+        for part in self._parts:
+            part.remove()
+
+
+class _ThreadPool:
+    """The threads of this process. They are daemons: a step that was given up does not keep it alive."""
+
+    def __init__(self) -> None:
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)  # threads do not come along
+
+    def _begin(self) -> None:
+        self._pieces: queue.SimpleQueue[_FilePiece] = queue.SimpleQueue()
+        self._lock, self._num_threads = threading.Lock(), 0
+
+    def submit(self, pieces: Sequence[_FilePiece], num_threads: int) -> None:
+        with self._lock:
+            while self._num_threads < num_threads:
+                threading.Thread(
+                    target=_work, args=(self._pieces,), name=f"fzero-disk-{self._num_threads}", daemon=True
+                ).start()
+                self._num_threads += 1
+            for piece in pieces:  # under the lock: those of one transfer are neighbours
+                self._pieces.put(piece)
+
+
+def _work(pieces: queue.SimpleQueue[_FilePiece]) -> None:
+    while True:
+        piece = pieces.get()
+        piece.run()
+        del piece  # or this thread would keep its memory and files until the next one comes
+
+
+_pool = _ThreadPool()
+
+
+def _check_runs(runs: Sequence[tuple[int, torch.Tensor]], nbytes: int) -> None:
+    problems = []
+    for offset, flat in runs:
+        if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous() or flat.device.type != "cpu":
+            problems.append(
+                f"offset {offset}: {flat.dtype}{list(flat.shape)} on {flat.device} is not a flat uint8 in host memory"
+            )
+        elif offset % ALIGNMENT or flat.numel() % ALIGNMENT or (flat.numel() and flat.data_ptr() % ALIGNMENT):
+            problems.append(
+                f"offset {offset}: {flat.numel()} bytes at address {flat.data_ptr():#x} are not aligned to {ALIGNMENT}"
+            )
+        elif not 0 <= offset <= offset + flat.numel() <= nbytes:
+            problems.append(f"offset {offset}: {flat.numel()} bytes are not within the {nbytes} of these files")
+    if problems:
+        raise FzeroValueError(
+            "offload", f"{len(problems)} runs cannot be read or written", problems, "cut them from disk.aligned memory"
+        )

@@ -1,0 +1,117 @@
+"""Rehearses the copies of a GPU on a CPU: a double for tests, and for users who rehearse an offloaded run.
+
+What forgets to wait, or writes too early, computes the right numbers where host and device are one memory, and wrong
+ones on a GPU. Here it does so on a CPU.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from fzero.errors import TierError
+from fzero.memory.device_copies import PendingCopy, Tensors, meet, moves
+
+
+class LateCopies:
+    """Copies on a CPU whose host and device are taken for two memories (`make_mesh(unified_memory=False)`).
+
+    A thread copies one after the other, late: what is read before its wait is not there yet, and what is written before
+    it is copied as it then is. Until then `into` has every bit set, a NaN in every floating point format. After a wait
+    of the device alone the host sees NaN again, until a copy back to the device begins, or the host settles.
+
+    Args:
+        timeout: seconds that a wait waits.
+        pause: called before every copy, in the thread.
+    """
+
+    def __init__(self, timeout: float, pause: Callable[[], object] = lambda: time.sleep(1e-3)):
+        self._timeout = timeout
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._hidden: list[tuple[Tensors, Tensors]] = []  # from the host, and what is there for the device
+        thread = threading.Thread(target=_copy_all, args=(self._queue, pause), name="fzero-copies", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._queue, thread)
+
+    def to_host_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
+        self._show(into or ())
+        done = self._start(sources, into)
+        return PendingCopy(into or (), sources, lambda: self._wait(done), hold=lambda: self._hold(done, into or ()))
+
+    def to_device_start(self, sources: Tensors, into: Tensors | None = None) -> PendingCopy:
+        self._show(sources)
+        done = self._start(sources, into)
+        return PendingCopy(into or (), sources, lambda: self._wait(done))
+
+    def _start(self, sources: Tensors, into: Tensors | None) -> Future[None]:
+        assert into is not None, "two memories"
+        pairs = moves(sources, into)
+        for _, target in pairs:
+            _hide(target)
+        done: Future[None] = Future()
+        self._queue.put((done, pairs))
+        return done
+
+    def _hold(self, done: Future[None], filled: Tensors) -> None:
+        self._wait(done)
+        self._hidden.append((filled, [x.clone() for x in filled]))
+        for x in filled:
+            _hide(x)
+
+    def settle(self, written: Tensors) -> None:
+        self._show(written)
+
+    def _show(self, memory: Tensors) -> None:
+        shown = [pair for pair in self._hidden if meet(pair[0], memory)]
+        self._hidden = [pair for pair in self._hidden if not meet(pair[0], memory)]
+        for there, held in shown:
+            for x, value in zip(there, held, strict=True):
+                x.copy_(value)
+
+    def _wait(self, done: Future[None]) -> None:
+        try:
+            done.result(self._timeout)
+        except Exception as error:
+            what = f"it was not done in {self._timeout:g} s" if not done.done() else f"{type(error).__name__}: {error}"
+            fix = "go on from the last checkpoint: the state is lost"
+            raise TierError("step", "a copy between host and device failed", [what], fix) from error
+
+
+def _hide(x: torch.Tensor) -> None:
+    x.view(-1).view(torch.uint8).fill_(255)
+
+
+_Job = tuple["Future[None]", Sequence[tuple[torch.Tensor, torch.Tensor]]]
+
+
+@torch.no_grad()
+def _copy_all(jobs: queue.SimpleQueue[_Job | None], pause: Callable[[], object]) -> None:
+    """The thread of `LateCopies`: it ends when it reads a None."""
+    while (job := jobs.get()) is not None:
+        pause()
+        _copy(*job)
+        del job  # not alive until the next
+
+
+def _copy(done: Future[None], moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    try:
+        for source, target in moves:
+            target.copy_(source)
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+
+
+def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
+    """Ends the thread with its carrier, or with the process: one that the interpreter finds in the middle of a copy
+    when it ends takes the process with it."""
+    jobs.put(None)
+    if thread is not threading.current_thread():  # which may be the one that collects garbage
+        thread.join(1.0)

@@ -1,0 +1,147 @@
+"""Gives a function that calls a module itself the tensors that it reaches otherwise than as arguments.
+
+Those that nobody trains, class weights or another module, are literals of the program, as `torch.tensor([...])` within
+it is: who runs the program asks whether they still are what they were (`Outside.read`). The module's own tensors are
+those of the step, and no other way leads to them than a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fzero import tree
+from fzero._compat import compat
+from fzero.errors import TraceError
+from fzero.trace.guards.user_frames import own_line
+
+# questions about a tensor that are none of its value
+_ASKED = frozenset({"size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex"})
+_ASKED |= frozenset({"__len__", "is_contiguous", "get_device", "data_ptr"})
+_VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag"})
+"""Properties of a tensor that are tensors."""
+
+
+class OwnTensors(TorchFunctionMode):
+    """Knows the tensors of a module among the arguments of operations."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """Looks where the tensors of a module are now."""
+        self._name = type(module).__name__
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        self._own = {_memory(x): name for name, x in reversed(named)}
+
+    def own(self, func: Any, args: Any, kwargs: Any) -> list[str]:
+        """The names of the module's tensors whose values an operation reads or writes."""
+        if _asks(func, args, kwargs):
+            return []
+        tensors = tree.tensors((args, kwargs))
+        return [self._own[at] for x in tensors if (at := _memory(x)) in self._own]
+
+
+class Outside(OwnTensors):
+    """Sees the operations of a function but for those in calls of its module, while `inside` is set.
+
+    Attributes:
+        read: the tensors that became literals, or decided what is computed, by id.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self._literals: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self.read: dict[int, torch.Tensor] = {}
+        self.inside = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.inside:
+            return func(*args, **kwargs)
+        flat, structure = tree.flatten((args, kwargs))
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        real = [x for x in tensors if not isinstance(x, compat.FakeTensor)]
+        if not real:
+            return func(*args, **kwargs)
+        if _asks(func, args, kwargs):
+            with compat.no_modes():
+                return func(*args, **kwargs)
+        if own := self.own(func, real, {}):
+            self._refuse(f"reads {own[0]} of the module itself", OWN)
+        for x in real:
+            self.read[id(x)] = x
+            self._versions.setdefault(id(x), version_of(x))
+        if len(real) == len(tensors):
+            with compat.no_modes(), _Drawing() as drawing:
+                found = func(*args, **kwargs)
+            if drawing.drawn:
+                self._refuse(f"draws random numbers ({drawing.drawn})", DRAWN)
+            self._check()
+            return found
+        literal = [self._literal(x) if any(x is y for y in real) else x for x in flat]
+        args, kwargs = tree.unflatten(structure, literal)
+        found = func(*args, **kwargs)
+        self._check()
+        return found
+
+    def _literal(self, x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in self._literals:
+            with compat.no_modes():
+                value = x.detach().clone(memory_format=torch.contiguous_format)
+            self._literals[id(x)] = made = torch.ops.aten.lift_fresh.default(value)
+            self._versions[id(made)] = version_of(made)
+        return self._literals[id(x)]
+
+    def _check(self) -> None:
+        """Raises if one of the tensors was written to: it would be once, while the function is traced."""
+        for x in (*self.read.values(), *self._literals.values()):
+            if version_of(x) != self._versions[id(x)]:
+                self._refuse(f"writes to a tensor that it has not made, {tree.describe(x)}", WRITTEN)
+
+    def _refuse(self, what: str, fix: str) -> None:
+        raise TraceError("functionalize", f"a function that calls {self._name} {what}", own_line(), fix)
+
+
+class _Drawing(compat.TorchDispatchMode):
+    """Notes operations that draw."""
+
+    drawn = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+DRAWN = "traced once, it would not draw in each step: draw in the collator, or in the module's forward"
+OWN = (
+    "call the module that is given, with all that it computes: its parts, and its tensors, are those of the host, "
+    "which the step does not train; what needs them goes into the module's forward"
+)
+WRITTEN = (
+    "traced once, it would not write in each step: return what it computes, or write where the step is called (a "
+    "callback)"
+)
+
+
+def _asks(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation asks for what is known of a tensor without its values."""
+    name = getattr(func, "__name__", "")
+    if name == "type":
+        return len(args) + len(kwargs) == 1  # with a dtype it casts
+    return name in _ASKED or (name == "__get__" and getattr(func.__self__, "__name__", "") not in _VALUES)
+
+
+def version_of(x: torch.Tensor) -> int:
+    """The number of times that a tensor was written to; 0 of one that does not count them."""
+    return 0 if x.is_inference() else x._version
+
+
+def _memory(x: torch.Tensor) -> int:
+    return compat.memory_of(x) if x.layout is torch.strided else id(x)

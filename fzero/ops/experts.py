@@ -1,0 +1,280 @@
+"""Sends tokens to experts and brings their results back, in plain functions of tensors with fixed shapes.
+
+A token chooses k experts. Each expert, or group of experts, takes at most so many rows: its *capacity*. First choices
+of all tokens come before second ones, and tokens in their order; what comes too late is dropped. The functions know
+nothing of ranks: `fz.expert_parallel` finds the products with experts' parameters and has ranks exchange the rows
+around them. So the number of groups, as of ranks, is an argument, and means the same on any mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from fzero._compat import compat
+from fzero._utils.arguments import count, plain_numbers
+from fzero.errors import FzeroTypeError, FzeroValueError, message
+from fzero.ops.grouped_matmul import EXPERT_MM, EXPERT_OUTER
+from fzero.ops.row_indices import CHOICES, ROWS_AT, SLOTS
+from fzero.tree import describe
+
+__all__ = ["combine", "dispatch", "matmul"]
+
+Capacity = float | tuple[Literal["rank"], float]
+
+
+class Back(NamedTuple):
+    """The way back of dispatched tokens.
+
+    Attributes:
+        place: int64[tokens, k], the row of each choice among those of all experts; -1 where it was dropped.
+        weight: [tokens, k], the weight of each choice; 0 where it was dropped.
+        dropped: float32[], the share of choices that were dropped.
+        choice: int64[experts, rows], the choice that fills each row, numbered by token; -1 if none does.
+        expert: of a capacity of ranks int64[ranks, rows], the number of each row's expert among those of its rank; -1
+            if none fills it. Else None.
+    """
+
+    place: torch.Tensor
+    weight: torch.Tensor
+    dropped: torch.Tensor
+    choice: torch.Tensor
+    expert: torch.Tensor | None = None
+
+
+@plain_numbers
+def dispatch(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    num_experts: int,
+    capacity: Capacity,
+    ranks: int | None = None,
+    overflow: Literal["drop", "error"] = "drop",
+) -> tuple[torch.Tensor, Back]:
+    """The rows of each expert, or of each rank's experts, and the way back.
+
+    Args:
+        x: tokens, [tokens, features].
+        experts: int64[tokens, k], the experts that each token chooses, each once.
+        weights: [tokens, k], how much each choice counts.
+        num_experts: the number of experts.
+        capacity: the rows of an expert, as a factor of tokens x k / experts. A factor of experts / k drops nothing.
+            Under a transform that cuts the batch these are the tokens of a rank and micro-batch. ("rank", factor):
+            the rows of all experts of a rank together, as a factor of tokens x k / ranks; the smaller of `ranks` and
+            ranks x experts of a rank / k drops nothing. `matmul` multiplies such rows.
+        ranks: of a capacity of ranks, the size of the axis that cuts the experts, or a multiple of it: each rank has
+            num_experts / ranks neighbours.
+        overflow: "drop" leaves out choices that have no row; "error" raises, from a compiled step on every rank.
+
+    Returns:
+        rows: [experts, rows, features], or [ranks, rows, features]. A row that no choice fills is any token's, as a
+            constant: `combine` does not read it.
+        back: what `combine` needs. `back.dropped` is a metric.
+
+    Memory: rows, and for each choice two numbers. Time: a sort of tokens x k.
+
+    Raises:
+        FzeroTypeError: an argument that is not a tensor, or of another dtype.
+        FzeroValueError: shapes that do not go together; a number or factor below 1 and 0; an overflow, if it is one.
+
+    Paper: Lepikhin et al., GShard: scaling giant models with conditional computation and automatic sharding, 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> chosen, weights = torch.tensor([[1], [1], [0]]), torch.ones(3, 1)
+        >>> rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=1.0)
+        >>> rows[1, :, 0], rows[0, 0, 0]
+        (tensor([1., 2.]), tensor(3.))
+        >>> fz.experts.combine(rows, back)[:, 0]
+        tensor([1., 2., 3.])
+    """
+    _check(x, experts, weights, num_experts, capacity, ranks, overflow)
+    (tokens, k), of_rank = experts.shape, isinstance(capacity, tuple)
+    factor, groups = (capacity[1], ranks or 1) if isinstance(capacity, tuple) else (capacity, num_experts)
+    each = num_experts // groups
+    size = min(tokens * min(k, each), max(1, math.ceil(factor * tokens * k / groups)))
+    group = experts.div(each, rounding_mode="floor") if of_rank else experts
+    place = SLOTS(group, groups, size)
+    choice, kept = CHOICES(place, groups, size), place >= 0
+    rows = _RowsAt.apply(x, choice, place, k, True)
+    if overflow == "error":
+        what = f"choices exceed the capacity of {'a rank' if of_rank else 'an expert'}"
+        fix = "raise capacity, or drop them: overflow='drop'"
+        compat.raise_unless(kept, FzeroValueError, lambda: message("experts.dispatch", what, [f"{size} rows"], fix))
+    dropped = 1 - kept.sum() / (tokens * k)
+    number = None
+    if of_rank:
+        found = ROWS_AT(experts.remainder(each).reshape(-1, 1), choice, place.reshape(-1, 1), True).squeeze(-1)
+        number = torch.where(choice < 0, -1, found)
+    return rows, Back(place, torch.where(kept, weights, 0), dropped.float(), choice, number)
+
+
+def matmul(rows: torch.Tensor, w: torch.Tensor, back: Back) -> torch.Tensor:
+    """The product of each row with its expert's matrix: `torch.bmm(rows, w)`, or the like for a capacity of ranks.
+
+    Args:
+        rows: [experts, rows, features] or [ranks, rows, features], as of `dispatch` or computed from these.
+        w: [experts, features, outputs].
+        back: what `dispatch` returned.
+
+    Returns: [experts, rows, outputs] or [ranks, rows, outputs]; of a capacity of ranks 0 in rows that no choice fills.
+        A bias is the product of `rows.new_ones(*rows.shape[:2], 1)` with it as [experts, 1, outputs].
+
+    Memory: of a capacity of ranks the rows and products once more, in the order of experts.
+    Time: a sort of the numbers of rows. A GPU has one kernel in bfloat16, for widths that are multiples of 8; else it
+        multiplies every row by all matrices of its rank.
+
+    Raises:
+        FzeroValueError: shapes or dtypes that do not go together.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> x, chosen, weights = torch.ones(4, 2), torch.tensor([[0], [0], [0], [1]]), torch.ones(4, 1)
+        >>> rows, back = fz.experts.dispatch(
+        ...     x, chosen, weights, num_experts=2, capacity=("rank", 1.0), ranks=1, overflow="error"
+        ... )
+        >>> products = fz.experts.matmul(rows, torch.stack([torch.eye(2), 3 * torch.eye(2)]), back)
+        >>> fz.experts.combine(products, back)[:, 0]
+        tensor([1., 1., 1., 3.])
+    """
+    fits = rows.dim() == w.dim() == 3 and rows.shape[2] == w.shape[1] and rows.dtype == w.dtype
+    groups = w.shape[:1] if back.expert is None else back.expert.shape[:1]
+    if not fits or rows.shape[:1] != groups or w.shape[0] % max(1, groups[0]):
+        given = [f"rows {describe(rows)}, w {describe(w)}, for {groups[0]} groups of experts"]
+        fix = "rows as of dispatch, w [experts, features, outputs], both of one dtype"
+        raise FzeroValueError("experts.matmul", "shapes or dtypes do not go together", given, fix)
+    return torch.bmm(rows, w) if back.expert is None else _ExpertMm.apply(back.expert, rows, w)
+
+
+def combine(rows: torch.Tensor, back: Back) -> torch.Tensor:
+    """The results of each token's experts, weighted and added: [tokens, features].
+
+    Args:
+        rows: [experts, rows, features], computed from those of `dispatch`; the features may be others.
+        back: what `dispatch` returned.
+
+    Memory: a row for each choice.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> x, chosen, weights = torch.ones(4, 2), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5)
+        >>> rows, back = fz.experts.dispatch(x, chosen, weights, num_experts=2, capacity=1.0)
+        >>> fz.experts.combine(rows * torch.tensor([1.0, 3.0])[:, None, None], back)[0]
+        tensor([2., 2.])
+    """
+    chosen = _RowsAt.apply(rows.flatten(0, 1), back.place, back.choice, 1, True)
+    return (chosen * back.weight[..., None].to(rows.dtype)).sum(1)
+
+
+class _RowsAt(torch.autograd.Function):
+    """The rows of `x`, of which each stands for `share` numbers; the gradient reads by the numbers of those."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, index: torch.Tensor, back: torch.Tensor, share: int, fill: bool) -> torch.Tensor:
+        numbers = index if share == 1 else index.div(share, rounding_mode="floor")
+        return ROWS_AT(x, numbers, back.reshape(x.shape[0], share), fill)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, index, back, share, _ = inputs
+        ctx.save_for_backward(index, back)
+        ctx.shape = x.shape[0], share
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        index, back = ctx.saved_tensors
+        read = _RowsAt.apply(grad.flatten(0, -2), back.reshape(ctx.shape), index, 1, False)
+        return read.squeeze(1) if ctx.shape[1] == 1 else read.sum(1), None, None, None, None
+
+
+class _ExpertMm(torch.autograd.Function):
+    """Rows times the matrices of their experts."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(expert: torch.Tensor, rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return EXPERT_MM(expert, rows, w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        expert, rows, w = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        d_rows = _ExpertMm.apply(expert, grad, w.mT) if wanted[1] else None
+        d_w = _ExpertOuter.apply(expert, rows, grad, w.shape[0] // rows.shape[0]) if wanted[2] else None
+        return None, d_rows, d_w
+
+
+class _ExpertOuter(torch.autograd.Function):
+    """The gradient of the experts' matrices."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(expert: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, each: int) -> torch.Tensor:
+        return EXPERT_OUTER(expert, rows.mT, grad, each)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:3])
+
+    @staticmethod
+    def backward(ctx: Any, d_w: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        expert, rows, grad = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        d_rows = _ExpertMm.apply(expert, grad, d_w.mT) if wanted[1] else None
+        return None, d_rows, _ExpertMm.apply(expert, rows, d_w) if wanted[2] else None, None
+
+
+def capacity_problems(capacity: Any, ranks: Any) -> list[str]:
+    """The problems of a capacity and a number of ranks."""
+    of_rank = isinstance(capacity, tuple) and len(capacity) == 2 and capacity[0] == "rank"
+    factor = capacity[1] if of_rank else capacity
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        return [f"capacity={capacity!r}: a factor above 0, of tokens x k / experts, or ('rank', factor)"]
+    if of_rank:
+        return count("ranks", ranks)
+    return [] if ranks is None else [f"ranks={ranks!r}: of capacity=('rank', factor) alone"]
+
+
+def _check(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    num_experts: int,
+    capacity: Capacity,
+    ranks: int | None,
+    overflow: str,
+) -> None:
+    given = {"x": x, "experts": experts, "weights": weights}
+    problems = [f"{name}: a tensor, got {describe(t)}" for name, t in given.items() if not isinstance(t, torch.Tensor)]
+    if not problems and experts.dtype != torch.int64:
+        problems.append(f"experts: int64, the numbers of experts, got {describe(experts)}")
+    if not problems and not (x.is_floating_point() and weights.is_floating_point()):
+        problems.append(f"x and weights: of a floating dtype, got {describe(x)} and {describe(weights)}")
+    if problems:
+        raise FzeroTypeError("experts.dispatch", "invalid arguments", problems, "see its example")
+    problems = [*count("num_experts", num_experts), *capacity_problems(capacity, ranks)]
+    if not problems and ranks is not None and num_experts % ranks:
+        problems.append(f"ranks={ranks}: {num_experts} experts do not divide among them")
+    if overflow not in ("drop", "error"):
+        problems.append(f"overflow={overflow!r}: 'drop' or 'error'")
+    if x.dim() != 2 or experts.dim() != 2 or experts.shape != weights.shape or experts.shape[:1] != x.shape[:1]:
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in given.items())
+        problems.append(f"x [tokens, features], experts and weights [tokens, k]: got {shapes}")
+    elif not problems and (not 0 < experts.shape[1] <= num_experts or not x.shape[0]):
+        problems.append(f"{experts.shape[1]} choices of {x.shape[0]} tokens among {num_experts} experts")
+    if problems:
+        fix = "flatten x to [tokens, features], and choose by router.topk(k, -1)"
+        raise FzeroValueError("experts.dispatch", "invalid arguments", problems, fix)

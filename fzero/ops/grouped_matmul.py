@@ -1,0 +1,114 @@
+"""Multiplies rows of several experts: each by its own expert's matrix.
+
+A group of experts has its rows in any order, and a number for each row: that of its expert in the group, -1 for none.
+`EXPERT_MM` multiplies rows by matrices; the gradient of these is `EXPERT_OUTER`. They are operators because sizes are
+known only from the numbers: a CPU multiplies expert by expert, a GPU by one kernel for all (`F.grouped_mm`). It has
+that kernel for bfloat16. In other dtypes it multiplies each row by all matrices of its group: no host waits for a size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from fzero.ops.registration import define
+
+_MULTIPLE = 8
+"""The number of which the dims of a grouped product in bfloat16 are multiples: 16 bytes are what the hardware loads."""
+
+
+def _sorted(expert: torch.Tensor, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of all groups in the order of their experts, those of none last; and the end of each expert's."""
+    groups = expert.shape[0]
+    base = torch.arange(groups, device=expert.device)[:, None] * each
+    number, order = torch.sort(torch.where(expert < 0, groups * each, expert + base).flatten(), stable=True)
+    return order, torch.searchsorted(number, torch.arange(groups * each, device=expert.device), right=True)
+
+
+def _mm(expert: torch.Tensor, rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if rows.device.type != "cpu":
+        return mm_on_gpu(expert, rows, w)
+    order, ends = _sorted(expert, w.shape[0] // rows.shape[0])
+    flat, out = rows.reshape(-1, rows.shape[2]), rows.new_zeros(*rows.shape[:2], w.shape[2])
+    begin = 0
+    for matrix, end in zip(w, ends.tolist(), strict=True):
+        at = order[begin:end]
+        out.view(-1, w.shape[2]).index_copy_(0, at, flat.index_select(0, at) @ matrix)
+        begin = end
+    return out
+
+
+def _outer(expert: torch.Tensor, a: torch.Tensor, b: torch.Tensor, each: int) -> torch.Tensor:
+    if a.device.type != "cpu":
+        return outer_on_gpu(expert, a, b, each)
+    order, ends = _sorted(expert, each)
+    flat, other = a.mT.reshape(-1, a.shape[1]), b.reshape(-1, b.shape[2])
+    out, begin = a.new_empty(a.shape[0] * each, a.shape[1], b.shape[2]), 0
+    for matrix, end in zip(out, ends.tolist(), strict=True):
+        at = order[begin:end]
+        torch.mm(flat.index_select(0, at).t(), other.index_select(0, at), out=matrix)
+        begin = end
+    return out
+
+
+def mm_on_gpu(expert: torch.Tensor, rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`EXPERT_MM` in operations that wait for no size."""
+    (groups, size, features), each = rows.shape, w.shape[0] // rows.shape[0]
+    if not _has_kernel(rows, features, w.shape[2]):
+        out, parts = rows.new_zeros(groups, size, w.shape[2]), w.unflatten(0, (groups, each))
+        for i in range(each):
+            out = torch.where((expert == i)[..., None], torch.bmm(rows, parts[:, i]), out)
+        return out
+    order, ends = _sorted(expert, each)
+    made = F.grouped_mm(rows.reshape(-1, features)[order], w, offs=ends.int())
+    back = torch.zeros_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    return torch.where(expert[..., None] < 0, 0, made[back].view(groups, size, -1))
+
+
+def outer_on_gpu(expert: torch.Tensor, a: torch.Tensor, b: torch.Tensor, each: int) -> torch.Tensor:
+    """`EXPERT_OUTER` in operations that wait for no size."""
+    if not _has_kernel(a, a.shape[1], b.shape[2]):
+        parts = [torch.bmm(torch.where((expert == i)[:, None], a, 0), b) for i in range(each)]
+        return torch.stack(parts, 1).flatten(0, 1)
+    order, ends = _sorted(expert, each)
+    flat, other = a.mT.reshape(-1, a.shape[1])[order], b.reshape(-1, b.shape[2])[order]
+    made = F.grouped_mm(flat.t(), other, offs=ends.int())
+    return torch.where((ends.diff(prepend=ends.new_zeros(1)) > 0)[:, None, None], made, 0)  # a sum of none
+
+
+def _has_kernel(x: torch.Tensor, *sizes: int) -> bool:
+    return x.dtype is torch.bfloat16 and not any(n % _MULTIPLE for n in sizes)
+
+
+EXPERT_MM: Any = define(
+    "expert_mm",
+    "(Tensor expert, Tensor rows, Tensor w) -> Tensor",
+    _mm,
+    lambda expert, rows, w: rows.new_empty([*rows.shape[:2], w.shape[2]]),
+)
+"""`rows[g, r] @ w[g * each + expert[g, r]]`, [groups, rows, outputs]; zeros where there is no expert. Of `expert`
+int64[groups, rows], `rows` [groups, rows, features], `w` [groups x each, features, outputs]."""
+EXPERT_OUTER: Any = define(
+    "expert_outer",
+    "(Tensor expert, Tensor a, Tensor b, int each) -> Tensor",
+    _outer,
+    lambda expert, a, b, each: a.new_empty([a.shape[0] * each, a.shape[1], b.shape[2]]),
+)
+"""For each expert the sum of `a[g, :, r]` times `b[g, r]` over its rows, [groups x each, inputs, outputs]. Of `a`
+[groups, inputs, rows] and `b` [groups, rows, outputs]."""
+
+ON_GPU: dict[Any, Any] = {EXPERT_MM: mm_on_gpu, EXPERT_OUTER: outer_on_gpu}
+"""The functions that devices other than a CPU run in place of these operators."""
+
+
+@register_flop_formula(EXPERT_MM.overloadpacket)
+def _flops(expert: torch.Size, rows: torch.Size, w: torch.Size, *_: object, **__: object) -> int:
+    return 2 * rows.numel() * w[2]
+
+
+@register_flop_formula(EXPERT_OUTER.overloadpacket)
+def _flops_of_outer(expert: torch.Size, a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    return 2 * a.numel() * b[2]

@@ -1,0 +1,191 @@
+"""Describes a device to the plan: the rates at which it multiplies, reads, copies and sends, and what it shares with
+others on its host.
+
+[Note: the host's share] The memory and the disk of a host are shared by the ranks on it. The rates of a known device
+are those of a rank that has its host alone; a plan gives each an equal share for as many ranks as the mesh has there.
+Measured rates are those of a rank while all are busy, and are taken as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fzero._utils.bounded_json import parsed
+from fzero.errors import FzeroValueError
+from fzero.tree import dtype_name
+
+FORMAT = 4
+"""Format of a calibration file; one of another is refused, and measured again."""
+
+
+MOST = 1 << 20
+"""Bytes of a calibration file: 1 MiB; it has some 2 KiB."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way for bytes: `latency` seconds before the first of them, then `bandwidth` bytes/s, in one direction.
+
+    Example:
+        >>> Link(1e-6, 1e9).seconds(1000)
+        2e-06
+    """
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, nbytes: float, steps: int = 1) -> float:
+        """Time of `nbytes` that travel in `steps` messages one after the other."""
+        return steps * self.latency + nbytes / self.bandwidth
+
+
+_MAY_BE_ZERO = ("latency", "call_seconds", "disk_mixed", "process_bytes")
+
+
+def _no_rates(data: Any, name: str) -> list[str]:
+    """The numbers below that are no rate, size or time."""
+    if isinstance(data, dict):
+        return [problem for key, value in data.items() for problem in _no_rates(value, key)]
+    if isinstance(data, bool) or not isinstance(data, (int, float)):
+        return []
+    return [] if 0 < data < math.inf or (data == 0 and name in _MAY_BE_ZERO) else [f"{name} is {data}"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """The resources that ranks of a host share, `what`: its disk, and the memory at its `sockets`; a rank's threads are
+    on one socket. `ranks`: as many as a device's rates of both are for. See [Note: the host's share]."""
+
+    what: str
+    sockets: int = 1
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of a mesh and its links. Rates are per rank, with all ranks of the host busy but for what `host`
+    divides.
+
+    Attributes:
+        flops: attainable FLOP/s of large matrix products, by dtype name (`"float32"`, `"bfloat16"`, …).
+        memory_bandwidth: bytes/s read and written together by an operation that does little else.
+        transcendentals: elements/s of an exponential, or of what takes as long (trace/flops.py), in compiled functions.
+        memory_bytes: of the device.
+        links: `"intra"`: to ranks on the same host, `"inter"`: to ranks on others; what one rank sends.
+        devices_per_host: ranks that share a host.
+        call_seconds: fixed cost of one call of a compiled function.
+        asynchronous: whether transfers progress while the device computes. On a CPU mesh they do not: a transfer is a
+            copy by the thread that waits for it.
+        host_copy: between the device's memory and the host's, one direction.
+        host_memory_bandwidth: bytes/s that functions on the host read and write together, with all threads of the rank:
+            an update of what rests there.
+        disk_read, disk_write: of this rank's share of the host's disk, while it does nothing else.
+        disk_mixed: bytes/s of both together while as much is read as is written; 0 if that is not known: as if they
+            took turns.
+        host: the resources that the ranks of a host share; None of a measurement, which was made while they all did.
+        source: where the numbers come from.
+        machine: of a calibration, the machine that it is valid for.
+        attention: FLOP/s of fused attention, by dtype name, and of its backward (`"bfloat16 backward"`), as if nothing
+            were masked; where it is not listed, that of products.
+        peak_flops: FLOP/s that the vendor states of products, by dtype name: what utilisation is a share of. Empty if
+            that is not known.
+        process_bytes: of a process that has imported what a step needs, before it has a state; 0 if that was not
+            measured.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    transcendentals: float
+    memory_bytes: int
+    links: Mapping[str, Link]
+    devices_per_host: int
+    call_seconds: float
+    asynchronous: bool
+    host_copy: Link
+    host_memory_bandwidth: float
+    disk_read: Link
+    disk_write: Link
+    disk_mixed: float = 0.0
+    host: Host | None = None
+    source: str = ""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    attention: Mapping[str, float] = field(default_factory=dict)
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    process_bytes: int = 0
+
+    @property
+    def type(self) -> str:
+        """As PyTorch names it."""
+        return "cuda" if self.asynchronous else "cpu"
+
+    def rate(self, dtype: torch.dtype, attention: str | None = None) -> float:
+        """FLOP/s of products of a dtype; of one that is not listed, that of float32 scaled by its size. `attention`: of
+        fused attention, "forward" or "backward"."""
+        name = dtype_name(dtype)
+        fused = self.attention.get(f"{name} backward" if attention == "backward" else name) if attention else None
+        return fused or self.flops.get(name) or self.flops["float32"] * 4 / max(4, dtype.itemsize)
+
+    def measured(self, link: str) -> bool:
+        """Whether the rate of a link, "intra" or "inter", was measured; else it is that of a known device."""
+        return bool(self.machine) and f"link {link}" not in self.source
+
+    def shared_by(self, num_ranks: int) -> Device:
+        """The device of a rank that shares its host with others, `num_ranks` with itself: its part of the shared
+        resources.
+
+        Example:
+            >>> from fzero.plan.device_lookup import KNOWN
+            >>> KNOWN["h100"].shared_by(1).disk_read.bandwidth, KNOWN["h100"].shared_by(8).disk_read.bandwidth
+            (6000000000.0, 750000000.0)
+        """
+        if self.host is None:
+            return self
+        disk, sockets = self.host.ranks / num_ranks, self.host.sockets
+        memory = min(1, sockets / num_ranks) / min(1, sockets / self.host.ranks)
+        return replace(
+            self,
+            host_memory_bandwidth=self.host_memory_bandwidth * memory,
+            disk_read=replace(self.disk_read, bandwidth=self.disk_read.bandwidth * disk),
+            disk_write=replace(self.disk_write, bandwidth=self.disk_write.bandwidth * disk),
+            disk_mixed=self.disk_mixed * disk,
+            host=replace(self.host, ranks=num_ranks),
+        )
+
+    def to_json(self) -> str:
+        """As the text of a calibration file."""
+        return json.dumps({"format": FORMAT, "torch": torch.__version__, **asdict(self)}, indent=2)
+
+    @staticmethod
+    def from_json(text: str | bytes, what: str = "the text") -> Device:
+        """The device of a calibration file's text, whatever machine it is of, or none; errors call the text `what`.
+
+        Raises:
+            FzeroValueError: text that is not a calibration.
+        """
+        try:
+            data = parsed(text)
+            if (found := data.get("format", FORMAT)) != FORMAT:
+                raise ValueError(
+                    f"format: {found!r} in the file, {FORMAT!r} here: rates were added or measured otherwise"
+                )
+            links = {k: Link(**v) for k, v in data["links"].items()}
+            ways = {k: Link(**data[k]) for k in ("host_copy", "disk_read", "disk_write")}
+            host = Host(**data["host"]) if data.get("host") else None
+            kept = {k: v for k, v in data.items() if k not in ("format", "torch", "links", "host", *ways)}
+            device = Device(links=links, host=host, **ways, **kept)
+            if problems := _no_rates(asdict(replace(device, machine={}, host=None)), "device"):
+                raise ValueError("; ".join(problems))
+            return device
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problems, fix = (
+                [f"{type(error).__name__}: {error}"],
+                "write it with Device.to_json, or measure again: fzero calibrate",
+            )
+            raise FzeroValueError("calibrate", f"{what} is not a calibration file", problems, fix) from error

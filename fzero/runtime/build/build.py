@@ -1,0 +1,109 @@
+"""Makes functions executable: by the eager backend as they are, by Inductor as compiled artifacts, once per distinct
+function."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fzero import random
+from fzero._compat import compat
+from fzero.errors import FzeroValueError
+from fzero.ir.program import Function
+from fzero.mesh import Mesh
+from fzero.ops import block_quantization
+from fzero.plan.cost import check_backend_name
+from fzero.runtime.build import inductor
+from fzero.runtime.build.calling_convention import as_called
+from fzero.trace.device_decompositions import by_operation, on_device, on_host, substituted
+from fzero.trace.guards import deterministic_mode
+from fzero.trace.recorder import Recorded
+from fzero.trace.subgraph import into_buffers
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Raises if a backend cannot run here."""
+    check_deterministic(device)
+    check_backend_name("compile", backend)
+    if backend == "inductor" and device.type == "cpu" and not has_compiler():
+        raise FzeroValueError(
+            "compile",
+            "the inductor backend needs a C++ compiler on the CPU, and there is none",
+            fix="install g++ or clang, or use backend='eager'",
+        )
+
+
+def check_deterministic(device: torch.device) -> None:
+    """Raises if PyTorch is to be deterministic, and the products of a device are not told to be."""
+    why = deterministic_mode.unsettled(
+        device.type, deterministic_mode.setting(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    )
+    if why is not None:
+        fix = (
+            f"start the process with CUBLAS_WORKSPACE_CONFIG={deterministic_mode.WORKSPACES[0]}, or call "
+            f"torch.use_deterministic_algorithms(True, warn_only=True), which lets products be"
+        )
+        what = "torch.use_deterministic_algorithms is on, with which cuBLAS refuses to multiply"
+        raise FzeroValueError("compile", what, [why], fix)
+
+
+def has_compiler() -> bool:
+    """Whether this machine has a C++ compiler for Inductor's CPU code.
+
+    Example:
+        >>> isinstance(has_compiler(), bool)
+        True
+    """
+    return any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c)
+
+
+def build(functions: Mapping[str, Function], backend: str, mesh: Mesh) -> dict[str, Callable[..., Any]]:
+    """The functions as a program's lines call them (see `calls.as_called`). All ranks of the mesh call it together.
+
+    With the inductor backend a function is compiled once: what an earlier run compiled is loaded
+    (runtime/build/artifact_cache.py), the rest is divided among the ranks that share a cache. The first rank shows its
+    progress, and the log `fzero` has a line for each function, at level INFO. See docs/build.md.
+
+    Args:
+        functions: by name.
+        backend: "inductor" or "eager".
+        mesh: whose device they run on.
+
+    Communication: a few hundred bytes through the store.
+
+    Raises:
+        FzeroError: a function cannot be compiled.
+        DivergenceError: naming the rank that did not deliver what it had to compile.
+    """
+    check_deterministic(mesh.device)  # the switch may be another than when the step was compiled
+    built: dict[str, Callable[..., Any]] = {}
+    waiting: dict[torch.device, dict[str, tuple[Function, Recorded]]] = {}
+    for name, function in functions.items():
+        device = mesh.device if function.on == "device" else torch.device("cpu")
+        graph = on_device(function.graph if device == mesh.device else on_host(function.graph), device)
+        if backend == "eager" or not _worth_compiling(graph, device):
+            built[name] = as_called(function, by_operation(into_buffers(graph, function.into)))
+        else:
+            graph = substituted(graph, _expanded(device))
+            waiting.setdefault(device, {})[name] = function, graph
+    for device in sorted(waiting, key=str):
+        built |= inductor.compiled(waiting[device], mesh, device)
+    return {name: built[name] for name in functions}
+
+
+def _expanded(device: torch.device) -> dict[Any, Callable[..., Any]]:
+    """Operators of our own, and what a compiler gets instead. For the CPU draws are written out by `random.RULES`."""
+    return block_quantization.DECOMPOSITIONS | ({} if device.type == "cpu" else random.DECOMPOSITIONS)
+
+
+def _worth_compiling(graph: Recorded, device: torch.device) -> bool:
+    """Whether a function gains by being compiled. One of scalars, or of a single operation, does not on a CPU; on a
+    GPU, where each operation is a launch, all do that have more than one."""
+    values = [n.meta.get("val") for n in graph.graph.nodes]
+    operations = [n for n in graph.graph.nodes if n.op == "call_function" and not compat.is_view(n.target)]
+    large = device.type != "cpu" or any(isinstance(v, torch.Tensor) and v.numel() > 1024 for v in values)
+    return len(operations) > 1 and large

@@ -1,0 +1,213 @@
+"""Compiles in a process of its own: Inductor, its garbage and the C++ compiler's output never enter the process that
+trains.
+
+`compile_jobs` is a rank's side: it starts one worker, hands it jobs, and reports as they are done. The worker writes
+entries to a cache and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fzero import random
+from fzero._compat import compat
+from fzero._utils.bounded_json import parsed
+from fzero.runtime.build import cpp_kernels, graph_pickle
+from fzero.runtime.build.artifact_cache import Cache, CacheEntry
+from fzero.trace.guards import deterministic_mode
+
+_UNIT_CHARS = 100_000
+"""Characters of C++ source in one translation unit: its own code then takes about as long as the headers, 2 s."""
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """A function to compile: a graph without literals, what its inputs look like, and how it is called (see
+    `kernels.text_of`)."""
+
+    key: str
+    name: str
+    graph: graph_pickle.Sent
+    inputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, stride, dtype
+    num_args: int
+    num_outputs: int
+    writes: tuple[int, ...]
+    into: tuple[int, ...]
+
+
+class Failed(Exception):
+    """Functions cannot be compiled this way: there is no compiler, or a torch whose Inductor is another than is known
+    here. The text is their own words."""
+
+
+class Done(Protocol):
+    """Hears of each function when its code is generated (not ready), and when it is compiled."""
+
+    def __call__(self, name: str, ready: bool = True) -> None: ...
+
+
+def compile_jobs(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done) -> dict[str, str]:
+    """Compiles functions into a cache.
+
+    Args:
+        jobs: the functions.
+        cache: where their entries go.
+        cores: how many C++ compilers may run at a time.
+        done: hears of the functions.
+
+    Returns: the names of functions that are not plain (see `kernels.NotPlain`), and why; they are not in the cache.
+
+    Raises:
+        Failed: one cannot be compiled.
+    """
+    answer = _ask(jobs, cache, cores, done, trust_cpu=True)
+    if "failed" in answer:
+        # a compiler or a torch that lacks what the CPU has: let Inductor find out what all of them have
+        answer = _ask(jobs, cache, cores, done, trust_cpu=False)
+    if "failed" in answer:
+        raise Failed(answer["failed"])
+    return answer["skipped"]
+
+
+def _ask(jobs: Sequence[CompileJob], cache: Cache, cores: int, done: Done, trust_cpu: bool) -> dict[str, Any]:
+    request = pickle.dumps(
+        (
+            tuple(jobs),
+            cache,
+            cores,
+            trust_cpu,
+            torch.get_num_threads(),
+            compat.inductor_settings(),
+            deterministic_mode.setting(),
+        )
+    )
+    answer: dict[str, Any] = {"failed": "the compiling process ended without a word"}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", "from fzero.runtime.build.compile_worker import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+        )
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(request)
+                process.stdin.close()
+            except BrokenPipeError:
+                pass  # it failed to start; its own words follow
+            for line in process.stdout:
+                word = parsed(line)
+                if "done" in word:
+                    done(word["done"], word["ready"])
+                else:
+                    answer = word
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            process.wait()
+            process.stdout.close()  # type: ignore[union-attr]
+        if process.returncode != 0:
+            said.seek(0)
+            answer = {"failed": f"{said.read()[-4000:]}\nthe compiling process ended with status {process.returncode}"}
+    return answer
+
+
+# --- the worker's side ---
+
+
+def main() -> None:
+    jobs, cache, cores, trust_cpu, threads, settings, algorithms = pickle.loads(sys.stdin.buffer.read())
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is not an answer
+
+    def say(word: dict[str, Any]) -> None:
+        answers.write(json.dumps(word) + "\n")
+        answers.flush()
+
+    torch.set_num_threads(threads)
+    compat.use_inductor_settings(settings)
+    deterministic_mode.use(algorithms)
+    try:
+        skipped = _work(jobs, cache, cores, trust_cpu, lambda name, ready=True: say({"done": name, "ready": ready}))
+    except Exception:
+        say({"failed": traceback.format_exc()})
+    else:
+        say({"skipped": skipped})
+
+
+def _work(jobs: Sequence[CompileJob], cache: Cache, cores: int, trust_cpu: bool, done: Done) -> dict[str, str]:
+    plain: dict[str, cpp_kernels.Plain] = {}
+    skipped: dict[str, str] = {}
+    for job in jobs:
+        # never read
+        examples = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in job.inputs]
+        try:
+            lowered = compat.inductor_lower(graph_pickle.restored(job.graph), examples, trust_cpu, random.RULES)
+            plain[job.key] = cpp_kernels.parse(lowered, len(job.inputs), job.num_outputs, job.writes)
+        except cpp_kernels.NotPlain as reason:
+            skipped[job.name] = str(reason)
+        except Exception as error:
+            error.add_note(f"while compiling {job.name}")
+            raise
+        done(job.name, ready=False)
+    units = _units([job for job in jobs if job.key in plain], plain, cores)
+    command = compat.inductor_cpp_command(trust_cpu)
+    with ThreadPoolExecutor(max(1, cores)) as pool:
+        running = [pool.submit(_compile_unit, unit, plain, cache, command) for unit in units]
+        for future in as_completed(running):
+            for name in future.result():
+                done(name)
+    cache.trim()
+    return skipped
+
+
+def _units(jobs: Sequence[CompileJob], plain: dict[str, cpp_kernels.Plain], cores: int) -> list[list[CompileJob]]:
+    """Functions to compile together: as few translation units as keep all cores busy, for each reads the headers
+    again."""
+    sizes = {job.key: sum(len(k.source) for k in plain[job.key].kernels.values()) for job in jobs}
+    number = max(1, min(cores, -(-sum(sizes.values()) // _UNIT_CHARS)))
+    units: list[list[CompileJob]] = [[] for _ in range(number)]
+    for job in sorted(jobs, key=lambda job: sizes[job.key], reverse=True):
+        min(units, key=lambda unit: sum(sizes[x.key] for x in unit)).append(job)
+    return [unit for unit in units if unit]
+
+
+def _compile_unit(
+    jobs: Sequence[CompileJob], plain: dict[str, cpp_kernels.Plain], cache: Cache, command: Sequence[str]
+) -> list[str]:
+    numbers: dict[cpp_kernels.CppKernel, int] = {}
+    for job in jobs:
+        for kernel in plain[job.key].kernels.values():
+            numbers.setdefault(kernel, len(numbers))
+    library = _compile_cpp(cpp_kernels.library_source(list(numbers)), command) if numbers else b""
+    for job in jobs:
+        text = cpp_kernels.text_of(plain[job.key], numbers, job.num_args, job.into, job.num_outputs)
+        cache.write(job.key, CacheEntry(text, library if plain[job.key].kernels else b""))
+    return [job.name for job in jobs]
+
+
+def _compile_cpp(source: str, command: Sequence[str]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
+        Path(folder, "kernels.cpp").write_text(source)
+        result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        if result.returncode != 0:
+            raise RuntimeError(result.stderr[-4000:])
+        library = Path(folder, "kernels.so")
+        cpp_kernels.load_library(library)  # a symbol that torch lacks shows now
+        return library.read_bytes()

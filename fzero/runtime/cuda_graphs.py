@@ -1,0 +1,211 @@
+"""Captures the runs of a program as a CUDA graph and replays them: one launch by the CPU in place of thousands.
+
+A program that touches the device alone can be captured whole: its state, its pool and its places stay where they are,
+and nothing in it waits for the device. Two things change from call to call: the batch, which is copied into the graph's
+own buffers, and the state's addresses, which are compared.
+
+[Note: captured] The first `WARM_UP` runs are ordinary ones, for what libraries make on first use cannot be captured.
+Then the run is captured, which executes nothing, and replayed; so is every later one. A state that lies elsewhere
+begins anew. A capture that fails has written nothing, and the run is an ordinary one, as are all that follow. NCCL asks
+that what one rank captures all capture: ranks tell each other how it went, and replay together or not at all. A
+communicator cannot be destroyed while a graph has kernels of its: graphs are dropped before a rank leaves
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._compat import compat
+from fzero.comm import agreement
+from fzero.comm.collective_sequence import before_leaving
+from fzero.errors import FzeroValueError
+from fzero.ir.ops import COPIES, OPS, from_to
+from fzero.ir.program import Program
+from fzero.mesh import Mesh
+from fzero.runtime.build.artifact_cache import logger
+
+WARM_UP = 3
+"""Ordinary runs before the one that is captured."""
+
+
+class Graphs:
+    """CUDA graphs on one device: captured on a stream and in a pool of memory that all of them share. They are replayed
+    one after the other, and results in that memory are copied before the next replay."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def is_capturing(self) -> bool:
+        """Whether the caller captures a graph of his own."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def aside(self, run: Callable[[], Any]) -> Any:
+        """The result of a run on the stream that is captured on."""
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            out = run()
+        here.wait_stream(self._stream)
+        return out
+
+    def capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """A graph of a run, which is not carried out, and its results, which every replay fills."""
+        here, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        out, reason = None, None
+        try:
+            # calls of other threads, a reader of batches or NCCL's watchdog, are no part of it and no error
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    out = run()
+                except Exception as error:
+                    reason = error
+                    raise
+        except BaseException as error:
+            if torch.cuda.is_current_stream_capturing():  # it failed where it began, and nobody has ended it
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+            torch.cuda.set_stream(here)  # which a capture that cannot be ended does not give back
+            if reason is not None and error is not reason:  # it only says that the capture is not valid
+                raise reason from None
+            raise
+        return graph, out
+
+
+def graphs_of(mesh: Mesh) -> Graphs | None:
+    """The CUDA graphs of a mesh, made on first use; None where its device has none."""
+    if mesh.context.graphs is None and mesh.device.type == "cuda":
+        mesh.context.graphs = Graphs(mesh.device)
+    return mesh.context.graphs
+
+
+def obstacles(program: Program) -> list[str]:
+    """The lines of a program for which it cannot be captured, one of each kind."""
+    found: dict[str, str] = {}
+    for line, _ in program.walk():
+        if line.op in COPIES:
+            found.setdefault(line.op, f"{line.op}: moves values from {' to '.join(from_to(line))}")
+        elif reason := OPS[line.op].uncaptured:
+            found.setdefault(reason, f"{line.op}: {reason}")
+        elif line.on_host:
+            found.setdefault("on the host", f"{line.fn or line.op}: runs on the host")
+    return list(found.values())
+
+
+class NotCaptured(FzeroValueError):
+    """A capture that failed: nothing was carried out, and the state is as it was."""
+
+
+def check(program: Program, owner: str) -> None:
+    """Raises FzeroValueError if a program cannot be captured."""
+    if problems := obstacles(program):
+        fix = "leave out cuda_graphs=True, or what moves values: offload, redundant, pipeline"
+        what = f"{program.name} touches more than the device, and cannot be captured as a CUDA graph"
+        raise FzeroValueError(owner, what, problems, fix)
+
+
+class Replayed:
+    """A program's runs: as they are at first, and then replayed; see [Note: captured].
+
+    Args:
+        run: the program as a function of its trees, of which the batch is the last.
+        namespace: what it calls. While something else has been put there, a clock or a recorder, runs are ordinary
+            ones.
+        mesh: whose ranks all do the same.
+        graphs: of its device.
+        required: whether a capture that fails is an error.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], namespace: Mapping[str, Any], mesh: Mesh, graphs: Graphs, required: bool
+    ):
+        self._run, self._mesh, self._graphs, self._required = run, mesh, graphs, required
+        self._namespace, self._made_of = namespace, dict(namespace)
+        self.refused = ""  # why a capture failed
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets the graph, and gives back its memory."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._num_runs, self._at = 0, ()
+        self._batch, self._outputs = list[torch.Tensor](), ()
+
+    def prepare(self, *trees: Any) -> None:
+        """Called before a run, by all ranks: captures it if that is due.
+
+        Raises:
+            FzeroValueError: it is required, and cannot be done on some rank. Nothing has been written.
+        """
+        if self.refused or self._is_watched():
+            return
+        at = tuple([x.data_ptr() for x in tree.leaves(trees[:-1])])
+        if at != self._at:
+            self.drop()
+            self._at = at
+        self._num_runs += 1
+        if self._num_runs != WARM_UP + 1:
+            return
+        reasons = agreement.everyones(self._mesh, "step", lambda: self._capture(trees))
+        if not any(reasons):
+            return
+        self.drop()
+        several = len(reasons) > 1
+        said = [f"rank {rank}: {text}" if several else text for rank, text in enumerate(reasons) if text]
+        self.refused = "; ".join(said)
+        if self._required:
+            fix = "leave out cuda_graphs=True; the state is as it was"
+            raise NotCaptured("step", "the step cannot be captured as a CUDA graph", said, fix)
+        if self._mesh.rank == 0:
+            logger.warning("fzero.step: runs without CUDA graphs, for its capture failed: %s", self.refused)
+
+    def __call__(self, *trees: Any) -> tuple[Any, ...]:
+        if self._is_watched():
+            return self._run(*trees)
+        if self._graph is None:
+            return self._run(*trees) if self.refused else self._graphs.aside(lambda: self._run(*trees))
+        for buffer, new in zip(self._batch, tree.leaves(trees[-1]), strict=True):
+            buffer.copy_(new, non_blocking=True)
+        self._graph.replay()
+        return tuple(x.clone() for x in self._outputs)  # the next replay writes there
+
+    def _capture(self, trees: tuple[Any, ...]) -> str:
+        """Captures a run. Returns why it could not."""
+        before_leaving(_drop_all)
+        leaves, structure = tree.flatten(trees[-1])
+        own: dict[int, torch.Tensor] = {}  # by identity: leaves that are one tensor are one there
+        try:
+            for x in leaves:
+                if id(x) not in own:
+                    own[id(x)] = x.clone()
+            batch = [own[id(x)] for x in leaves]
+            self._graph, self._outputs = self._graphs.capture(
+                lambda: self._run(*trees[:-1], tree.unflatten(structure, batch))
+            )
+        except Exception as error:
+            return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        self._batch = batch
+        _captured.add(self)
+        return ""
+
+    def _is_watched(self) -> bool:
+        """Whether something looks at a run's operations, which a replay has none of."""
+        if compat.dispatch_modes() or self._graphs.is_capturing():
+            return True
+        return any(self._namespace.get(name) is not value for name, value in self._made_of.items())
+
+
+_captured: weakref.WeakSet[Replayed] = weakref.WeakSet()
+
+
+def _drop_all() -> None:
+    """Called before a rank leaves the process groups whose kernels graphs have."""
+    for replayed in list(_captured):
+        replayed.drop()
+    _captured.clear()

@@ -1,0 +1,91 @@
+"""Observes a running program: acts before and after each function and transfer that its source names. So it observes
+the program that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fzero.ir.ops import OPS
+from fzero.ir.program import Line, Program
+from fzero.runtime.op_timers import LinePlace
+
+
+@contextmanager
+def observe(
+    run: Callable[..., Any],
+    program: Program,
+    before: Callable[[LinePlace, tuple[Any, ...]], Any],
+    after: Callable[[LinePlace, Any, tuple[Any, ...], Any], None],
+) -> Iterator[None]:
+    """Observes the one run of an executable in the body: `before(place, args)` is called before each line but loops,
+    and `after(place, noted, args, result)` after it, with what `before` returned."""
+    namespace: dict[str, Any] = run.namespace  # type: ignore[attr-defined]
+    following = Follower(program, run.skips)  # type: ignore[attr-defined]
+
+    def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[LinePlace, Any]:
+        place = following.called(name)
+        return place, before(place, args)
+
+    def ends(name: str, noted: tuple[LinePlace, Any], args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        after(*noted, args, result)
+        following.returned(noted[0], result)
+
+    names = {line.fn or line.op for line, _ in program.walk() if line.op != "loop"}
+    plain = {name: namespace[name] for name in names}
+    namespace.update(observed(plain, begins, ends))
+    try:
+        yield
+    finally:
+        namespace.update(plain)
+
+
+def observed(
+    functions: Mapping[str, Callable[..., Any]],
+    before: Callable[[str, tuple[Any, ...], Mapping[str, Any]], Any],
+    after: Callable[[str, Any, tuple[Any, ...], Mapping[str, Any], Any], None],
+) -> dict[str, Callable[..., Any]]:
+    """These functions, by name, each with `before(name, args, kwargs)` called before it and `after(name, noted, args,
+    kwargs, result)` after it."""
+
+    def around(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            noted = before(name, args, kwargs)
+            result = fn(*args, **kwargs)
+            after(name, noted, args, kwargs, result)
+            return result
+
+        return call
+
+    return {name: around(name, fn) for name, fn in functions.items()}
+
+
+class Follower:
+    """Follows the lines of a running program, as its functions and transfers are called one after the other. `skips`
+    says, while the program runs, of a line whether it is not called."""
+
+    def __init__(self, program: Program, skips: Callable[[Line], bool]):
+        self._skips, self._result = skips, None
+        self._coming = self._visit(program.lines, 0, 0)
+
+    def called(self, name: str) -> LinePlace:
+        """The line that calls this now, its number and the turn of the loop around it."""
+        place = next(self._coming, None)
+        assert place is not None and (place[0].fn or place[0].op) == name, (
+            f"{name} is called where the program has {place and place[0]}"
+        )
+        return place
+
+    def returned(self, place: LinePlace, result: Any) -> None:
+        """Notes the result of that call."""
+        self._result = result
+
+    def _visit(self, lines: Sequence[Line], number: int, turn: int) -> Iterator[LinePlace]:
+        for line in lines:
+            is_loop = line.op == "loop"
+            if not is_loop and not self._skips(line):
+                yield line, number, turn
+            for inner in range(OPS[line.op].turns_run(line, self._result)):
+                yield from self._visit(line.body, number + 1, inner if is_loop else turn)
+            number += sum(1 for _ in line.with_body())

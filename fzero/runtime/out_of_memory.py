@@ -1,0 +1,42 @@
+"""Says how much memory a step was planned to take, and which transforms lower it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fzero._utils.units import size
+from fzero.compiler.budget_report import Budget
+from fzero.compiler.lowered import Lowered
+from fzero.compiler.program_selection import advice_on
+from fzero.mesh import Mesh
+from fzero.plan.device_lookup import get_device
+from fzero.plan.plan import Plan
+from fzero.runtime.error_translation import raise_out_of_memory
+from fzero.step import Step
+
+
+def raise_with_advice(
+    error: Exception,
+    owner: str,
+    step: Step,
+    mesh: Mesh,
+    backend: str,
+    lowered: Lowered,
+    plan: Callable[[], Plan],
+) -> None:
+    """Raises in place of an error that says that memory is full; returns for any other. `plan`: of the program."""
+    raise_out_of_memory(error, owner, lambda: _advice(step, mesh, backend, lowered, plan()))
+
+
+def _advice(step: Step, mesh: Mesh, backend: str, lowered: Lowered, plan: Plan) -> list[str]:
+    """The planned peak of a program that ran out of memory, and transforms that lower it, each with the new peak."""
+    kind = mesh.device.type
+    total = torch.cuda.mem_get_info(mesh.device)[1] if kind == "cuda" else None
+    problems = [f"planned: {size(plan.peak_bytes)}" + (f" of {size(total)}" if total else "")]
+    if total is not None and plan.peak_bytes <= total:
+        problems.append("what else this process or another one holds on the device is not a part of that")
+        total = None
+    budget = Budget(total, get_device(None, kind), backend)
+    return problems + advice_on(step, mesh, lowered.params, lowered.batch, budget, plan)

@@ -1,0 +1,83 @@
+"""Makes tensors of a program's places: those in an arena once, those apart from it anew at each run.
+
+The first line that has a place in a room allocates it, and the last one lets go of it here. Then it is alive as long as
+a value that lies there, or a transfer that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fzero.ir.ops import TRANSFERS
+from fzero.ir.program import Line, Place, Program
+from fzero.mesh import Mesh
+
+Tensors = list[torch.Tensor | None]
+"""A tensor for each place of a line."""
+
+
+def places_of(program: Program, mesh: Mesh, arenas: Mapping[str, torch.Tensor]) -> Sequence[Tensors]:
+    """The places of each line of `Program.pooled`, by its number."""
+    if any(place is not None and place.arena == "apart" for line in program.pooled for place in line.into):
+        return _Rooms(program.pooled, mesh, arenas)
+    return [_tensors(line, mesh, arenas, {}) for line in program.pooled]
+
+
+class _Rooms(Sequence[Tensors]):
+    """The places of lines some of which lie in rooms. To look one up is part of running the line."""
+
+    def __init__(self, lines: Sequence[Line], mesh: Mesh, arenas: Mapping[str, torch.Tensor]):
+        self._lines, self._mesh, self._arenas = lines, mesh, arenas
+        self._sizes: dict[int, int] = {}
+        self._first: dict[int, list[int]] = {}  # the rooms that a line allocates
+        last: dict[int, int] = {}
+        for i, line in enumerate(lines):
+            for place in line.into:
+                if place is not None and place.arena == "apart":
+                    end = place.offset + place.nbytes * (mesh.axis_size(place.part) if place.part else 1)
+                    if place.room not in self._sizes:
+                        self._first.setdefault(i, []).append(place.room)
+                    self._sizes[place.room] = max(self._sizes.get(place.room, 0), end)
+                    last[place.room] = i
+        self._last: dict[int, list[int]] = {}  # the rooms that a line is the last one to have a place in
+        for room, i in last.items():
+            self._last.setdefault(i, []).append(room)
+        self._rooms: dict[int, torch.Tensor] = {}
+        apart = {i for i, line in enumerate(lines) if any(p is not None and p.arena == "apart" for p in line.into)}
+        self._known: list[Tensors | None] = [
+            None if i in apart else _tensors(line, mesh, arenas, {}) for i, line in enumerate(lines)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, number: int) -> Tensors:  # type: ignore[override]
+        known = self._known[number]
+        if known is not None:
+            return known
+        for room in self._first.get(number, ()):
+            self._rooms[room] = torch.empty(self._sizes[room], dtype=torch.uint8, device=self._mesh.device)
+        found = _tensors(self._lines[number], self._mesh, self._arenas, self._rooms)
+        for room in self._last.get(number, ()):
+            del self._rooms[room]
+        return found
+
+
+def _tensors(line: Line, mesh: Mesh, arenas: Mapping[str, torch.Tensor], rooms: Mapping[int, torch.Tensor]) -> Tensors:
+    """The places of a line as tensors: flat for a start, shaped as its results for any other line."""
+    flats: Tensors = [
+        None
+        if place is None
+        else _flat(place, mesh, rooms[place.room] if place.arena == "apart" else arenas[place.arena])
+        for place in line.into
+    ]
+    if line.op in TRANSFERS:
+        return flats
+    return [None if flat is None else flat.view(value.held(mesh)) for flat, value in zip(flats, line.out, strict=True)]
+
+
+def _flat(place: Place, mesh: Mesh, memory: torch.Tensor) -> torch.Tensor:
+    offset = place.offset + (mesh.index(place.part) * place.nbytes if place.part else 0)
+    return memory[offset : offset + place.nbytes].view(place.dtype)

@@ -1,0 +1,334 @@
+"""Cuts a function at its collectives: into functions, and what ranks tell each other between them. Or into two pieces
+that run one after the other.
+
+Operations that need not wait for a collective run between its start and its wait. A value that one segment makes and
+another reads is contiguous, for compiled code relies on strides; a view is made again where it is read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from fzero.sharding.dim_propagation import MARKERS, PARTIAL, CutFunction, all_gather, all_reduce, reduce_scatter
+from fzero.sharding.op_strategies import OWN, Anywhere
+from fzero.trace.flops import product_flops
+from fzero.trace.recorder import Recorded
+from fzero.trace.storages import is_view, strides_guessed
+from fzero.trace.subgraph import ancestors, extract
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class CallStep:
+    """A function from values to values."""
+
+    graph: Recorded
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeStep:
+    """A collective: the marker of each value, all of one kind, and how they are reduced."""
+
+    markers: tuple[fx.Node, ...]
+
+    @property
+    def kind(self) -> Callable[..., Any]:
+        return self.markers[0].target  # type: ignore[return-value]
+
+    @property
+    def reduction(self) -> str:
+        return str(self.markers[0].args[1]) if self.kind is all_reduce else "sum"
+
+    @property
+    def sent(self) -> tuple[fx.Node, ...]:
+        return tuple(m.args[0] for m in self.markers)  # type: ignore[misc]
+
+
+@dataclass(frozen=True, eq=False)
+class WaitStep:
+    """The end of a collective."""
+
+    of: ExchangeStep
+
+
+class Result(NamedTuple):
+    """An output of the whole function, and its place."""
+
+    node: fx.Node
+    place: Anywhere
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """A function on parts, in steps.
+
+    Attributes:
+        inputs: of the whole function; behind them, if it has one, the rank's number.
+        results: the outputs of the whole function, each made by a step.
+        steps: in order.
+        own: the values that differ between ranks.
+    """
+
+    inputs: Sequence[fx.Node]
+    results: Sequence[Result]
+    steps: Sequence[CallStep | ExchangeStep | WaitStep]
+    own: frozenset[fx.Node]
+
+
+def segments(cut: CutFunction, like: Sequence[torch.Tensor]) -> Segments:
+    """A function on parts in segments.
+
+    Args:
+        cut: the function; its graph is written to.
+        like: the outputs of the function that it was made of: a whole output has their strides, a part is contiguous.
+    """
+    graph, given = cut.graph.graph, {*cut.graph.inputs}
+    markers = [x for x in graph.nodes if x.target in MARKERS]
+    _lay_out(cut, like)
+    outputs = cut.graph.outputs
+    for m in markers:  # a summand that is read as it is too has two names
+        source = m.args[0]
+        assert isinstance(source, fx.Node)
+        shared = m.target in (all_reduce, reduce_scatter) and len(source.users) > 1
+        if shared or source in given or source.op == "get_attr":
+            m.args = (_copied(graph, source), *m.args[1:])
+    made = _numbered(cut.graph, markers)
+    _cross(graph, made, {*outputs})
+    places = given | {*markers}
+    steps: list[CallStep | ExchangeStep | WaitStep] = []
+    begun: list[ExchangeStep] = []
+    for number in range(2 * (max(made.values(), default=0) // 2 + 1)):
+        here = [x for x in graph.nodes if made.get(x) == number]
+        leaving = [x for x in here if _leaves(x, made, {*outputs})]
+        started = [m for m in markers if made[m] == number]
+        if leaving:
+            needed = ancestors(leaving, stop=places)
+            inputs = tuple(x for x in graph.nodes if x in needed and x in places)
+            steps.append(CallStep(extract(cut.graph, inputs, leaving), inputs, tuple(leaving)))
+            places |= {*leaving}
+        if number % 2:
+            steps += [WaitStep(x) for x in begun]
+        else:
+            begun = _grouped(started)
+            steps += begun
+    own = {*cut.varies}
+    for x in graph.nodes:  # results of these collectives are the same on every rank
+        same = x.target in (all_reduce, all_gather) or x.op == "output"
+        own |= {x} if not same and not own.isdisjoint(x.all_input_nodes) else set()
+    results = [Result(*x) for x in zip(outputs, cut.places, strict=True)]
+    return Segments(cut.graph.inputs, results, steps, frozenset(own))
+
+
+class Pieces(NamedTuple):
+    """A function in two pieces.
+
+    Attributes:
+        inputs, outputs: of the whole function.
+        steps: the pieces; the second reads what the first makes.
+        positions: of each piece, for each of its outputs the number among the whole function's; None of what is made
+            for the second.
+    """
+
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+    steps: tuple[CallStep, ...]
+    positions: tuple[Sequence[int | None], ...]
+
+
+def in_two(source: Recorded, first: Sequence[int]) -> Pieces:
+    """A function in two: the first piece makes the outputs with these numbers, and what comes with them; the second
+    makes the others."""
+    whole = extract(source, source.inputs, source.outputs)  # a copy, which is written to
+    graph, outputs = whole.graph, whole.outputs
+    needed = ancestors([outputs[i] for i in first], stop=set())
+    made = {x: int(x not in needed) for x in graph.nodes if x.op == "call_function"}
+    for x in made:  # what an operation makes several of comes with it
+        if x.target is operator.getitem:
+            made[x] = made[x.all_input_nodes[0]]
+    _cross(graph, made, {*outputs})
+    steps, positions, places = list[CallStep](), list[list[int | None]](), {*whole.inputs}
+    for number in range(2):
+        at = [i for i, x in enumerate(outputs) if made.get(x, 0) == number]
+        leaving = [
+            x for x in graph.nodes if made.get(x) == number and x not in outputs and _leaves(x, made, {*outputs})
+        ]
+        here = [*(outputs[i] for i in at), *leaving]
+        if not here:
+            continue
+        read = ancestors(here, stop=places)
+        inputs = tuple(x for x in graph.nodes if x in read and x in places)
+        steps.append(CallStep(extract(whole, inputs, here), inputs, tuple(here)))
+        positions.append([*at, *[None] * len(leaving)])
+        places |= {*here}
+    return Pieces(whole.inputs, outputs, tuple(steps), tuple(positions))
+
+
+def _lay_out(cut: CutFunction, like: Sequence[torch.Tensor]) -> None:
+    """Gives every output the strides that its readers were recorded with, and two names to what is an output twice."""
+    graph, seen = cut.graph.graph, set[fx.Node]()
+    last, new = graph.output_node(), []
+    for node, place, before in zip(cut.graph.outputs, cut.places, like, strict=True):
+        value = node.meta["val"]
+        strides = before.stride() if place in (None, OWN) else _packed(value).stride()
+        with graph.inserting_before(last):
+            if value.stride() != strides or (node.op == "call_function" and strides_guessed(node, MARKERS)):
+                node = _strided(graph, node, strides)
+            elif node in seen or node.op != "call_function" or (place == PARTIAL and len(node.users) > 1):
+                node = _clone(graph, node)
+        seen.add(node)
+        new.append(node)
+    last.args = (tuple(new),)
+
+
+def _packed(value: torch.Tensor) -> torch.Tensor:
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _clone(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    kwargs = {"memory_format": torch.contiguous_format}
+    return _made(graph, aten.clone.default, (node,), kwargs)
+
+
+def _made(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    node = graph.call_function(target, args, kwargs or {})
+    values = fx.map_arg((args, kwargs or {}), lambda x: x.meta["val"])
+    with args[0].meta["val"].fake_mode:
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def _strided(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
+    """A copy that lies as these strides say, as far as an order of dims can."""
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    if order == sorted(order):
+        return _clone(graph, node)
+    packed = _clone(graph, _made(graph, aten.permute.default, (node, order)))
+    return _made(graph, aten.permute.default, (packed, [order.index(d) for d in range(len(order))]))
+
+
+def _copied(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    with graph.inserting_after(source):
+        return _clone(graph, source)
+
+
+def _numbered(graph: Recorded, markers: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The segment of each operation: of those behind k collectives 2k, or 2k + 1 if the next need not wait for it."""
+    marked, level = {*markers}, dict[fx.Node, int]()
+    for x in graph.graph.nodes:
+        level[x] = max((level[a] + (a in marked) for a in x.all_input_nodes), default=0)
+    made: dict[fx.Node, int] = {}
+    body = [x for x in graph.graph.nodes if x.op == "call_function"]
+    for k in sorted({level[x] for x in body}):
+        here = [x for x in body if level[x] == k and x not in marked]
+        sources = [m.args[0] for m in markers if level[m] == k]
+        first = ancestors(sources, stop=marked) if sources else {*here}  # type: ignore[arg-type]
+        late = any(product_flops(x) for x in here if x not in first)  # what takes no time waits with the others
+        made.update((x, 2 * k + (late and x not in first)) for x in here)
+    for x in body:  # what an operation makes several of leaves with it
+        if x.target is operator.getitem:
+            made[x] = made[x.all_input_nodes[0]]
+    for m in markers:
+        made[m] = 2 * level[m]
+    return made
+
+
+def _leaves(node: fx.Node, made: dict[fx.Node, int], outputs: set[fx.Node]) -> bool:
+    """Whether something else than its own segment reads a value."""
+    if node.target in MARKERS or isinstance(node.meta["val"], (tuple, list)):
+        return False
+    read = (u.target in MARKERS or made.get(u) != made[node] for u in node.users if u.op != "output")
+    return node in outputs or any(read)
+
+
+def _cross(graph: fx.Graph, made: dict[fx.Node, int], outputs: set[fx.Node]) -> None:
+    """Makes views again for later segments that read them, and their other arguments contiguous."""
+    again: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def here(x: fx.Node, number: int) -> fx.Node:
+        """The node that a segment reads for a value of another."""
+        if x.op != "call_function" or x.target in MARKERS or made[x] == number or x in outputs:
+            return x
+        if not _is_part(x):
+            return x
+        if (x, number) not in again:
+            inputs = {a: here(a, number) for a in x.all_input_nodes}
+            with graph.inserting_after(x):
+                copy = graph.node_copy(x, lambda a: inputs[a])
+            copy.meta["val"], made[copy] = x.meta["val"], number
+            again[x, number] = copy
+        return again[x, number]
+
+    for x in [n for n in graph.nodes if n.op == "call_function" and n.target not in MARKERS]:
+        for a in x.all_input_nodes:
+            if (new := here(a, made[x])) is not a:
+                x.replace_input_with(a, new)
+    copies: set[fx.Node] = set()
+    for x in [n for n in graph.nodes if n.op == "call_function" and n.target not in MARKERS]:
+        value = x.meta["val"]
+        others = [u for u in x.users if u.op != "output" and u.target not in MARKERS and made[u] != made[x]]
+        if not others or not isinstance(value, torch.Tensor) or x in outputs:
+            continue
+        if not value.is_contiguous() or strides_guessed(x, MARKERS):
+            copy = _copied(graph, x)
+            made[copy] = made[x]
+            copies |= {copy} if not value.is_contiguous() else set()
+            for user in others:
+                user.replace_input_with(x, copy)
+    if copies:
+        _traced_again(graph, made, copies)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a value is a view, or one of several."""
+    return is_view(node.all_input_nodes[0] if node.target is operator.getitem else node)
+
+
+def _traced_again(graph: fx.Graph, made: dict[fx.Node, int], copies: set[fx.Node]) -> None:
+    """Traces the readers of these copies again, with the copies' strides. A view that these do not allow is one of a
+    copy."""
+    changed, mode = {*copies}, next(x.meta["val"].fake_mode for x in copies)
+    for x in list(graph.nodes):
+        if x.op != "call_function" or x.target in MARKERS or changed.isdisjoint(x.all_input_nodes):
+            continue
+        with mode:
+            try:
+                value = _value(x)
+            except (RuntimeError, ValueError):
+                if x.target is not aten.view.default:
+                    raise
+                source = x.all_input_nodes[0]
+                with graph.inserting_before(x):
+                    copy = _clone(graph, source)
+                made[copy] = made[x]
+                x.replace_input_with(source, copy)
+                value = _value(x)
+        if _strides(value) != _strides(x.meta["val"]):
+            x.meta["val"] = value
+            changed.add(x)
+
+
+def _value(node: fx.Node) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _strides(value: Any) -> list[tuple[int, ...]]:
+    return [x.stride() for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, torch.Tensor)]
+
+
+def _grouped(markers: Sequence[fx.Node]) -> list[ExchangeStep]:
+    """Collectives that go together, those of one kind."""
+    groups: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for m in markers:
+        groups.setdefault((m.target, *m.args[1:]), []).append(m)
+    return [ExchangeStep(tuple(group)) for group in groups.values()]

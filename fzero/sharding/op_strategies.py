@@ -1,0 +1,404 @@
+"""Lists ways to compute an operation on the parts of values that a mesh axis cuts.
+
+A `Strategy` says for each input the place that it is wanted at, the place of the results, and how the operation on the
+parts is written. More rules are in view_strategies.py and layer_strategies.py. An operation without one is decomposed
+(decompositions.py), or made whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.fx as fx
+
+from fzero.sharding.flat_propagation import REDUCTIONS
+from fzero.sharding.shard_regions import Dim
+
+aten = torch.ops.aten
+
+Place = Dim | Literal["partial"] | None
+"""The place of a value along an axis: cut, a summand on each rank, or whole."""
+PARTIAL: Literal["partial"] = "partial"
+OWN: Literal["own"] = "own"
+"""The place of a value that each rank has its own of: of its rows of the batch."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """The place of all ranks' rows of a part of the experts: `dim` is cut, and `rows` has those of each rank."""
+
+    dim: int
+    rows: int
+
+
+Anywhere = Place | Met | Literal["own"]
+Attention = Literal["auto", "heads", "keys"]
+
+
+class Writer(Protocol):
+    """Writes operations on parts."""
+
+    n: int
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node: ...
+    def named(self, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
+        """An operation with its arguments by name."""
+        ...
+
+    def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node: ...
+    def all_reduce(self, x: fx.Node, op: str) -> fx.Node: ...
+    def index(self) -> fx.Node:
+        """This rank's number along the axis: int64[1]."""
+        ...
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operation by name, with defaults."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def positional(target: Any, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments by name as they are passed."""
+    schema = target._schema.arguments
+    args = [arguments[a.name] for a in schema if not a.kwarg_only]
+    return args, {a.name: arguments[a.name] for a in schema if a.kwarg_only}
+
+
+Written = fx.Node | tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to compute an operation: places of its inputs and of its results, and how it is written, by default as it
+    is. `sent`: the bytes of whole values that it reduces itself. `back`: the place that results are exchanged to where
+    they leave it along another dim."""
+
+    want: Mapping[fx.Node, Place]
+    out: Place | tuple[Place, ...]
+    write: Callable[[Writer, dict[str, Any]], Written] | None = None
+    sent: int = 0
+    back: Dim | None = None
+
+    def places(self, count: int) -> tuple[Place, ...]:
+        """The places of so many results."""
+        out = self.out
+        several = isinstance(out, tuple) and not isinstance(out, Dim)
+        return out if several else (out,) * count  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class WholeOp:
+    """An operation of the whole function. `asked`: places at which its results are asked for. `by_position`: how
+    attention is computed of what is cut by position."""
+
+    node: fx.Node
+    n: int
+    place: Mapping[fx.Node, Place]
+    asked: Sequence[Dim] = ()
+    by_position: Attention | None = None
+    named: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "named", named_arguments(self.node))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.named.get(name)
+
+    @property
+    def target(self) -> Any:
+        return self.node.target
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return self.node.all_input_nodes
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        return values_of(self.node)
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.outputs[0].shape)
+
+    def cut(self, *nodes: Any) -> list[tuple[fx.Node, Dim]]:
+        """Those of these nodes that are cut, by default of all inputs."""
+        found = dict.fromkeys(a for a in (nodes or self.inputs) if isinstance(a, fx.Node))
+        return [(a, p) for a in found if isinstance(p := self.place[a], Dim)]
+
+    def partial(self, *nodes: Any) -> bool:
+        """Whether all of these are partial."""
+        return all(isinstance(a, fx.Node) and self.place[a] == PARTIAL for a in nodes)
+
+    def at(self, places: Mapping[fx.Node, Place]) -> dict[fx.Node, Place]:
+        """Inputs at these places, the others whole."""
+        return {a: places.get(a) for a in self.inputs}
+
+
+Rule = Callable[[WholeOp], Iterator[Strategy]]
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    def add(fn: Rule) -> Rule:
+        RULES.update(dict.fromkeys(targets, fn))
+        return fn
+
+    return add
+
+
+def shape_of(node: fx.Node) -> list[int]:
+    return list(node.meta["val"].shape)
+
+
+def nbytes_of(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.dtype.itemsize
+
+
+def values_of(node: fx.Node) -> Sequence[Any]:
+    value = node.meta["val"]
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def part(shape: Sequence[int], place: Anywhere, n: int) -> list[int]:
+    """The shape of a rank's part."""
+    out = list(shape)
+    if isinstance(place, (Dim, Met)):
+        out[place.dim] //= n
+    if isinstance(place, Met):
+        out[place.rows] *= n
+    return out
+
+
+def divides(shape: Sequence[int], place: Place | Met, n: int) -> bool:
+    """Whether a value of this shape has equal parts at a place."""
+    if isinstance(place, Met):
+        return max(place.dim, place.rows) < len(shape) and shape[place.dim] > 0 and shape[place.dim] % n == 0
+    if not isinstance(place, Dim):
+        return True
+    return place.dim < len(shape) and shape[place.dim] > 0 and shape[place.dim] % (place.groups * n) == 0
+
+
+def nearest(size: int, n: int) -> list[int]:
+    """The multiples of n on both sides of a size."""
+    return [x for x in (size // n * n, size // n * n + n) if x]
+
+
+def in_view(shape: Sequence[int], place: Dim, new: Sequence[int], n: int) -> Dim | None:
+    """The place in a view of another shape, by period and run length of the cut in the flattened value; None if the
+    view has no such cut.
+
+    Example:
+        >>> in_view((4, 6, 8), Dim(2, 2), (24, 2, 4), 2)
+        Dim(dim=2, groups=1)
+    """
+    period = math.prod(shape[place.dim :]) // place.groups
+    if not period:
+        return None
+    inner = 1
+    for dim in reversed(range(len(new))):
+        total = inner * new[dim]
+        if new[dim] > 1 and total % period == 0 and (period // n) % inner == 0:
+            return Dim(dim, total // period)
+        inner = total
+    return None
+
+
+def unique(places: Iterable[Place]) -> list[Dim]:
+    return [p for p in dict.fromkeys(places) if isinstance(p, Dim)]
+
+
+def lined_up(node: fx.Node, place: Dim, dims: int) -> Dim | None:
+    """The place of an operand that is broadcast to a result of so many dims; None for whole."""
+    shape = shape_of(node)
+    dim = place.dim - (dims - len(shape))
+    return None if dim < 0 or shape[dim] == 1 else Dim(dim, place.groups)
+
+
+def lifted(node: fx.Node, place: Dim, dims: int) -> Dim:
+    return Dim(place.dim + dims - len(shape_of(node)), place.groups)
+
+
+def moves(op: WholeOp, x: fx.Node) -> Iterator[Strategy]:
+    """A partial value, moved."""
+    if op.partial(x):
+        yield Strategy(op.at({x: PARTIAL}), (PARTIAL,) * len(op.outputs))
+
+
+def along(op: WholeOp, dims: Iterable[int], places: Sequence[Dim] = ()) -> Iterator[Strategy]:
+    """An operation along some dims, alike for each index of the others; every input has the dims of the result."""
+    fixed, count = {*dims}, len(op.shape)
+    if any(len(shape_of(a)) != count for a in op.inputs):
+        return
+    for c in unique([*(p for _, p in op.cut()), *op.asked]):
+        if c.dim not in fixed and (not places or c in places):
+            yield Strategy({a: lined_up(a, c, count) for a in op.inputs}, tuple(c for _ in op.outputs))
+
+
+# --- pointwise ---
+
+_LINEAR = {
+    aten.neg.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten._to_copy.default,
+}
+_SUMS = {aten.add.Tensor, aten.sub.Tensor}
+
+
+def _linear(op: WholeOp) -> Iterator[Strategy]:
+    """Sums of partial values, and products of one with a number."""
+    x, *others = op.inputs
+    if op.target in _SUMS and op.partial(op["self"], op["other"]):
+        yield Strategy(dict.fromkeys(op.inputs, PARTIAL), PARTIAL)
+    if op.target not in _LINEAR or len(others) > 1 or op["other"] is op["self"]:
+        return
+    if others and op.partial(others[0]) and op.target is aten.mul.Tensor:
+        x, others = others[0], [x]
+    number = not others or (math.prod(shape_of(others[0])) == 1 and op.place[others[0]] is None)
+    if op.partial(x) and number and (op.target is not aten.div.Tensor or op["self"] is x):
+        value = op.outputs[0]
+        if op.target is not aten._to_copy.default or value.is_floating_point():
+            yield Strategy(op.at({x: PARTIAL}), PARTIAL)
+
+
+@rule(
+    aten._to_copy.default,
+    aten.copy.default,
+    aten.fill.Scalar,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.softplus_backward.default,
+    aten.elu_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+    aten.rsub.Tensor,
+)
+def pointwise(op: WholeOp) -> Iterator[Strategy]:
+    """Element by element, with broadcasting."""
+    dims = len(op.shape)
+    yield from _linear(op)
+    for c in unique([*(lifted(a, p, dims) for a, p in op.cut()), *op.asked]):
+        yield Strategy({a: lined_up(a, c, dims) for a in op.inputs}, c)
+
+
+# --- reductions ---
+
+_REDUCTIONS: dict[Any, str] = REDUCTIONS | {
+    aten.any.dim: "any",
+    aten.all.dim: "all",
+    aten.all.dims: "all",
+    aten.prod.dim_int: "",
+    aten.prod.default: "",
+    aten.argmax.default: "",
+    aten.argmin.default: "",
+    aten.max.dim: "",
+    aten.min.dim: "",
+    aten.logsumexp.default: "",
+    aten.var.correction: "",
+    aten.var_mean.correction: "",
+    aten.std.correction: "",
+    aten.std_mean.correction: "",
+    aten.nansum.default: "sum",
+    aten.median.dim: "",
+    aten.mode.default: "",
+    aten.kthvalue.default: "",
+}
+
+
+def reduced_dims(op: WholeOp) -> list[int]:
+    count, dims = len(shape_of(op["self"])), op["dim"]
+    dims = [dims] if isinstance(dims, int) else list(dims or range(count))
+    return [d % count for d in dims] if count else []
+
+
+@rule(*_REDUCTIONS)
+def _reduced(op: WholeOp) -> Iterator[Strategy]:
+    x, dims, kind = op["self"], reduced_dims(op), _REDUCTIONS[op.target]
+    if kind in ("sum", "mean") and op.target is not aten.nansum.default:
+        yield from moves(op, x)
+    for _, p in op.cut():
+        if p.dim not in dims:
+            c = p if op["keepdim"] else Dim(p.dim - sum(d < p.dim for d in dims), p.groups)
+            yield Strategy({x: p}, tuple(c for _ in op.outputs))
+        elif kind == "sum":
+            yield Strategy({x: p}, PARTIAL)
+        elif kind == "mean":
+            yield Strategy({x: p}, PARTIAL, lambda w, a: w(aten.div.Scalar, w.named(op.target, a), op.n))
+        elif kind and (kind != "norm" or op["ord"] == 2):
+            yield Strategy({x: p}, None, _REDUCE[kind](op), sent=op.outputs[0].numel() * op.outputs[0].dtype.itemsize)
+
+
+def _extreme(kind: str) -> Callable[[WholeOp], Callable[[Writer, dict[str, Any]], fx.Node]]:
+    return lambda op: lambda w, a: w.all_reduce(w.named(op.target, a), kind)
+
+
+def _truth(kind: str) -> Callable[[WholeOp], Callable[[Writer, dict[str, Any]], fx.Node]]:
+    def of(op: WholeOp) -> Callable[[Writer, dict[str, Any]], fx.Node]:
+        def write(w: Writer, a: dict[str, Any]) -> fx.Node:
+            number = w(aten._to_copy.default, w.named(op.target, a), dtype=torch.int32)
+            return w(aten._to_copy.default, w.all_reduce(number, kind), dtype=op.outputs[0].dtype)
+
+        return write
+
+    return of
+
+
+def _norm(op: WholeOp) -> Callable[[Writer, dict[str, Any]], fx.Node]:
+    def write(w: Writer, a: dict[str, Any]) -> fx.Node:
+        part = w.named(op.target, a)
+        return w(aten.sqrt.default, w.all_reduce(w(aten.mul.Tensor, part, part), "sum"))
+
+    return write
+
+
+_REDUCE = {"max": _extreme("max"), "min": _extreme("min"), "any": _truth("max"), "all": _truth("min"), "norm": _norm}
+
+
+# --- products ---
+
+_PRODUCTS: dict[Any, tuple[str, str]] = {
+    aten.mm.default: ("mk,kn->mn", "self mat2"),
+    aten.bmm.default: ("bmk,bkn->bmn", "self mat2"),
+    aten.mv.default: ("mk,k->m", "self vec"),
+    aten.dot.default: ("k,k->", "self tensor"),
+    aten.addmm.default: ("mk,kn->mn", "mat1 mat2"),
+    aten.baddbmm.default: ("bmk,bkn->bmn", "batch1 batch2"),
+}
+
+
+@rule(*_PRODUCTS)
+def _product(op: WholeOp) -> Iterator[Strategy]:
+    """A product is cut along a dim of its result, or along the dim that is summed over: then it is partial."""
+    labels, names = _PRODUCTS[op.target]
+    (a, b), (of_a, rest) = (op[name] for name in names.split()), labels.split(",")
+    of_b, of_out = rest.split("->")
+    bias = op["self"] if len(op.inputs) == 3 or "self" not in names else None
+    if a is b or bias in (a, b):
+        return
+    found = [of_out[c.dim] + f" {c.groups}" for c in op.asked]
+    found += [(of_a if x is a else of_b)[p.dim] + f" {p.groups}" for x, p in op.cut(a, b)]
+    for label, groups in dict.fromkeys((s[0], int(s[2:])) for s in found):
+        want = {x: Dim(of.index(label), groups) if label in of else None for x, of in ((a, of_a), (b, of_b))}
+        out = Dim(of_out.index(label), groups) if label in of_out else PARTIAL
+        if bias is None:
+            yield Strategy(want, out)
+        elif isinstance(out, Dim):
+            yield Strategy({bias: lined_up(bias, out, len(of_out)), **want}, out)
+    if bias is None:
+        for x, y in ((a, b), (b, a)):
+            if op.partial(x) and op.place[y] is None:
+                yield Strategy({x: PARTIAL, y: None}, PARTIAL)

@@ -1,0 +1,263 @@
+"""Initialises a state: each leaf made as it rests, put where it rests, and dropped before the next one.
+
+An init function is a recorded graph of draws and pointwise operations, so a shard of a leaf can be drawn without the
+leaf (see sharding/flat_propagation.py). What cannot be is made whole, cut and dropped before the next one. A tensor
+that is only asked for its shape, as parameters are by most optimizers, is never made. Zeros are recorded, not made. A
+large leaf off the device is made in parts, each like the shard of a larger mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero import tree
+from fzero._compat import compat
+from fzero.compiler.state_slots import Slots, declared
+from fzero.errors import FzeroValueError
+from fzero.ir.from_graph import Inputs
+from fzero.mesh import Mesh
+from fzero.ops.block_quantization import granule
+from fzero.random import DERIVE
+from fzero.sharding.flat_propagation import Sharded, aten, constants_for_shapes, cut, propagate
+from fzero.sharding.layout import Cut, Leaf, shard
+from fzero.sharding.shard_regions import part_shape
+from fzero.step import Step
+from fzero.trace.functionalization import AGAIN
+from fzero.trace.graph_capture import record
+from fzero.trace.recorder import Recorded
+from fzero.trace.subgraph import Subgraph, ancestors
+from fzero.transforms.transform_state import Local
+
+PART = 32 << 20
+"""A leaf is made in parts of so many bytes."""
+
+Put = Callable[[torch.Tensor | Iterator[torch.Tensor] | None, Leaf], torch.Tensor]
+"""Puts the value of a leaf (or its consecutive parts, or None for zeros) into its place, and returns the tensor that
+stands for it in a state."""
+
+Load = Callable[[], torch.Tensor]
+
+
+def from_function(
+    graph: Recorded,
+    key: torch.Tensor,
+    inputs: Inputs,
+    mesh: Mesh,
+    put: Put,
+    only: Collection[int] | None = None,
+) -> dict[int, torch.Tensor]:
+    """The distinct leaves of a recorded init function of `key` as they rest on this rank, by position; or some of
+    them."""
+    (place,) = graph.inputs
+    # one split makes the keys of many leaves: it is done once
+    keys = list(graph.graph.find_nodes(op="call_function", target=DERIVE))
+    derived = _Run(Subgraph(graph, [place], keys).extract()).run(key)
+    values: dict[fx.Node, Load] = {n: (lambda x=x: x) for n, x in zip((place, *keys), (key, *derived), strict=True)}
+    wanted = [i for i in inputs.distinct if only is None or i in only]
+    return _leaves(graph, values, {}, inputs, wanted, mesh, put)
+
+
+def opt_state(
+    step: Step, params: Inputs, opt: Inputs, load: Callable[[int], torch.Tensor], mesh: Mesh, put: Put
+) -> dict[int, torch.Tensor]:
+    """The leaves of `optimizer.init(params)` as they rest on this rank, by position. `load(i)` is the value of a
+    distinct parameter on the device."""
+    init = lambda whole: step.optimizer.init(step.optimized(whole))  # noqa: E731
+    return _of_params(init, step.optimizer.init, "optimizer", params, opt, opt.distinct, load, mesh, put)
+
+
+def slots(
+    step: Step,
+    params: Inputs,
+    slots: Slots,
+    wanted: Sequence[int],
+    load: Callable[[int], torch.Tensor],
+    mesh: Mesh,
+    put: Put,
+) -> dict[int, torch.Tensor]:
+    """The leaves of slots at these positions as they rest on this rank before the first step. `load`: as above."""
+    leaves, made = slots.inputs.leaves, dict[int, torch.Tensor]()
+    for transform in slots.transforms:
+        own = [i for i, leaf in enumerate(leaves) if slots.owners[leaf.role] == transform]
+        here = [i for i in wanted if i in own]
+        init = lambda whole, t=transform: declared(step, t, whole)  # noqa: E731
+        inputs = Inputs(slots.inputs.structure, tuple(leaves[i] for i in own), tuple(range(len(own))))
+        places = [own.index(i) for i in here if leaves[i].path not in slots.local]
+        if places:
+            found = _of_params(init, transform.slots, transform.name, params, inputs, places, load, mesh, put)
+            made |= {own[i]: x for i, x in found.items()}
+        made |= {i: put(None, leaves[i]) for i in here if leaves[i].path in slots.local}
+    return made
+
+
+def _of_params(
+    init: Callable[[Any], Any],
+    source: Any,
+    owner: str,
+    params: Inputs,
+    inputs: Inputs,
+    wanted: Sequence[int],
+    load: Callable[[int], torch.Tensor],
+    mesh: Mesh,
+    put: Put,
+) -> dict[int, torch.Tensor]:
+    """The leaves at these positions of a tree that is made of whole parameters."""
+    places = params.distinct
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [compat.new_fake(mode, params.leaves[i].shape, params.leaves[i].dtype, mesh.device_type) for i in places]
+    with mode:
+
+        def run(*xs: torch.Tensor) -> list[torch.Tensor]:
+            whole = params.rebuild(dict(zip(places, xs, strict=True)))
+            return [x.like if isinstance(x, Local) else x for x in tree.leaves(init(whole))]
+
+        graph = record(run, fakes, owner=owner, names=[f"p_{i}" for i in range(len(places))], source=source)
+    given: dict[fx.Node, Load] = {p: functools.partial(load, i) for p, i in zip(graph.inputs, places, strict=True)}
+    sharded = {p: params.leaves[i] for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.axes}
+    alone = {p: params.leaves[i] for p, i in zip(graph.inputs, places, strict=True) if params.leaves[i].layout.only}
+    return _leaves(graph, given, sharded, inputs, wanted, mesh, put, owner, alone)
+
+
+def _leaves(
+    graph: Recorded,
+    values: Mapping[fx.Node, Load],
+    sharded: Mapping[fx.Node, Leaf],
+    inputs: Inputs,
+    wanted: Sequence[int],
+    mesh: Mesh,
+    put: Put,
+    owner: str = "init",
+    alone: Mapping[fx.Node, Leaf] | None = None,
+) -> dict[int, torch.Tensor]:
+    """Results of the graph, those at these positions, from the values of its inputs and of other nodes of it.
+    `sharded`: the inputs that come as shards, with their leaves; `alone`: the inputs of some ranks, whose values
+    leaves elsewhere cannot be made of."""
+    outputs, stop = graph.outputs, set(values)
+    known: dict[Any, tuple[Recorded, Recorded]] = {}  # the moments of an optimizer are made alike, leaf after leaf
+    out = {}
+    for i in wanted:
+        leaf = inputs.leaves[i]
+        # a graph of one leaf: with all inputs it would take time quadratic in the leaves
+        read = sorted(ancestors([outputs[i]], stop) & stop)
+        part = Subgraph(graph, read, [outputs[i]])
+        made_as, index = leaf.cut(mesh) if leaf.layout.axes else None, mesh.index(leaf.layout.axes)
+        comes = [_comes(sharded[p], leaf) if p in sharded else () for p in read]  # the axes that each input is cut over
+        rest = [sharded[p].with_layout(axes=axes) if axes else None for p, axes in zip(read, comes, strict=True)]
+        key = (part.signature, tuple(x and x.layout for x in rest), leaf.layout)
+        if key not in known:
+            one = part.extract()
+            arrives = {new: Sharded(leaf.path, x.cut(mesh)) for x, new in zip(rest, one.inputs, strict=True) if x}
+            known[key] = one, constants_for_shapes(propagate(one, arrives, [made_as], "init", index))
+        source, made = known[key]
+        if _is_zeros(made):
+            out[i] = put(None, leaf)
+            continue
+        loads = [
+            functools.partial(_finer, values[p], sharded[p], axes, mesh) if axes else values[p]
+            for p, axes in zip(read, comes, strict=True)
+        ]
+        away = [alone[p] for p, node in zip(read, made.inputs, strict=True) if alone and p in alone and node.users]
+        if problems := [f"{leaf}, of {x}" for x in away if x.layout.only != leaf.layout.only]:
+            what, fix = "a leaf is made of values that not every rank has", "make it of shapes alone; or no pipeline"
+            raise FzeroValueError(owner, what, problems, fix)
+        if not leaf.is_on(mesh):
+            out[i] = put(None, leaf)
+            continue
+        reads_shards = any(node.users for p, node in zip(read, made.inputs, strict=True) if p in sharded)
+        num = 1 if leaf.layout.tier == "device" or reads_shards else _num_parts(leaf, mesh)
+        finer, first = made_as or Cut((), 1), index * num
+        finer = finer._replace(size=finer.size * num, grid=finer.grid * num)
+        if num > 1 and not any(node.target is cut for node in _shard_of(source, finer, first).graph.nodes):
+            out[i] = put(_parts(source, loads, leaf, mesh, finer, range(first, first + num)), leaf)
+        else:
+            out[i] = put(_value(made, loads, leaf, mesh), leaf)
+    return out
+
+
+def _num_parts(leaf: Leaf, mesh: Mesh) -> int:
+    """In how many equal parts a leaf is made, each of at most `PART` bytes; 1 if it does not divide so."""
+    cut = leaf.cut(mesh)
+    numel, unit = (
+        cut.numel(leaf.shape),
+        granule(part_shape(leaf.shape, cut.along)) * max(1, cut.grid // cut.size),
+    )
+    least = -(-numel * leaf.dtype.itemsize // PART)
+    return next((num for num in range(max(least, 1), 8 * least + 1) if numel % (num * unit) == 0), 1)
+
+
+def _comes(param: Leaf, leaf: Leaf) -> tuple[str, ...]:
+    """The axes that cut a parameter when a leaf is made of it: the leaf's own, if they cut it further."""
+    axes = param.layout.axes
+    return leaf.layout.axes if leaf.layout.axes[: len(axes)] == axes else axes
+
+
+def _finer(load: Load, param: Leaf, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
+    """This rank's shard over these axes of a parameter that rests as a shard over the first of them."""
+    further = axes[len(param.layout.axes) :]
+    return load().chunk(mesh.axis_size(further))[mesh.index(further)]
+
+
+def _parts(
+    source: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh, shards: Cut, indices: range
+) -> Iterator[torch.Tensor]:
+    for index in indices:
+        (part,) = _Run(_shard_of(source, shards, index)).run(*(load() for load in loads))
+        yield part.to(device=mesh.device, dtype=leaf.dtype)
+        del part  # not alive while the next one is made
+
+
+def _shard_of(source: Recorded, shards: Cut, index: int) -> Recorded:
+    """The function that makes one of these shards of what another makes from whole inputs."""
+    return constants_for_shapes(propagate(source, {}, [shards], "init", index))
+
+
+def _value(graph: Recorded, loads: Sequence[Load], leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    """The leaf that a graph returns, in memory of its own."""
+    given = [load() if node.users else None for node, load in zip(graph.inputs, loads, strict=True)]
+    (value,) = _Cutting(graph, leaf, mesh).run(*given)
+    value = value.to(device=mesh.device, dtype=leaf.dtype)
+    shared = any(x is not None and value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in given)
+    return value.clone(memory_format=torch.contiguous_format) if shared or not value.is_contiguous() else value.detach()
+
+
+def _is_zeros(graph: Recorded) -> bool:
+    (made,) = graph.outputs
+    # told by their text, for -0.0 equals 0.0
+    return made.target is aten.zeros.default or (
+        made.target is aten.full.default and str(made.args[1]) in ("0", "0.0", "False")
+    )
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph as it is: as a module it would first be made into code."""
+
+    def __init__(self, graph: Recorded):
+        constants = torch.nn.Module()
+        for name, value in graph.constants.items():
+            setattr(constants, name, value)
+        super().__init__(constants, graph=graph.graph)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(AGAIN.get(target, target), args, kwargs)
+
+
+class _Cutting(_Run):
+    """Runs a graph of one leaf, and cuts values that could only be made whole."""
+
+    def __init__(self, graph: Recorded, leaf: Leaf, mesh: Mesh):
+        super().__init__(graph)
+        self._leaf, self._mesh = leaf, mesh
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not cut:
+            return super().call_function(target, args, kwargs)
+        return shard(
+            args[0],
+            Leaf(self._leaf.path, "", tuple(args[0].shape), self._leaf.with_layout(dtype=args[0].dtype).layout),
+            self._mesh,
+        )

@@ -1,0 +1,242 @@
+"""Allocates the leaves of a state on their tiers, host memory or files, and writes them there.
+
+A leaf that rests on the device is the tensor that was made; of every other its place is there first (`allocate`), and
+values are put into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero._utils.host_memory import host_tensors
+from fzero._utils.progress import moved
+from fzero._utils.units import exact_size, size
+from fzero.checkpoint.safetensors_format import as_bytes
+from fzero.comm import agreement
+from fzero.compiler.combined_transforms import offloads
+from fzero.compiler.state_layouts import leaves_made_anew, mirrors
+from fzero.compiler.state_slots import slots_of
+from fzero.errors import BudgetError, FzeroValueError
+from fzero.ir.from_graph import Inputs
+from fzero.ir.ops import written_aside
+from fzero.ir.program import Program
+from fzero.memory import disk
+from fzero.memory.disk import BUFFER
+from fzero.mesh import Mesh
+from fzero.sharding.layout import Extent, Leaf, extent_of, leaf_of, place, set_extent
+from fzero.step import State, Step
+from fzero.transforms.offload import paths_of
+
+logger = logging.getLogger("fzero")
+
+Places = Mapping[str, torch.Tensor]
+"""By path, the tensor that stands in a state for each leaf off the device."""
+
+
+def travelling(params: Inputs, opt_state: Inputs) -> list[Leaf]:
+    """The leaves of a state in the order in which a step needs them: each parameter with the optimizer state that
+    mirrors it."""
+    following: dict[int | None, list[Leaf]] = {}
+    for leaf, i in zip(opt_state.leaves, mirrors(opt_state.leaves, params), strict=True):
+        following.setdefault(None if i is None else params.ties[i], []).append(leaf)
+    return [leaf for i in params.distinct for leaf in (params.leaves[i], *following.get(i, ()))] + following.get(
+        None, []
+    )
+
+
+def reserve(
+    step: Step, mesh: Mesh, limits: Sequence[int | None], params: Inputs, opt_state: Inputs, owner: str
+) -> dict[str, torch.Tensor]:
+    """Reserves places in a new state for the leaves off the device; raises if the state is more than the budgets,
+    before any leaf is made.
+
+    Args:
+        step: what rests where is decided.
+        mesh: whose ranks call this together.
+        limits: bytes of each rank's device memory, of its host memory and on disk.
+        params, opt_state: the leaf tables.
+        owner: of the errors.
+
+    Communication: that of `allocate`.
+
+    Raises:
+        BudgetError: with the numbers of every budget that is too small.
+        FzeroValueError, TierError: those of `allocate`.
+    """
+    leaves = [
+        *travelling(params, opt_state),
+        *slots_of(step, mesh, params).inputs.leaves,
+        *(leaf for anew in leaves_made_anew(step, mesh, params).values() for leaf in anew.values()),
+    ]
+    tiers: list[tuple[set[str], str]] = [({"device"}, ""), ({"host"}, " of host memory"), ({"disk"}, " on disk")]
+    if mesh.unified_memory:
+        tiers[:2] = [({"device", "host"}, ""), (set(), "")]
+    problems = []
+    for (names, where), limit in zip(tiers, limits, strict=True):
+        rests = sum(resting_bytes(leaf, mesh) for leaf in leaves if leaf.layout.tier in names)
+        if limit is not None and rests > limit:
+            problems.append(
+                f"the state takes {size(rests)}{where} on each rank, {exact_size(rests - limit)} more than "
+                f"{size(limit)}"
+            )
+    if problems:
+        fix = "shard more of it: fz.shard_params; or keep it elsewhere: fz.offload; or raise the budget"
+        raise BudgetError("memory_budget", "the state alone does not fit", problems, fix)
+    made = allocate(leaves, mesh, paths_of(offloads(step)), owner)
+    return {leaf.path: x for leaf, x in zip(leaves, made, strict=True) if x is not None}
+
+
+def allocate(leaves: Sequence[Leaf], mesh: Mesh, directories: Any, owner: str) -> list[torch.Tensor | None]:
+    """A place, all zeros, for each leaf off the device: in one allocation and one set of files, in their order.
+
+    Every rank calls it; if it fails on one rank it fails on all.
+
+    Communication: with leaves off the device, up to three exchanges of a few bytes through the store.
+
+    Raises:
+        FzeroValueError: directories that are missing, not writable or too small for the leaves of this host's ranks,
+            with the numbers.
+        TierError: not enough host memory.
+    """
+    on_host, on_disk = ([leaf for leaf in leaves if leaf.layout.tier == tier] for tier in ("host", "disk"))
+    places: dict[str, Iterator[torch.Tensor]] = {}
+    if on_disk:
+        nbytes, local = (
+            sum(disk.padded(resting_bytes(leaf, mesh)) for leaf in on_disk),
+            int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
+        agreement.everywhere(mesh, owner, lambda: disk.check(directories, nbytes, num_ranks=min(mesh.size, local)))
+        places["disk"] = iter(agreement.everywhere(mesh, owner, lambda: disk.rest(on_disk, mesh, directories)))
+    if on_host:
+        made = agreement.everywhere(
+            mesh, owner, lambda: host_tensors([(leaf.resting_shape(mesh), leaf.dtype) for leaf in on_host], mesh)
+        )
+        places["host"] = (place(x, leaf, mesh) for leaf, x in zip(on_host, made, strict=True))
+    return [next(places[leaf.layout.tier]) if leaf.layout.tier in places else None for leaf in leaves]
+
+
+def spare_for(program: Program, state: State, mesh: Mesh) -> bool:
+    """Whether all that a program writes aside on disk has a second extent there (`spare`)."""
+    leaves = {
+        leaf_of(x)[0].path: x  # type: ignore[index]
+        for x in tree.leaves((state.params, state.opt_state, state.extras))
+        if leaf_of(x) is not None
+    }
+    return spare([leaves[program.leaves[n].path] for n in written_aside(program)], mesh)
+
+
+def spare(tensors: Sequence[torch.Tensor], mesh: Mesh) -> bool:
+    """Gives each of these tensors on disk a second extent, into which its next value can be written before it counts.
+    Returns whether there is room for them.
+
+    Every rank calls it with the same leaves; if there is no room on one rank none has it, and the log says so.
+
+    Communication: if there are some without, two exchanges of a few bytes through the store.
+    """
+    by_files: dict[Any, list[tuple[torch.Tensor, Extent]]] = {}
+    for x in tensors:
+        if (extent := extent_of(x)) is not None and extent.spare is None:
+            by_files.setdefault(extent.files, []).append((x, extent))
+    if not by_files:
+        return True
+    local = min(mesh.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+    def room() -> None:
+        for files, pairs in by_files.items():
+            disk.check(files.directories, sum(disk.padded(e.nbytes) for _, e in pairs), num_ranks=local)
+
+    def take() -> None:
+        for files, pairs in by_files.items():
+            offset = files.extend(sum(disk.padded(e.nbytes) for _, e in pairs))
+            for x, extent in pairs:
+                set_extent(x, replace(extent, spare=Extent(files, offset, extent.nbytes)))
+                offset += disk.padded(extent.nbytes)
+
+    try:
+        agreement.everywhere(mesh, "offload", room)
+        agreement.everywhere(mesh, "offload", take)
+    except FzeroValueError as error:
+        logger.warning(
+            "fzero.offload: updates wait for the norm of all gradients: a second place on disk for what they write "
+            "would need more room\n%s",
+            error,
+        )
+        return False
+    return True
+
+
+def put(
+    value: torch.Tensor | Iterator[torch.Tensor] | None,
+    leaf: Leaf,
+    places: Places,
+    mesh: Mesh,
+    buffer: int = BUFFER,
+) -> torch.Tensor:
+    """The resting tensor of a leaf with this value in it for the first time; the value itself if it rests on the
+    device.
+
+    Args:
+        value: of the leaf as it rests; or its consecutive parts; or None for zeros.
+        buffer: bytes of each of the two buffers through which parts go to disk.
+    """
+    moved(resting_bytes(leaf, mesh))
+    if leaf.layout.tier == "device":
+        if not isinstance(value, torch.Tensor):
+            parts, value = value, torch.zeros(leaf.resting_shape(mesh), dtype=leaf.dtype, device=mesh.device)
+            fill(value, parts or ())
+        return place(value, leaf, mesh)
+    if isinstance(value, torch.Tensor):
+        if as_bytes(value).any():  # zeros below zero have a bit
+            copy(value, places[leaf.path])
+    elif value is not None:
+        fill(places[leaf.path], value, buffer)
+    return places[leaf.path]
+
+
+def fill(target: torch.Tensor, parts: Iterable[torch.Tensor], buffer: int = BUFFER) -> None:
+    """Makes consecutive parts the value of a tensor of a state; on disk through two buffers of so many bytes."""
+    if extent_of(target) is None:
+        flat, at = target.reshape(-1), 0
+        for part in parts:
+            flat[at : at + part.numel()].copy_(part.reshape(-1))
+            at += part.numel()
+            del part  # not alive while the next one is made
+    else:
+        with disk.write_pieces(target, buffer) as write:
+            for part in parts:
+                write(part)
+                del part
+
+
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies one tensor's value into another, on any tiers: through two buffers of 16 MiB if one is on disk."""
+    if extent_of(target) is not None:
+        disk.store(source.detach(), target)
+    elif extent_of(source) is None:
+        target.copy_(source)
+    else:
+        fill(target, disk.pieces(source))
+
+
+def cast(resting: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The value of a tensor of a state in another dtype, in parts."""
+    size = BUFFER // resting.dtype.itemsize
+    flat = resting.detach().reshape(-1).split(size) if extent_of(resting) is None else disk.pieces(resting)
+    return (part.to(dtype) for part in flat)
+
+
+def load(resting: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The value of a tensor of a state, on a device: the tensor's own memory if it rests there."""
+    return (resting.detach() if extent_of(resting) is None else disk.load(resting)).to(device)
+
+
+def resting_bytes(leaf: Leaf, mesh: Mesh) -> int:
+    """Bytes of a leaf on each rank."""
+    return leaf.shard_bytes(mesh)

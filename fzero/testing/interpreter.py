@@ -1,0 +1,129 @@
+"""Interprets a program line by line: the slow and simple semantics that the fast run is compared with.
+
+Nothing is planned, shared or overlapped here: every value is a tensor of its own, a transfer takes its values at its
+start, and ranks exchange through torch.distributed, whatever the transport of the mesh. Functions run as they were
+recorded, operation by operation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero.comm.collectives import gather
+from fzero.comm.groups import ranks_along
+from fzero.ir.attributes import ShardOfAttrs
+from fzero.ir.ops import OPS, batch_axes_of
+from fzero.ir.program import Line, Placement, Program, Value
+from fzero.mesh import Mesh
+from fzero.sharding.layout import Layout, Leaf, shard
+from fzero.trace.device_decompositions import by_operation, on_device
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class BuiltFunctions:
+    """The functions of a program as Python code, each built when it is first called. Building one takes far longer than
+    running it on small tensors, so all ranks and steps of a simulation share them."""
+
+    def __init__(self, program: Program, device: torch.device):
+        self._program, self._device = program, device
+        self._built: dict[str, Callable[..., Any]] = {}
+        self._lock = threading.Lock()  # ranks are threads, which come to a function at the same time
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        with self._lock:
+            if name not in self._built:
+                self._built[name] = by_operation(on_device(self._program.functions[name].graph, self._device))
+            return self._built[name]
+
+
+class Interpreter:
+    """Runs the lines of one program on this rank, all ranks of the mesh together.
+
+    Attributes:
+        values: what every name stands for now, as this rank has it. Leaves are copies: nothing of a state is written.
+
+    Args:
+        program: any, also a base program, but for its `update`.
+        mesh: that it is for.
+        leaves: the state's tensors and the batch's, by the names of the program's inputs.
+        part: what `part_index` gives, if it is not to be worked out.
+        functions: the program's functions, if another interpreter of it on such a device has built them.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        leaves: Mapping[str, torch.Tensor],
+        part: int | None = None,
+        functions: BuiltFunctions | None = None,
+    ):
+        self.program, self.mesh, self._part = program, mesh, part
+        self._functions = BuiltFunctions(program, mesh.device) if functions is None else functions
+        self.values: dict[str, torch.Tensor] = {v.name: leaves[v.name].detach().clone() for v in program.inputs}
+        self.started: dict[str, tuple[Line, list[torch.Tensor]]] = {}
+        self._axes = batch_axes_of(program)
+        self._handed: list[Any] = []  # kept until they are taken
+
+    def run(self, line: Line, turn: int = 0) -> None:
+        """One line, in the given turn of the loop around it."""
+        row = OPS[line.op]
+        results = row.means(line, [] if row.waits else [self.values[a] for a in line.args], self, turn)
+        self.values.update((v.name, x) for v, x in zip(line.out, results, strict=True))
+
+    def valid_range(self, line: Line) -> tuple[int, int]:
+        """The range of the flattened leaf that a line is about which is this rank's."""
+        leaf = Leaf("", "", line.says(ShardOfAttrs).shape, Layout(torch.float32, line.axes))
+        boxes = leaf.boxes(self.mesh)
+        return boxes.start, boxes.stop
+
+    def function(self, name: str) -> Callable[..., Any]:
+        return self._functions[name]
+
+    def write(self, names: Sequence[str], new: Sequence[torch.Tensor]) -> None:
+        for name, x in zip(names, new, strict=True):
+            self.values[name] = x.reshape(self.values[name].shape).to(self.values[name].dtype, copy=True)
+
+    def part_index(self, count: int, micro: int) -> int:
+        """The number of a part of the global batch."""
+        here = self.mesh.index(self._axes) if self._axes else 0
+        return here * count + micro if self._part is None else self._part
+
+    def cut(self, x: torch.Tensor, source: Value, out: Value) -> torch.Tensor:
+        """This rank's part of a value that is cut, or cut further, as another is placed."""
+        if source.placement.kind not in ("shard", "parts"):
+            return cut(x, out.placement, self.mesh)
+        at = source.placement
+        axes = at.axes[-1:] if at.kind == "parts" else out.placement.axes[len(at.axes) :]
+        return x.chunk(self.mesh.axis_size(axes))[self.mesh.index(axes)].clone()
+
+    def gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        return gather(self.mesh, x.reshape(-1), axis)
+
+    def reduce(self, x: torch.Tensor, op: str, axis: str) -> None:
+        dist.all_reduce(x, _OPS[op], self.mesh.group(axis))
+
+    def hand(self, values: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> None:
+        """Hands values to the rank at another place along an axis, and goes on."""
+        to = ranks_along(self.mesh.axes, self.mesh.rank, axis)[peer]
+        for x in values:
+            kept = x.contiguous().clone()
+            self._handed.append((kept, dist.isend(kept, to, self.mesh.group(axis), number)))
+
+    def take(self, like: Sequence[torch.Tensor], axis: str, peer: int, number: int) -> Sequence[torch.Tensor]:
+        """The values that the rank at another place along an axis hands over under this number."""
+        for x in like:
+            dist.recv(x, ranks_along(self.mesh.axes, self.mesh.rank, axis)[peer], self.mesh.group(axis), number)
+        return like
+
+
+def cut(whole: torch.Tensor, placement: Placement, mesh: Mesh) -> torch.Tensor:
+    """This rank's flat, padded shard of a whole value."""
+    layout = Layout(whole.dtype, placement.axes, grid=placement.grid, dims=placement.dims)
+    return shard(whole, Leaf("", "", tuple(whole.shape), layout), mesh)

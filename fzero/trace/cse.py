@@ -1,0 +1,36 @@
+"""Merges operations of a graph that compute the same value."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch.fx as fx
+
+from fzero._compat import compat
+from fzero.trace.guards.value_keys import exact
+
+
+def merge_equal(graph: fx.Graph, groups: Mapping[fx.Node, Any] | None = None) -> None:
+    """Makes one of operations that compute the same value: the norm of the gradients, say, that is both clipped by and
+    reported. With `groups` only of operations in one group."""
+    seen: dict[Any, fx.Node] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return (type(value), *map(plain, value))
+        if isinstance(value, dict):
+            return tuple(sorted((k, plain(v)) for k, v in value.items()))
+        return exact(value)
+
+    for node in list(graph.nodes):
+        if node.op != "call_function" or (not compat.is_operator(node.target) and node.target is not operator.getitem):
+            continue
+        if groups is not None and node not in groups:
+            continue
+        key = (groups and groups[node], node.target, plain(node.args), plain(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)

@@ -1,0 +1,114 @@
+"""Captures the settings of a function, the values that it reads beside its arguments, so that two functions or two
+moments can be compared.
+
+A function is its code and whatever that code can name: closure cells, defaults, globals, attributes of objects, modules
+and classes, and the same of every function among them. Attributes are read where some code that was reached names them;
+what code names is looked up, code is not run. A value of no kind that is known here (a file, a lock, an iterator) is
+told by its identity, or not at all. It must not know of blocks or steps.
+
+A name that code has as text counts where code reads by text: `getattr(config, "rate")`, `vars(config)["rate"]`,
+`globals()["RATE"]`. Of the environment, and of a dictionary of texts, only named items count, if code does nothing else
+with the dictionary (`CONFIG["rate"]`, `os.getenv("RATE", "1")`). Other items of it are no settings. Unless strict.
+
+Not seen are draws and counts of a running function (`counted` is for these), the clock (`timed`), globals of installed
+libraries and computed names (`globals()[prefix + "rate"]`, `eval`). Nor are files, tensors written through NumPy,
+changes in place of arrays above `value_keys.LARGE` bytes, and values beyond the first `settings_walk.MOST`.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from fzero.trace.guards.settings_walk import SelfChecked, Walk
+
+GLOBAL_GENERATORS = ("random (Python's generator)", "numpy.random")
+
+
+class Settings(NamedTuple):
+    """Facts about the values that a function reads, in a fixed order, with the place of each; and objects that know
+    their own reads. Two functions with equal facts and equal arguments do the same."""
+
+    facts: tuple[Hashable, ...]
+    places: tuple[str, ...]
+    standing: tuple[SelfChecked, ...] = ()
+
+
+def settings(*values: Any, strict: bool = True, without: Callable[[Any], bool] = lambda value: False) -> Settings:
+    """The settings of functions, or of values that functions get, as they are now.
+
+    Args:
+        values: functions, and arguments that are not tensors.
+        strict: whether values count as different when in doubt. Then values of unknown kinds and tensors in memory are
+            compared by identity. If code reads attributes without naming them (`getattr`, `vars`), all are read, and
+            all items of a dictionary. Otherwise they are equal when in doubt.
+        without: functions and objects of which this holds are not looked into.
+
+    Example:
+        >>> rate = [0.5]
+        >>> def scaled(x, rate=rate): return x * rate[0]
+        >>> before = settings(scaled)
+        >>> rate[0] = 0.25
+        >>> settings(scaled) == before
+        False
+    """
+    walk = Walk(strict, without)
+    walk.run(values)
+    return Settings(tuple(walk.facts), tuple(walk.places), tuple(walk.standing))
+
+
+def changes(old: Settings, new: Settings) -> list[str]:
+    """The first difference between two looks at one function: `temperature: 1.0 before, 2.0 now`. Nothing if they are
+    equal."""
+    if old.facts == new.facts:
+        return []
+    before, after = _told(old), _told(new)
+    for place in (*after, *before):
+        if before.get(place) != after.get(place):
+            return [f"{place}: {before.get(place, 'not set')} before, {after.get(place, 'not set')} now"]
+    at = next((i for i, (a, b) in enumerate(zip(old.facts, new.facts, strict=False)) if a != b), 0)
+    return [f"{new.places[at]}: another than before"]
+
+
+def counted(*values: Any) -> dict[str, Hashable]:
+    """The state that functions may change by counting or drawing, by place: the numbers that are alone there, and how
+    far generators and iterators are, those of Python's `random` and NumPy's included."""
+    walk = Walk(strict=False)
+    walk.run(values)
+    found = [
+        (place, fact)
+        for fact, place in zip(walk.facts, walk.places, strict=True)
+        if isinstance(fact, tuple) and fact[0] in (bool, int, float)
+    ]
+    often = collections.Counter(place for place, _ in found)
+    numpy = sys.modules.get("numpy")
+    drawn = dict(
+        zip(GLOBAL_GENERATORS, (hash(random.getstate()), str(numpy.random.get_state()) if numpy else None), strict=True)
+    )
+    return {**{place: fact for place, fact in found if often[place] == 1}, **drawn, **walk.states}
+
+
+def timed(*values: Any) -> list[str]:
+    """The modules by which functions may read what is another each time: the clock, or numbers that nobody has
+    seeded."""
+    walk = Walk(strict=False)
+    walk.run(values)
+    return sorted(walk.modules & _TIMED) + ["os.urandom"] * ("urandom" in walk.names)
+
+
+def _told(settings: Settings) -> dict[str, str]:
+    """The values that can be shown, by place: plain ones, and the lengths of containers."""
+    shown: dict[str, str] = {}
+    for fact, place in zip(settings.facts, settings.places, strict=True):
+        match fact:
+            case (type() as kind, value):
+                shown[place] = str(value) if issubclass(kind, (float, complex)) else repr(value)
+            case (type() as kind, "of", number):
+                shown[place] = f"a {kind.__name__} of {number}"
+    return shown
+
+
+_TIMED = frozenset({"time", "datetime", "uuid", "secrets"})

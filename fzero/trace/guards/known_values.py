@@ -1,0 +1,152 @@
+"""Answers questions about values in a trace: of literals, whose values are known, and of conditions under which a
+function does nothing but raise.
+
+Known are the results of operations on literals alone, such as a mask made by `torch.ones(4, 4).triu()`: what Python, or
+a shape, asks of them is answered by computing them. Values that depend on an argument of the function are not known.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from fzero import tree
+from fzero._compat import compat
+from fzero.trace.guards import raise_conditions
+from fzero.trace.guards.user_frames import asking_frame, own_line
+
+if TYPE_CHECKING:
+    from fzero.trace.recorder import Recorder
+
+aten = torch.ops.aten
+
+
+class Answers:
+    """The answers that a recorder gives."""
+
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+        self._known = Known(recorder.graph, recorder.constants)
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The answer to a question about values, where these are known, or decide whether the function raises and
+        nothing else. None: it cannot be said."""
+        recorder = self._recorder
+        found = self._compute(func, args, kwargs)
+        if found is not None:
+            return tree.map(lambda x: self._constant_like(x, args) if isinstance(x, torch.Tensor) else x, found)
+        if func is aten.masked_select.default:
+            shape = list(torch.broadcast_shapes(args[0].shape, args[1].shape))
+            mask = recorder.do(aten.expand.default, args[1], shape)
+            func, args = aten.index.Tensor, (recorder.do(aten.expand.default, args[0], shape), [mask])
+        if func is aten.index.Tensor:
+            places: list[Any] = []
+            for index in args[1]:
+                mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+                at = self._compute(aten.nonzero.default, (index,), {}) if mask else None
+                if mask and at is None:
+                    return None
+                with compat.no_modes():
+                    columns = [] if at is None else [x.contiguous() for x in at.unbind(1)]
+                places += [self._constant_like(x, args) for x in columns] if mask else [index]
+            return recorder.do(func, args[0], places)
+        frame = asking_frame() if func is aten._local_scalar_dense.default else None
+        if frame is not None and (test := raise_conditions.test_of(frame)) is not None:
+            if compat.backward_of() is None:  # else it was noted when the forward ran
+                self._note(frame, test, args[0])
+            return test.answer
+        return None
+
+    def _note(self, frame: FrameType, test: raise_conditions.Test, value: torch.Tensor) -> None:
+        """Writes down whether a test fails, and all before it of the same condition."""
+        do = self._recorder.do
+        fails = do(aten.eq.Scalar if test.passes else aten.ne.Scalar, value, 0)
+        flag = do(aten.view.default, do(aten._to_copy.default, fails, dtype=torch.float32), [1])
+        if (before := raise_conditions.waited(frame, test)) is not None:
+            flag = do(aten.mul.Tensor, flag, before)
+        if test.last:
+            raise_conditions.note(flag, own_line() or ["a line that is not known"])
+        else:
+            raise_conditions.wait(frame, test, flag)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._known.compute(func, *self._recorder.nodes_in((args, kwargs)))
+        except Unknown:
+            return None
+
+    def _constant_like(self, value: torch.Tensor, args: Any) -> torch.Tensor:
+        """A literal of a value that was computed, as a fake tensor where the arguments are."""
+        like = tree.tensors(args)[0]
+        mode = like.fake_mode  # type: ignore[attr-defined]
+        out = compat.new_fake(mode, value.shape, value.dtype, like.device, value.stride())
+        self._recorder.literal(value, out)
+        return out
+
+
+class Unknown(Exception):
+    """A value that depends on an argument."""
+
+
+class Known:
+    """Computes the known values of a graph during its recording: from its literals, in its order, in place where it
+    works in place."""
+
+    def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]):
+        self._constants = constants
+        self._values: dict[fx.Node, Any] = {}
+        self._last = graph._root
+        self._lost: set[int] = set()  # memory that something unknown was written to
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation, from arguments in which nodes stand for tensors.
+
+        Raises:
+            Unknown: it depends on more than literals.
+        """
+        with compat.no_modes(), torch.no_grad():
+            while (node := self._last.next).op != "root":
+                self._last = node
+                try:
+                    if node.op == "get_attr":
+                        self._values[node] = self._constants[str(node.target)].clone()
+                    elif node.op == "call_function":
+                        self._values[node] = self._run(node.target, node.args, node.kwargs)
+                except Unknown:
+                    if compat.is_operator(node.target) and node.target._schema.is_mutable:  # type: ignore[union-attr]
+                        self._lost.update(
+                            _memory(self._values[x])
+                            for x in node.all_input_nodes
+                            if isinstance(self._values.get(x), torch.Tensor)
+                        )
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def value(node: fx.Node) -> Any:
+            found = self._values.get(node)
+            if found is None or (isinstance(found, torch.Tensor) and _memory(found) in self._lost):
+                raise Unknown
+            return found
+
+        if func in _UNWRITTEN or not (
+            func is operator.getitem
+            or (compat.is_operator(func) and torch.Tag.nondeterministic_seeded not in func.tags)
+        ):
+            raise Unknown
+        kwargs = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
+        return func(*map_arg(args, value), **map_arg(kwargs, value))
+
+
+def _memory(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+_UNWRITTEN = {
+    getattr(aten, name).default for name in ("empty_like", "new_empty", "empty_strided", "new_empty_strided")
+} | {aten.empty.memory_format}

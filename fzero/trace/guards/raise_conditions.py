@@ -1,0 +1,213 @@
+"""Recognises conditions under which a function raises: `if bad.any(): raise ...`, `assert`, as in `F.gaussian_nll_loss`
+and `torch.distributions`.
+
+A trace cannot know whether one holds: a program takes the branch that does not raise. Where the condition holds, the
+loss is NaN, and so are its gradients; a training step raises on every rank (fzero/runtime/metrics_watch.py).
+
+`assert a.all() or b.all()` asks twice, and raises only if both tests fail. The first question is answered so that the
+second is asked, and its flag waits until then: the condition holds if both flags are 1.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+from fzero._compat import compat
+from fzero.errors import TraceError
+from fzero.trace.guards.bytecode import instructions_from
+from fzero.trace.guards.user_frames import line
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions that were noted: float32[n] flags, 1 where a function would have raised, and the line of each."""
+
+    flags: list[torch.Tensor] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    waiting: dict[int, Waiting] = field(default_factory=dict)  # by the id of the frame that asks
+
+    @property
+    def joined(self) -> list[torch.Tensor]:
+        """All flags as one vector, if there are any."""
+        return [torch.cat(self.flags)] if self.flags else []
+
+    def poisoned(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The floating-point values times NaN if one of the conditions holds, else times 1."""
+        if not self.flags:
+            return list(values)
+        factor = torch.where(torch.cat(self.flags).amax() > 0, math.nan, 1.0)
+        return [x * factor.to(x.dtype) if x.is_floating_point() or x.is_complex() else x for x in values]
+
+
+class Test(NamedTuple):
+    """A test whose answer decides only whether a function raises.
+
+    Attributes:
+        passes: the truth of what is tested for which the function does not raise.
+        passing: where the code goes on if it does not raise (`_place`).
+        last: whether the function raises if this test fails. If not, another test follows that may pass.
+    """
+
+    passes: bool
+    passing: Hashable
+    last: bool
+
+    @property
+    def answer(self) -> bool:
+        """The answer in a trace: that the last test passes, and that each test before it fails, so that the next one
+        is asked."""
+        return self.passes if self.last else not self.passes
+
+
+class Waiting(NamedTuple):
+    """The flag of failed tests whose condition has another test to come, and where code goes on if one passes."""
+
+    frame: FrameType
+    passing: Hashable
+    offset: int
+    flag: torch.Tensor
+
+
+@contextmanager
+def collected(owner: str) -> Iterator[Conditions]:
+    """The conditions noted inside. `owner` names the traced function in errors. Checks of the arguments of
+    distributions are off, because each of them would be a condition.
+
+    Raises:
+        TraceError: the body raises after a test that was answered only so that the next one is asked.
+    """
+    noted = Conditions()
+    token = _noted.set(noted)
+    try:
+        with compat.distributions_unchecked():
+            yield noted
+    except Exception as error:
+        if places := _failed(error, noted):
+            what = "raises if several tests fail, of which the first needs the value of a tensor"
+            fix = "test first what is no tensor (assert flag or x.all()), or test once: assert (a.all() | b.all())"
+            raise TraceError(owner, what, places, fix) from error
+        raise
+    finally:
+        noted.waiting.clear()  # it holds frames
+        _noted.reset(token)
+
+
+def _failed(error: BaseException, noted: Conditions) -> list[str]:
+    """The line that raised an error, if a test before it in the same function waits for the next one."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or id(trace.tb_frame) not in noted.waiting:
+        return []
+    return [line((trace.tb_frame.f_code.co_filename, trace.tb_lineno))]
+
+
+def note(flags: torch.Tensor, lines: Sequence[str]) -> None:
+    """Notes conditions: float32[n] flags, and the line of each."""
+    noted = _noted.get()
+    assert noted is not None
+    noted.flags.append(flags)
+    noted.lines.extend(lines)
+
+
+def test_of(frame: FrameType | None) -> Test | None:
+    """The test that a frame makes now, if it decides only whether the frame raises, and somebody collects."""
+    return None if frame is None or _noted.get() is None else _test(frame.f_code, frame.f_lasti)
+
+
+def wait(frame: FrameType, test: Test, flag: torch.Tensor) -> None:
+    """Keeps the flag of a test until the next test of its condition."""
+    noted = _noted.get()
+    assert noted is not None
+    noted.waiting[id(frame)] = Waiting(frame, test.passing, frame.f_lasti, flag)
+
+
+def waited(frame: FrameType, test: Test) -> torch.Tensor | None:
+    """The flag of the tests of the same condition before this one."""
+    noted = _noted.get()
+    found = noted.waiting.pop(id(frame), None) if noted is not None else None
+    same = found is not None and found.passing == test.passing and found.offset < frame.f_lasti
+    return found.flag if same and found is not None else None
+
+
+def raises(frame: FrameType | None) -> bool:
+    """Whether a frame does nothing more but raise."""
+    if frame is None:
+        return False
+    found, at = instructions_from(frame.f_code, frame.f_lasti)
+    return at is not None and _raises(found, at, frame.f_code)
+
+
+@functools.cache
+def _test(code: CodeType, offset: int) -> Test | None:
+    if code in compat.raising():
+        return Test(True, None, True)
+    found, at = instructions_from(code, offset)
+    return None if at is None else _test_at(found, at, code)
+
+
+def _test_at(found: Sequence[dis.Instruction], at: int, code: CodeType) -> Test | None:
+    if found[at].opname == "TO_BOOL":  # Python 3.13: right before the jump
+        at += 1
+    test = found[at]
+    if not test.opname.startswith("POP_JUMP") or not test.opname.endswith(("IF_TRUE", "IF_FALSE")):
+        return None
+    target, if_true = _target(found, test), test.opname.endswith("IF_TRUE")
+    jumps, stays = _raises(found, target, code), _raises(found, at + 1, code)
+    if jumps != stays:
+        passing = at + 1 if jumps else target
+        return Test(stays == if_true, _place(found, passing), last=True)
+    # `a or b`: the jump passes, and the code that stays tests again, with the same place to go on at
+    following = next((i for i in range(at + 1, target) if found[i].opcode in _JUMPS), None)
+    if jumps or following is None or not found[following].opname.startswith("POP_JUMP"):
+        return None
+    then = _test_at(found, following, code)
+    passing = _place(found, target)
+    return Test(if_true, passing, last=False) if then is not None and then.passing == passing else None
+
+
+def _place(found: Sequence[dis.Instruction], at: int) -> Hashable:
+    """Identifies the place in the code at which a function goes on.
+
+    The compiler copies a short ending with `return` for each jump to it, so such an ending is identified by its
+    instructions. Any other place is identified by its offset.
+    """
+    end = next((i for i in range(at, min(at + 8, len(found))) if found[i].opname.startswith("RETURN")), None)
+    if end is None or any(x.opcode in _JUMPS for x in found[at:end]):
+        return found[at].offset
+    return tuple((x.opname, x.argrepr) for x in found[at : end + 1])
+
+
+def _target(found: Sequence[dis.Instruction], jump: dis.Instruction) -> int:
+    return next(i for i, x in enumerate(found) if x.offset == jump.argval)
+
+
+def _raises(found: Sequence[dis.Instruction], start: int, code: CodeType) -> bool:
+    """Whether a branch does nothing but raise, and its own function does not catch it."""
+    for x in found[start:]:
+        if x.opname == "RAISE_VARARGS":
+            return not _caught(found, x.offset, code)
+        if x.opcode in _JUMPS or x.opname.startswith("RETURN"):
+            return False
+    return False
+
+
+def _caught(found: Sequence[dis.Instruction], offset: int, code: CodeType) -> bool:
+    """Whether an instruction lies in a `try`; a `with` lets exceptions through."""
+    handlers = [e.target for e in dis.Bytecode(code).exception_entries if e.start <= offset < e.end]  # type: ignore[attr-defined]
+    names = {x.offset: [y.opname for y in found[i : i + 3]] for i, x in enumerate(found) if x.offset in handlers}
+    return any("WITH_EXCEPT_START" not in names[h] for h in handlers)
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_noted: ContextVar[Conditions | None] = ContextVar("fzero_checks", default=None)

@@ -1,0 +1,276 @@
+"""Refuses functions that cannot be traced, by name: the user's own line, the operands with the leaves they come from,
+and a way out.
+
+PyTorch's errors name its operators and its own files. A function's own exceptions pass unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fzero import tree
+from fzero._compat import compat
+from fzero.errors import FzeroError, TraceError
+from fzero.trace.guards.argument_memory import ArgumentMemory
+from fzero.trace.guards.bytecode import cells, instructions_from, names_in
+from fzero.trace.guards.user_frames import is_library, line
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call of PyTorch's that raised `error`."""
+
+    error: Exception
+    call: str
+    where: str | None
+    operands: Sequence[str]
+    in_backward: bool
+
+
+class TracedFunction(Protocol):
+    """Who knows the tensors of the function that is traced."""
+
+    failure: Failure | None
+    refused: Exception | None
+    in_place: dict[str, None]
+    memory: ArgumentMemory
+
+    @property
+    def owner(self) -> str: ...
+
+    def where(self) -> str | None: ...
+
+    def here(self, *lines: str) -> list[str]: ...
+
+    def remembering(self) -> AbstractContextManager[None]: ...
+
+    def backward_line(self, number: int) -> str: ...
+
+    def named(self, tensor: torch.Tensor) -> str | None: ...
+
+    def empty(self) -> list[str]: ...
+
+    def layout_guessed(self, tensor: torch.Tensor) -> bool: ...
+
+    def of_block(self, tensor: torch.Tensor) -> bool: ...
+
+
+def described(tensor: torch.Tensor, name: str | None = None) -> str:
+    """As `params['w']: float32[3, 4]`."""
+    return (f"{name}: " if name else "") + tree.describe(tensor)
+
+
+def note(traced: TracedFunction, error: Exception, func: Any, args: Any) -> None:
+    """Remembers which call raised. One in the backward is more than the call of the backward, one of the user's more
+    than what it is made of."""
+    known = traced.failure
+    if known is not None and known.in_backward and str(known.error) == str(error):
+        return
+    operands = [described(x, traced.named(x)) for x in tree.tensors(args)]
+    name = torch.overrides.resolve_name(func) or f"{func.__module__}.{getattr(func, '__qualname__', func)}"
+    traced.failure = Failure(error, name, traced.where(), operands, compat.backward_of() is not None)
+
+
+@contextmanager
+def plainly(owner: str, traced: TracedFunction | None = None) -> Iterator[None]:
+    """Turns PyTorch's errors about the function in the body into a TraceError."""
+    try:
+        with compat.quiet_fake_tensors():
+            yield
+    except FzeroError:
+        raise
+    except ZeroDivisionError as error:  # of a mean, as torch decomposes its backward
+        if traced is None or not (empty := traced.empty()):
+            raise
+        what = "divides by the number of rows of a batch without rows"
+        fix = "skip an empty batch, or pad it: rows that count nothing in fz.weighted(total, count)"
+        raise TraceError(owner, what, [*lines_through(error, traced), *empty], fix) from error
+    except _KINDS as error:
+        if _raised_by_user(error):
+            raise
+        failure = (
+            traced.failure
+            if traced is not None and traced.failure is not None and traced.failure.error is error
+            else None
+        )
+        where = [failure.where] if failure is not None and failure.where else lines_through(error, traced)
+        said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .")
+        rule = next((rule for text, *rule in _REFUSED if text in str(error)), None)
+        if rule is not None:
+            places = list(traced.in_place) if traced is not None and rule[0] == _OVERWRITTEN else where
+            raise TraceError(owner, rule[0], places, rule[1]) from error
+        if traced is not None and any(text in said for text in _WRONG_ARGUMENTS):  # raised before anything is called
+            raise TraceError(
+                owner,
+                said,
+                where,
+                "pass what the function takes: tensors are parameters, batch, and what is made of them",
+            ) from error
+        if failure is None:
+            raise
+        fix = next((fix for text, fix in _FIXES if text in said), None)
+        if fix is None:
+            fix = "change the operation, or the shapes and dtypes of its operands"
+            fix += ", which are above" if failure.operands else ""
+        raise TraceError(owner, f"{failure.call}: {said}", [*where, *failure.operands], fix) from error
+
+
+CHANGES = "changes its arguments in place"
+NEW_VALUE = (
+    "return the new value instead (x = x + y for x += y, F.batch_norm with clones of its running statistics); for a "
+    "leaf: train_step(mutable=); for a module's buffer or frozen parameter (a teacher's): "
+    "functionalize(mutable=['teacher.*'])"
+)
+_KINDS = (RuntimeError, ValueError, TypeError, IndexError)
+_OF_TRACES = (
+    ".numpy() is not supported for tensor subclasses",
+    "its data is not allocated yet",
+    "passed to FakeTensor.__format__",
+)
+"""Errors of PyTorch that only tensors of a trace raise."""
+_IN_PLACE = (CHANGES, NEW_VALUE)
+_OVERWRITTEN = "overwrites what its backward needs, in one of these places"
+_WRONG_ARGUMENTS = ("(): argument '", "received an invalid combination of arguments")
+_REFUSED = [
+    ("has been modified by an inplace operation", _OVERWRITTEN, "return a new value there (y = y + x for y += x)"),
+    (
+        "is not differentiable with respect to argument 'running_",
+        "trains the running statistics of a norm",
+        "return their new values, from clones: train_step(..., mutable=lambda path, leaf: 'running' in path or "
+        "'num_batches' in path), see docs/mutable.md",
+    ),
+    (
+        "Inference tensors cannot be saved",
+        "needs for its backward what torch.inference_mode made",
+        "use torch.no_grad()",
+    ),
+    ("leaf Variable that requires grad is being used in an in-place", *_IN_PLACE),
+    (
+        "One of the differentiated Tensors does not require grad",
+        "asks for a gradient of what requires none, or takes that from what it is given (detach_, "
+        "requires_grad_(False))",
+        "x.detach() stops a gradient; train_step(trainable=) says which leaves are trained",
+    ),
+    ("mutate a captured Tensor", *_IN_PLACE),
+    (
+        ".numpy() is not supported for tensor subclasses",
+        "needs the value of a tensor while being traced (.numpy())",
+        "keep to torch operations",
+    ),
+    (
+        "its data is not allocated yet",  # an operator that looks into its arguments before it knows its results
+        "needs the value of a tensor while being traced",
+        "pass what is a setting as numbers, not as a tensor (indices of torch.tensor_split)",
+    ),
+    (
+        "passed to FakeTensor.__format__",
+        "needs the value of a tensor while being traced (to print it)",
+        "return it as an aux value, or print its shape",
+    ),
+    (
+        "does not have a deterministic implementation",
+        "does what PyTorch has no deterministic algorithm for, and torch.use_deterministic_algorithms(True) asks for "
+        "one",
+        "compute it by other operations, or allow it: torch.use_deterministic_algorithms(True, warn_only=True)",
+    ),
+    (
+        "use_reentrant=True",
+        "recomputes by a backward within the backward (torch.utils.checkpoint with use_reentrant=True)",
+        "checkpoint(..., use_reentrant=False), or @fz.block with fz.remat",
+    ),
+]
+"""Errors of torch: a pattern of its text, the meaning, and the fix."""
+_FIXES = [
+    (
+        "expected operands of one dtype",
+        "give the operands above one dtype: x.to(weight.dtype); or let torch.autocast cast the operands of products: "
+        "with torch.autocast(x.device.type, torch.bfloat16):",
+    ),
+    ("expected class indices", "give labels as int64: labels.long()"),
+]
+"""Fixes of calls that raise: a pattern of what the error says."""
+
+
+def lines_through(error: BaseException, traced: TracedFunction | None = None) -> list[str]:
+    """The innermost of the user's lines that an error went through, or whose backward raised it: one or none."""
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        ctx = trace.tb_frame.f_locals.get("ctx")  # of the backward of a torch.autograd.Function
+        if not is_library(trace.tb_frame.f_code.co_filename):
+            found.append(line((trace.tb_frame.f_code.co_filename, trace.tb_lineno)))
+        elif traced is not None and isinstance(ctx, torch.autograd.function.FunctionCtx):
+            found.append(traced.backward_line(ctx._sequence_nr()))  # pyright: ignore[reportAttributeAccessIssue]
+        trace = trace.tb_next
+    return found[-1:]
+
+
+def _raised_by_user(error: BaseException) -> bool:
+    """Whether a `raise` of the user's own made an error, and not a call."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or is_library(trace.tb_frame.f_code.co_filename):
+        return False
+    found, at = instructions_from(trace.tb_frame.f_code, trace.tb_lasti)
+    return at is not None and found[at].opname in ("RAISE_VARARGS", "RERAISE")
+
+
+# --- tensors that are not arguments ---
+
+
+def reached(fn: Any, tensor: torch.Tensor, seen: set[int] | None = None) -> str | None:
+    """The way in which a function reaches a tensor other than as an argument: through its closure, globals, defaults,
+    or functions that it calls."""
+    seen = set() if seen is None else seen
+    if id(fn) in seen:
+        return None
+    seen.add(id(fn))
+    ways: list[tuple[str, Any]] = []
+    if isinstance(fn, functools.partial):
+        ways += [(f"argument {i} of the partial", v) for i, v in enumerate(fn.args)] + [
+            (f"keyword {k} of the partial", v) for k, v in fn.keywords.items()
+        ]
+        ways.append(("", fn.func))
+    if hasattr(fn, "__wrapped__"):
+        ways.append(("", fn.__wrapped__))  # pyright: ignore[reportAttributeAccessIssue]
+    if hasattr(fn, "__self__"):
+        ways.append(("self", fn.__self__))  # pyright: ignore[reportAttributeAccessIssue]
+    plain: Any = getattr(fn, "__func__", fn)
+    if inspect.isfunction(plain):
+        ways += [(f"closure variable {name}", v) for name, v in cells(plain)]
+        names = names_in(plain.__code__).globals
+        ways += [(f"global variable {k}", plain.__globals__[k]) for k in names if k in plain.__globals__]
+        ways += [
+            (f"default of {k}", p.default) for k, p in inspect.signature(fn, follow_wrapped=False).parameters.items()
+        ]
+    for name, value in ways:
+        for path, x in _tensors(value):
+            if x is tensor:
+                return name + path
+    for _, value in ways:
+        if callable(value) and (hasattr(value, "__code__") or isinstance(value, functools.partial)):
+            inner = reached(value, tensor, seen)
+            if inner:
+                of = getattr(value, "__name__", "a function")
+                return inner if of == getattr(fn, "__name__", "") else f"{inner} of {of}"
+    return None
+
+
+def _tensors(value: Any) -> list[tuple[str, Any]]:
+    """The tensors a variable holds: itself, leaves of a tree, attributes of an object."""
+    if isinstance(value, torch.Tensor):
+        return [("", value)]
+    if isinstance(value, torch.nn.Module):
+        return [(f".{n}", x) for n, x in (*value.named_parameters(), *value.named_buffers())]
+    if isinstance(value, (dict, list, tuple)):
+        return tree.with_paths(value)
+    if isinstance(value, type(torch)) or not hasattr(value, "__dict__"):
+        return []
+    return [(f".{n}", x) for n, x in vars(value).items() if isinstance(x, torch.Tensor)]

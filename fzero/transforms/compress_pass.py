@@ -1,0 +1,432 @@
+"""Has parameters and gradients travel in codes (transforms/compress_codes.py): rewrites the transfers that spreading a
+program over the mesh has placed, each by itself.
+
+    w_codes = encode(params['w'])                 # once a step, ahead of all lines that read it, of what rests
+    w = decode(all_gather(w_codes))
+
+    codes = encode_grads(d_w, ...)                # of a block: the parts of all ranks, one behind the other
+    d_w_shard, ... = decode_sum(all_to_all(codes))
+
+Where the sum is to be whole it is encoded again, `recode`, and gathered, and every rank decodes the same bits. Codes of
+parameters are shards as their leaf is, and move over several axes as that does; codes of gradients are ranks' own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from fzero._compat import compat
+from fzero.errors import FzeroValueError
+from fzero.ir.attributes import GatherAttrs, ScatterAttrs
+from fzero.ir.from_graph import Functions
+from fzero.ir.ops import OPS, STARTS
+from fzero.ir.program import WHOLE, Line, Placement, Program, Value, moving
+from fzero.ir.value_names import Names, identifier
+from fzero.ops.block_quantization import BLOCK
+from fzero.sharding.layout import Leaf
+from fzero.sharding.shard_regions import Dim
+from fzero.trace.recorder import Recorded
+from fzero.transforms import compress_codes
+from fzero.transforms.compress import AxisFormats, Compress
+from fzero.transforms.compress_codes import GRADS, PARAMS, Form, Format, Wire
+from fzero.transforms.transform import find
+from fzero.transforms.zero_placement import Zero
+
+_GATHER = "all_gather_start"
+_REDUCTIONS = ("reduce_scatter_start", "all_reduce_start")
+_KEEPS = ("wait", "accumulate", "flatten", "split_parts", "add")
+"""The ops whose results are the gradient that they read."""
+
+
+def rewrite(program: Program, zero: Zero, wire: Sequence[AxisFormats] = ()) -> Program:
+    """The program whose transfers are in codes. `wire`: the formats that an "auto" comes to.
+
+    Raises:
+        FzeroValueError: an axis of the transform is not on the mesh, or nothing travels in codes over it, or at all.
+    """
+    spec = find(program.transforms, Compress)
+    assert spec is not None
+    return _Coding(program, spec.chosen(wire) if spec.auto else spec, zero).run()
+
+
+def ladders(program: Program, zero: Zero) -> list[list[AxisFormats]]:
+    """The formats that an "auto" may choose for each axis, from as it is to the most compression, of a program before
+    its transfers are in codes. Gradients of 4 bits are for sums of another axis alone.
+
+    Raises:
+        FzeroValueError: the axis of the transform is not on the mesh; nothing could travel in codes.
+    """
+    spec = find(program.transforms, Compress)
+    assert spec is not None
+    coding = _Coding(program, spec, zero)
+    coding.check_axes()
+    if coding.alone:
+        return []
+    found = list[list[AxisFormats]]()
+    for axis in (a for a in program.mesh.axes if a in coding.axes and spec.axis in (None, a)):
+        able = coding.travels(axis)
+        rungs = [AxisFormats(axis)]
+        rungs += [AxisFormats(axis, None, name) for name in ("bf16", "int8") if name in able.grads]
+        rungs += [rungs[-1]._replace(params="int8")] if able.params else []
+        rungs += [rungs[-1]._replace(grads="int4")] if "int4" in able.grads and not able.first else []
+        found += [rungs] if len(rungs) > 1 else []
+    if not found:
+        raise coding.does_nothing("does nothing")
+    return found
+
+
+class _Travels(NamedTuple):
+    """The transfers over an axis that may be in codes: whether parameters; the formats that change gradients; whether
+    some gradient is reduced over it first."""
+
+    params: bool
+    grads: frozenset[str]
+    first: bool
+
+
+class _Bundle(NamedTuple):
+    """The gradients of a transfer that ranks along the same axes have as their own.
+
+    Attributes:
+        encode: the call that encodes them.
+        sent, come: its results, before and behind the deal.
+        add: the call that adds up.
+        wholes: gathered sums in codes, if sums are to be whole.
+        decode: the last call.
+    """
+
+    encode: Line
+    sent: Sequence[Value]
+    come: Sequence[Value]
+    add: Line
+    wholes: Sequence[Value]
+    decode: Line
+
+
+class _Coding:
+    def __init__(self, program: Program, spec: Compress, zero: Zero):
+        self.program, self.spec, self.mesh = program, spec, program.mesh
+        shared = {a for r in zero.specs for a in r.axes}.difference(zero.computed)
+        self.axes = {a for a in shared if self.mesh.axes[a] > 1}  # over which parameters and gradients travel
+        # no named axis has two ranks; an elastic run may come to that
+        self.alone = bool(shared) and self.axes.isdisjoint(spec.axes or shared)
+        self.values, self.names = program.values_by_name, Names(program.values())
+        self.functions = Functions(program.functions)
+        self.device = torch.device(compat.trace_device(self.mesh.device_type))
+        lines = [line for line, _ in program.walk()]
+        self.made = {v.name: line for line in lines for v in line.out}
+        self.waits = {line.args[0]: line for line in lines if OPS[line.op].waits}
+        self.leaf_of = {**self._params(lines), **self._grads()}
+        self.read = {a for x in lines for a in x.args if not self._takes_codes(x, a)}  # by values
+        self.read |= {*program.outputs}
+        self.codes: dict[str, Value] = {}  # of a parameter, of a cast of it, or of what was gathered of it
+        self.wires: dict[str, Wire] = {}  # likewise
+        self.num_deals = 0
+        self.before: list[Line] = []  # what is encoded ahead of a line, or of the loop that it is in
+        self.starts: dict[str, Line] = {}  # of handles that carry codes, the gather as it was
+        self.done: set[str] = set()  # axes over which something travels in codes
+        self.gone: set[str] = set()  # waits that have another in their place
+
+    def run(self) -> Program:
+        self.check_axes()
+        lines = list[Line]()
+        for line in self.program.lines:
+            new = self._line(line)
+            lines += [*self.before, *new]
+            self.before = []
+        self._check()
+        read = {a for line in lines for x in line.with_body() for a in x.args} | {*self.program.outputs}
+        idle = lambda x: x.op == "cast" and read.isdisjoint(v.name for v in x.out)  # noqa: E731
+        kept = [replace(x, body=tuple(y for y in x.body if not idle(y))) if x.body else x for x in lines]
+        lines = [x for x in kept if not idle(x)]
+        return replace(self.program, lines=tuple(lines), functions=self.functions.by_name)
+
+    def check_axes(self) -> None:
+        """Raises if the spec names an axis that the mesh has not."""
+        if unknown := [a for a in self.spec.axes if a not in self.mesh.axes]:
+            said = [f"{a!r}: the mesh has {self.mesh}" for a in unknown]
+            raise FzeroValueError("compress", "unknown mesh axis", said, "name an axis of the mesh")
+
+    # --- what travels ---
+
+    def travels(self, axis: str) -> _Travels:
+        """The transfers over an axis that may be in codes."""
+        lines = [x for x, _ in self.program.walk() if x.op in (_GATHER, *_REDUCTIONS) and x.axes == (axis,)]
+        gathers = [x for x in lines if x.op == _GATHER]
+        reductions = [(x, self._pairs(x)) for x in lines if x.op != _GATHER]
+
+        def coded(of: str) -> bool:
+            wires = (wire for line, pairs in reductions for wire in self._wires(line, pairs, GRADS[of]))
+            return any(wire.format is not None for wire in wires)
+
+        return _Travels(
+            self.spec.params is not None and any(self._gathers_codes(x) for x in gathers),
+            frozenset(of for of in GRADS if self.spec.grads and coded(of)),
+            any(not self._is_sum(value.name) for _, pairs in reductions for value, _ in pairs),
+        )
+
+    def _gathers_codes(self, line: Line) -> bool:
+        takes = [a for a in line.args if a in self.leaf_of and self._takes_codes(line, a)]
+        format = PARAMS["int8"]
+        return any(self._wire(a, format, math.prod(self._held(self.values[a]).shape)).format for a in takes)
+
+    def _is_sum(self, name: str) -> bool:
+        """Whether a gradient has been reduced over an axis before."""
+        line = self.made.get(name)
+        if line is None or line.op not in _KEEPS:
+            return False
+        if line.op == "wait":
+            return self.made[line.args[0]].op in _REDUCTIONS
+        # of a sum over micro-batches each summand; the first of them is zeros
+        position = [v.name for v in line.out].index(name)
+        return any(self._is_sum(a) for a in line.args[position :: len(line.out)])
+
+    def _params(self, lines: Sequence[Line]) -> dict[str, Leaf]:
+        """The leaf of each value that is a parameter: it itself, a cast of it, or what is gathered of that."""
+        found = {x.path: x for x in self.program.leaves.values() if x.role in ("params", "compute")}
+        for line in lines:
+            source = self.made.get(line.args[0]) if line.op == "wait" else None
+            if line.op == "cast" and len(line.out) == 1:
+                source = line
+            if source is not None and source.op in (_GATHER, "cast"):
+                found.update((v.name, found[a]) for v, a in zip(line.out, source.args, strict=False) if a in found)
+        return found
+
+    def _grads(self) -> dict[str, Leaf]:
+        """The leaf of each gradient, and of what becomes one when it is added up and reduced."""
+        found = dict[str, Leaf]()
+        todo = [(g, self.program.leaves[path]) for path, g in self.program.grads.items()]
+        while todo:
+            name, leaf = todo.pop()
+            line = self.made.get(name)
+            if name in found or line is None:
+                continue
+            found[name] = leaf
+            if line.op in _KEEPS:
+                source = self.made[line.args[0]] if line.op == "wait" else line
+                todo += [(a, leaf) for a in source.args[[v.name for v in line.out].index(name) :: len(line.out)]]
+        return found
+
+    def _format(self, line: Line) -> Format | None:
+        """The format of a transfer, of parameters or gradients."""
+        (axis,) = line.axes if len(line.axes) == 1 else ("",)
+        of = self.spec.of_params if line.op == _GATHER else self.spec.of_grads
+        return of(axis) if axis in self.axes else None
+
+    def _takes_codes(self, line: Line, name: str) -> bool:
+        """Whether a line gathers a value in codes, if it has any: not where parts along a dim come."""
+        if line.op != _GATHER or self._format(line) is None:
+            return False
+        return STARTS[_GATHER].arrives(line, self.values[name].placement).kind != "parts"
+
+    def _wire(self, name: str, format: Format, numel: int) -> Wire:
+        """A value as it travels in parts of so many elements."""
+        value, leaf = self.values[name], self.leaf_of[name]
+        whole = self.program.leaves.get(leaf.master, leaf)
+        refused = self.spec.refuses(whole) or value.dtype.itemsize == 1 or numel % BLOCK
+        narrow = format.bits == 16 and value.dtype.itemsize == 2
+        return Wire(None if refused or narrow else format, numel, value.dtype)
+
+    def _held(self, value: Value) -> Form:
+        return Form(value.held(self.mesh), value.dtype)
+
+    # --- lines ---
+
+    def _line(self, line: Line) -> list[Line]:
+        if line.body:
+            return [replace(line, body=tuple(new for x in line.body for new in self._line(x)))]
+        if line.op == _GATHER and (format := self._format(line)) and self.leaf_of.keys() & {*line.args}:
+            return self._gather(line, format)
+        if line.op == "wait" and line.args[0] in self.starts:
+            return self._gathered(line, self.starts[line.args[0]])
+        if line.op == "wait" and line.args[0] in self.gone:
+            return []
+        if line.op in _REDUCTIONS and (format := self._format(line)):
+            return self._reduce(line, format)
+        return [line]
+
+    def _call(self, fn: str, graph: Recorded, args: Sequence[str], out: Sequence[Value]) -> Line:
+        return Line("call", tuple(args), tuple(out), self.functions.add(fn, graph), by=self.spec.name)
+
+    def _gather(self, line: Line, format: Format) -> list[Line]:
+        takes = [a for a in line.args if a in self.leaf_of and self._takes_codes(line, a)]
+        fresh = [a for a in takes if a not in self.codes]
+        wires = {a: self._wire(a, format, math.prod(self._held(self.values[a]).shape)) for a in fresh}
+        lines = self._encoded({a: wire for a, wire in wires.items() if wire.format is not None})
+        sent = tuple(self.codes[a].name if a in takes and a in self.codes else a for a in line.args)
+        if sent == line.args:
+            return [line]
+        self.done.update(line.axes)
+        self.starts[line.out[0].name] = line
+        return [*lines, replace(line, args=sent)]
+
+    def _encoded(self, wires: dict[str, Wire]) -> list[Line]:
+        """The codes of shards: of what rests once a step, ahead of all that reads it."""
+        lines, self.wires = list[Line](), {**self.wires, **wires}
+        rests = {a: path for a in wires if (path := self._resting(a)) is not None}
+        self.codes |= {a: self.codes[path] for a, path in rests.items() if path in self.codes}
+        early = {path: wires[a] for a, path in rests.items() if a not in self.codes}
+        for group, place in ((early, self.before), ({a: w for a, w in wires.items() if a not in rests}, lines)):
+            if group:
+                given = tuple(self._held(self.values[a]) for a in group)
+                made = [self._coded(a, wire) for a, wire in group.items()]
+                graph = compress_codes.shard_encoder(given, tuple(group.values()), self.device)
+                place.append(self._call("encode", graph, [*group], made))
+        self.codes |= {a: self.codes[path] for a, path in rests.items()}
+        return lines
+
+    def _resting(self, name: str) -> str | None:
+        """The leaf that a value is, or is cast from: codes are of what rests."""
+        made = self.made.get(name)
+        source = name if made is None else made.args[0] if made.op == "cast" else None
+        return source if source in self.program.leaves else None
+
+    def _coded(self, name: str, wire: Wire) -> Value:
+        """The codes of a shard, which are cut as it is."""
+        at = replace(self.values[name].placement, dims=())
+        shape = (wire.sent * self.mesh.axis_size(at.axes), 1)
+        self.codes[name] = Value(self.names(f"{identifier(name)}_codes"), shape, torch.uint8, at)
+        return self.codes[name]
+
+    def _gathered(self, wait: Line, start: Line) -> list[Line]:
+        """The wait for codes, and, where anything but a further gather reads them, the values."""
+        size, out = self.mesh.axis_size(start.axes), list[Value]()
+        decoded = list[tuple[Value, Value, Wire]]()
+        for a, value in zip(start.args, wait.out, strict=True):
+            if a not in self.codes or not self._takes_codes(start, a):
+                out.append(value)
+                continue
+            coded = self.codes[a]
+            come = replace(coded, name=self.names(f"{value.name}_codes"))
+            come = replace(come, placement=STARTS[_GATHER].arrives(start, coded.placement))
+            wire = self.wires[a]._replace(numel=self.wires[a].numel * size)
+            self.codes[value.name], self.wires[value.name] = come, wire
+            out.append(come)
+            if value.name in self.read:
+                decoded.append((come, value, wire))
+        lines = [replace(wait, out=tuple(out))]
+        if decoded:
+            come, made, wires = zip(*decoded, strict=True)
+            given = tuple(map(self._held, come))
+            graph = compress_codes.decoder(given, wires, tuple(map(self._held, made)), self.device)
+            lines.append(self._call("decode", graph, [v.name for v in come], made))
+        return lines
+
+    def _reduce(self, line: Line, format: Format) -> list[Line]:
+        wait, pairs = self.waits[line.out[0].name], self._pairs(line)
+        wires = self._wires(line, pairs, format)
+        if all(w.format is None for w in wires):
+            return [line]
+        self.done.update(line.axes)
+        self.gone.add(line.out[0].name)
+        scatters = line.op == _REDUCTIONS[0]
+        lines = self._dealt(line, [(*pair, wire) for pair, wire in zip(pairs, wires, strict=True)], scatters)
+        if rest := [(a, v) for a, v in zip(line.args, wait.out, strict=True) if a not in self.leaf_of]:
+            args, kept = zip(*rest, strict=True)
+            lines += [replace(line, args=args), replace(wait, out=kept)]
+        return lines
+
+    def _pairs(self, line: Line) -> list[tuple[Value, Value]]:
+        """The gradients that a reduction takes, each with what comes of it."""
+        out = self.waits[line.out[0].name].out
+        return [(self.values[a], v) for a, v in zip(line.args, out, strict=True) if a in self.leaf_of]
+
+    def _wires(self, line: Line, pairs: Sequence[tuple[Value, Value]], format: Format) -> list[Wire]:
+        """The gradients of a reduction as they travel; none where it is no sum of leaves."""
+        said, size = line.says(ScatterAttrs) if line.op == _REDUCTIONS[0] else None, self.mesh.axis_size(line.axes)
+        if getattr(line.attrs, "reduction", "") != "sum" or (said is not None and said.rows):
+            return []
+        wires = list[Wire]()
+        for value, out in pairs:
+            unit = BLOCK if self.spec.refuses(self.leaf_of[value.name]) is None else 1
+            held = math.prod(self._held(out).shape)
+            padded = -(-held // (size * unit)) * unit
+            wires.append(self._wire(value.name, format, padded if said is None else held))
+        return wires
+
+    def _dealt(self, line: Line, moved: Sequence[tuple[Value, Value, Wire]], scatters: bool) -> list[Line]:
+        """A reduction: summands encoded, dealt and added up; and if it leaves whole sums, these encoded, gathered and
+        decoded."""
+        (axis,) = line.axes
+        # by the axes along which ranks have their own
+        bundles = dict[tuple[str, ...], list[tuple[Value, Value, Wire]]]()
+        for value, out, wire in moved:
+            own = tuple(a for a in self.mesh.axes if a in value.placement.own)
+            bundles.setdefault(own, []).append((value, out, wire))
+        made = [self._bundle(axis, own, values, scatters) for own, values in bundles.items()]
+        self.num_deals += 1
+        lines = [x.encode for x in made]
+        lines += self._moved(
+            "all_to_all_start", "deal", axis, [v for x in made for v in x.sent], [v for x in made for v in x.come]
+        )
+        lines += [x.add for x in made]
+        if not scatters:
+            lines += self._moved(
+                _GATHER, "gather_sum", axis, [v for x in made for v in x.add.out], [v for x in made for v in x.wholes]
+            )
+            lines += [x.decode for x in made]
+        return lines
+
+    def _bundle(
+        self, axis: str, own: tuple[str, ...], values: Sequence[tuple[Value, Value, Wire]], scatters: bool
+    ) -> _Bundle:
+        sources, outs, wires = zip(*values, strict=True)
+        size, made = self.mesh.axes[axis], tuple(map(self._held, outs))
+        forms = compress_codes.bundles(wires, size)
+
+        def named(ending: str, placement: Placement) -> list[Value]:
+            kinds = ["codes" if form.dtype == torch.uint8 else "raw" for form in forms]
+            names = [self.names(f"{kind}{ending}_{self.num_deals}") for kind in kinds]
+            return [Value(n, form.shape, form.dtype, placement) for n, form in zip(names, forms, strict=True)]
+
+        sent, come = named("", Placement("local", own)), named("_dealt", Placement("local", own))
+        encoder = compress_codes.encoder(tuple(map(self._held, sources)), wires, size, self.device)
+        encode = self._call("encode_grads", encoder, [v.name for v in sources], sent)
+        names = [v.name for v in come]
+        if scatters:
+            add = self._call("decode_sum", compress_codes.adder(wires, size, made, self.device), names, outs)
+            return _Bundle(encode, sent, come, add, [], add)
+        left = tuple(a for a in own if a != axis)
+        rest = Placement("local", left) if left else WHOLE
+        parts, wholes = named("_part", replace(rest, cuts=((axis, Dim(0)),))), named("_sum", rest)
+        add = self._call("recode", compress_codes.recoder(wires, size, self.device), names, parts)
+        decoder = compress_codes.unbundler(wires, size, made, self.device)
+        return _Bundle(
+            encode, sent, come, add, wholes, self._call("decode_sums", decoder, [v.name for v in wholes], outs)
+        )
+
+    def _moved(self, op: str, name: str, axis: str, sent: Sequence[Value], come: Sequence[Value]) -> list[Line]:
+        """A transfer and its wait."""
+        handle, attrs = moving(self.names.numbered(name)), GatherAttrs(axes=(axis,))
+        start = Line(op, tuple(v.name for v in sent), (handle,), attrs=attrs, by=self.spec.name)
+        return [start, Line("wait", (handle.name,), tuple(come), by=self.spec.name)]
+
+    # --- what does not ---
+
+    def _check(self) -> None:
+        """Raises if nothing travels in codes, at all or over an axis that was named."""
+        if self.alone or (not self.program.assigns and self.spec.params is None):
+            return
+        idle = [a for a in self.spec.axes if self.mesh.axes[a] > 1 and a not in self.done]
+        if self.done and (not idle or not self.program.assigns):
+            return
+        over = ", ".join(map(repr, idle))
+        raise self.does_nothing(f"nothing would travel in codes over {over}" if idle else "does nothing")
+
+    def does_nothing(self, what: str) -> FzeroValueError:
+        """The error of a step whose leaves travel as they are, and why."""
+        said = [f"{self.spec}: the mesh has {self.mesh}"]
+        if not self.axes:
+            said.append("no transform shards leaves or divides the batch")
+        else:
+            said.append(f"leaves are sharded, or the batch is divided, over {', '.join(sorted(self.axes))}")
+            leaves = [x for x in self.program.leaves.values() if x.role == "params"]
+            shown = [f"{x}: {why}" for x in leaves if (why := self.spec.refuses(x)) is not None]
+            said += [*shown[:5], *([f"and {len(shown) - 5} more"] if len(shown) > 5 else [])]
+        fix = "leave compress out here; or select leaves of 4,096 elements and more that cross an axis"
+        return FzeroValueError("compress", what, said, fix)

@@ -1,0 +1,72 @@
+"""Gives each offloaded master a copy in the compute dtype; the update writes master and copy in one pass.
+
+Without it every step would cast the masters anew, after they were written, and move them once more. The copies are
+leaves of the state, in `extras['compute']`; they follow from the masters, so no checkpoint has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.fx as fx
+
+from fzero._compat import compat
+from fzero.ir.attributes import UpdateAttrs
+from fzero.ir.program import Line, Program, Value
+from fzero.sharding.layout import Leaf
+from fzero.trace.recorder import Recorded
+
+aten = torch.ops.aten
+
+
+def add_copies(program: Program, copies: Mapping[str, Leaf]) -> Program:
+    """The base program of a step that reads copies of masters, and whose update writes them too. `copies`: by the path
+    of the master."""
+    casts = {
+        x.args[0]: x
+        for x in program.lines
+        if x.op == "cast" and x.args[0] in copies and x.out[0].dtype == copies[x.args[0]].dtype
+    }
+    held = {master: leaf for master, leaf in copies.items() if master in casts}
+    if not held:
+        return program
+    names = {casts[master].out[0].name: leaf.path for master, leaf in held.items()}
+    dropped = set(map(id, casts.values()))
+    lines = [line.rename(names) for line in program.lines if id(line) not in dropped]
+    lines = [
+        _written(line, {m: leaf for m, leaf in held.items() if m in line.writes}) if line.op == "update" else line
+        for line in lines
+    ]
+    owners = {**program.owners, **{leaf.path: program.owners[m] for m, leaf in held.items() if m in program.owners}}
+    return replace(
+        program,
+        inputs=(*program.inputs, *(Value(leaf.path, leaf.shape, leaf.dtype) for leaf in held.values())),
+        leaves={**program.leaves, **{leaf.path: leaf for leaf in held.values()}},
+        lines=tuple(lines),
+        owners=owners,
+    )
+
+
+def _written(update: Line, copies: Mapping[str, Leaf]) -> Line:
+    """The update that also writes the compute copies."""
+    source = update.says(UpdateAttrs).graph
+    graph = compat.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(source.graph, env)
+    num, inputs, outputs = len(update.writes), [env[n] for n in source.inputs], [env[n] for n in source.outputs]
+    new = dict(zip(update.writes, outputs, strict=False))
+    last, casts = inputs[-1], []
+    for i, (master, leaf) in enumerate(copies.items()):
+        value = new[master].meta["val"]
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"copy_{i}")
+            last.meta["val"] = torch.empty_like(value, dtype=leaf.dtype)
+        cast = graph.call_function(aten._to_copy.default, (new[master],), {"dtype": leaf.dtype})
+        cast.meta["val"] = torch.empty_like(value, dtype=leaf.dtype)
+        casts.append(cast)
+    graph.output((*outputs[:num], *casts, *outputs[num:]))
+    paths = tuple(leaf.path for leaf in copies.values())
+    update = update.saying(graph=Recorded(graph, source.constants))
+    return replace(update, args=(*update.args, *paths), writes=(*update.writes, *paths))

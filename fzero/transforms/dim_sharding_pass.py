@@ -1,0 +1,507 @@
+"""Has functions compute with leaves that a mesh axis cuts along a dim, instead of with whole ones.
+
+A function is rewritten once for each way in which its arguments are cut (sharding/dim_propagation.py), and cut at its
+collectives into segments (sharding/collective_partitions.py). A collective is a line between them. Gradients of whole
+leaves, and sums, are handed on as summands: they are reduced with those over the batch axes (transforms/zero_pass.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.fx as fx
+
+from fzero._utils.units import size
+from fzero.errors import FzeroValueError
+from fzero.ir.attributes import AddAttrs, GatherAttrs, Over, ReduceAttrs, ScatterAttrs, Segment, UpdateAttrs
+from fzero.ir.from_graph import Functions
+from fzero.ir.ops import COLLECTIVES
+from fzero.ir.program import WHOLE, Line, Placement, Program, Value, moving
+from fzero.ir.value_names import Names
+from fzero.sharding import dim_propagation as cuts
+from fzero.sharding import expert_propagation
+from fzero.sharding.collective_partitions import CallStep, ExchangeStep, Segments, segments
+from fzero.sharding.dim_propagation import CutEnds, CutFunction, Exchanged, Wanted
+from fzero.sharding.op_strategies import OWN, PARTIAL, Anywhere, Met, Place, part
+from fzero.sharding.shard_regions import Dim
+from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.zero_placement import Zero
+
+_STARTS = {
+    cuts.all_reduce: "all_reduce_start",
+    cuts.all_gather: "all_gather_start",
+    cuts.reduce_scatter: "reduce_scatter_start",
+    cuts.all_to_all: "all_to_all_start",
+}
+
+
+def rewrite(program: Program, zero: Zero) -> Program:
+    """The program whose functions compute with parts, along one axis after the other: the second cuts the segments of
+    the first.
+
+    Raises:
+        FzeroValueError: operations that every rank would have to compute whole, of more bytes than the spec allows.
+    """
+    for spec in zero.cutting:
+        program = _ToParts(program, spec, zero).run()
+    return program
+
+
+def calls_on_parts(
+    program: Program, spec: Cutting, zero: Zero, known: dict[Any, CutFunction]
+) -> Iterator[tuple[Line, CutFunction | None]]:
+    """The calls of a program, each with its function on parts; None where the axis does not concern it. `known`: the
+    functions found before, which gets more."""
+    parts = _ToParts(program, spec, zero)
+    parts.known = known
+    for value in program.inputs:
+        parts._input(value)
+    parts._want()
+    for line in program.lines:
+        if line.op != "call":
+            parts._line(line)
+            continue
+        made = parts._made(line)
+        parts.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(line.out))
+        yield line, made
+
+
+def cuts_of_blocks(program: Program, zero: Zero) -> dict[int, tuple[CutEnds, ...]]:
+    """The cuts of the inputs and outputs of each block's call of a base program, by its number, along each axis that
+    cuts any; as far as they are known before functions are cut."""
+    found: dict[int, tuple[CutEnds, ...]] = {}
+    for spec in (spec for spec in zero.cutting if not spec.cuts_batch):  # rows that ranks exchange are as many
+        parts = _ToParts(program, spec, zero)
+        places = parts.expected()
+        for line in program.lines:
+            if (block := line.block) is not None and line.is_forward:
+                inputs = block.inputs[: block.joint.num_inputs]
+                ends = CutEnds(
+                    parts.n,
+                    tuple(places[a] for a in inputs),
+                    tuple(parts.wanted.get(v.name, Wanted.FREE) for v in line.out),
+                    frozenset(i for i, a in enumerate(inputs) if a in parts.leaves),
+                    spec.stream,
+                    spec.by_position,
+                )
+                found[block.number] = (*found.get(block.number, ()), ends)
+    return found
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The cuts of a program along other axes, before this one.
+
+    Attributes:
+        own: of each value, the axes along which a rank has its own.
+        sent: of each handle, the values that a collective sends.
+        rows: the values that a collective cuts along dim 0.
+        num_cuts: of each value, the axes that cut it along dims.
+    """
+
+    own: dict[str, tuple[str, ...]]
+    sent: Mapping[str, tuple[str, ...]]
+    rows: frozenset[str]
+    num_cuts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, program: Program) -> _Before:
+        starts = [line for line in program.lines if line.op in COLLECTIVES]
+        rows = frozenset(a for line in starts if line.op != "all_reduce_start" for a in line.args)
+        placed = {name: value.placement for name, value in program.values().items()}
+        own, num_cuts = {a: at.own for a, at in placed.items()}, {a: len(at.cuts) for a, at in placed.items()}
+        return cls(own, {line.out[0].name: line.args for line in starts}, rows, num_cuts)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A function with the places of its inputs and those wanted of its outputs. The others are arguments of
+    `cuts.propagate`."""
+
+    fn: str
+    places: tuple[Place, ...]
+    wanted: tuple[Wanted | Dim | None, ...]
+    leaves: frozenset[int]
+    given: tuple[tuple[Exchanged, ...], ...]
+    handed_on: tuple[tuple[Exchanged, ...], ...]
+
+
+class _ToParts:
+    def __init__(self, program: Program, spec: Cutting, zero: Zero):
+        self.program, self.spec, self.zero, self.axis = program, spec, zero, spec.axis
+        self.n = program.mesh.axes[spec.axis]
+        self.functions, self.names = Functions(), Names(program.values())
+        self.places: dict[str, Anywhere] = {}
+        update = program.update
+        self.maxima = {*(update.attrs.maxima if update else ())}
+        largest = (x for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max")
+        self.maxima |= {a for x in largest for a in x.args}
+        self.leaves: set[str] = set()  # parameters, and casts of them
+        self.before = _Before.of(program)
+        self.wanted: dict[str, Wanted | Dim | None] = {}
+        self.known: dict[Any, CutFunction] = {}
+        self.segments: dict[CutFunction, Segments] = {}
+        self.index: Value | None = None
+        self.whole: dict[tuple[str, str, str], int] = {}  # operations made whole: function, operation, line -> bytes
+        self.stream = spec.stream
+        # of each value, what ranks exchanged of it and functions hand on, and what others read of that
+        self.exchanged: dict[str, tuple[Exchanged, ...]] = {}
+        self.read: dict[str, set[Exchanged]] = defaultdict(set)
+        self.name_of: dict[tuple[str, Exchanged], str] = {}
+
+    def run(self) -> Program:
+        inputs = [self._input(v) for v in self.program.inputs]
+        self._want()
+        if self.spec.by_position is not None:
+            self._hand_on()
+        lines, parts = list[Line](), dict[int | str, list[int]]()
+        for line in self.program.lines:
+            made, segment = self._line(line), line.segment
+            of = segment.of if segment.count > 1 else line.out[0].name if line.out else ""
+            parts.setdefault(of, []).extend(len(lines) + i for i, new in enumerate(made) if new.op == "call")
+            lines += made
+        for of, at in enumerate(parts.values()):
+            for index, i in enumerate(at if len(at) > 1 else ()):
+                lines[i] = lines[i].saying(segment=Segment(of, index, len(at)))
+        self._check()
+        if self.index is not None:
+            index = Line("cut_index", (), (self.index,), attrs=Over(axes=(self.axis,)), by=self.spec.name)
+            lines.insert(0, index)
+        notes = tuple(
+            f"{self.spec.name}: {op} of {fn} is computed whole on every rank of {self.axis}: {size(nbytes)}{where}"
+            for (fn, op, where), nbytes in self.whole.items()
+        )
+        functions = self.functions.by_name
+        notes = (*self.program.notes, *notes)
+        return replace(self.program, inputs=tuple(inputs), lines=tuple(lines), functions=functions, notes=notes)
+
+    def expected(self) -> dict[str, Place]:
+        """The place of each value that is a parameter or is wanted cut; None of any other."""
+        for value in self.program.inputs:
+            self._input(value)
+        self._want()
+        for line in self.program.lines:
+            if line.op == "cast":
+                self._line(line)
+                continue
+            for v in line.out:
+                wanted = self.wanted.get(v.name)
+                self.places[v.name] = wanted if isinstance(wanted, Dim) else None
+        return {name: place if isinstance(place, Dim) else None for name, place in self.places.items()}
+
+    def _input(self, value: Value) -> Value:
+        leaf = self.program.leaves.get(value.name)
+        computed = leaf is not None and leaf.role in ("params", "compute")
+        if computed:
+            self.leaves.add(value.name)
+        own = leaf is None and self.spec.cuts_batch
+        return self._put(value, self._dim(value.name) if computed else OWN if own else None)
+
+    def _dim(self, name: str) -> Dim | None:
+        """The cut of a leaf along the axis."""
+        layout = self.program.leaves[name].layout
+        return dict(zip(layout.axes, layout.dims, strict=False)).get(self.axis)
+
+    def _want(self) -> None:
+        """Says how each value is to come out that the step reduces, or returns."""
+        program, update = self.program, self.program.update
+        summands = {*program.sums, *(update.attrs.sums if update else ())}
+        whole = {*program.outputs, *(update.attrs.maxima if update else ())}
+        self.wanted = dict.fromkeys(whole) | dict.fromkeys(summands, Wanted.SUMMAND)
+        if self.spec.cuts_batch:
+            added = {a for x in program.lines if x.op == "add" for a in x.args}
+            self.wanted |= dict.fromkeys(added | self.maxima, Wanted.SUMMAND)
+        self.wanted |= {g: self._dim(leaf) or self._summand(leaf) for leaf, g in program.grads.items()}
+        self.wanted |= {name: self.stream for name in self._passing() if name not in self.wanted}
+        out: dict[str, tuple[Value, ...]] = {}
+        for line in reversed(program.lines):
+            if line.op == "wait":
+                out[line.args[0]] = line.out
+            made = out[line.out[0].name] if line.op == "all_reduce_start" else line.out if line.op == "cast" else ()
+            for source, v in zip(line.args, made, strict=False):
+                if v.name in self.wanted and source not in whole:  # a result may be copied for a sum
+                    self.wanted[source] = self.wanted[v.name]
+
+    def _summand(self, leaf: str) -> Wanted:
+        """The place of a gradient of a leaf that functions read whole: always a summand where its state is cut over the
+        axis, for the reduction scatters it."""
+        scattered = not self.spec.cuts_batch and self.axis in self.zero.opt_state(self.program.leaves[leaf])
+        return Wanted.PARTIAL if scattered else Wanted.SUMMAND
+
+    def _passing(self) -> list[str]:
+        """The values that pass between blocks and are cut by position: of the shapes that blocks hand on."""
+        if self.stream is None:
+            return []
+        number: dict[str, int] = {}
+        for x in self.program.lines:
+            sent = [number[a] for a in x.args if x.op in COLLECTIVES or x.op == "wait"]
+            number.update(dict.fromkeys((v.name for v in x.out), *(sent[:1] or [x.block.number if x.block else -1])))
+        values = {v.name: v for x in self.program.lines for v in x.out}
+        passing = {
+            a
+            for x in self.program.lines
+            for a in (x.args if x.op not in COLLECTIVES and x.op != "wait" else ())
+            if a in number and number[a] != (x.block.number if x.block else -1)
+        }
+        shapes = [values[a].shape for a in values if a in passing and number[a] >= 0 and len(values[a].shape) > 2]
+        shapes = [shape for shape in dict.fromkeys(shapes) if shape[1] > 1]
+        if shapes or self.program.update is not None:  # an evaluation may have none, such as one of parameters alone
+            self.spec.check_passing(shapes, self.n)
+        shapes = [shape for shape in shapes if shape[1] % self.n == 0]
+        return [name for name in values if name in passing and values[name].shape in shapes]
+
+    def _hand_on(self) -> None:
+        """Finds the exchanged values that functions hand on: those that others read."""
+        for line in self.program.lines:
+            if line.op != "call":
+                self._line(line)
+                continue
+            made = self._made(line)
+            self.places.update((v.name, made.places[i] if made else None) for i, v in enumerate(line.out))
+            if made is not None:
+                self.exchanged.update((v.name, x) for v, x in zip(line.out, made.exchanged, strict=True) if x)
+                for a, read in zip(line.args, made.read, strict=True):
+                    self.read[a] |= {*read}
+        self.exchanged = {
+            a: found
+            for a, offered in self.exchanged.items()
+            if (found := tuple(x for x in offered if x in self.read[a]))
+        }
+
+    def _put(self, value: Value, place: Anywhere) -> Value:
+        """A value with its place along the axis."""
+        self.places[value.name] = place
+        at = value.placement
+        if isinstance(place, Dim):
+            at = replace(at, cuts=(*at.cuts, (self.axis, place)))
+        elif place == PARTIAL:
+            by = "max" if value.name in self.maxima else at.by
+            at = replace(at, partial=(*at.partial, self.axis), by=by)
+        elif place is not None:
+            at = replace(at, kind="local", axes=(*at.axes, self.axis))
+        if isinstance(place, Met):
+            value = replace(value, shape=tuple(part(value.shape, place, self.n)))
+        return replace(value, placement=at)
+
+    def _whole(self, line: Line, value: Value) -> Value:
+        """A result of a line that computes with no parts: where ranks have rows of their own, it is of these."""
+        if not self.spec.cuts_batch or isinstance(line.attrs, UpdateAttrs):
+            # A quotient of sums differs between ranks until these sums are reduced (transforms/zero_pass.py).
+            summands = line.of_sums and any(self.places[a] == PARTIAL for a in line.args)
+            return self._put(value, OWN if summands else None)
+        if self.wanted.get(value.name) is Wanted.SUMMAND:
+            return self._put(value, PARTIAL)
+        read = [self.places[a] for a in line.args]
+        own = any(place is not None and not isinstance(place, Dim) for place in read)
+        placed = self._put(value, OWN if own else None)
+        if line.op == "part_index":  # a line says itself of which axes it has the number
+            self.places[value.name] = OWN
+        return placed
+
+    def _line(self, line: Line) -> list[Line]:
+        if line.op == "call":
+            return self._call(line)
+        if line.fn:
+            self.functions.by_name.setdefault(line.fn, self.program.functions[line.fn])
+        if line.op in COLLECTIVES:
+            return [line]
+        if line.op == "wait":
+            sent = zip(self.before.sent[line.args[0]], line.out, strict=True)
+            return [replace(line, out=tuple(self._brought(a, v) for a, v in sent))]
+        if isinstance(line.attrs, UpdateAttrs) or line.op != "cast":
+            return [replace(line, out=tuple(self._whole(line, v) for v in line.out))]
+        self.leaves |= {v.name for a, v in zip(line.args, line.out, strict=False) if a in self.leaves}
+        out = (self._put(v, self._cast_place(a, v)) for a, v in zip(line.args, line.out, strict=False))
+        return [replace(line, out=tuple(out))]
+
+    def _brought(self, source: str, value: Value) -> Value:
+        """The result of a collective along another axis. What it sends is sharded along this axis already, so this cut
+        comes before the cuts that the collective makes, such as that of a reduce_scatter."""
+        num, brought = self.before.num_cuts[source], self._put(value, self.places[source])
+        if not isinstance(self.places[source], Dim):
+            return brought
+        *cuts, own = brought.placement.cuts
+        return replace(brought, placement=replace(brought.placement, cuts=(*cuts[:num], own, *cuts[num:])))
+
+    def _cast_place(self, source: str, value: Value) -> Anywhere:
+        """The place of a cast: that of its source. But a copy of a rank's own result, made for a sum, is a summand."""
+        place = self.places[source]
+        return PARTIAL if place == OWN and self.wanted.get(value.name) is Wanted.SUMMAND else place
+
+    def _call(self, line: Line) -> list[Line]:
+        made = self._made(line)
+        if made is None:
+            function = self.program.functions[line.fn]
+            fn = self.functions.add(line.fn, function.graph, function.writes)
+            return [replace(line, fn=fn, out=tuple(self._whole(line, v) for v in line.out))]
+        if made not in self.segments:
+            like = [x.meta["val"] for x in self.program.functions[line.fn].graph.outputs]
+            self.segments[made] = segments(made, [*like, *(x.meta["val"] for x in made.graph.outputs[len(like) :])])
+        for x in made.whole:
+            of = line.fn, x.op, f", {x.line}" if x.line else ""
+            self.whole[of] = max(self.whole.get(of, 0), x.nbytes)
+        more = [self._handed_on(v, x) for v in line.out for x in self.exchanged.get(v.name, ())]
+        given = [self.name_of[a, x] for a in line.args for x in self.exchanged.get(a, ())]
+        line = replace(line, args=(*line.args, *given), out=(*line.out, *more))
+        return self._emit(line, made, self.segments[made])
+
+    def _made(self, line: Line) -> CutFunction | None:
+        """The function of a call on parts; None if it has nothing to do with the axis."""
+        places: tuple[Anywhere, ...] = tuple(self.places[a] for a in line.args)
+        wanted = tuple(self.wanted.get(v.name, Wanted.FREE) for v in line.out)
+        if not any(isinstance(place, (Dim, Met)) or place is Wanted.PARTIAL for place in (*places, *wanted)):
+            return None
+        if self.spec.cuts_batch:
+            of = line.fn, places, wanted
+            if of not in self.known:
+                self.known[of] = expert_propagation.propagate(
+                    self.program.functions[line.fn].graph, self.n, places, wanted
+                )
+            return self.known[of]
+        asked = _Asked(
+            line.fn,
+            cast("tuple[Place, ...]", places),
+            wanted,
+            frozenset(i for i, a in enumerate(line.args) if a in self.leaves),
+            tuple(self.exchanged.get(a, ()) for a in line.args),
+            tuple(self.exchanged.get(v.name, ()) for v in line.out),
+        )
+        made = self._propagated(asked)
+        torn = {i for i, v in enumerate(line.out) if v.name in self.before.rows and _is_cut_in_rows(made.places[i])}
+        if torn:  # of what another axis exchanges in rows, none is cut
+            made = self._propagated(
+                replace(asked, wanted=tuple(None if i in torn else w for i, w in enumerate(wanted)))
+            )
+        return made
+
+    def _propagated(self, asked: _Asked) -> CutFunction:
+        if asked not in self.known:
+            self.known[asked] = cuts.propagate(
+                self.program.functions[asked.fn].graph,
+                self.n,
+                asked.places,
+                asked.wanted,
+                leaves=asked.leaves,
+                stream=self.stream,
+                by_position=self.spec.by_position,
+                given=asked.given,
+                handed_on=asked.handed_on,
+            )
+        return self.known[asked]
+
+    def _handed_on(self, value: Value, exchanged: Exchanged) -> Value:
+        name = self.name_of[value.name, exchanged] = self.names(f"{value.name}_exchanged")
+        return Value(name, exchanged.shape, exchanged.dtype)
+
+    def _emit(self, line: Line, made: CutFunction, cut: Segments) -> list[Line]:
+        """The lines of a function in segments."""
+        args, name = list(line.args), f"{line.fn}_{line.block.number}" if line.block else line.fn
+        if made.has_index:
+            if self.index is None:
+                at = Placement("local", (self.axis,))
+                self.index = Value(self.names(f"{self.axis}_index"), (1,), torch.int64, at)
+            args.append(self.index.name)
+        names: dict[fx.Node, str] = dict(zip(cut.inputs, args, strict=True))
+        others = self._others(line, made, cut)
+        final = {
+            x.node: self._put(self._owned(v, others[x.node]), x.place)
+            for x, v in zip(cut.results, line.out, strict=True)
+            if x.node not in names
+        }
+        count, at, lines = sum(isinstance(x, CallStep) for x in cut.steps), 0, list[Line]()
+        sent = {x: step for step in cut.steps if isinstance(step, ExchangeStep) for x in step.sent}
+        handles: dict[ExchangeStep, str] = {}
+        for step in cut.steps:
+            if isinstance(step, CallStep):
+                out = tuple(
+                    final.get(x) or self._between(name, x, cut, sent.get(x), final, others[x]) for x in step.outputs
+                )
+                names.update((x, v.name) for x, v in zip(step.outputs, out, strict=True))
+                fn = self.functions.add(line.fn if count == 1 else f"{line.fn}_seg{at}", step.graph)
+                lines.append(replace(line, fn=fn, args=tuple(names[x] for x in step.inputs), out=out))
+                at += 1
+            elif isinstance(step, ExchangeStep):
+                handle = moving(self.names(f"{name}_{self.axis}_{len(handles)}"))
+                handles[step] = handle.name
+                lines.append(self._start(step, tuple(names[x] for x in step.sent), handle))
+            else:
+                out = tuple(final.get(m) or self._arrived(name, m, others[m]) for m in step.of.markers)
+                names.update((m, v.name) for m, v in zip(step.of.markers, out, strict=True))
+                lines.append(Line("wait", (handles[step.of],), out, by=self.spec.name))
+        return lines
+
+    def _others(self, line: Line, made: CutFunction, cut: Segments) -> dict[fx.Node, tuple[str, ...]]:
+        """The axes before this one along which a rank has its own of each value of a function."""
+        found: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(made.graph.graph.nodes, ())
+        found.update((x, self.before.own[a]) for x, a in zip(cut.inputs, line.args, strict=False))
+        for x in made.graph.graph.nodes:
+            if x.op == "call_function":
+                found[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in found[a]))
+        return found
+
+    def _owned(self, value: Value, axes: tuple[str, ...]) -> Value:
+        """A value that is handed on: of the axes before, each rank has its own."""
+        if value.name in self.before.own:
+            return value
+        self.before.own[value.name] = axes
+        return replace(value, placement=Placement("local", axes)) if axes else value
+
+    def _between(
+        self,
+        of: str,
+        node: fx.Node,
+        cut: Segments,
+        sent: ExchangeStep | None,
+        final: Mapping[fx.Node, Value],
+        axes: tuple[str, ...],
+    ) -> Value:
+        """A value that a segment makes for another, or for a collective."""
+        value, axis, own = node.meta["val"], self.axis, Placement("local", axes) if axes else WHOLE
+        name, shape = self.names(f"{of}_{node.name}"), tuple(value.shape)
+        if sent is None or sent.kind is cuts.all_to_all:
+            return Value(name, shape, value.dtype, Placement("local", (*axes, axis)) if node in cut.own else own)
+        if sent.kind is cuts.all_gather:
+            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, cuts=((axis, Dim(0)),)))
+        result = next((final[m] for m in sent.markers if m.args[0] is node and m in final), None)
+        if result is not None:
+            shape, own = result.shape, result.placement
+        return Value(name, shape, value.dtype, replace(own, partial=(*own.partial, axis), by=sent.reduction))
+
+    def _arrived(self, of: str, marker: fx.Node, axes: tuple[str, ...]) -> Value:
+        """A value that a collective has brought for a segment."""
+        value, own = marker.meta["val"], Placement("local", axes) if axes else WHOLE
+        name, shape = self.names(f"{of}_{marker.name}"), tuple(value.shape)
+        if marker.target is cuts.reduce_scatter:
+            return Value(name, (self.n, *shape[1:]), value.dtype, replace(own, cuts=((self.axis, Dim(0)),)))
+        own = Placement("local", (*axes, self.axis)) if marker.target is cuts.all_to_all else own
+        return Value(name, shape, value.dtype, own)
+
+    def _start(self, step: ExchangeStep, sent: tuple[str, ...], handle: Value) -> Line:
+        op, axes = _STARTS[step.kind], (self.axis,)
+        attrs = {
+            "all_gather_start": lambda: GatherAttrs(axes=axes),
+            "all_to_all_start": lambda: GatherAttrs(axes=axes),
+            "all_reduce_start": lambda: ReduceAttrs(axes=axes, reduction=step.reduction),
+            "reduce_scatter_start": lambda: ScatterAttrs(axes=axes, reduction="sum", rows=True),
+        }[op]()
+        return Line(op, sent, (handle,), attrs=attrs, by=self.spec.name)
+
+    def _check(self) -> None:
+        """Raises naming the operations that every rank would compute whole, above the bytes that the spec allows."""
+        large = {of: nbytes for of, nbytes in self.whole.items() if nbytes > self.spec.max_replicated_bytes}
+        if not large:
+            return
+        problems = [f"{op} of {fn}: {size(nbytes)}{where}" for (fn, op, where), nbytes in large.items()]
+        most = size(self.spec.max_replicated_bytes)
+        what = f"operations would be computed whole on every rank of {self.axis!r}, of more than {most}"
+        allowed = f"fz.{self.spec.name}(..., max_replicated_bytes='{size(max(large.values()))}')"
+        fix = f"{self.spec.way_out}, or allow it: {allowed}"
+        raise FzeroValueError(self.spec.name, what, problems, fix)
+
+
+def _is_cut_in_rows(place: Anywhere) -> bool:
+    return isinstance(place, Dim) and place.dim == 0

@@ -1,0 +1,53 @@
+"""Gathers shards over one mesh axis after the other (see [Note: hops] in zero_pass.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from fzero.ir.attributes import GatherAttrs, Over
+from fzero.ir.ops import STARTS
+from fzero.ir.program import Line, Value
+from fzero.ir.value_names import Names
+
+K = TypeVar("K")
+
+
+def gathered(
+    values: Mapping[K, Value],
+    to: Mapping[K, tuple[str, ...]],
+    named: Callable[[K], str],
+    names: Names,
+    handle: Callable[[], Value],
+    by: str,
+) -> tuple[dict[K, Value], list[Line]]:
+    """Values, by any key, once they are cut over these axes alone, and the lines that gather them. What goes over the
+    same axis travels together.
+
+    Args:
+        values: the shards.
+        to: the axes over which each is to be cut still; by default none.
+        named: the name of a gathered value.
+        names: of the program.
+        handle: the result of a start.
+        by: the transform that places the lines.
+    """
+    now, lines = dict(values), list[Line]()
+    while left := [key for key, v in now.items() if v.placement.axes != to.get(key, ())]:
+        first = max((now[key].placement.axes for key in left), key=len)
+        here = [key for key in left if now[key].placement.axes[-1:] == first[-1:]]
+        sent = tuple(now[key].name for key in here)
+        start = Line("all_gather_start", sent, (handle(),), attrs=GatherAttrs(axes=first[-1:]), by=by)
+        for key in here:
+            placement = STARTS["all_gather_start"].arrives(start, now[key].placement)
+            part = f"{named(key)}_{'parts' if placement.kind == 'parts' else 'part'}"
+            name = names(part if placement.axes else named(key))
+            now[key] = replace(now[key], name=name, placement=placement)
+        lines += [start, Line("wait", (start.out[0].name,), tuple(now[key] for key in here), by=by)]
+        for key in (key for key in here if now[key].placement.kind == "parts"):
+            parts, placement = now[key], now[key].placement.joined
+            name = names(f"{named(key)}_part" if placement.axes else named(key))
+            now[key] = replace(parts, name=name, placement=placement)
+            lines.append(Line("join_parts", (parts.name,), (now[key],), attrs=Over(axes=first[-1:]), by=by))
+    return now, lines

@@ -1,0 +1,439 @@
+"""Cuts the update into functions: one a block of leaves, compiled once for all blocks alike, with the scalars hoisted
+out.
+
+The recorded update is one graph over all leaves. Its scalars (norms, bias corrections, learning rates) are few and
+depend on all leaves. Its leaf arithmetic is large and depends on one leaf and some scalars. So it falls into levels,
+each a function of scalars, then functions of leaves that reduce to new scalars, then an all_reduce for all of those at
+once; last come the functions that write new parameters and state in place. A leaf value that two levels need is
+computed twice: reading it again would cost as much. Values marked as whole are gathered at the end of a level, too: a
+function makes the shards, and the next level's functions read whole values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from fzero.ir.attributes import Attrs, CastAttrs, CutAttrs, DrawAttrs, ReduceAttrs, ShardOfAttrs
+from fzero.ir.from_graph import Functions
+from fzero.ir.program import WHOLE, Line, Placement, Program, Value, moving
+from fzero.ir.value_names import Names
+from fzero.sharding.flat_propagation import Sharded, all_reduce, cut, draw_start, gather, num_valid, propagate
+from fzero.sharding.layout import TIERS, Cut, cut_over
+from fzero.sharding.update_scalars import MARKERS, is_leaf_value, mark_few, mark_one_element, reduces, slice_packed
+from fzero.trace.recorder import Recorded
+from fzero.trace.subgraph import Subgraph, ancestors, views_of
+from fzero.transforms import multi_axis_gather
+
+aten = torch.ops.aten
+
+Owner = tuple[int, int]
+"""The number of a block, and of a tier in `TIERS`."""
+NOBODY: Owner = (-1, 0)
+
+
+def cut_update(program: Program) -> Program:
+    """Replaces the `update` line by lines that run. Shards are as the placements of its arguments and targets say."""
+    return _Cutter(program).program
+
+
+class _Cutter:
+    def __init__(self, program: Program):
+        self.functions, self.names = Functions(program.functions), Names(program.values())
+        self.values, self.values_named, self.num_scalars = program.values(), set[str](), 0
+        self.placed: dict[fx.Node, tuple[tuple[int, ...], Placement]] = {}  # shards that are gathered
+        self.gathered: dict[fx.Node, str] = {}
+        update = program.update
+        assert update is not None
+        self.line = update
+        source: Recorded = update.attrs.graph
+        places = source.inputs
+        named = {**update.attrs.leaf, **{g: f"the gradient of {leaf}" for leaf, g in program.grads.items()}}
+
+        def cut_as(name: str) -> Cut | None:
+            at = self.values[name].placement
+            return cut_over(program.mesh, at.axes, at.grid, at.dims) if at.kind == "shard" else None
+
+        sharded = {
+            p: Sharded(named.get(a, a), c)
+            for p, a in zip(places, update.args, strict=True)
+            if (c := cut_as(a)) is not None
+        }
+        self.graph = propagate(source, sharded, [*map(cut_as, update.writes), *(None for _ in update.out)], "optimizer")
+        self.places = self.graph.inputs
+        self.name = dict(zip(self.places, update.args, strict=True))
+        grads = {g: leaf for leaf, g in program.grads.items()}
+        only = {a: program.leaves[leaf].layout.only for a in update.args if (leaf := grads.get(a, a)) in program.leaves}
+        mark_one_element(self.graph.graph, {p: at for p, a in self.name.items() if (at := only.get(a)) is not None})
+        mark_few(self.graph.graph, {p for p, a in self.name.items() if a in update.attrs.maxima})
+        self.place = {name: p for p, name in self.name.items()}
+        self.known: dict[Any, str] = {}  # the functions cut so far, by their signatures
+        self._copy_moved()
+        self.outputs = self.graph.outputs
+        self.lines: list[Line] = []
+        self.owner = self._owners(program)
+        self.metric = dict(zip(reversed(self.outputs), reversed(update.out), strict=False))
+        self._pack()
+        self._emit()
+        at = program.lines.index(update)
+        self.program = replace(
+            program,
+            lines=(*program.lines[:at], *self.lines, *program.lines[at + 1 :]),
+            functions=self.functions.by_name,
+        )
+
+    def _copy_moved(self) -> None:
+        """Copies values that only change their place, such as a kept gradient or two exchanged leaves, because targets
+        are overwritten one by one."""
+        graph, outputs = self.graph.graph, self.graph.outputs
+        last, views = graph.output_node(), views_of(graph, set(self.places))
+        with graph.inserting_before(last):
+            for i, (target, node) in enumerate(zip(self.line.writes, outputs, strict=False)):
+                made_here = node not in views and node.target not in (cut, gather)
+                if not made_here or self.name.get(node, target) != target:
+                    outputs[i] = graph.call_function(
+                        aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                    )
+                    value = torch.empty_like(node.meta["val"], memory_format=torch.contiguous_format, device="meta")
+                    outputs[i].meta.update(node.meta, val=value)
+        last.args = (tuple(outputs),)
+
+    def _owners(self, program: Program) -> dict[fx.Node, Owner]:
+        """The block that every leaf value belongs to, and its tier: values that meet in an operation belong together,
+        on the tier farthest from the device."""
+        parent: dict[fx.Node, fx.Node] = {}
+
+        def root(node: fx.Node) -> fx.Node:
+            while parent.setdefault(node, node) is not node:
+                parent[node] = parent[parent[node]]
+                node = parent[node]
+            return node
+
+        for node in self.graph.graph.nodes:
+            if is_leaf_value(node):
+                for arg in node.all_input_nodes:
+                    if is_leaf_value(arg):
+                        parent[root(arg)] = root(node)
+        for target, node in zip(self.line.writes, self.outputs, strict=False):
+            # a leaf belongs to its new value, though it may not read it
+            place = self.place[target]
+            if is_leaf_value(place) and is_leaf_value(node):
+                parent[root(place)] = root(node)
+        owner: dict[fx.Node, Owner] = {}
+        grads = {g: leaf for leaf, g in program.grads.items()}
+        aliases = self.line.attrs.leaf
+        for place in self.places:
+            name = self.name[place]
+            leaf = aliases.get(name, grads.get(name, name))
+            number, before = program.owners.get(leaf, NOBODY[0]), owner.get(root(place), NOBODY)
+            tier = TIERS.index(program.leaves[leaf].layout.tier) if leaf in program.leaves and name not in grads else 0
+            owner[root(place)] = min((n for n in (number, before[0]) if n >= 0), default=-1), max(tier, before[1])
+        return {n: owner.get(root(n), NOBODY) for n in parent}
+
+    def _levels(self) -> dict[fx.Node, int]:
+        """The number of reductions and gathers before a node."""
+        level: dict[fx.Node, int] = {}
+        for node in _in_order(self.graph.graph):
+            args = node.all_input_nodes
+            level[node] = max((level[a] + (reduces(a) or a.target is gather) for a in args), default=0)
+        return level
+
+    def _pack(self) -> None:
+        """Makes one vector of the scalars that a block's leaves are reduced to at one level: one value to name, move
+        and read."""
+        level, graph = self._levels(), self.graph.graph
+        groups: dict[tuple[int, Owner, torch.dtype, Across | None], list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if reduces(node):
+                groups[
+                    level[node], self.owner.get(node.all_input_nodes[0], NOBODY), node.meta["val"].dtype, _across(node)
+                ].append(node)
+        last = graph.output_node()
+        for (_, owner, dtype, across), group in groups.items():
+            if len(group) == 1:
+                continue
+            scalars = [n if not across else next(u for u in n.users if u.target is all_reduce) for n in group]
+            with graph.inserting_before(last):
+                flat = [self._shaped(n, (), owner) for n in group]
+                packed = graph.call_function(aten.stack.default, (flat,))
+                packed.meta.update(val=torch.empty(len(group), dtype=dtype, device="meta"), reduction=True)
+                self.owner[packed] = owner
+                whole = packed
+                if across:
+                    whole = graph.call_function(all_reduce, (packed, *across))
+                    whole.meta["val"] = packed.meta["val"]
+                for i, scalar in enumerate(scalars):
+                    one = graph.call_function(aten.select.int, (whole, 0, i))
+                    one.meta["val"] = scalar.meta["val"].reshape(())
+                    one = self._shaped(one, tuple(scalar.meta["val"].shape))
+                    scalar.replace_all_uses_with(
+                        one, delete_user_cb=lambda user, kept=(packed, *flat): user not in kept
+                    )
+            for node, scalar in zip(group, scalars, strict=True):
+                node.meta.pop("reduction", None)
+                node.meta["shard"] = True  # part of the block's function now, not a scalar of its own
+                if scalar is not node:
+                    graph.erase_node(scalar)
+        slice_packed(graph)
+        self.outputs = self.graph.outputs
+        _sort(graph)
+
+    def _shaped(self, node: fx.Node, shape: tuple[int, ...], owner: Owner | None = None) -> fx.Node:
+        """A value of one element in this shape: some reductions keep dims. `owner`: whose function it is part of, if it
+        is of a block's."""
+        if node.meta["val"].shape == shape:
+            return node
+        new = self.graph.graph.call_function(aten.reshape.default, (node, list(shape)))
+        new.meta["val"] = node.meta["val"].reshape(shape)
+        if owner is not None:
+            new.meta["shard"], self.owner[new] = True, owner
+        return new
+
+    def _emit(self) -> None:
+        """The lines of every level, and then those that write the state and make the metrics."""
+        nodes, level = list(self.graph.graph.nodes), self._levels()
+        needed = ancestors(self.outputs, stop=set())
+        stop = {
+            n
+            for n in nodes
+            if n.op == "placeholder"
+            or n.target in (cut, gather, all_reduce)
+            or reduces(n)
+            or not (n.op == "get_attr" or is_leaf_value(n))
+        }
+        for at in sorted({level[n] for n in nodes if n in needed and n.op != "output"}):
+            self._level([n for n in nodes if n in needed and level[n] == at], at, stop)
+        metrics = self.outputs[len(self.line.writes) :]
+        arrays = [n for n in dict.fromkeys(metrics) if n not in self.name]
+        if arrays:  # metrics that are not scalars come first: they may read views of leaves that are overwritten next
+            self._function("metrics", arrays, (), stop - set(arrays))
+        self._write(stop)
+        for node, value in zip(metrics, self.line.out, strict=True):
+            if self.name[node] != value.name:
+                attrs = CastAttrs(dtype=value.dtype)
+                self.lines.append(Line("cast", (self.name[node],), (value,), attrs=attrs, by="optimizer"))
+
+    def _level(self, here: Sequence[fx.Node], at: int, stop: set[fx.Node]) -> None:
+        """The lines of one level: its scalars, cuts, and functions that reduce to new scalars."""
+        for node in here:
+            args: Any = node.args
+            if node.target is num_valid:
+                shape, axes = args
+                self._line("num_valid", (), node, ShardOfAttrs(shape=shape, axes=axes), Placement("local", axes))
+            elif node.target is draw_start:
+                base, shape, axes = args
+                placement = Placement("local", axes) if axes else WHOLE
+                self._line("draw_start", (), node, DrawAttrs(base=base, shape=shape, axes=axes), placement)
+        self._scalars([n for n in here if self._is_scalar(n)], at, stop)
+        self._cuts([n for n in here if n.target is cut], stop)
+        reductions = [n for n in here if reduces(n)]
+        for group in self._by_owner(reductions):
+            self._function("reduce", group, (), stop - set(group))
+        self._all_reduce([u for n in reductions for u in n.users if u.target is all_reduce])
+        for group in self._by_owner([n for n in here if n.target is gather]):
+            self._gather(group, stop)
+
+    def _write(self, stop: set[fx.Node]) -> None:
+        """The functions of blocks that write the state in place, and the values that are assigned unchanged."""
+        targets: dict[fx.Node, list[str]] = defaultdict(list)
+        for target, node in zip(self.line.writes, self.outputs, strict=False):
+            if self.name.get(node) != target:
+                targets[node].append(target)
+        for group in self._by_owner([n for n in targets if is_leaf_value(n)]):
+            written = [(n, target) for n in group for target in targets[n]]
+            self._function("update", [n for n, _ in written], tuple(t for _, t in written), stop - set(group))
+        for target, node in zip(self.line.writes, self.outputs, strict=False):
+            if not is_leaf_value(node) and self.name[node] != target:
+                self.lines.append(Line("assign", (target, self.name[node]), writes=(target,), by="optimizer"))
+
+    def _scalar_name(self, node: fx.Node) -> str:
+        """A metric's own name, or the next number."""
+        if node in self.metric and self.metric[node].name not in self.values_named:
+            self.values_named.add(self.metric[node].name)
+            return self.metric[node].name
+        self.num_scalars += 1
+        return self.names(f"s_{self.num_scalars - 1}")
+
+    def _is_scalar(self, node: fx.Node) -> bool:
+        return (
+            node.op == "call_function" and not is_leaf_value(node) and not reduces(node) and node.target not in MARKERS
+        )
+
+    def _scalars(self, nodes: list[fx.Node], at: int, stop: set[fx.Node]) -> None:
+        inside, returned = set(nodes), set(self.outputs)
+        outputs = [n for n in nodes if n not in self.name and (n in returned or any(u not in inside for u in n.users))]
+        if outputs:
+            self._function(f"scalars_{at}", outputs, (), stop - inside)
+
+    def _by_owner(self, nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+        """The nodes of each block and tier, in the order of the blocks."""
+        groups: dict[Owner, dict[fx.Node, None]] = defaultdict(dict)
+        for node in nodes:
+            owner = self.owner.get(node)
+            if owner is None:
+                owner = self.owner.get(node.all_input_nodes[0], NOBODY)
+            groups[owner][node] = None
+        return [list(groups[owner]) for owner in sorted(groups)]
+
+    def _function(self, name: str, outputs: list[fx.Node], targets: tuple[str, ...], stop: set[fx.Node]) -> None:
+        """A line that calls the function from what is known to `outputs`; with targets it writes them there instead of
+        returning them."""
+        needed = ancestors(outputs, stop)
+        # numbers that all leaves share come behind: the first function that reads one is like the others
+        read = {n for n in needed if n in stop} | {self.place[t] for t in targets}
+        inputs = sorted(read, key=lambda n: (n.target is not gather, n))
+        part = Subgraph(self.graph, inputs, outputs)
+        args = tuple(self.name[n] for n in inputs)
+        writes = tuple(args.index(t) for t in targets)
+        key = (name, part.signature, writes)
+        if key not in self.known:
+            self.known[key] = self.functions.add(name, written(part.extract(), writes), writes)
+        fn = self.known[key]
+        if not targets:
+            out = []
+            for node in outputs:
+                across = _across(node)
+                placement = WHOLE if across is None else Placement(partial=across.axes, by=across.op)
+                shape, placement = self.placed.get(node, (tuple(node.meta["val"].shape), placement))
+                self.name[node] = self._scalar_name(node)
+                out.append(Value(self.name[node], shape, node.meta["val"].dtype, placement))
+            self.lines.append(Line("call", args, tuple(out), fn, by="optimizer"))
+            return
+        self.lines.append(Line("call", args, (), fn, writes=targets, by="optimizer"))
+
+    def _gather(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
+        """The lines that gather whole values, of one block."""
+        shards: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            shards[node], axes, dims, shape = node.args  # type: ignore[assignment]
+            self.placed[shards[node]] = shape, Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
+        made = [n for n in dict.fromkeys(shards.values()) if n not in self.name]
+        if made:
+            self._function("shards", made, (), stop - {*made})
+        values = {
+            n: Value(self.name[x], self.placed[x][0], x.meta["val"].dtype, self.placed[x][1]) for n, x in shards.items()
+        }
+        handle = lambda: moving(self.names("gather_whole"))  # noqa: E731
+        named = {n: f"whole_{len(self.gathered) + i}" for i, n in enumerate(nodes)}
+        whole, lines = multi_axis_gather.gathered(values, {}, lambda n: named[n], self.names, handle, "optimizer")
+        self.gathered |= named
+        self.name.update((n, v.name) for n, v in whole.items())
+        self.lines += lines
+
+    def _cuts(self, nodes: Sequence[fx.Node], stop: set[fx.Node]) -> None:
+        """Shards of what is whole. Values made of one gathered leaf come of one function."""
+        groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
+        sources: list[fx.Node] = [n.args[0] for n in nodes]  # type: ignore[misc]
+        for source in dict.fromkeys(x for x in sources if x not in self.name):
+            of, group = {n for n in ancestors([source], stop - {source}) if n.target is gather}, [source]
+            for met in [x for x in groups if not of.isdisjoint(x[0])]:
+                groups.remove(met)
+                of, group = of | met[0], [*met[1], *group]
+            groups.append((of, group))
+        for _, group in groups:
+            self._function("whole", group, (), stop - {*group})
+        for node, source in zip(nodes, sources, strict=True):
+            axes, dims = node.args[1:]
+            placement = Placement("shard", axes, dims=dims)  # type: ignore[arg-type]
+            attrs = CutAttrs(axes=axes, dims=dims)  # type: ignore[arg-type]
+            shape = tuple(source.meta["val"].shape)
+            self._line("take_shard", (self.name[source],), node, attrs, placement, shape)
+
+    def _line(
+        self,
+        op: str,
+        args: tuple[str, ...],
+        node: fx.Node,
+        attrs: Attrs,
+        placement: Placement = WHOLE,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        """A line that makes a node; `shape`: of the whole, where a rank has its shard."""
+        self.name[node] = self._scalar_name(node)
+        shape = tuple(node.meta["val"].shape) if shape is None else shape
+        self.lines.append(
+            Line(
+                op,
+                args,
+                (Value(self.name[node], shape, node.meta["val"].dtype, placement),),
+                attrs=attrs,
+                by="optimizer",
+            )
+        )
+
+    def _all_reduce(self, nodes: list[fx.Node]) -> None:
+        """The summands of one level in as few transfers over each axis as there are kinds of reduction: all are scalars
+        and travel together."""
+        for op in ("sum", "max", "min"):
+            # and the axes that each is still to be reduced over
+            group: dict[fx.Node, tuple[str, ...]] = {n: n.args[2] for n in nodes if n.args[1] == op}  # type: ignore[misc]
+            while left := list(dict.fromkeys(a for axes in group.values() for a in axes)):
+                here = [n for n, axes in group.items() if left[0] in axes]
+                handle = moving(self.names("reduce_norms"))
+                args = tuple(self.name[n.args[0] if n not in self.name else n] for n in here)  # type: ignore[index]
+                self.lines.append(
+                    Line(
+                        "all_reduce_start",
+                        args,
+                        (handle,),
+                        attrs=ReduceAttrs(axes=(left[0],), reduction=op),
+                        by="optimizer",
+                    )
+                )
+                out = []
+                for node in here:
+                    group[node] = tuple(a for a in group[node] if a != left[0])
+                    self.name[node] = self._scalar_name(node)
+                    placement = Placement(by=op).left(group[node])
+                    out.append(Value(self.name[node], tuple(node.meta["val"].shape), node.meta["val"].dtype, placement))
+                self.lines.append(Line("wait", (handle.name,), tuple(out), by="optimizer"))
+
+
+class Across(NamedTuple):
+    """The reduction of the summands of ranks: by what, over which axes."""
+
+    op: str
+    axes: tuple[str, ...]
+
+
+def _across(node: fx.Node) -> Across | None:
+    """The reduction over ranks of a node's result, if there is one."""
+    return next((Across(str(u.args[1]), tuple(u.args[2])) for u in node.users if u.target is all_reduce), None)  # type: ignore[arg-type]
+
+
+def written(graph: Recorded, writes: tuple[int, ...]) -> Recorded:
+    """The function with its results written over these inputs instead of returned."""
+    if writes:
+        places, result, new = graph.inputs, graph.graph.output_node(), graph.outputs
+        with graph.graph.inserting_before(result):
+            for i, value in zip(writes, new, strict=True):
+                graph.graph.call_function(aten.copy_.default, (places[i], value)).meta["val"] = places[i].meta["val"]
+        result.args = ((),)
+    return graph
+
+
+def _in_order(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes, each after its inputs, otherwise in their order."""
+    done: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        todo = [node]
+        while todo:
+            missing = [a for a in todo[-1].all_input_nodes if a not in done]
+            if missing:
+                todo += reversed(missing)
+            else:
+                done[todo.pop()] = None
+    return list(done)
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Puts the nodes of a graph in order again."""
+    last = graph.output_node()
+    for node in _in_order(graph):
+        if node is not last:
+            last.prepend(node)

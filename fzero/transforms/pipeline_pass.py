@@ -1,0 +1,590 @@
+"""Divides a program among the stages of a pipeline: each gets a program of its own, the lines of its blocks in the
+order of a schedule, with lines that hand values to other stages or take them.
+
+The program of `accumulate(schedule="layerwise")` has each line once per micro-batch. It is the whole program of a
+pipeline, except for the order.
+
+[Note: stages] A line belongs to a stage:
+  - a block's to that of the block;
+  - another one's of a micro-batch to the last stage that it reads of, in the forward;
+  - in the backward to the last stage whose forward it reads, or which reads it; else to the first that it reads of;
+  - one of the step to that of the leaves that it reads or writes, or of all else that it reads, such as a gather, a sum
+    or an update of leaves. A transfer of several stages is divided.
+A line that reads nothing of any stage is wherever it is read. One that reads values of several stages is on every one
+of them: those are numbers, such as norms. Leaves of several ranks it may not read. A rank has several stages where the
+schedule is interleaved: what one of them makes for another of the same rank is not handed.
+
+[Note: hands] A value that other ranks read is handed to each of them, at the end of the unit that makes it
+(fzero/transforms/pipeline_schedules.py). Values of one unit for one rank are one message. Values of the step that units
+read are handed before the first unit. Other values of the step, and numbers that no unit reads, are handed behind the
+last. Of these, values of one level are one message for each rank: a value has the level of those that it is made of, or
+one more where these are handed in between. A take starts a unit ahead of its first reader, and before the takes of what
+its rank hands later. A hand is waited for two units later, or when its take has started, by the times of units. So in
+the order of those times every wait comes behind the other side's start, and no ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from fzero.errors import FzeroValueError
+from fzero.ir.aliases import Views
+from fzero.ir.attributes import CallAttrs, HandAttrs, HandedValue, TakeAttrs
+from fzero.ir.dependencies import dependences
+from fzero.ir.ops import OPS, STARTS
+from fzero.ir.program import Line, Program, moving
+from fzero.ir.value_names import Names, identifier
+from fzero.transforms.pipeline import Pipeline
+from fzero.transforms.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, Unit, hand_ends, table, take_starts, when
+from fzero.transforms.transform import find
+
+EVERY = -1
+"""The place of what every stage has."""
+Place = int | None
+"""A stage or a rank, or `EVERY`; None: wherever it is read."""
+
+
+def spec_of(program: Program) -> Pipeline | None:
+    """The pipeline of a program, if it has several stages."""
+    spec = find(program.transforms, Pipeline)
+    return spec if spec is not None and program.mesh.axes[spec.axis] > 1 else None
+
+
+def num_stages(program: Program) -> int:
+    """The ranks of a program's pipeline, each with a program of its own; 1 without one."""
+    spec = spec_of(program)
+    return 1 if spec is None else program.mesh.axes[spec.axis]
+
+
+def block_numbers(program: Program) -> list[int]:
+    """The numbers of a program's blocks, in their order. Blocks behind the last one that has a backward, such as the
+    chunks of `chunked_cross_entropy`, are part of the loss."""
+    blocks = [line.block for line in program.lines if line.block is not None]
+    numbers = [*dict.fromkeys(block.number for block in blocks)]
+    last = max((block.number for block in blocks if block.part != "forward"), default=None)
+    return numbers if last is None else numbers[: numbers.index(last) + 1]
+
+
+def leaf_stages(program: Program, of_block: Mapping[int, int]) -> dict[str, int]:
+    """The stage of each parameter: the first that reads it. `program`: a base program, whose leaves are nowhere yet."""
+    places, found = _Places(program, of_block), dict[str, int]()
+    origin: dict[str, str] = {}
+    stage_of: dict[int, Place] = dict(enumerate(places.of_line))
+    readers: dict[str, list[int]] = defaultdict(list)
+    for i in reversed(range(len(program.lines))):  # what reads the batch alone is where its readers are
+        line = program.lines[i]
+        if stage_of[i] is None:
+            after = [s for v in line.out for j in readers[v.name] if (s := stage_of[j]) is not None]
+            stage_of[i] = min(after, default=None)
+        for a in line.args:
+            readers[a].append(i)
+    for i, line in enumerate(program.lines):
+        if line.op == "cast" and origin.get(line.args[0], line.args[0]) in program.leaves:
+            origin[line.out[0].name] = origin.get(line.args[0], line.args[0])
+            continue
+        for leaf in {origin.get(a, a) for a in line.args} & {*program.leaves} if line.op == "call" else ():
+            if (stage := stage_of[i]) is not None:
+                found[leaf] = min(stage, found.get(leaf, stage))
+    return {x.path: found.get(x.path, 0) for x in program.leaves.values() if x.role == "params"}
+
+
+def project(program: Program, rank: int, known: dict[Any, Any] | None = None) -> Program:
+    """The program of the ranks at one place along the axis. It has the leaves of their stages alone.
+
+    Args:
+        program: of all stages.
+        rank: the place along the axis.
+        known: what is found of the program for all ranks is kept there.
+    """
+    known, on = {} if known is None else known, ("stages", id(program))
+    if on not in known:
+        known[on] = _Whole(program)  # which keeps the program
+    return _Projection(known[on], rank).program
+
+
+class _Places:
+    """The stages of a program's values and lines: see [Note: stages].
+
+    Attributes:
+        num_ranks: along the axis; None of a base program, whose leaves are nowhere yet.
+        of: the place of each value. Those that are not there are the batch's, and leaves that every rank has.
+        of_line: of each line; of a transfer of the step, whose values have places of their own, `EVERY`.
+        divided: the numbers of such transfers and of their waits.
+        backward: the number of the first line behind the forward of the last block.
+    """
+
+    def __init__(self, program: Program, of_block: Mapping[int, int]):
+        self.program = program
+        spec = spec_of(program)
+        known = (spec and spec.leaves) or {}
+        self.num_ranks = program.mesh.axes[spec.axis] if spec and known else None
+        self.of: dict[str, Place] = {
+            path: known.get(path, leaf.layout.only.index)
+            for path, leaf in program.leaves.items()
+            if leaf.layout.only is not None
+        }
+        self.values = program.values_by_name
+        self._is_cut = program.update is None  # a finished program; a base program has lines without micro-batches
+        self.of_line: list[Place] = []
+        self.divided: set[int] = set()
+        self.made: dict[str, int] = {}
+        self._of_block, self._started = of_block, dict[str, Line]()
+        self._after: dict[int, int] = {}
+        # leaves of one stage, their gradients, and what lines other than calls make of them
+        self.leaf_like = {*self.of, *program.grads.values()}
+        for i, line in enumerate(program.lines):
+            self.made.update((v.name, i) for v in line.out)
+        self.backward = max((i for i, line in enumerate(program.lines) if line.is_forward), default=-1) + 1
+        for i in range(self.backward):
+            self._add(i, program.lines[i])
+        self._after = self._of_readers()
+        for i in range(self.backward, len(program.lines)):
+            self._add(i, program.lines[i])
+
+    def rank(self, place: Place) -> Place:
+        """The rank of a stage; `EVERY` and None as they are."""
+        return place if place is None or place == EVERY or self.num_ranks is None else place % self.num_ranks
+
+    def _add(self, i: int, line: Line) -> None:
+        row, start = OPS[line.op], self._started.get(line.args[0]) if line.args else None
+        of_step = line.micro is None
+        if line.op == "update":
+            place: Place = EVERY
+        elif line.block is not None and line.block.number in self._of_block:
+            place = self._of_block[line.block.number]
+        elif line.op in STARTS and of_step:
+            self._started[line.out[0].name], place = line, EVERY
+            self.divided.add(i)
+        elif row.waits and start is not None:
+            for v, a in zip(line.out, start.args, strict=True):
+                self.of[v.name] = self.of.get(a)
+                self.leaf_like |= {v.name} if a in self.leaf_like else set()
+            self.of_line.append(EVERY)
+            self.divided.add(i)
+            return
+        else:
+            place = self._of_unit(i, line) if self._is_of_unit(line) else self._of_step(line)
+        self.of_line.append(place)
+        self.of.update((v.name, place) for v in line.out)
+
+    def _is_of_unit(self, line: Line) -> bool:
+        return line.micro is not None or (line.op != "update" and not self._is_cut)
+
+    def _of_readers(self) -> dict[int, int]:
+        """The stages of lines of the backward: of a block its own, else the last whose forward a line reads, or which
+        reads it. Gradients are read where their leaves are."""
+        grads, found, starts = self.program.grads, dict[int, int](), dict[str, Line]()
+        readers = {grads[leaf]: s for leaf, s in self.of.items() if leaf in grads and s is not None}
+        for line in self.program.lines:
+            starts.update((v.name, line) for v in line.out if line.op in STARTS)
+        for i in reversed(range(self.backward, len(self.program.lines))):
+            line = self.program.lines[i]
+            if not self._is_of_unit(line):  # a gradient on its way to its update
+                sources = starts[line.args[0]].args if OPS[line.op].waits and line.args else line.args
+                pairs = zip(line.out, sources, strict=False) if len(sources) == len(line.out) else ()
+                readers.update((a, readers[v.name]) for v, a in pairs if v.name in readers)
+                continue
+            stages = [s for a in line.args if (s := self._stage(a)) is not None]
+            stages += [readers[v.name] for v in line.out if v.name in readers]
+            if line.block is not None and line.block.number in self._of_block:
+                stages = [self._of_block[line.block.number]]
+            if stages:
+                found[i] = max(stages)
+                readers.update((a, max(found[i], readers.get(a, 0))) for a in line.args)
+        return found
+
+    def _stage(self, a: str) -> int | None:
+        """The stage that has a value of units made before the backward, if one has."""
+        at, place = self.made.get(a, -1), self.of.get(a)
+        of_unit = 0 <= at < self.backward and self._is_of_unit(self.program.lines[at])
+        return place if of_unit and place != EVERY else None
+
+    def _of_unit(self, i: int, line: Line) -> Place:
+        in_place = OPS[line.op].in_place
+        if line.args and line.args[0] in self.made and (line.op == "cast" or in_place):  # of a summand
+            place = self.of.get(line.args[0])
+            if place is not None or not in_place:
+                return place
+        elif i in self._after:
+            return self._after[i]
+        # a total that begins with zeros is where its summands are
+        units, step = set[int](), set[int]()
+        for a in line.args:
+            if (place := self.of.get(a)) is not None and place != EVERY:
+                at = self.made.get(a)
+                (units if at is not None and self._is_of_unit(self.program.lines[at]) else step).add(place)
+        if units:
+            return min(units) if i >= self.backward else max(units)
+        return min(step, default=None)
+
+    def _of_step(self, line: Line) -> Place:
+        names = (*line.args, *line.writes)
+        found = {a: s for a in names if a in self.leaf_like and (s := self.of.get(a)) is not None and s != EVERY}
+        # gradients are handed to where leaves are
+        leaves = {a: s for a, s in found.items() if a in self.program.leaves} or found
+        shared = any(self.of.get(w) is None for w in line.writes)  # such as the number of the step
+        if len({*map(self.rank, leaves.values())}) > 1 or (leaves and shared):
+            if line.op == "call" and line.by != "optimizer" and not line.writes:
+                # The loss reads only parameters here, such as for weight decay: it runs once for all micro-batches.
+                return max(leaves.values())
+            grads = {g: leaf for leaf, g in self.program.grads.items()}
+            problems = [f"{grads.get(a, a)}: stage {s}" for a, s in leaves.items()]
+            fix = "an optimizer that reads each leaf apart, and of others numbers such as norms; or no pipeline"
+            raise FzeroValueError("pipeline", "an update reads leaves of several stages at once", problems, fix)
+        if leaves:
+            self.leaf_like |= {v.name for v in line.out if line.op != "call"}  # such as a shard of one
+            return next(iter(leaves.values()))
+        places = [s for a in names if (s := self.of.get(a)) is not None]
+        alone = not shared and EVERY not in places and len({*map(self.rank, places)}) == 1
+        numbers = not any(
+            self.values[a].shape for a in names
+        )  # which are handed at less cost than what is made of them
+        return places[0] if alone and not numbers else EVERY if shared or places else None
+
+
+class _Message(NamedTuple):
+    """Values that one rank hands another together."""
+
+    values: tuple[str, ...]
+    of: int
+    to: int
+
+
+class _Whole:
+    """The program of all stages: the place of each line, its unit, and what crosses between ranks.
+
+    Attributes:
+        units: the numbers of each unit's lines.
+        of_step: the numbers of the lines that are of no unit.
+        crossing: the ranks that take each value.
+        messages: of the values that are handed behind each unit.
+        levels: of those that are handed "before" all units, and "behind" them, level by level.
+        posts: for each rank, the number of the unit before which it starts to take each message of units.
+    """
+
+    def __init__(self, program: Program):
+        spec = spec_of(program)
+        assert spec is not None and spec.stages is not None
+        self.program, self.axis, self.spec = program, spec.axis, spec
+        self.n = program.mesh.axes[spec.axis]
+        numbers = block_numbers(program)
+        if len(numbers) != sum(spec.stages):
+            what = f"the step has {len(numbers)} blocks, and its stages {sum(spec.stages)}"
+            fix = "let the loss function call the same blocks for every batch; or compile the step for each"
+            raise FzeroValueError("pipeline", what, [str(spec)], fix)
+        owner = [stage for stage, count in enumerate(spec.stages) for _ in range(count)]
+        self.places = _Places(program, dict(zip(numbers, owner, strict=True)))
+        self.lines, self.values = program.lines, program.values_by_name
+        micro = next((line.micro[1] for line in self.lines if line.micro is not None), 1)
+        self.table = table(spec.schedule, self.n, spec.chunks, micro)
+        self.index = {unit: i for order in self.table for i, unit in enumerate(order)}
+        self._weights = self._of_weights()
+        self._unit_of = [self._unit(i) for i in range(len(self.lines))]
+        self.units: dict[Unit, list[int]] = defaultdict(list)
+        for i, unit in enumerate(self._unit_of):
+            if unit is not None:
+                self.units[unit].append(i)
+        self.of_step = [i for i, unit in enumerate(self._unit_of) if unit is None]
+        after = dependences([self.lines[i] for i in self.of_step], Views(program))
+        # by line of the step, those of the step that it comes after
+        self.after = {i: {self.of_step[j] for j in js} for i, js in zip(self.of_step, after, strict=True)}
+        self._find_crossing()
+        self.when = when(self.table, len(spec.stages), self._between_weights())
+        self._needed = self._first_needed()
+        self.posts = [self._posts_of(rank) for rank in range(self.n)]
+
+    def rank_of(self, a: str) -> Place:
+        """The rank that has a value; `EVERY`, or None: wherever it is read."""
+        return self.places.rank(self.places.of.get(a))
+
+    def runs(self, i: int) -> set[int]:
+        """The ranks that run a line; of one that is wherever it is read, none."""
+        place = self.places.rank(self.places.of_line[i])
+        return set() if place is None else {*range(self.n)} if place == EVERY else {place}
+
+    def _find_crossing(self) -> None:
+        """Finds the values that other ranks read, with those ranks, and when each is handed."""
+        self.crossing: dict[str, set[int]] = defaultdict(set)
+        of_units = self._read_by_units()
+        for i, line in enumerate(self.lines):
+            if i in self.places.divided:
+                continue
+            for a in line.args:
+                rank = self.rank_of(a)
+                if rank is not None and rank != EVERY and (others := self.runs(i) - {rank}):
+                    self.crossing[a] |= others
+        self._check_order()
+        for a in self.program.outputs:
+            if (rank := self.rank_of(a)) is not None and rank != EVERY:
+                self.crossing[a] |= {*range(self.n)} - {rank}
+        handed: dict[Unit | str, list[str]] = defaultdict(list)
+        for a in sorted(self.crossing, key=lambda a: self.places.made.get(a, -1)):
+            unit = self._unit_of[self.places.made[a]] if a in self.places.made else None
+            if a not in of_units and not self.values[a].shape:  # a number that no unit waits for
+                unit = None
+            handed[unit or ("before" if a in of_units or a in self.program.leaves else "behind")].append(a)
+        self.messages: dict[Unit, list[_Message]] = defaultdict(list)
+        self.messages |= {unit: self._together(of) for unit, of in handed.items() if isinstance(unit, Unit)}
+        level = self._levels({*handed["before"], *handed["behind"]})
+        self.levels: dict[str, list[list[_Message]]] = {}
+        for point in ("before", "behind"):
+            numbers = sorted({level[a] for a in handed[point]})
+            self.levels[point] = [self._together([a for a in handed[point] if level[a] == n]) for n in numbers]
+
+    def _read_by_units(self) -> set[str]:
+        """The values that units read, also by way of lines of the step, such as gathers of a norm's shards."""
+        found = set[str]()
+        for line in reversed(self.lines):
+            if line.micro is not None or not found.isdisjoint(v.name for v in line.out):
+                found.update(line.args)
+        return found
+
+    def _together(self, values: list[str]) -> list[_Message]:
+        """The messages of values that are handed at one point."""
+        found: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for a in values:
+            of = self.rank_of(a)
+            assert of is not None
+            for to in self.crossing[a]:
+                found[of, to].append(a)
+        return [_Message(tuple(those), *way) for way, those in sorted(found.items())]
+
+    def _levels(self, handed: set[str]) -> dict[str, int]:
+        """The levels of values that are handed in the step: see [Note: hands]."""
+        of_line, found = dict[int, int](), dict[str, int]()
+        for i in self.of_step:
+            taken = [a for a in self.lines[i].args if a in handed and self.runs(i) - {self.rank_of(a)}]
+            of_line[i] = max((of_line[j] for j in self.after[i]), default=0)
+            if i not in self.places.divided:
+                of_line[i] = max([of_line[i], *(found.get(a, 0) + 1 for a in taken)])
+            found.update((v.name, of_line[i]) for v in self.lines[i].out)
+        return {a: found.get(a, 0) for a in handed}
+
+    def first(self, values: Sequence[str]) -> list[int]:
+        """The lines of the step that come before these values are there, in their order."""
+        found, left = set[int](), [self.places.made[a] for a in values if self.places.made.get(a) in self.after]
+        while left:
+            if (i := left.pop()) not in found:
+                found.add(i)
+                left += self.after[i]
+        return sorted(found)
+
+    def _first_needed(self) -> dict[str, dict[int, int]]:
+        """The number of the unit in which each rank first needs a value."""
+        found: dict[str, dict[int, int]] = defaultdict(dict)
+        for a in self.program.outputs:
+            found[a] = {rank: len(order) for rank, order in enumerate(self.table)}
+        for i in reversed(range(len(self.lines))):
+            line, unit = self.lines[i], self._unit_of[i]
+            if unit is not None and unit in self.index:
+                when = {unit.stage % self.n: self.index[unit]}
+            else:  # where its results are needed, at the latest behind the units
+                when = {} if unit is not None else {rank: len(self.table[rank]) for rank in self.runs(i)}
+                for v in line.out:
+                    for rank, number in found[v.name].items():
+                        when[rank] = min(number, when.get(rank, number))
+            for a in line.args if i not in self.places.divided else ():
+                for rank, number in when.items():
+                    found[a][rank] = min(number, found[a].get(rank, number))
+        return found
+
+    def _posts_of(self, me: int) -> dict[_Message, int]:
+        """The number of the unit before which a rank starts to take each message of others' units."""
+        last, found = len(self.table[me]), dict[_Message, int]()
+        for rank in (r for r in reversed(range(self.n)) if r != me):  # at one unit, takes of higher ranks come first
+            messages = [x for unit in self.table[rank] for x in self.messages[unit] if x.to == me]
+            needed = [(x, min(self._needed[a].get(me, last) for a in x.values)) for x in messages]
+            found |= take_starts(needed, last)
+        return found
+
+    def _check_order(self) -> None:
+        """Raises where a forward reads what a later stage's makes, or a backward what an earlier one's does."""
+        problems = list[str]()
+        for i, line in enumerate(self.lines):
+            here, unit = self.places.of_line[i], self._unit_of[i]
+            if unit is None or here is None or here == EVERY:
+                continue
+            for a in line.args:
+                made, stage = self.places.made.get(a), self.places.of.get(a)
+                of = None if made is None else self._unit_of[made]
+                if of is None or stage is None or stage == EVERY or unit.kind > of.kind:
+                    continue
+                if of.kind > unit.kind or (stage > here if unit.kind == FORWARD else stage < here):
+                    problems.append(f"{a}, of stage {stage}: read by {line.fn or line.op} on stage {here}")
+        if problems:
+            fix = "let `stages` keep the blocks that it is of on one stage"
+            raise FzeroValueError("pipeline", "values go against the order of stages", problems[:5], fix)
+
+    def _of_weights(self) -> set[int]:
+        """The numbers of the lines of units of weights: calls that make gradients of parameters, and what reads
+        these."""
+        found, made = set[int](), set[str]()
+        for i, line in enumerate(self.lines):
+            says = isinstance(line.attrs, CallAttrs) and line.attrs.weights
+            if line.micro is not None and (says or not made.isdisjoint(line.args)):
+                found.add(i)
+                made.update(v.name for v in line.out)
+        return found
+
+    def _between_weights(self) -> dict[Unit, set[Unit]]:
+        """The units of weights of other stages that a unit of weights reads from, such as of a tied embedding."""
+        found: dict[Unit, set[Unit]] = defaultdict(set)
+        for i in self._weights:
+            for a in self.lines[i].args:
+                made, unit = self.places.made.get(a), self._unit_of[i]
+                of = self._unit_of[made] if made in self._weights else None
+                if of is not None and unit is not None and EVERY not in (of.stage, unit.stage) and of != unit:
+                    found[unit] |= {of} if of.micro == unit.micro else set()
+        return found
+
+    def _unit(self, i: int) -> Unit | None:
+        """The unit of a line, on no stage if it is wherever it is read; None of a line of the step."""
+        micro, stage = self.lines[i].micro, self.places.of_line[i]
+        kind = WEIGHTS if i in self._weights else BACKWARD if i >= self.places.backward else FORWARD
+        return None if micro is None else Unit(kind, micro[0], EVERY if stage is None else stage)
+
+
+class _Projection:
+    """The lines of one rank, in the order of its units."""
+
+    def __init__(self, whole: _Whole, me: int):
+        self.whole, self.me = whole, me
+        self.names = Names(whole.values)
+        self.out: list[Line] = []
+        self.emitted: set[int] = set()
+        self.here: dict[str, str] = {}  # what leaves of other stages are called here
+        self.taken: dict[str, tuple[_Message, Line]] = {}  # by value, the take that is not waited for yet
+        self.posted: set[str] = set()
+        self.waits: list[tuple[int, Line]] = []  # for what is handed, with the unit before which
+        self.counts: dict[tuple[bool, int], int] = defaultdict(int)
+        self._emit_all()
+        self.program = self._made()
+
+    def _emit_all(self) -> None:
+        whole, units = self.whole, self.whole.table[self.me]
+        takes: dict[int, list[_Message]] = defaultdict(list)
+        for message, number in sorted(whole.posts[self.me].items(), key=lambda item: item[1]):
+            takes[number].append(message)
+        self._pass_on("before", 1)
+        for number, unit in enumerate(units):
+            for message in takes[number]:
+                self._take(message)
+            self._finish(number)
+            for i in whole.units[unit]:
+                self._emit(i)
+            for message in whole.messages[unit]:
+                self._hand(message, self._awaited(message, number))
+        self._finish(len(units))
+        self._pass_on("behind", len(units))
+        for i in whole.of_step:
+            if self.me in whole.runs(i):
+                self._emit(i)
+        for a in whole.program.outputs:
+            self._need(a)
+        self._finish(len(units))
+
+    def _pass_on(self, when: str, before: int) -> None:
+        """Hands and takes the values of the step before all units, or behind them."""
+        for messages in self.whole.levels[when]:
+            own = [message for message in messages if message.of == self.me]
+            for message in messages:
+                if message.to == self.me:
+                    self._take(message)
+            for i in self.whole.first([a for message in own for a in message.values]):
+                if self.me in self.whole.runs(i):
+                    self._emit(i)
+            for message in own:
+                self._hand(message, before)
+
+    def _take(self, message: _Message) -> None:
+        """Starts to take values that come to this rank."""
+        number = self.counts[False, message.of]
+        self.counts[False, message.of] += 1
+        values = [self.whole.values[a] for a in message.values]
+        by = self.whole.spec.name
+        handle = moving(self.names(f"take_{identifier(message.values[0])}"))
+        attrs = TakeAttrs(axes=(self.whole.axis,), peer=message.of, number=number, values=self._handed(message))
+        self.out.append(Line("take_start", (), (handle,), attrs=attrs, by=by))
+        leaves = [a for a in message.values if a in self.whole.program.leaves]
+        self.here |= {a: self.names(f"{identifier(a)}_taken") for a in leaves}
+        made = tuple(replace(v, name=self.here.get(v.name, v.name)) for v in values)
+        self.posted.update(message.values)
+        self.taken |= dict.fromkeys(message.values, (message, Line("wait", (handle.name,), made, by=by)))
+
+    def _hand(self, message: _Message, before: int) -> None:
+        """Hands values of this rank to one that reads them, and waits for that before unit `before`."""
+        for a in message.values:
+            self._need(a)
+        number = self.counts[True, message.to]
+        self.counts[True, message.to] += 1
+        handle = moving(self.names(f"hand_{identifier(message.values[0])}"))
+        attrs = HandAttrs(axes=(self.whole.axis,), peer=message.to, number=number, values=self._handed(message))
+        self.out.append(Line("hand_start", message.values, (handle,), attrs=attrs, by=self.whole.spec.name))
+        self.waits.append((before, Line("wait", (handle.name,), by=self.whole.spec.name)))
+
+    def _handed(self, message: _Message) -> tuple[HandedValue, ...]:
+        values, mesh = (self.whole.values[a] for a in message.values), self.whole.program.mesh
+        return tuple(HandedValue(v.held(mesh), v.dtype, v.placement.own) for v in values)
+
+    def _awaited(self, message: _Message, number: int) -> int:
+        """The number of the unit before which a rank waits for a message of its unit `number`."""
+        whole = self.whole
+        taken_before = whole.table[message.to][whole.posts[message.to][message]]
+        return hand_ends(whole.table[self.me], number, whole.when[taken_before][0], whole.when)
+
+    def _finish(self, unit: int) -> None:
+        """Waits for what is to be waited for before a unit, or one before it."""
+        self.out += [line for number, line in self.waits if number <= unit]
+        self.waits = [(number, line) for number, line in self.waits if number > unit]
+
+    def _need(self, a: str) -> None:
+        """Has a value here, before the line that reads it."""
+        if self.whole.rank_of(a) not in (None, EVERY, self.me):
+            assert a in self.posted, f"{a} is read on rank {self.me} before it is taken"
+            if a in self.taken:
+                message, wait = self.taken[a]
+                self.out.append(wait)
+                for b in message.values:
+                    del self.taken[b]
+        elif a in self.whole.places.made:
+            self._emit(self.whole.places.made[a])
+
+    def _emit(self, i: int) -> None:
+        if i in self.emitted:
+            return
+        self.emitted.add(i)
+        line = self.whole.lines[i]
+        if i in self.whole.places.divided:
+            line = self._own_part(i, line)
+            if not (line.args if line.op in STARTS else line.out):
+                return
+        for a in line.args:
+            self._need(a)
+        self.out.append(line.rename(self.here))
+
+    def _own_part(self, i: int, line: Line) -> Line:
+        """A transfer of the step, or its wait, as far as it is of values that this stage has."""
+        has = lambda a: self.whole.rank_of(a) in (None, EVERY, self.me)  # noqa: E731
+        if line.op in STARTS:
+            return replace(line, args=tuple(a for a in line.args if has(a)))
+        return replace(line, out=tuple(v for v in line.out if has(v.name)))
+
+    def _made(self) -> Program:
+        program, chunks = self.whole.program, self.whole.spec.chunks
+        stages = ", ".join(str(self.me + chunk * self.whole.n) for chunk in range(chunks))
+        own = {p for p, leaf in program.leaves.items() if leaf.layout.only in (None, (self.whole.axis, self.me))}
+        made = {v.name for line in self.out for v in line.out} | own
+        written = {w for line in self.out for w in line.writes}
+        return replace(
+            program,
+            inputs=tuple(v for v in program.inputs if v.name in own or v.name not in program.leaves),
+            leaves={p: leaf.with_layout(only=None) for p, leaf in program.leaves.items() if p in own},
+            lines=tuple(self.out),
+            owners={p: n for p, n in program.owners.items() if p in own},
+            assigns=tuple(a for a in program.assigns if a in written),
+            grads={p: g for p, g in program.grads.items() if g in made and p in own},
+            notes=(*program.notes, f"stage{'s' * (chunks > 1)} {stages} of {self.whole.n * chunks}"),
+        )

@@ -1,0 +1,133 @@
+"""Computes statistics of each block's numbers, by which precision is watched, as a part of the step.
+
+A watched block is a call of a block, in the order of the forward; the last one is the code outside blocks. A leaf
+belongs to the first block that takes it as a parameter, or to the last entry. Statistics are vectors with a number for
+each watched block, so that none of them costs a value a block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fzero import tree
+from fzero.ir.from_graph import Inputs
+from fzero.ir.program import Line
+from fzero.optim.tree_updates import sum_of_squares
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The watched blocks of a step.
+
+    Attributes:
+        names: of each, as a user knows it: `layers.3`, or the function's name.
+        reads: the positions of the parameters that each takes.
+        owner: for each parameter the number of the block that it belongs to.
+    """
+
+    names: tuple[str, ...]
+    reads: tuple[tuple[int, ...], ...]
+    owner: tuple[int, ...]
+
+
+def watched_blocks(name: str, params: Inputs, lines: Sequence[Line]) -> Watched:
+    """The watched blocks of the lines of a loss and its gradients. `name`: of the code outside blocks."""
+    position = {params.leaves[i].path: i for i in params.distinct}
+    source = {line.out[0].name: line.args[0] for line in lines if line.op == "cast"}
+    dotted = tree.names(params.rebuild({i: torch.empty(0, device="meta") for i in params.distinct}))
+    names, reads = [], []
+    for line in lines:
+        if (block := line.block) is not None and block.part == "forward":
+            joint, given = block.joint, block.inputs
+            here = tuple(position[p] for p in (source.get(a, a) for a in given[: joint.num_params]) if p in position)
+            names.append(_above([dotted[i] for i in here]) or joint.name)
+            reads.append(here)
+    owner: dict[int, int] = {}
+    for number, here in enumerate(reads):
+        for i in here:
+            owner.setdefault(i, number)
+    outside = tuple(i for i in params.distinct if i not in owner)
+    return Watched(
+        tuple(_numbered([*names, name])), (*reads, outside), tuple(owner.get(i, len(reads)) for i in params.ties)
+    )
+
+
+def gradient_statistics(
+    watched: Watched, grads: Mapping[int, torch.Tensor], tiny: Mapping[int, float], scale: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Statistics of the gradients of each watched block, in float32.
+
+    Args:
+        watched: n blocks.
+        grads: by position of the parameter, in float32 or float64, not scaled.
+        tiny: by position, the smallest normal number of the dtype that the gradient was computed in.
+        scale: that of the loss.
+
+    Returns:
+        grad_norm: float32[n], of the gradients of a block's parameters taken as one vector.
+        grad_max: float32[n], of their absolute values; inf if one is nan.
+        underflow: float32[n], the share of their elements that are below `tiny` once scaled, zeros included.
+        zero: float32[n], the share of zeros.
+    """
+    flat = [i for i in grads if grads[i].numel()]
+    device = grads[flat[0]].device
+    own = torch.tensor(range(len(watched.names)), device=device)[:, None] == torch.tensor(
+        [watched.owner[i] for i in flat], device=device
+    )
+    sizes = [sum(grads[i].numel() for i in flat if watched.owner[i] == number) for number in range(len(watched.names))]
+
+    def vector(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([x.to(torch.float32) for x in scalars])
+
+    def of_blocks(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(own, values, 0.0)
+
+    squares = of_blocks(vector([sum_of_squares(grads[i]) for i in flat])).sum(1)
+    limits = {x: x if scale is None else x / scale for x in dict.fromkeys(tiny.values())}
+    few = of_blocks(vector([(grads[i].abs() < limits[tiny[i]]).sum(dtype=torch.float32) for i in flat])).sum(1)
+    zeros = of_blocks(vector([(grads[i] == 0).sum(dtype=torch.float32) for i in flat])).sum(1)
+    largest = of_blocks(vector([torch.linalg.vector_norm(grads[i], math.inf) for i in flat])).amax(1)
+    num = torch.tensor([float(max(n, 1)) for n in sizes], device=device)
+    return {
+        "grad_norm": squares.sqrt(),
+        # not every transfer keeps a nan among larger numbers
+        "grad_max": torch.where(squares.isnan(), math.inf, largest),
+        "underflow": few / num,
+        "zero": zeros / num,
+    }
+
+
+def output_maxima(largest: torch.Tensor | None, loss: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value among the outputs of each watched block, float32[n]; of the code outside blocks that
+    is the loss. inf if one is nan.
+
+    Args:
+        largest: of the blocks, float32[n - 1]; None if there are none.
+        loss: of the whole batch, 0-dim.
+    """
+    value = loss.abs().to(torch.float32).reshape(1)
+    value = torch.where(value.isnan(), math.inf, value)
+    return value if largest is None else torch.cat([largest, value])
+
+
+def _above(names: Sequence[str]) -> str:
+    """The path that lies above all of these leaves in their tree."""
+    above = [name.split(".")[:-1] for name in names]
+    same = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*above, strict=False))
+    return ".".join(keys[0] for keys in same)
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """The names, with a number where one comes again: the same parameters, or none that tell two calls apart."""
+    times: Counter[str] = Counter()
+    out = []
+    for name in names:
+        times[name] += 1
+        out.append(name if times[name] == 1 else f"{name} ({times[name]})")
+    return out

@@ -1,0 +1,72 @@
+"""Adds the sends of `redundant` to another rank: each start where the step begins, its wait before the first line that
+overwrites the sent values.
+
+Leaves that are written together are sent together. Those in device memory of its own are copied to the host first, and
+leave when the first block has run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fzero.ir.aliases import Views
+from fzero.ir.attributes import SendAttrs
+from fzero.ir.program import Line, Program, moving
+from fzero.ir.value_names import Names, identifier
+from fzero.transforms.redundant import Redundant
+from fzero.transforms.transform import find
+
+
+def spec_of(program: Program) -> Redundant | None:
+    """The spec of a program whose mesh has other ranks to send to."""
+    spec = find(program.transforms, Redundant)
+    return spec if spec is not None and spec.has_receivers(program.mesh) else None
+
+
+def rewrite(program: Program) -> Program:
+    """The program with its sends, whose transfers are all in their places."""
+    spec = spec_of(program)
+    assert spec is not None
+    values, names = program.values(), Names(program.values())
+    groups: dict[tuple[int, bool], list[str]] = {}
+    writers, end = _writers(program), len(program.lines)
+    for name, leaf in program.leaves.items():
+        if spec.sends(leaf):
+            apart = values[name].tier == "device" and not program.mesh.unified_memory
+            groups.setdefault((writers.get(name, end), apart), []).append(name)
+    before: dict[int, list[Line]] = {}  # by the number of a line, those that come before it
+    # where the first block has run, or the loop of all, if the step begins with that
+    later = next((i for i, x in enumerate(program.lines[1:], 1) if x.block or x.body or program.lines[0].body), end)
+    on_the_way = f"{spec.name}, to the host"
+    for number, ((writer, apart), leaves) in enumerate(groups.items()):
+        sent, leaves_at = leaves, 0
+        if apart:
+            copied = moving(names(f"send_{number}_to_host"))
+            copies = tuple(replace(values[n], name=names(f"{identifier(n)}_sent"), tier="host") for n in leaves)
+            before.setdefault(0, []).append(Line("to_host_start", tuple(leaves), (copied,), by=on_the_way))
+            sent, leaves_at = [v.name for v in copies], min(writer, later)
+            before.setdefault(leaves_at, []).append(Line("wait", (copied.name,), copies, by=on_the_way))
+        handle = moving(names(f"send_{number}"))
+        attrs = SendAttrs(
+            axes=(spec.axis,),
+            shift=spec.shift(program.mesh),
+            every=spec.every,
+            once=writer == end,
+            leaves=tuple(leaves),
+            number=number,
+        )
+        start = Line("send_start", tuple(sent), (handle,), attrs=attrs, by=spec.name)
+        before.setdefault(leaves_at, []).append(start)
+        before.setdefault(writer, []).append(Line("wait", (handle.name,), by=spec.name))
+    lines = [x for i, line in enumerate(program.lines) for x in (*before.get(i, ()), line)]
+    return replace(program, lines=(*lines, *before.get(end, ())))
+
+
+def _writers(program: Program) -> dict[str, int]:
+    """By leaf the number of the first line that writes the leaf, or a value in its memory."""
+    views, found = Views(program), dict[str, int]()
+    for number, line in enumerate(program.lines):
+        for x in line.with_body():
+            for name in (root for written in x.writes for root in views.roots(written)):
+                found.setdefault(name, number)
+    return found

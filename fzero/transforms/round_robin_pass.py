@@ -1,0 +1,212 @@
+"""Deals whole matrices to the ranks along an axis: instead of gathering N of them everywhere, each rank gets one.
+
+The cut of an update gathers what is to be read as a whole, and every rank computes all of it:
+
+    whole_0, whole_1 = all_gather(a, b)      # on every rank
+    s_0 = whole(whole_0); s_1 = whole(whole_1)
+    x = take_shard(s_0); y = take_shard(s_1)
+
+Of calls of one function, N at a time, each in its own block or not, rank r gets the r-th (of those on one stage of a
+pipeline):
+
+    mine = all_to_all(stack_shards([a, b]))  # this rank's row: all shards of one
+    x, y = unstack_shards(all_to_all(whole_dealt(mine)))
+
+Every rank sends its shards alone, there and back, and no function runs twice. Where fewer than N are left over, some
+ranks compute with zeros; one alone stays as it is, which sends no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fzero._compat import compat
+from fzero.ir.attributes import CutAttrs, DealAttrs, GatherAttrs
+from fzero.ir.from_graph import Functions
+from fzero.ir.program import Line, Placement, Program, Value, moving
+from fzero.ir.value_names import Names
+from fzero.trace.recorder import Recorded
+
+aten = torch.ops.aten
+_GATHER = "all_gather_start"
+
+
+def gathers(program: Program) -> bool:
+    """Whether an update gathers anything."""
+    return any(line.op == _GATHER and line.by == "optimizer" for line in program.lines)
+
+
+def deal(program: Program) -> Program:
+    """The program with the calls of an update on gathered values dealt to the ranks, N alike at a time."""
+    return _Dealer(program).run()
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """A call that can be dealt: its number, by its gathered arguments their shards, and the cuts of its results."""
+
+    at: int
+    shards: Mapping[str, Value]
+    cuts: Sequence[int]
+
+
+class _Dealer:
+    def __init__(self, program: Program):
+        self.program, self.lines, self.values = program, [*program.lines], program.values_by_name
+        self.names, self.functions = Names(self.values), Functions(program.functions)
+        self.leaf_of = {grad: leaf for leaf, grad in program.grads.items()}
+        self.made = {v.name: i for i, line in enumerate(self.lines) for v in line.out}
+        self.readers: dict[str, list[int]] = defaultdict(list)
+        for i, line in enumerate(self.lines):
+            for a in (*line.args, *(a for x in line.body for a in x.args)):
+                self.readers[a].append(i)
+
+    def run(self) -> Program:
+        alike: dict[Hashable, list[_Dealt]] = defaultdict(list)
+        for i, line in enumerate(self.lines):
+            if line.by == "optimizer" and line.fn and not line.writes and (found := self._dealt(i, line)):
+                alike[self._key(line, found)].append(found)
+        new: dict[int, list[Line]] = {}  # what takes the place of a line
+        gone: set[str] = set()  # values that are not gathered any more
+        for calls in alike.values():
+            axis = next(iter(calls[0].shards.values())).placement.axes
+            num = self.program.mesh.axis_size(axis)
+            for group in (calls[i : i + num] for i in range(0, len(calls), num)):
+                if len(group) > 1 and min(c for x in group for c in x.cuts) > group[-1].at:
+                    new.update((i, []) for x in group for i in (x.at, *x.cuts))
+                    new[group[-1].at] = self._deal(group, axis)
+                    gone.update(a for x in group for a in x.shards)
+        lines = [x for i, line in enumerate(self.lines) for x in new.get(i, self._left(line, gone))]
+        return replace(self.program, lines=tuple(lines), functions=self.functions.by_name)
+
+    def _dealt(self, at: int, line: Line) -> _Dealt | None:
+        """A call as it can be dealt: what it gathers is read by nothing else, and its results are cut, flat."""
+        shards: dict[str, Value] = {}
+        for a in dict.fromkeys(line.args):
+            wait = self.lines[self.made[a]] if a in self.made else None
+            start = self.lines[self.made[wait.args[0]]] if wait is not None and wait.op == "wait" else None
+            if wait is not None and start is not None and (start.op, start.by) == (_GATHER, "optimizer"):
+                shards[a] = self.values[start.args[[v.name for v in wait.out].index(a)]]
+        axes = {v.placement.axes for v in shards.values()}
+        cuts = [self.readers[v.name] for v in line.out]
+        flat = all(len(v.placement.axes) == 1 and not v.placement.dims for v in shards.values())
+        if len(axes) != 1 or not flat or any(len(self.readers[a]) > 1 for a in shards):
+            return None
+        for readers in cuts:
+            cut = self.lines[readers[0]] if len(readers) == 1 else None
+            if cut is None or cut.op != "take_shard" or cut.axes[:1] not in axes or cut.says(CutAttrs).dims:
+                return None
+        if any(v.name in self.program.outputs for v in line.out):
+            return None
+        return _Dealt(at, shards, [readers[0] for readers in cuts])
+
+    def _key(self, line: Line, call: _Dealt) -> Hashable:
+        """Equal for calls of one function, on one stage of a pipeline, that differ in their shards alone."""
+        shards = tuple((v.shape, v.dtype, v.placement) for v in call.shards.values())
+        args = tuple("" if a in call.shards else a for a in line.args)
+        return line.fn, args, shards, tuple(self.lines[c].axes for c in call.cuts), self._stages(call.shards.values())
+
+    def _stages(self, shards: Iterable[Value]) -> frozenset[int]:
+        """The stages of a pipeline that have the leaves which these are made of."""
+        names = {v.name for v in shards}
+        names |= {a for x in names if x in self.made for a in self.lines[self.made[x]].args}
+        leaves = (self.program.leaves.get(self.leaf_of.get(x, x)) for x in names)
+        return frozenset(leaf.layout.only.index for leaf in leaves if leaf is not None and leaf.layout.only is not None)
+
+    def _deal(self, group: Sequence[_Dealt], axis: tuple[str, ...]) -> list[Line]:
+        """The lines of one deal."""
+        call, said = self.lines[group[0].at], DealAttrs(axes=axis, count=len(group))
+        lines, sent = list[Line](), list[Value]()
+        for shards in zip(*(x.shards.values() for x in group), strict=True):
+            sent.append(self._stack(shards[0], axis))
+            lines.append(_line("stack_shards", [v.name for v in shards], sent[-1:], said))
+        got = [replace(v, name=self.names("deal")) for v in sent]
+        place = dict(zip(group[0].shards, got, strict=True))
+        cuts = [[self.lines[c] for c in column] for column in zip(*(x.cuts for x in group), strict=True)]
+        columns = [[(cut, self._shard(cut)) for cut in column] for column in cuts]
+        made = [self._stack(column[0][1], axis) for column in columns]
+        given = {i: place[a] for i, a in enumerate(call.args) if a in place}
+        fn = self.functions.add(f"{call.fn}_dealt", _on_stacks(self.program.functions[call.fn].graph, given, made))
+        args = tuple(place[a].name if a in place else a for a in call.args)
+        back = [replace(v, name=self.names("deal")) for v in made]
+        lines += [*self._exchange(sent, got, axis), replace(call, args=args, out=tuple(made), fn=fn)]
+        lines += self._exchange(made, back, axis)
+        for stack, column in zip(back, columns, strict=True):
+            lines.append(_line("unstack_shards", [stack.name], [shard for _, shard in column], said))
+            for cut, shard in column:  # over several axes it is cut further
+                if further := cut.axes[1:]:
+                    lines.append(replace(cut, args=(shard.name,), attrs=CutAttrs(axes=further)))
+        return lines
+
+    def _shard(self, cut: Line) -> Value:
+        """The shard over the first axis that a cut makes, or, where it is over several, passes."""
+        value = cut.out[0]
+        if len(cut.axes) == 1:
+            return value
+        placement = Placement("shard", cut.axes[:1], grid=cut.axes)
+        return replace(value, name=self.names(f"{value.name}_part"), placement=placement)
+
+    def _stack(self, shard: Value, axis: tuple[str, ...]) -> Value:
+        mesh = self.program.mesh
+        shape = (mesh.axis_size(axis), math.prod(shard.held(mesh)))
+        return Value(self.names("deal"), shape, shard.dtype, Placement("local", axis))
+
+    def _exchange(self, sent: Sequence[Value], got: Sequence[Value], axis: tuple[str, ...]) -> list[Line]:
+        handle = moving(self.names("exchange_whole"))
+        start = _line("all_to_all_start", [v.name for v in sent], [handle], GatherAttrs(axes=axis))
+        return [start, Line("wait", (handle.name,), tuple(got), by="optimizer")]
+
+    def _left(self, line: Line, gone: set[str]) -> list[Line]:
+        """A gather, or its wait, without the values that are dealt."""
+        start = line if line.op == _GATHER else None
+        if line.op == "wait" and line.args[0] in self.made:
+            start = self.lines[self.made[line.args[0]]]
+        if start is None or (start.op, start.by) != (_GATHER, "optimizer"):
+            return [line]
+        wait = self.lines[self.readers[start.out[0].name][0]]
+        kept = [(a, v) for a, v in zip(start.args, wait.out, strict=True) if v.name not in gone]
+        if line is start:
+            return [replace(start, args=tuple(a for a, _ in kept))] if kept else []
+        return [replace(wait, out=tuple(v for _, v in kept))] if kept else []
+
+
+def _line(op: str, args: Sequence[str], out: Sequence[Value], attrs: Any) -> Line:
+    return Line(op, tuple(args), tuple(out), attrs=attrs, by="optimizer")
+
+
+def _on_stacks(graph: Recorded, given: Mapping[int, Value], made: Sequence[Value]) -> Recorded:
+    """The function with stacks of all ranks' shards in place of these arguments, and of its results."""
+    new, env = compat.Graph(), dict[fx.Node, fx.Node]()
+
+    def emit(target: Any, args: tuple[Any, ...], shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        node = new.call_function(target, args)
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        return node
+
+    places = [new.placeholder(node.name) for node in graph.inputs]
+    for i, (node, place) in enumerate(zip(graph.inputs, places, strict=True)):
+        env[node], place.meta["val"] = place, node.meta["val"]
+        if i in given:
+            whole, stack = node.meta["val"], given[i]
+            place.meta["val"] = torch.empty(stack.shape, dtype=stack.dtype, device="meta")
+            flat = emit(aten.reshape.default, (place, [-1]), (stack.numel,), stack.dtype)
+            part = emit(aten.slice.Tensor, (flat, 0, 0, whole.numel()), (whole.numel(),), stack.dtype)
+            env[node] = emit(aten.reshape.default, (part, list(whole.shape)), whole.shape, stack.dtype)
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            env[node] = new.node_copy(node, lambda n: env[n])
+    results = []
+    for node, stack in zip(graph.outputs, made, strict=True):
+        numel = node.meta["val"].numel()
+        flat = emit(aten.reshape.default, (env[node], [-1]), (numel,), stack.dtype)
+        padded = emit(aten.constant_pad_nd.default, (flat, [0, stack.numel - numel]), (stack.numel,), stack.dtype)
+        results.append(emit(aten.reshape.default, (padded, list(stack.shape)), stack.shape, stack.dtype))
+    new.output(tuple(results))
+    return Recorded(new, graph.constants)

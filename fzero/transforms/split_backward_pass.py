@@ -1,0 +1,109 @@
+"""Splits the backward of each block in two, where the schedule of a pipeline has units of weights: the gradients that
+other blocks wait for, and behind them the gradients of parameters, which fill the bubble.
+
+What both need is made once, by the first part, and kept until the second has run.
+
+Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch.fx as fx
+
+from fzero.errors import FzeroValueError
+from fzero.ir.attributes import Segment
+from fzero.ir.from_graph import Functions
+from fzero.ir.program import WHOLE, Line, Placement, Program, Value
+from fzero.ir.value_names import Names
+from fzero.sharding.collective_partitions import Pieces, in_two
+from fzero.transforms.pipeline import Pipeline
+from fzero.transforms.transform import find
+
+
+def wanted(program: Program) -> bool:
+    """Whether the program is of a pipeline of several stages whose schedule has units of weights."""
+    spec = find(program.transforms, Pipeline)
+    return spec is not None and spec.has_weights and program.mesh.axes[spec.axis] > 1
+
+
+def rewrite(program: Program) -> Program:
+    """The program with two lines for each block's backward, two segments of one function.
+
+    Raises:
+        FzeroValueError: no block has gradients that nothing else waits for.
+    """
+    functions, names, values = Functions(program.functions), Names(program.values()), program.values_by_name
+    onward, split = _onward(program), dict[tuple[str, tuple[int, ...]], Pieces]()
+    lines, calls = list[Line](), dict[int | str, list[int]]()  # the numbers of the lines that call each function
+    for line in program.lines:
+        made = [line]
+        first = tuple(i for i, v in enumerate(line.out) if v.name in onward)
+        if line.block is not None and not line.is_forward and first and len(first) < len(line.out):
+            key = line.fn, first
+            if key not in split:
+                split[key] = in_two(program.functions[line.fn].graph, first)
+            args, fn = [values[a] for a in line.args], line.fn
+            made = _calls(line, args, split[key], functions, names, (fn, f"{fn}_weights").__getitem__)
+            made[1:] = [x.saying(weights=True) for x in made[1:]]
+        if line.op == "call":
+            of = line.segment.of if line.segment.count > 1 else line.out[0].name if line.out else ""
+            calls.setdefault(of, []).extend(range(len(lines), len(lines) + len(made)))
+        lines += made
+    for of, at in enumerate(calls.values()):
+        for index, i in enumerate(at if len(at) > 1 else ()):
+            lines[i] = lines[i].saying(segment=Segment(of, index, len(at)))
+    if not split:
+        what = "the schedule has units of weights, and no block has gradients that nothing else waits for"
+        raise FzeroValueError("pipeline", what, fix="schedule='1f1b'")
+    used = {line.fn for line in lines if line.fn}
+    return replace(
+        program, lines=tuple(lines), functions={name: f for name, f in functions.by_name.items() if name in used}
+    )
+
+
+def _onward(program: Program) -> set[str]:
+    """The values that calls of blocks read, by themselves or through other lines."""
+    found = set[str]()
+    for line in reversed(program.lines):
+        if line.op != "update" and (line.block is not None or any(v.name in found for v in line.out)):
+            found.update(line.args)
+    return found
+
+
+def _calls(
+    line: Line, args: Sequence[Value], of: Pieces, functions: Functions, names: Names, named: Callable[[int], str]
+) -> list[Line]:
+    """The lines of a call in pieces.
+
+    Args:
+        line: the call.
+        args: its arguments.
+        of: its function in pieces.
+        functions: of the program, which get more.
+        names: of its values, likewise.
+        named: the name of the function that a piece is, by its number.
+    """
+    made = dict(zip(of.inputs, args, strict=True))
+    made.update((x, v) for x, v in zip(of.outputs, line.out, strict=True) if x not in made)
+    own: dict[fx.Node, tuple[str, ...]] = {x: v.placement.own for x, v in zip(of.inputs, args, strict=True)}
+    for x in of.inputs[0].graph.nodes:  # a rank has its own of a value along the axes of what that is made of
+        if x not in own:
+            own[x] = tuple(dict.fromkeys(axis for a in x.all_input_nodes for axis in own[a]))
+    assert line.block is not None
+    stem = f"{line.fn}_{line.block.number}"
+    lines = list[Line]()
+    for number, (step, positions) in enumerate(zip(of.steps, of.positions, strict=True)):
+        out = list[Value]()
+        for x, position in zip(step.outputs, positions, strict=True):
+            if position is not None:
+                out.append(line.out[position])
+                continue
+            at, value = Placement("local", own[x]) if own[x] else WHOLE, x.meta["val"]
+            made[x] = Value(names(f"{stem}_{x.name}"), tuple(value.shape), value.dtype, at)
+            out.append(made[x])
+        fn = functions.add(named(number), step.graph)
+        lines.append(replace(line, fn=fn, args=tuple(made[x].name for x in step.inputs), out=tuple(out)))
+    return lines

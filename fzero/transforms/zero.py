@@ -1,0 +1,234 @@
+"""Shards state over mesh axes: data_parallel, shard_opt_state, shard_grads, shard_params (ZeRO). Acts on the program,
+all four through one pass: fzero/transforms/zero_pass.py, by what they ask for together
+(fzero/transforms/zero_placement.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from fzero._utils.arguments import Predicate, accepts, keywords, predicate
+from fzero.errors import FzeroTypeError
+from fzero.sharding.layout import Leaf
+from fzero.transforms.transform import Transform, applied
+
+Where = Predicate
+
+
+@dataclass(frozen=True)
+class Parallel(Transform):
+    """The common part of the four specs: axes, and how much is sharded over them (`stage`)."""
+
+    axis: str | tuple[str, ...] = "data"
+    where: Where | None = None
+    order: ClassVar[int] = 50
+    stage: ClassVar[int] = 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes, the first of which cuts first."""
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
+
+    def conflict(self, other: Transform) -> str | None:
+        if isinstance(other, Parallel) and type(self) is not type(other):
+            fewer, more = sorted((self.axes, other.axes), key=len)
+            zero = self.stage and other.stage
+            if zero and len(more) == 1 and fewer != more:
+                return f"ZeRO shards over one axis, or several in one order: {_named(fewer)} and {_named(more)} are two"
+            if zero and more[: len(fewer)] != fewer:
+                return f"ZeRO cuts leaves one axis after the other: {_named(fewer)} is not how {_named(more)} begins"
+            for one, two in ((self, other), (other, self)):
+                if one.covers(two) and two.stage:  # `data_parallel` asks for nothing that a stage would not do
+                    return f"{one.name} (ZeRO-{one.stage}) does all that {two.name} (ZeRO-{two.stage}) does"
+        return super().conflict(other) if self.stage or self.axis == getattr(other, "axis", None) else None
+
+    def covers(self, other: Parallel) -> bool:
+        """Whether `other` is a lower stage that adds nothing to this one: over no further axis and leaf."""
+        within = {*other.axes} <= {*self.axes} and self.where in (None, other.where)
+        return other.stage < self.stage and within
+
+    def shards(self, leaf: Leaf) -> bool:
+        return accepts(self.name, "where", self.where, leaf.path, leaf.meta)
+
+
+@dataclass(frozen=True)
+class DataParallel(Parallel):
+    name: ClassVar[str] = "data_parallel"
+    stage: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class ShardOptState(Parallel):
+    name: ClassVar[str] = "shard_opt_state"
+    stage: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class ShardGrads(Parallel):
+    name: ClassVar[str] = "shard_grads"
+    stage: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class ShardParams(Parallel):
+    name: ClassVar[str] = "shard_params"
+    stage: ClassVar[int] = 3
+
+
+@keywords
+def data_parallel(step: Any = None, *, axis: str = "data") -> Any:
+    """Gives every rank along `axis` its own part of the batch; everything else is whole on each.
+
+    Equal to the untransformed step on the whole batch, up to the order of summation, unless the loss combines rows, in
+    its forward (batch statistics) or in its backward (a hook that clips by norm): it sees those of a rank. A ZeRO stage
+    over `axis` divides the batch along it too; together with one, `data_parallel` changes nothing.
+
+    Communication: one all_reduce of each block's gradients: 2 (N-1)/N x 4P bytes sent per rank and step.
+    Memory: parameters, gradients and optimizer state, whole, on every rank.
+
+    Raises:
+        TransformError: `sequence_parallel` over `axis`.
+        FzeroTypeError: an `axis` that is not a name.
+        FzeroValueError: when the program is built, an axis the mesh does not have.
+
+    Paper: Li et al., PyTorch distributed: experiences on accelerating data parallel training, VLDB 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(data_parallel(step), fz.AbstractMesh(data=4), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "data_parallel"]
+        ['all_reduce_start', 'all_reduce_start']
+    """
+    return applied(_checked(DataParallel(axis)), step)
+
+
+@keywords
+def shard_opt_state(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
+    """ZeRO-1: optimizer state is sharded over `axis`; each rank updates its shard and the new parameters are gathered.
+
+    Args:
+        step: a step; without one a transform is returned.
+        axis: the mesh axis; the batch is cut along it too. Or several, the fastest first: `("data", "node")` cuts by
+            `data`, and each part by `node`. What moves goes over one after the other, so that each byte crosses the
+            last axis once. Another stage may have the first of them: `shard_params(axis="data")`.
+        where: predicate `(path, leaf)` of the parameters whose state is sharded; by default all. `leaf` is a meta
+            tensor.
+
+    Communication: reduce_scatter of gradients, once a step, and all_gather of parameters: (N-1)/N x (4P + 4P) bytes
+        sent per rank and step in fp32, the volume of `data_parallel`. Over two axes of L and M ranks (L-1)/L of it over
+        the first, (M-1)/M/L over the second.
+    Memory: at rest 4P + 8P/N bytes per rank with fp32 Adam; with `mixed_precision` 12P/N, and 2P during the step.
+
+    Raises:
+        TransformError: another `shard_opt_state`; another stage over axes of which these are not the first, nor begin
+            with them; a lower stage (1 to 3) to which a higher one leaves nothing, neither axes nor parameters.
+        FzeroTypeError: an `axis` that is not a name or tuple of different names.
+        FzeroValueError: when the program is built, an axis the mesh does not have.
+
+    Paper: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, SC 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(shard_opt_state(step), fz.AbstractMesh(data=4), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_opt_state"]
+        ['reduce_scatter_start', 'all_gather_start']
+    """
+    return applied(_checked(ShardOptState(axis, where)), step)
+
+
+@keywords
+def shard_grads(step: Any = None, *, axis: str | tuple[str, ...] = "data", where: Where | None = None) -> Any:
+    """ZeRO-2: as `shard_opt_state`, and no whole gradient outlives the backward of its block.
+
+    With `accumulate` every micro-batch's gradients leave as shards, and shards are accumulated. With the
+    layerwise schedule the sum of a block's gradients leaves, once per step.
+
+    Args: as `shard_opt_state`.
+
+    Communication: as `shard_opt_state`, but gradients are reduced once a micro-batch, except with
+        `accumulate(n, schedule="layerwise")`.
+    Memory: at rest as `shard_opt_state`; during the step 4P/N bytes of gradients instead of 4P.
+
+    Raises: as `shard_opt_state`.
+
+    Paper: Rajbhandari et al., ZeRO, SC 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(shard_grads(step), fz.AbstractMesh(data=4), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_grads"]
+        ['reduce_scatter_start', 'all_gather_start']
+    """
+    return applied(_checked(ShardGrads(axis, where)), step)
+
+
+@keywords
+def shard_params(
+    step: Any = None,
+    *,
+    axis: str | tuple[str, ...] = "data",
+    where: Where | None = None,
+) -> Any:
+    """ZeRO-3: parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it runs.
+
+    Args:
+        step: a training or evaluation step; without one a transform is returned.
+        axis: the mesh axis, or several, as for `shard_opt_state`; the batch is cut along them too.
+        where: predicate `(path, leaf)` of the parameters that are sharded, by default all. Keep small ones whole with
+            `where=lambda path, leaf: leaf.numel() > 10_000`. Leaves with fewer elements than there are shards are
+            always whole.
+
+    Communication: all_gather of each block's parameters for its forward and again for its vjp, in the compute dtype,
+        and reduce_scatter of its gradients: (N-1)/N x 3 x 4P bytes sent per rank and step in fp32, per micro-batch
+        under `accumulate`, except with its layerwise schedule. Over several axes as for `shard_opt_state`;
+        with `hierarchical`, once per step over the last axis.
+    Memory: at rest 12P/N bytes per rank with fp32 Adam (+ padding to a multiple of N per leaf); during the step at most
+        two blocks' gathered parameters and one block's gradients besides.
+
+    Raises: as `shard_opt_state`.
+
+    Paper: Rajbhandari et al., ZeRO, SC 2020.
+
+    Example:
+        >>> import torch, fzero as fz
+        >>> step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(1e-3))
+        >>> params, batch = {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+        >>> lowered = fz.lower(shard_params(step), fz.AbstractMesh(data=4), params, batch)
+        >>> [line.op for line in lowered.program.lines if line.op.endswith("start") and line.by == "shard_params"]
+        ['all_gather_start', 'reduce_scatter_start']
+    """
+    return applied(_checked(ShardParams(axis, where)), step)
+
+
+def _checked(spec: Parallel) -> Parallel:
+    """The spec, if its arguments are of the right kind. A tuple of one axis is that axis."""
+    if isinstance(spec.axis, tuple) and len(spec.axis) == 1 and isinstance(spec.axis[0], str):
+        spec = replace(spec, axis=spec.axis[0])
+    several = isinstance(spec.axis, tuple) and bool(spec.axis) and spec.stage
+    of_names = all(isinstance(a, str) and a for a in (spec.axis if several else (spec.axis,)))
+    what = (
+        "the name of an axis, or a tuple of names, the first of which cuts first"
+        if spec.stage
+        else "the name of one axis"
+    )
+    problems = [] if of_names else [f"axis={spec.axis!r}: {spec.name} takes {what}"]
+    if of_names and several and len({*spec.axis}) < len(spec.axis):
+        problems.append(f"axis={spec.axis!r}: an axis is named twice")
+    problems += predicate("where", spec.where)
+    if problems:
+        axis = ("data", "node") if several else "data"
+        if isinstance(spec.axis, list) and spec.stage and all(isinstance(a, str) for a in spec.axis):
+            axis = tuple(spec.axis)
+        fix = f"e.g. axis={axis!r}, where=lambda path, leaf: leaf.numel() > 10_000"
+        raise FzeroTypeError(spec.name, "invalid arguments", problems, fix)
+    return spec
+
+
+def _named(axes: tuple[str, ...]) -> str:
+    return repr(axes[0] if len(axes) == 1 else axes)

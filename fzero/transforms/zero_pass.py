@@ -1,0 +1,475 @@
+"""Spreads a program over the mesh, for every parallel transform: they are one program with more or fewer leaves
+sharded.
+
+The batch becomes local to each rank, so gradients and sums become partial, and every partial value gets its reduction.
+A sharded parameter is gathered before each line that reads it and dropped after; a sharded gradient leaves as a
+reduce_scatter, one for all leaves of a block. The optimizer's update reads and writes shards.
+
+[Note: hops] Values cut over several axes move over one axis after the other: a gather begins with the axis that cut
+last, a reduction with the one that cut first. So over a slow axis, which cuts last, each rank sends only its part of a
+cut over the faster axes, and each byte crosses it once. A leaf rests, is kept, adds up and is updated at places of its
+own on that way. A parameter is gathered once a step as far as it stays gathered, and the rest of the way around each
+reader. Gradients leave the backward sharded for accumulation; once a step they are sharded further for the update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from fzero.ir.attributes import AddAttrs, CutAttrs, JoinAttrs, Over, ReduceAttrs, ScatterAttrs, UpdateAttrs
+from fzero.ir.from_graph import Functions
+from fzero.ir.ops import STARTS
+from fzero.ir.program import MOVING, WHOLE, Line, Placement, Program, Value, moving, repeats, resting
+from fzero.ir.value_names import Names, identifier
+from fzero.sharding.layout import Leaf
+from fzero.sharding.shard_regions import Dim
+from fzero.transforms import multi_axis_gather
+from fzero.transforms.pipeline import Pipeline
+from fzero.transforms.transform import find
+from fzero.transforms.zero_placement import Zero
+
+
+def rewrite(
+    program: Program, zero: Zero, whole_grads: bool = False, stay: float = 0.0, cast_once: Collection[str] = ()
+) -> Program:
+    """Spreads a base program over the mesh.
+
+    Args:
+        program: a base program, or one with a loop over micro-batches.
+        zero: the demands of the parallel transforms.
+        whole_grads: whether over micro-batches gradients add up whole, whatever the stage, and are reduced once a step.
+        stay: the share of blocks, from the last, whose parameters stay gathered over the axis of `hierarchical`.
+        cast_once: the leaves of which a loop over micro-batches gathers shards that were cast before it.
+    """
+    return _Rewrite(program, zero, whole_grads, stay, cast_once).run()
+
+
+class _Rewrite:
+    def __init__(self, program: Program, zero: Zero, whole_grads: bool, stay: float, cast_once: Collection[str]):
+        self.program, self.zero, self.whole_grads, self.cast_once = program, zero, whole_grads, cast_once
+        blocks = sorted(
+            {self._owner(x.path) for x in program.leaves.values() if x.role in ("params", "compute") and x.layout.axes}
+        )
+        # blocks whose parameters are gathered once a step over a slow axis
+        self.staying = {*blocks[len(blocks) - round(stay * len(blocks)) :]}
+        self.names, self.values = Names(program.values()), program.values()
+        kept = {line.fn for line, _ in program.walk()}
+        self.functions = Functions({name: f for name, f in program.functions.items() if name in kept})
+        self.placement: dict[str, Placement] = {}
+        # a sharded parameter, or its cast -> the leaf and the cast
+        self.leaf_of: dict[str, tuple[str, Line | None]] = {}
+        self.kept: dict[str, str] = {}  # whole copies made once a step
+        self.renamed: dict[str, str] = {}  # a partial value -> its reduction
+        self.shared: dict[str, str] = {}  # whole copies that a line and its repetitions for other micro-batches read
+        # of a pipeline: whether parameters stay whole until their last micro-batch, or are gathered for each
+        self.gathers = pipeline.gather if (pipeline := find(program.transforms, Pipeline)) else ""
+        names = [max(zero.specs, key=lambda r: r.stage).name] if zero.specs else [spec.name for spec in zero.cutting]
+        self.by = names[0] if names else ""
+        self.local = Placement("local", zero.batch_axes) if zero.batch_axes else WHOLE
+        self.own: set[str] = set()  # values that differ between ranks along a batch axis
+        self.brought: dict[str, Sequence[str]] = {}  # of handles, the axes of which they bring what all ranks have
+        # of a function in segments, what they read, and the names of what was gathered for the first, for a micro-batch
+        self.reads_of: dict[int, dict[str, None]] = defaultdict(dict)
+        self.gathered_for: dict[tuple[int, tuple[int, int] | None], dict[str, str]] = {}
+        for line, _ in program.walk():
+            if line.segment.count > 1:
+                self.reads_of[line.segment.of].update(dict.fromkeys(line.args))
+        self._name_sums()
+
+    def _name_sums(self) -> None:
+        """Gradients and sums by the names under which the backward makes them, and their totals over a loop."""
+        program, update = self.program, self.program.update
+        self.totals = {x.args[0]: x.out[0].name for x, _ in program.walk() if x.op == "accumulate"}
+        summand: dict[str, str] = {total: name for name, total in self.totals.items()}
+        self.grads = {summand.get(g, g): leaf for leaf, g in program.grads.items()}
+        self.param_of = {**self.grads, **{self.totals[g]: leaf for g, leaf in self.grads.items() if g in self.totals}}
+        self.added = {a for x in program.lines if x.op == "add" for a in x.args}
+        self.of_maxima = {
+            a for x in program.lines if isinstance(x.attrs, AddAttrs) and x.attrs.reduction == "max" for a in x.args
+        }
+        self.sums = [summand.get(s, s) for s in (program.sums if update is None else update.attrs.sums)]
+        # sums that the backward waits for, each by itself
+        ahead = {summand.get(a, a) for x in program.lines if x.of_sums for a in x.args} if update is not None else set()
+        self.ahead = ahead.intersection(self.sums)
+        self.maxima: list[str] = [] if update is None else [str(summand.get(m, m)) for m in update.attrs.maxima]
+
+    def run(self) -> Program:
+        inputs = []
+        for value in self.program.inputs:
+            leaf = self.program.leaves.get(value.name)
+            placement = self.local if leaf is None else resting(leaf.layout)
+            self.placement[value.name] = placement
+            self.own |= {value.name} if leaf is None else set()
+            inputs.append(replace(value, placement=placement))
+            if leaf is not None and leaf.role in ("params", "compute") and leaf.layout.axes:
+                self.leaf_of[value.name] = (value.name, None)
+        lines = self._lines(self.program.lines)
+        outputs = tuple(self.renamed.get(o, o) for o in self.program.outputs)
+        grads = {leaf: self.renamed.get(g, g) for leaf, g in self.program.grads.items()}
+        functions = self.functions.by_name
+        return replace(
+            self.program, inputs=tuple(inputs), lines=tuple(lines), outputs=outputs, functions=functions, grads=grads
+        )
+
+    def _lines(self, lines: Sequence[Line]) -> list[Line]:
+        out: list[Line] = []
+        # gradients that are reduced together: those of a block
+        together = {g: self._owner(leaf) for g, leaf in self.grads.items()}
+        awaited = Counter(together.values())  # gradients that each still lacks
+        ready: dict[int, list[str]] = defaultdict(list)
+        sums: list[str] = []
+        for line in lines:
+            if (
+                line.op == "cast"
+                and line.args[0] in self.leaf_of
+                and line.out[0].name not in self.sums
+                and line.micro is None
+            ):
+                # cast as a shard, before its gather
+                self.leaf_of[line.out[0].name] = (line.args[0], line)
+            elif line.op == "accumulate":
+                continue  # placed with the gradient or the sum it adds
+            elif line.op == "loop":
+                out += self._keep((a for x in line.body for a in x.args), self.cast_once)
+                out.append(replace(line, body=tuple(self._lines(line.body))))
+                out += self._after_loop({x.args[0] for x in line.body if x.op == "accumulate"})
+            elif line.op == "update":
+                out += self._update(line)
+            else:
+                if line.of_sums:  # all that it reads is reduced, so what it makes is the same on every rank
+                    made = tuple(replace(v, placement=WHOLE) for v in line.out)
+                    line = replace(line.rename(self.renamed), out=made)
+                new, gathers = self._reads(line)
+                out += [*gathers, self._placed(new)]
+                for value in line.out:
+                    if value.name in self.grads:
+                        owner = together[value.name]
+                        ready[owner].append(value.name)
+                        awaited[owner] -= 1
+                        if not awaited[owner]:
+                            out += self._reduce_block(ready.pop(owner))
+                    if value.name in self.ahead:
+                        out += self._reduce_sums([value.name])
+                    elif value.name in self.sums:
+                        sums.append(value.name)
+                        if len(sums) == len(self.sums) - len(self.ahead):
+                            out += self._reduce_sums(sums)
+                    if value.name in self.maxima:
+                        out += self._reduce_sums([value.name], "max")
+        return out
+
+    def _param(self, name: str) -> Leaf:
+        """The parameter that a value is to be the whole of."""
+        return self.program.leaves[self.program.leaves[self.leaf_of[name][0]].master]
+
+    def _owner(self, leaf: str) -> int:
+        return self.program.owners.get(leaf, -1)
+
+    # --- reading parameters ---
+
+    def _reads(self, line: Line) -> tuple[Line, list[Line]]:
+        """The line with the whole values of the sharded parameters it reads, and the lines that gather them."""
+        part, micro = line.segment.of, line.micro if self.gathers == "micro" else None
+        if (part, micro) in self.gathered_for:
+            return line.rename(self.gathered_for[part, micro]), []
+        wanted = [a for a in (self.reads_of.get(part) or dict.fromkeys(line.args)) if a in self.leaf_of]
+        lines = self._keep(wanted)
+        names = {a: self.kept.get(a, a) for a in wanted}
+        fresh = [a for a in wanted if a not in self.kept or self.placement[self.kept[a]] != WHOLE]
+        if repeats(line) and self.gathers != "micro":
+            return line.rename({**names, **{a: self.shared[a] for a in fresh}}), lines
+        gathered, more = self._gather({a: names[a] for a in fresh}, {a: self._computed(a) for a in fresh})
+        for a, name in gathered.items():
+            if self.placement[name].is_cut:
+                gathered[a], tensor = self._unflatten(a, name)
+                more.append(tensor)
+        if part in self.reads_of:
+            self.gathered_for[part, micro] = {**names, **gathered}
+        self.shared = gathered or self.shared
+        return line.rename({**names, **gathered}), lines + more
+
+    def _computed(self, name: str) -> tuple[str, ...]:
+        """The axes over which a parameter is cut where functions read it."""
+        layout = self._param(name).layout
+        return tuple(a for a in layout.axes[: len(layout.dims)] if a in self.zero.computed)
+
+    def _unflatten(self, name: str, shard: str) -> tuple[str, Line]:
+        """The part of a parameter, a flat shard, as the tensor that functions read; its name and the line."""
+        at = self.placement[shard]
+        cuts = tuple(zip(at.axes, at.dims, strict=True))
+        value = replace(self.values[name], name=self.names(f"{identifier(self.leaf_of[name][0])}_cut"))
+        value = replace(value, placement=Placement(cuts=cuts))
+        self.placement[value.name] = value.placement
+        return value.name, Line("unflatten", (shard,), (value,), by=self.by)
+
+    def _keep(self, args: Iterable[str], cast: Collection[str] = ()) -> list[Line]:
+        """Gathers, once a step, parameters as far as they stay gathered until its end. `cast`: leaves to cast, which
+        need not stay so."""
+        groups: dict[int, list[str]] = defaultdict(list)
+        for a in (a for a in dict.fromkeys(args) if a in self.leaf_of and a not in self.kept):
+            path, by = self.leaf_of[a]
+            casts = path in cast and by is not None
+            if casts or self.placement[path].axes != self._stays(a):
+                groups[self._owner(path)].append(a)
+        lines: list[Line] = []
+        for group in groups.values():
+            names, more = self._gather({a: a for a in group}, {a: self._stays(a) for a in group})
+            self.kept.update(names)
+            lines += more
+        return lines
+
+    def _stays(self, name: str) -> tuple[str, ...]:
+        """The axes over which a parameter is still cut when it stays as it is until the end of the step."""
+        if self.gathers == "step":  # forwards and backwards of micro-batches take turns
+            return self._computed(name)
+        staying = self._owner(self.leaf_of[name][0]) in self.staying
+        return (self.zero.stays if staying else self.zero.params)(self._param(name))
+
+    def _gather(
+        self, sources: Mapping[str, str], to: Mapping[str, tuple[str, ...]] | None = None
+    ) -> tuple[dict[str, str], list[Line]]:
+        """The lines that gather parameters, hop by hop, and the names of the results.
+
+        Args:
+            sources: for each name that lines read, its source: the leaf itself, or a shard gathered as far as it stays
+                gathered.
+            to: the axes that still cut each one afterwards; by default none.
+        """
+        lines, now = [], dict[str, Value]()
+        for a, source in sources.items():
+            path, cast = self.leaf_of[a]
+            name = path if source == a else source
+            now[a] = Value(name, self.values[a].shape, self.values[a].dtype, self.placement[name])
+            if cast is not None and source == a:
+                now[a] = replace(now[a], name=self.names(f"{identifier(path)}_shard"))
+                self.placement[now[a].name] = now[a].placement
+                lines.append(replace(cast, out=(now[a],)))
+        gathered, more = self._hops(now, to or {}, lambda a: identifier(self.leaf_of[a][0]))
+        return {a: v.name for a, v in gathered.items()}, lines + more
+
+    def _hops(
+        self, values: Mapping[str, Value], to: Mapping[str, tuple[str, ...]], named: Callable[[str], str]
+    ) -> tuple[dict[str, Value], list[Line]]:
+        """Gathers values, by any key, until only these axes cut them: over one axis after the other, all values of one
+        axis together."""
+        now, lines = multi_axis_gather.gathered(
+            values, to, named, self.names, lambda: moving(self.names.numbered("gather")), self.by
+        )
+        self.placement.update((v.name, v.placement) for line in lines for v in line.out)
+        return now, lines
+
+    # --- gradients and sums ---
+
+    def _placed(self, line: Line) -> Line:
+        """The line with the placements of its results: local as soon as it reads anything local."""
+        local = line.op in ("part_index", "take_part") or not self.own.isdisjoint(line.args)
+        if line.op in ("all_gather_start", "all_reduce_start"):
+            self.brought[line.out[0].name] = line.axes
+        brought = self.brought.get(line.args[0], ()) if line.op == "wait" else ()
+        out = []
+        for value in line.out:
+            self.own |= {value.name} if local else set()
+            # values that these axes cut, or sum, belong to all of their rows
+            cut = {*value.placement.partial, *(axis for axis, _ in value.placement.cuts), *brought}
+            axes = tuple(a for a in self.zero.batch_axes if a not in cut)
+            summand = value.name in self.grads or value.name in (*self.sums, *self.maxima) or value.name in self.added
+            by = "max" if value.name in self.maxima or value.name in self.of_maxima else "sum"
+            if value.placement == MOVING:
+                placement = MOVING
+            elif summand and self.zero.batch_axes:
+                placement = _both(Placement(partial=axes, by=by) if axes else WHOLE, value.placement)
+            else:
+                placement = _both(Placement("local", axes) if local and axes else WHOLE, value.placement)
+            self.placement[value.name] = placement
+            out.append(replace(value, placement=placement))
+        line = line.saying(axes=self.zero.batch_axes) if line.op == "part_index" else line
+        return replace(line, out=tuple(out))
+
+    def _reduce_block(self, names: list[str]) -> list[Line]:
+        """The reduction of a block's gradients, right behind the last of them; in a loop only of gradients that must
+        not pile up whole."""
+        if not self.totals:
+            return self._reduce(names)
+        lines = self._scatter({n: self._adds_up(self.grads[n]) for n in names})
+        return lines + [self._accumulate(self.renamed.pop(n, n), self.totals[n]) for n in names]
+
+    def _adds_up(self, path: str) -> tuple[str, ...]:
+        """The axes that cut a parameter's gradients while micro-batches add up in a loop."""
+        return () if self.whole_grads else self.zero.grads(self.program.leaves[path])
+
+    def _reduce_sums(self, names: Sequence[str], op: str = "sum") -> list[Line]:
+        return (
+            [self._accumulate(n, self.totals[n], op) for n in names] if self.totals else self._all_reduce(names, op=op)
+        )
+
+    def _accumulate(self, name: str, total: str, op: str = "sum") -> Line:
+        self.placement[total] = self.placement[name]
+        return Line(
+            "accumulate",
+            (name,),
+            (replace(self.values[total], placement=self.placement[name]),),
+            attrs=JoinAttrs(reduction=op),
+            by="accumulate",
+        )
+
+    def _after_loop(self, added: Collection[str]) -> list[Line]:
+        """Remaining reductions of a loop's totals: of shards over the axes that do not shard them, of the rest over all
+        axes. Once a step."""
+        groups: dict[int, list[str]] = defaultdict(list)
+        for name, path in self.grads.items():
+            if name in added and self.placement[self.totals[name]].partial:
+                groups[self._owner(path)].append(name)
+        lines = self._all_reduce([self.totals[s] for s in self.sums if s in added]) + self._all_reduce(
+            [self.totals[m] for m in self.maxima if m in added], op="max"
+        )
+        for names in groups.values():
+            lines += self._reduce([self.totals[n] for n in names])
+        return lines
+
+    def _reduce(self, names: Sequence[str]) -> list[Line]:
+        """Gradients as updates read them: cut as their optimizer state is, and reduced over all axes."""
+        finest = {n: self._finest(n) for n in names}
+        lines = self._scatter(finest)
+        return (
+            lines
+            + self._all_reduce([n for n in names if finest[n]])
+            + self._all_reduce([n for n in names if not finest[n]])
+        )
+
+    def _finest(self, name: str) -> tuple[str, ...]:
+        """The axes that cut a gradient, or its total over micro-batches, for the update."""
+        return self.zero.opt_state(self._param_of(name))
+
+    def _scatter(self, to: Mapping[str, tuple[str, ...]]) -> list[Line]:
+        """Gradients cut over these axes, and reduced over the axes of this cut: one axis after the other, all values of
+        one axis together."""
+        lines, now = list[Line](), {n: self.renamed.get(n, n) for n in to}
+        lines += [self._flatten(now, n) for n, axes in to.items() if axes and self.placement[now[n]].cuts]
+        while left := [n for n, axes in to.items() if self.placement[now[n]].axes != axes]:
+            cut = {n: self.placement[now[n]].axes for n in left}
+            axes = {n: to[n][len(cut[n]) :][:1] for n in left}
+            # the axes that a whole is padded for; of a shard its placement says it
+            padding = {n: () if cut[n] or self._finest(n) == axes[n] else self._finest(n) for n in left}
+            nearest = min(left, key=lambda n: len(cut[n]))
+            axis, padded = axes[nearest], padding[nearest]
+            here = [n for n in left if (axes[n], padding[n]) == (axis, padded)]
+            for n in here:
+                dims = self._param_of(n).layout.dims
+                if len(cut[n]) < len(dims):
+                    lines.append(self._split(now, n, axis, self._finest(n), dims[: len(cut[n]) + 1]))
+            handle, arrives = moving(self.names.numbered("scatter")), STARTS["reduce_scatter_start"].arrives
+            start = Line(
+                "reduce_scatter_start",
+                tuple(now[n] for n in here),
+                (handle,),
+                attrs=ScatterAttrs(axes=axis, reduction="sum", grid=padded),
+                by=self.by,
+            )
+            for n in here:
+                value = replace(
+                    self.values[now[n]], name=self.names(f"{n}_shard"), placement=arrives(start, self.placement[now[n]])
+                )
+                self.placement[value.name], self.values[value.name], now[n] = value.placement, value, value.name
+            lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=self.by)]
+        self.renamed.update((n, name) for n, name in now.items() if name != n)
+        return lines
+
+    def _flatten(self, now: dict[str, str], grad: str) -> Line:
+        """A gradient of a part as the flat shard that the part rests as."""
+        at, value = self.placement[now[grad]], self.values[now[grad]]
+        axes, dims = zip(*at.cuts, strict=True)
+        flat = Placement("shard", axes, at.partial, at.by, self._finest(grad), dims)
+        shard = replace(value, name=self.names(f"{grad}_flat"), placement=flat)
+        line = Line("flatten", (now[grad],), (shard,), by=self.by)
+        now[grad], self.placement[shard.name], self.values[shard.name] = shard.name, flat, shard
+        return line
+
+    def _param_of(self, grad: str) -> Leaf:
+        return self.program.leaves[self.param_of[grad]]
+
+    def _split(
+        self, now: dict[str, str], grad: str, axis: tuple[str, ...], grid: tuple[str, ...], dims: tuple[Dim, ...]
+    ) -> Line:
+        """Lays a gradient out in the parts that an axis cuts along a dim."""
+        source, value = self.placement[now[grad]], self.values[now[grad]]
+        placement = replace(source, kind="parts", axes=(*source.axes, *axis), grid=source.grid or grid, dims=dims)
+        parts = replace(value, name=self.names(f"{grad}_parts"), placement=placement)
+        line = Line("split_parts", (now[grad],), (parts,), attrs=Over(axes=axis), by=self.by)
+        now[grad], self.placement[parts.name], self.values[parts.name] = parts.name, placement, parts
+        return line
+
+    def _all_reduce(self, names: Sequence[str], op: str = "sum") -> list[Line]:
+        """Values reduced over all axes over which they are summands."""
+        lines, now = list[Line](), {n: self.renamed.get(n, n) for n in names}
+        base = dict(now)
+        for axis in (*self.zero.batch_axes, *self.zero.computed):
+            here = [n for n in names if axis in self.placement[now[n]].partial]
+            if not here:
+                continue
+            placed = next((spec.name for spec in self.zero.cutting if spec.axis == axis), "data_parallel")
+            handle, arrives = moving(self.names.numbered("reduce")), STARTS["all_reduce_start"].arrives
+            start = Line(
+                "all_reduce_start",
+                tuple(now[n] for n in here),
+                (handle,),
+                attrs=ReduceAttrs(axes=(axis,), reduction=op),
+                by=placed,
+            )
+            for n in here:
+                placement = arrives(start, self.placement[now[n]])
+                name = self.names(f"{base[n]}_sum")
+                value = replace(self.values[now[n]], name=name, placement=placement)
+                self.placement[name], self.values[name], now[n] = placement, value, name
+            lines += [start, Line("wait", (handle.name,), tuple(self.values[now[n]] for n in here), by=placed)]
+        self.renamed.update((n, name) for n, name in now.items() if name != n)
+        return lines
+
+    # --- the update ---
+
+    def _update(self, line: Line) -> list[Line]:
+        """The update on shards, and new whole parameters if parameters rest whole."""
+        before, rename, aliases = [], dict(self.renamed), dict[str, str]()
+        groups: dict[tuple[int, int], dict[str, Value]] = defaultdict(dict)  # of each block, what is gathered as far
+        for path in line.args:
+            leaf = self.program.leaves.get(path)
+            if (
+                leaf is not None
+                and leaf.role == "params"
+                and (more := self.zero.opt_state(leaf)[len(leaf.layout.axes) :])
+            ):
+                value = Value(
+                    self.names(f"{identifier(path)}_shard"), leaf.shape, leaf.dtype, self.placement[path].cut(more)
+                )
+                before.append(Line("take_shard", (path,), (value,), attrs=CutAttrs(axes=more), by=self.by))
+                rename[path] = value.name
+                aliases[value.name] = path
+                if path in line.writes:
+                    groups[self._owner(path), len(leaf.layout.axes)][path] = value
+        said = line.says(UpdateAttrs)
+        sums, maxima = (tuple(self.renamed.get(a, a) for a in names) for names in (said.sums, said.maxima))
+        update = line.rename(rename).saying(sums=sums, maxima=maxima, leaf=aliases)
+        out = [*before, replace(update, writes=tuple(rename.get(w, w) for w in line.writes))]
+        for paths in groups.values():
+            values, lines = self._hops(
+                paths, {p: self.program.leaves[p].layout.axes for p in paths}, lambda p: f"{identifier(p)}_new"
+            )
+            out += [*lines, Line("assign", (*paths, *(values[p].name for p in paths)), writes=tuple(paths), by=self.by)]
+        return out
+
+
+def _both(over_batch: Placement, computed: Placement) -> Placement:
+    """The placement of a value over the batch axes and, if functions compute with parts, over other axes."""
+    if computed == WHOLE:
+        return over_batch
+    assert not computed.partial or not over_batch.partial or computed.by == over_batch.by, (over_batch, computed)
+    local = tuple(dict.fromkeys((*over_batch.axes, *(computed.axes if computed.kind == "local" else ()))))
+    return replace(
+        over_batch,
+        kind="local" if local else over_batch.kind,
+        axes=local,
+        partial=tuple(dict.fromkeys((*over_batch.partial, *computed.partial))),
+        by=computed.by if computed.partial else over_batch.by,
+        cuts=computed.cuts,
+    )

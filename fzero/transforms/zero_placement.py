@@ -1,0 +1,147 @@
+"""Says how the parallel transforms of a step (ZeRO) cut each leaf, together, on a mesh. Acts on nothing: passes and
+layouts ask it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fzero.errors import FzeroValueError
+from fzero.mesh import AbstractMesh
+from fzero.sharding.layout import Leaf
+from fzero.sharding.shard_regions import part_shape
+from fzero.transforms.dim_sharding import Cutting
+from fzero.transforms.hierarchical import Hierarchical
+from fzero.transforms.transform import Transform, find
+from fzero.transforms.zero import Parallel, ShardParams
+
+
+def keeps_gathers(transforms: tuple[Transform, ...]) -> Hierarchical | None:
+    """The `hierarchical` among them, if parameters are gathered over its axis."""
+    once = find(transforms, Hierarchical)
+    gathers = once and any(isinstance(t, ShardParams) and once.axis in t.axes for t in transforms)
+    return once if gathers else None
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The sharding that the parallel transforms of a step ask for, on a given mesh. Axes of one device are no axes."""
+
+    specs: tuple[Parallel, ...]
+    mesh: AbstractMesh
+    casts: Callable[[Leaf], bool]  # whether a leaf is computed in another dtype than it rests in
+    once: Hierarchical | None = None
+    cutting: tuple[Cutting, ...] = ()  # the specs that cut anything on this mesh, in order
+    stages: str | None = None  # the axis of a pipeline
+    # by path of a leaf and stage, the axes of the specs that shard it: predicates are asked once
+    _known: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes along which the batch is cut, in mesh order."""
+        wanted = {a for r in self.specs for a in r.axes}.difference(self.computed)
+        wanted |= {spec.axis for spec in self.cutting if spec.cuts_batch}
+        return tuple(a for a, size in self.mesh.axes.items() if a in wanted and size > 1)
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """Axes along which functions compute with parts: of one batch, or of experts."""
+        return tuple(spec.axis for spec in self.cutting)
+
+    def _axes(self, leaf: Leaf, stage: int) -> tuple[str, ...]:
+        """The mesh axes that shard a leaf at a ZeRO stage: the longest list among the specs of that stage and higher
+        ones."""
+        found = self._known.get(leaf.path)
+        if found is None:
+            cut = {r.stage: tuple(a for a in r.axes if self.mesh.axes.get(a, 1) > 1) for r in self.specs if r.stage}
+            found = self._known[leaf.path] = {r.stage: cut[r.stage] for r in self.specs if r.stage and r.shards(leaf)}
+        # the axes that cut it along dims, before it is cut flat
+        dims, left = leaf.layout.axes[: len(leaf.layout.dims)], part_shape(leaf.shape, leaf.cut(self.mesh).along)
+        flat = {at: tuple(a for a in axes if a not in dims) for at, axes in found.items()}
+        finest = max(flat.values(), key=len, default=())
+        # new values of mutable leaves come whole to every rank; of small leaves some ranks would have nothing
+        if leaf.role == "mutable" or math.prod(left) < self.mesh.axis_size(finest):
+            return dims
+        return dims + max((axes for at, axes in flat.items() if at >= stage), key=len, default=())
+
+    def opt_state(self, param: Leaf) -> tuple[str, ...]:
+        """The axes that a parameter's optimizer state is cut over, and its update: its finest cut."""
+        return self._axes(param, 1)
+
+    def grads(self, param: Leaf) -> tuple[str, ...]:
+        """The axes that the gradients of its micro-batches are cut over when they add up."""
+        axes = self._axes(param, 2)
+        return self.once.before(axes) if self.once and self.once.reductions else axes
+
+    def params(self, param: Leaf) -> tuple[str, ...]:
+        """The axes along which it is whole only around the lines that read it."""
+        return self._axes(param, 3)
+
+    def stays(self, param: Leaf) -> tuple[str, ...]:
+        """The axes that cut parameters gathered once a step, of blocks whose parts stay gathered."""
+        return self.once.before(self.params(param)) if self.once else self.params(param)
+
+    def rests(self, param: Leaf, coded: bool = False) -> Leaf:
+        """The parameter as it rests: a master that is only read to be cast, or `coded`, as finely cut as its state."""
+        finest = self.opt_state(param)
+        return param.with_layout(axes=finest if coded or self.casts(param) else self.params(param), grid=finest)
+
+    def check_once(self, leaves: Sequence[Leaf]) -> None:
+        """Raises if none of these parameters is cut over the axis of `hierarchical`, though a transform names it."""
+        once = self.once
+        cut = [tuple(a for a in r.axes if self.mesh.axes[a] > 1) for r in self.specs if r.stage > 1]
+        if once is None or not any(once.axis in axes[1:] for axes in cut):
+            return  # there is one rank along it, or along all that cut before it
+        if any(once.axis in self._axes(leaf, 2) for leaf in leaves):
+            return
+        num = max(self.mesh.axis_size(axes) for axes in cut)
+        few = f"fewer elements than the {num} shards"
+        shown = [f"{leaf}: {few if leaf.numel < num else 'left out'}" for leaf in leaves]
+        more = [f"and {len(leaves) - 5} more"] if len(leaves) > 5 else []
+        what = f"does nothing over axis {once.axis!r}: no parameter is cut over it"
+        fix = "let `where` accept large parameters, or leave hierarchical out"
+        raise FzeroValueError("hierarchical", what, [*(f"{r}" for r in self.specs), *shown[:5], *more], fix)
+
+    def check(self) -> None:
+        problems = [f"{r}: the mesh has {self.mesh}" for r in self.specs if not {*r.axes} <= {*self.mesh.axes}]
+        if problems:
+            raise FzeroValueError(
+                self.specs[0].name,
+                "unknown mesh axis",
+                problems,
+                "name an axis of the mesh: axis='data', or make_mesh(data=...)",
+            )
+        if self.once:
+            self._check_once(self.once)
+        named = {*self.computed, self.stages, *(a for r in self.specs for a in r.axes)}
+        idle = [f"{a}={n}" for a, n in self.mesh.axes.items() if n > 1 and a not in named]
+        if idle:
+            raise FzeroValueError(
+                "compile",
+                "no transform uses a mesh axis",
+                idle,
+                f"add fz.data_parallel(axis={idle[0].split('=')[0]!r}), or a mesh without it",
+            )
+
+    def _check_once(self, once: Hierarchical) -> None:
+        """Raises if a step has nothing that would cross the axis less often."""
+        axis, cut = once.axis, [r for r in self.specs if once.axis in r.axes and r.stage > 1]
+        if cut and any(r.axes[0] != axis for r in cut):
+            return
+        title = f"does nothing over axis {axis!r}" if axis in self.mesh.axes else "unknown mesh axis"
+        if axis not in self.mesh.axes:
+            what, fix = f"the mesh has no axis {axis!r}, it has {self.mesh}", "name an axis of the mesh"
+        elif cut:
+            others = [a for a in self.mesh.axes if a != axis]
+            what = f"{axis!r} cuts first: gathered over it parameters would be whole until the step ends"
+            fix = (
+                f"let a faster axis cut before it: axis=({others[0] if others else 'data'!r}, {axis!r}); or keep "
+                f"parameters whole: fz.shard_grads"
+            )
+        else:
+            what = (
+                f"no parameter or gradient is sharded over {axis!r}, so what crosses it crosses it once a step already"
+            )
+            fix = f"shard over it too: fz.shard_params(axis=('data', {axis!r})); or leave hierarchical out"
+        raise FzeroValueError("hierarchical", title, [what, *(f"{r}" for r in self.specs)], fix)

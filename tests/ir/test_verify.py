@@ -1,0 +1,478 @@
+"""The verifier finds what a broken rewrite would do: each rule is broken by hand in a lowered program, and the line is
+named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import optim
+from fzero.errors import VerifyError
+from fzero.ir.attributes import CastAttrs, CutAttrs, GatherAttrs, ReduceAttrs
+from fzero.ir.program import MOVING, Line, Placement, Program, Value
+from fzero.ir.verifier import verify
+
+
+@fz.block
+def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for p in params["layers"]:
+        x = layer(p, x)
+    return (x * params["scale"]).pow(2).mean()
+
+
+PARAMS = {"layers": [{"w": torch.eye(4), "b": torch.zeros(4)} for _ in range(2)], "scale": torch.ones(4)}
+
+
+def lowered(*transforms: Any) -> Program:
+    step = fz.train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)))
+    return fz.lower(fz.compose(*transforms)(step), fz.AbstractMesh(data=2), PARAMS, torch.ones(4, 4)).program
+
+
+@pytest.fixture(scope="module")
+def stage3() -> Program:
+    return lowered(fz.shard_params())
+
+
+@pytest.fixture(scope="module")
+def stage1() -> Program:
+    return lowered(fz.shard_opt_state())
+
+
+@pytest.fixture(scope="module")
+def looped() -> Program:
+    return lowered(fz.shard_params(), fz.accumulate(2))
+
+
+def first(program: Program, found: Callable[[Line], bool]) -> int:
+    return next(i for i, line in enumerate(program.lines) if found(line))
+
+
+def op(name: str) -> Callable[[Line], bool]:
+    return lambda line: line.op == name
+
+
+def is_block(line: Line) -> bool:
+    return line.op == "call" and line.block is not None
+
+
+def is_update(line: Line) -> bool:
+    return line.op == "call" and bool(line.writes)
+
+
+def with_lines(program: Program, *lines: Line) -> Program:
+    """A new program: nothing cached of the old one."""
+    fields = {f: getattr(program, f) for f in Program.__dataclass_fields__}
+    return Program(**{**fields, "lines": tuple(lines)})
+
+
+def changed(program: Program, at: int, *new: Line) -> Program:
+    return with_lines(program, *program.lines[:at], *new, *program.lines[at + 1 :])
+
+
+def rejects(program: Program, *words: str) -> str:
+    with pytest.raises(VerifyError) as caught:
+        verify(program)
+    text = str(caught.value)
+    assert text.startswith("fzero.verify: ") and text.splitlines()[-1].startswith("Fix: ")
+    for word in words:
+        assert word in text, f"{word!r} is not in:\n{text}"
+    return text
+
+
+def test_what_lowering_makes_is_right(stage3: Program, stage1: Program, looped: Program) -> None:
+    for program in (stage3, stage1, looped):
+        assert verify(program) is program
+
+
+def test_every_broken_rule_is_listed(stage3: Program) -> None:
+    wait, last = first(stage3, op("wait")), len(stage3.lines) - 1
+    broken = with_lines(
+        stage3,
+        *stage3.lines[:wait],
+        *stage3.lines[wait + 1 : last],
+        replace(stage3.lines[last], args=("nothing", "nowhere")),
+    )
+    text = rejects(
+        broken, "is never waited for", "nothing is read before it is made", "nowhere is read before it is made"
+    )
+    assert len(text.splitlines()) > 5
+
+
+# --- starts and waits ---
+
+
+@pytest.mark.parametrize("kind", ["all_gather_start", "reduce_scatter_start", "all_reduce_start"])
+def test_missing_wait(stage3: Program, kind: str) -> None:
+    start = stage3.lines[first(stage3, op(kind))]
+    wait = first(stage3, lambda line: line.op == "wait" and line.args == (start.out[0].name,))
+    rejects(changed(stage3, wait), f"{kind}  -> {start.out[0].name}: {start.out[0].name} is never waited for")
+
+
+def test_double_wait(stage3: Program) -> None:
+    at = first(stage3, op("wait"))
+    wait = stage3.lines[at]
+    again = replace(wait, out=tuple(replace(v, name=f"{v.name}_again") for v in wait.out))
+    rejects(
+        changed(stage3, at, wait, again),
+        f"{wait.args[0]} was not started, or is waited for twice",
+        f"wait  -> {again.out[0].name}",
+    )
+
+
+def test_wait_for_what_was_not_started(stage3: Program) -> None:
+    at = first(stage3, op("wait"))
+    rejects(
+        changed(stage3, at, replace(stage3.lines[at], args=("params['scale']",))), "params['scale'] was not started"
+    )
+
+
+def test_read_while_moving(stage3: Program) -> None:
+    at = first(stage3, op("all_gather_start"))
+    handle = stage3.lines[at].out[0]
+    read = Line(
+        "cast",
+        (handle.name,),
+        (replace(handle, name="early", placement=Placement()),),
+        attrs=CastAttrs(dtype=handle.dtype),
+    )
+    rejects(changed(stage3, at, stage3.lines[at], read), "cast  -> early", f"{handle.name} is still moving")
+
+
+def test_gathered_values_before_their_wait(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    wait = first(
+        stage3, lambda line: line.op == "wait" and bool({v.name for v in line.out} & set(stage3.lines[at].args))
+    )
+    late = with_lines(
+        stage3,
+        *(x for i, x in enumerate(stage3.lines[: at + 1]) if i != wait),
+        stage3.lines[wait],
+        *stage3.lines[at + 1 :],
+    )
+    rejects(late, f"call {stage3.lines[at].fn} -> {stage3.lines[at].out[0].name}", "is read before it is made")
+
+
+def test_wait_that_hands_back_something_else(stage3: Program) -> None:
+    at = first(stage3, op("wait"))
+    wait = stage3.lines[at]
+    for out in (replace(wait.out[0], dtype=torch.float16), replace(wait.out[0], shape=(7,))):
+        rejects(
+            changed(stage3, at, replace(wait, out=(out, *wait.out[1:]))),
+            f"wait  -> {out.name}",
+            "other shapes or dtypes",
+        )
+
+
+def test_wait_that_hands_back_another_placement(stage3: Program) -> None:
+    gather = first(stage3, lambda line: line.op == "wait" and line.args[0].startswith("gather"))
+    wait = stage3.lines[gather]
+    as_shard = tuple(replace(v, placement=Placement("shard", ("data",))) for v in wait.out)
+    rejects(changed(stage3, gather, replace(wait, out=as_shard)), f"wait  -> {wait.out[0].name}", "shard(data)")
+    scatter = first(stage3, lambda line: line.op == "wait" and line.args[0].startswith("scatter"))
+    wait = stage3.lines[scatter]
+    as_whole = tuple(replace(v, placement=Placement()) for v in wait.out)
+    rejects(changed(stage3, scatter, replace(wait, out=as_whole)), f"wait  -> {wait.out[0].name}", "whole")
+
+
+# --- names ---
+
+
+def test_read_before_made(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    rejects(
+        changed(stage3, at, replace(stage3.lines[at], args=("nobody", *stage3.lines[at].args[1:]))),
+        f"call {stage3.lines[at].fn}",
+        "nobody is read before it is made",
+    )
+
+
+def test_made_twice(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    rejects(changed(stage3, at, stage3.lines[at], stage3.lines[at]), f"{stage3.lines[at].out[0].name} is made twice")
+
+
+def test_a_leaf_made_again(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    out = (replace(stage3.lines[at].out[0], name="params['scale']"), *stage3.lines[at].out[1:])
+    rejects(changed(stage3, at, replace(stage3.lines[at], out=out)), "params['scale'] is made twice")
+
+
+def test_what_a_loop_makes_stays_in_it(looped: Program) -> None:
+    loop = looped.lines[first(looped, op("loop"))]
+    inner = next(line.out[0] for line in loop.body if is_block(line))
+    copy = Line(
+        "cast",
+        (inner.name,),
+        (replace(inner, name="leaked", placement=Placement()),),
+        attrs=CastAttrs(dtype=inner.dtype),
+    )
+    rejects(with_lines(looped, *looped.lines, copy), "cast  -> leaked", f"{inner.name} is read before it is made")
+
+
+def test_rules_hold_inside_a_loop(looped: Program) -> None:
+    at = first(looped, op("loop"))
+    loop = looped.lines[at]
+    wait = next(i for i, line in enumerate(loop.body) if line.op == "wait")
+    rejects(changed(looped, at, replace(loop, body=(*loop.body[:wait], *loop.body[wait + 1 :]))), "is never waited for")
+
+
+# --- functions ---
+
+
+def test_unknown_function(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    rejects(changed(stage3, at, replace(stage3.lines[at], fn="nothing")), "call nothing", "no function nothing")
+
+
+def test_wrong_number_of_arguments(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    line = stage3.lines[at]
+    rejects(
+        changed(stage3, at, replace(line, args=line.args[:-1])),
+        f"{line.fn} takes {len(line.args)} arguments, gets {len(line.args) - 1}",
+    )
+
+
+def test_wrong_number_of_results(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    line = stage3.lines[at]
+    more = replace(line, out=(*line.out, replace(line.out[0], name="one_more")))
+    rejects(changed(stage3, at, more), f"{line.fn} returns {len(line.out)} values, {len(line.out) + 1} are named")
+    rejects(changed(stage3, at, replace(line, out=())), f"{line.fn} returns {len(line.out)} values, 0 are named")
+
+
+def test_arguments_of_other_shapes_and_dtypes(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    line = stage3.lines[at]
+    swapped = replace(line, args=tuple(reversed(line.args)))
+    rejects(changed(stage3, at, swapped), f"{line.fn} takes float32[")
+    for out in (replace(line.out[0], dtype=torch.float64), replace(line.out[0], shape=(5, 4))):
+        rejects(
+            changed(stage3, at, replace(line, out=(out, *line.out[1:]))),
+            f"{line.fn} returns float32[",
+            f"{out.name} is",
+        )
+
+
+def test_a_block_gets_whole_values(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    line = stage3.lines[at]
+    names = [v.name for w in stage3.lines[:at] if w.op == "wait" for v in w.out if v.name in line.args]
+    leaf = next(n for n in stage3.leaves if n.startswith("params['layers'][0]"))
+    rejects(
+        changed(stage3, at, replace(line, args=tuple(leaf if a == names[0] else a for a in line.args))),
+        f"{leaf} is shard(data), a block takes whole values",
+    )
+
+
+def test_a_block_gets_no_summands(stage3: Program) -> None:
+    values = stage3.values()
+    partial = next(v for v in values.values() if v.placement.partial and v.shape == (4,))
+    at = max(i for i, line in enumerate(stage3.lines) if any(v.name == partial.name for v in line.out))
+    block = next(line for line in stage3.lines if is_block(line))
+    args = tuple(partial.name if values[a].shape == (4,) else a for a in block.args)
+    again = replace(block, args=args, out=tuple(replace(v, name=f"{v.name}_again") for v in block.out))
+    rejects(changed(stage3, at, stage3.lines[at], again), f"{partial.name} is partial(data)")
+
+
+def test_what_is_computed_from_a_local_value_is_not_whole(stage3: Program) -> None:
+    at = first(stage3, is_block)
+    line = stage3.lines[at]
+    whole = tuple(replace(v, placement=Placement()) for v in line.out)
+    rejects(changed(stage3, at, replace(line, out=whole)), f"{whole[0].name} is whole, but reads batch")
+
+
+def test_casts(stage3: Program) -> None:
+    source = stage3.lines[first(stage3, is_block)].out[0]
+    at = first(stage3, is_block) + 1
+    for out, dtype in (
+        (replace(source, name="c"), torch.bfloat16),
+        (replace(source, name="c", dtype=torch.bfloat16, shape=(1,)), torch.bfloat16),
+    ):
+        cast = Line("cast", (source.name,), (out,), attrs=CastAttrs(dtype=dtype))
+        rejects(with_lines(stage3, *stage3.lines[:at], cast, *stage3.lines[at:]), "cast  -> c", "becomes")
+
+
+def test_a_cast_keeps_the_placement(stage3: Program) -> None:
+    at = first(stage3, op("all_gather_start"))
+    shard = stage3.lines[at].args[0]
+    value = stage3.values()[shard]
+    cast = Line("cast", (shard,), (Value("c", value.shape, torch.bfloat16),), attrs=CastAttrs(dtype=torch.bfloat16))
+    rejects(changed(stage3, at, cast, stage3.lines[at]), "cast  -> c", "becomes")
+
+
+# --- placements ---
+
+
+def test_gather_of_a_whole_value(stage1: Program) -> None:
+    at = first(stage1, op("all_gather_start"))
+    line = stage1.lines[at]
+    rejects(
+        changed(stage1, at, replace(line, args=("params['scale']", *line.args[1:]))),
+        f"all_gather_start  -> {line.out[0].name}",
+        "params['scale'] is whole",
+    )
+
+
+def test_gather_of_a_local_value(stage3: Program) -> None:
+    at = first(stage3, is_block) + 1
+    local = stage3.lines[at - 1].out[0]
+    handle, out = Value("g", (), torch.uint8, MOVING), replace(local, name="all_of_it", placement=Placement())
+    lines = (
+        Line("all_gather_start", (local.name,), (handle,), attrs=GatherAttrs(axes=("data",))),
+        Line("wait", ("g",), (out,)),
+    )
+    rejects(
+        with_lines(stage3, *stage3.lines[:at], *lines, *stage3.lines[at:]),
+        "all_gather_start  -> g",
+        f"{local.name} is local(data)",
+    )
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter_start", "all_reduce_start"])
+def test_reduction_of_what_is_no_summand(stage1: Program, kind: str) -> None:
+    at = first(stage1, op(kind))
+    line = stage1.lines[at]
+    rejects(
+        changed(stage1, at, replace(line, args=("params['scale']",))),
+        f"{kind}  -> {line.out[0].name}",
+        "params['scale'] is whole",
+    )
+
+
+def test_reduction_that_the_optimizer_makes_of_no_summand(stage3: Program) -> None:
+    at = first(stage3, lambda line: line.op == "all_reduce_start" and line.by == "optimizer")
+    line = stage3.lines[at]
+    rejects(changed(stage3, at, replace(line, args=("step",))), "all_reduce_start", "step is whole")
+
+
+def test_a_sum_is_reduced_once(stage3: Program) -> None:
+    """The result of a reduction is no summand any more."""
+    at = first(stage3, lambda line: line.op == "wait" and line.args[0].startswith("reduce_0"))
+    out = stage3.lines[at].out[0]
+    handle = Value("twice", (), torch.uint8, MOVING)
+    lines = (
+        Line(
+            "all_reduce_start",
+            (out.name,),
+            (handle,),
+            attrs=ReduceAttrs(axes=("data",), reduction="sum"),
+            by="data_parallel",
+        ),
+        Line("wait", ("twice",), (replace(out, name="doubled"),)),
+    )
+    rejects(changed(stage3, at, stage3.lines[at], *lines), "all_reduce_start  -> twice", f"{out.name} is whole")
+
+
+def test_take_shard_of_a_shard(stage3: Program) -> None:
+    leaf = stage3.values()["params['scale']"]
+    take = Line("take_shard", (leaf.name,), (replace(leaf, name="s"),), attrs=CutAttrs(axes=("data",)))
+    rejects(with_lines(stage3, take, *stage3.lines), "take_shard  -> s", "takes a shard of float32[4] shard(data)")
+
+
+def test_accumulate_keeps_shape_and_placement(looped: Program) -> None:
+    at = first(looped, op("loop"))
+    loop = looped.lines[at]
+    inner = next(i for i, line in enumerate(loop.body) if line.op == "accumulate")
+    line = loop.body[inner]
+    for out in (replace(line.out[0], shape=(9,)), replace(line.out[0], placement=Placement("local", ("data",)))):
+        body = (*loop.body[:inner], replace(line, out=(out,)), *loop.body[inner + 1 :])
+        rejects(changed(looped, at, replace(loop, body=body)), f"accumulate  -> {out.name}", "accumulates to")
+
+
+# --- outputs and writes ---
+
+
+def test_outputs_are_made_and_whole(stage3: Program) -> None:
+    values = stage3.values()
+    partial = next(n for n, v in values.items() if v.placement.partial and not v.shape)
+    shard = next(n for n, v in values.items() if v.placement.kind == "shard" and n not in stage3.leaves)
+    rejects(replace(stage3, outputs=("nowhere",)), "output nowhere is never made")
+    rejects(replace(stage3, outputs=(partial,)), f"output {partial} is partial(data)")
+    rejects(replace(stage3, outputs=(shard,)), f"output {shard} is shard(data)")
+    rejects(replace(stage3, outputs=("params['scale']",)), "output params['scale'] is shard(data)")
+    moving = next(n for n, v in values.items() if v.placement == MOVING)
+    rejects(replace(stage3, outputs=(moving,)), f"output {moving} is moving")
+
+
+def test_an_output_is_not_a_buffer_that_was_overwritten(stage1: Program) -> None:
+    rejects(replace(stage1, outputs=(*stage1.outputs, "step")), "output step has been overwritten")
+
+
+def test_writes_of_other_things(stage3: Program) -> None:
+    at = first(stage3, is_update)
+    line = stage3.lines[at]
+    rejects(
+        changed(stage3, at, replace(line, writes=("batch", *line.writes[1:]))),
+        "batch is written, but is not a leaf of the state",
+    )
+    rejects(changed(stage3, at, replace(line, writes=("nowhere",))), "writes nowhere, which does not exist")
+
+
+def test_written_twice(stage3: Program) -> None:
+    at = first(stage3, is_update)
+    rejects(changed(stage3, at, stage3.lines[at], stage3.lines[at]), f"{stage3.lines[at].writes[0]} is written twice")
+
+
+def test_assigned_twice(stage3: Program) -> None:
+    at = first(stage3, op("assign"))
+    rejects(changed(stage3, at, stage3.lines[at], stage3.lines[at]), f"{stage3.lines[at].writes[0]} is written twice")
+
+
+def test_read_after_overwritten(stage3: Program, stage1: Program) -> None:
+    at = first(stage3, is_update)
+    leaf = next(w for w in stage3.lines[at].writes if w.startswith("params"))
+    value = stage3.values()[leaf]
+    cast = Line("cast", (leaf,), (replace(value, name="late"),), attrs=CastAttrs(dtype=value.dtype))
+    rejects(with_lines(stage3, *stage3.lines, cast), "cast  -> late", f"{leaf} has been overwritten")
+    # a shard taken of a whole leaf is a view of it: overwritten with it
+    taken = next(line for line in stage1.lines if line.op == "take_shard")
+    shard = taken.out[0]
+    cast = Line("cast", (shard.name,), (replace(shard, name="late"),), attrs=CastAttrs(dtype=shard.dtype))
+    rejects(with_lines(stage1, *stage1.lines, cast), "cast  -> late", f"{shard.name} has been overwritten")
+
+
+def test_a_parameter_is_not_gathered_after_its_update(stage3: Program) -> None:
+    """A gather that slips behind the update would read tomorrow's parameters."""
+    gather = stage3.lines[first(stage3, op("all_gather_start"))]
+    again = replace(gather, out=(replace(gather.out[0], name="late"),))
+    waits = Line(
+        "wait",
+        ("late",),
+        tuple(Value(f"late_{i}", stage3.values()[a].shape, stage3.values()[a].dtype) for i, a in enumerate(again.args)),
+    )
+    rejects(with_lines(stage3, *stage3.lines, again, waits), "all_gather_start  -> late", "has been overwritten")
+
+
+def test_assigned_something_else(stage1: Program) -> None:
+    at = first(stage1, lambda line: line.op == "assign" and line.args[0].startswith("params"))
+    line = stage1.lines[at]
+    num = len(line.writes)
+    other = replace(line, args=(*line.args[:num], "metric_loss", *line.args[num + 1 :]))
+    rejects(changed(stage1, at, other), f"assign  -> : float32[] is assigned to {stage1.values()[line.args[0]]}")
+    rejects(changed(stage1, at, replace(line, args=line.args[:-1])), f"assigns {num - 1} values to {num} leaves")
+
+
+def test_waited_for_by_the_device_alone(stage3: Program) -> None:
+    """What is no copy to the host; what the host reads; what is handed out."""
+    at = first(stage3, lambda line: line.op == "wait" and bool(line.out))
+    rejects(changed(stage3, at, stage3.lines[at].saying(host=False)), "which is no copy of values to the host")
+    step = fz.offload("cpu")(fz.train_step(loss_fn, optim.adamw(0.1)))
+    mesh = fz.AbstractMesh(data=1, unified_memory=False)
+    program = fz.lower(step, mesh, PARAMS, torch.ones(4, 4)).program
+    starts = {line.out[0].name for line in program.lines if line.op == "to_host_start" and not line.writes}
+    at = first(program, lambda line: line.op == "wait" and line.args[0] in starts)
+    line = program.lines[at].saying(host=False)
+    name = line.out[0].name
+    rejects(changed(program, at, line), f"{name} is read on the host, and the device alone has waited for it")
+    handed_out = replace(changed(program, at, line), outputs=(*program.outputs, name))
+    rejects(handed_out, f"output {name} is handed out, and the device alone has waited for it")

@@ -1,0 +1,292 @@
+"""Whose directories are trusted: those that other accounts can neither write to nor replace; and what happens when
+another account was there first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero._compat import inductor_folder
+from fzero._compat.inductor_folder import guard_inductor
+from fzero._utils.path_permissions import exposed
+from fzero.elastic import host_directory
+from fzero.errors import CheckpointError, FzeroValueError
+from fzero.runtime.build.artifact_cache import CacheEntry, open_cache
+
+OTHER = 12345  # no user of this machine
+root_alone = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A directory below which nothing is another user's."""
+    if (why := exposed(tmp_path)) is not None:
+        pytest.skip(why)
+    return tmp_path
+
+
+def test_whatever_lies_on_the_way_counts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = home / "a" / "b"
+    inner.mkdir(parents=True)
+    real = os.lstat
+
+    def seen(place: Path, mode: int | None = None, user: int | None = None) -> str | None:
+        """With other permissions, or another owner, of one place."""
+
+        def lstat(path: str) -> Any:
+            found = real(path)
+            if path != str(place):
+                return found
+            kind = stat.S_IFMT(found.st_mode) | (stat.S_IMODE(found.st_mode) if mode is None else mode)
+            uid = found.st_uid if user is None else user
+            return types.SimpleNamespace(st_mode=kind, st_uid=uid, st_gid=54321)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "lstat", lstat)
+            return exposed(inner)
+
+    assert seen(inner) is seen(inner, 0o755) is seen(home / "a", 0o755) is seen(home / "a", user=0) is None
+    assert seen(home / "a", 0o1777) is seen(home / "a", 0o1770) is None, "nobody replaces what is another's in /tmp"
+    assert seen(inner, user=OTHER) == f"{inner} belongs to the user {OTHER}"
+    assert seen(home / "a", user=OTHER) == f"{home / 'a'} belongs to the user {OTHER}"
+    for mode in (0o777, 0o775, 0o757):
+        assert seen(inner, mode) == f"{inner} can be written to by other users"
+        assert seen(home / "a", mode) == f"{home / 'a'} can be written to by other users"
+    assert seen(inner, 0o1777) == f"{inner} can be written to by other users", "the end itself is no place for others"
+    assert exposed(home / "missing") is not None and exposed(inner, 0o077) == f"{inner} is open to other users"
+
+
+def test_links_on_the_way_are_followed_as_the_system_does(home: Path) -> None:
+    for name in ("mine", "theirs"):
+        (home / name / "deep").mkdir(parents=True)
+    (home / "theirs").chmod(0o777)
+    for name, target in {"right": "mine", "wrong": "theirs", "long": "mine/../theirs", "round": "round"}.items():
+        (home / name).symlink_to(target)
+    (home / "absolute").symlink_to(home / "theirs")
+    (home / "mine" / "link").symlink_to("../theirs/deep")
+    assert exposed(home / "right" / "deep") is None
+    for path in ("wrong/deep", "long/deep", "absolute/deep", "mine/link", "right/link"):
+        assert exposed(home / path) == f"{home / 'theirs'} can be written to by other users"
+    assert exposed(home / "round") == f"{home / 'round'} leads in a circle"
+
+
+@root_alone
+def test_a_cache_below_another_users_directory_is_not_used(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """She could rename it, and put her own in its place."""
+    hers = home / "hers"
+    (hers / "mine").mkdir(parents=True)
+    monkeypatch.setenv("FZERO_CACHE", str(hers / "mine"))
+    opened = open_cache()
+    assert opened is not None
+    opened.write("a", CacheEntry("text", b"library"))
+    os.chown(hers, OTHER, OTHER)
+    assert open_cache() is None
+    assert f"{hers} belongs to the user {OTHER}, and what a cache holds is run" in caplog.text
+
+
+@root_alone
+def test_inductor_does_not_use_a_folder_that_another_user_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, mine = home / "torchinductor_root", home / "cache"
+    theirs.mkdir()
+    os.chown(theirs, OTHER, OTHER)
+    monkeypatch.setenv("FZERO_CACHE", str(mine))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back
+    given = lambda: os.environ["TORCHINDUCTOR_CACHE_DIR"] or str(theirs)  # noqa: E731
+    monkeypatch.setattr(inductor_folder.compat, "inductor_cache_folder", given)
+    guard_inductor()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(mine / "inductor") and exposed(mine / "inductor") is None
+    assert f"Inductor's files go to {mine / 'inductor'}: {theirs} belongs to the user {OTHER}" in caplog.text
+    caplog.clear()
+    guard_inductor()
+    assert not caplog.text, "once"
+    os.chown(mine, OTHER, OTHER)
+    with pytest.raises(FzeroValueError, match="Inductor has no place for its files") as error:
+        guard_inductor()
+    assert "set TORCHINDUCTOR_CACHE_DIR" in str(error.value)
+
+
+STEP = """
+import logging
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+import torch, fzero as fz
+step = fz.shard_params(fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.optim.adamw(0.1)))
+fz.lower(step, fz.AbstractMesh(data=2), {"w": torch.ones(64, 64)}, torch.ones(32, 64))
+train = fz.compile(step, fz.make_mesh(), backend=BACKEND)
+state, metrics = train(train.init({"w": torch.ones(64, 64)}), torch.ones(32, 64))
+print(int(state.step))
+"""
+NOWHERE = "/sys/kernel"  # not even root can write there
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "said"),
+    [
+        ("inductor", {"TORCHINDUCTOR_CACHE_DIR": NOWHERE}, "Inductor's files go to HOME/.cache/fzero/inductor: "),
+        ("eager", {"TORCHINDUCTOR_CACHE_DIR": f"{NOWHERE}/x"}, "Inductor's files go to HOME/.cache/fzero/inductor: "),
+        ("inductor", {"TMPDIR": NOWHERE, "FZERO_CACHE": NOWHERE}, f"{NOWHERE} cannot be written to"),
+        (
+            "eager",
+            {"TORCHINDUCTOR_CACHE_DIR": NOWHERE, "FZERO_CACHE": NOWHERE},
+            "fzero.compile: Inductor has no place for its files, which are run",
+        ),
+    ],
+    ids=["Inductor's folder", "one that cannot be made", "temporary files", "no folder"],
+)
+def test_folders_that_cannot_be_written_to(home: Path, backend: str, given: dict[str, str], said: str) -> None:
+    """In a fresh interpreter: to import Dynamo makes the folder."""
+    if os.access(NOWHERE, os.W_OK) and os.geteuid() != 0:
+        pytest.skip(f"{NOWHERE} can be written to")
+    env = {k: v for k, v in os.environ.items() if k not in ("TORCHINDUCTOR_CACHE_DIR", "FZERO_CACHE", "XDG_CACHE_HOME")}
+    env |= {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"), **given}
+    script = STEP.replace("BACKEND", repr(backend))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=240)
+    assert said.replace("HOME", str(home)) in done.stderr, done.stderr
+    assert (done.stdout == "1\n") == (done.returncode == 0) == ("no place" not in said)
+
+
+@root_alone
+def test_a_run_goes_on_elsewhere_where_another_user_took_its_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(host_directory.MEMORY, raising=False)
+    first, second = home / "fzero-0", home / "fzero-0-1"
+    first.mkdir(mode=0o700)
+    os.chown(first, OTHER, OTHER)
+    with caplog.at_level(logging.WARNING, "fzero"):
+        found = host_directory.memory(home)
+    assert found.parent == second and stat.S_IMODE(second.stat().st_mode) == 0o700
+    assert [r.getMessage() for r in caplog.records] == [
+        f"fzero.run: keeps states in {second}: {first} belongs to the user {OTHER}"
+    ]
+    os.rmdir(first)
+    assert host_directory.memory(home) == found, (
+        "a process that comes later, when she has let go of it, finds the others"
+    )
+    code = f"import sys; from fzero.elastic import host_directory as host; print(host.memory({str(home)!r}))"
+    env = {k: v for k, v in os.environ.items() if k != host_directory.MEMORY}
+    for more, of in (({"TORCHELASTIC_RUN_ID": "1"}, found), ({}, None)):  # a rank of this run, and another run
+        ran = subprocess.run([sys.executable, "-c", code], env=env | more, capture_output=True, text=True, check=True)
+        where = Path(ran.stdout.strip())
+        assert where == of if of else where.parent == first, "another run takes the first name that is free"
+    assert where.exists() and host_directory.memory(home) == found and not where.exists(), (
+        "what a run that is gone left is removed"
+    )
+    host_directory.remove(found)
+    for number in range(host_directory._NAMES):
+        name = home / f"fzero-0-{number}" if number else first
+        name.mkdir(exist_ok=True)
+        os.chown(name, OTHER, OTHER)
+    with pytest.raises(PermissionError, match=f"fzero-0-{host_directory._NAMES - 1} belongs to the user {OTHER}"):
+        host_directory.memory(home)
+
+
+@root_alone
+def test_another_account_really_cannot_pass(home: Path) -> None:
+    """The predicate as that account sees it, in a process of its own."""
+    (home / "mine").mkdir(mode=0o755)
+    home.chmod(0o755)
+    code = (
+        "import os, sys; from fzero._utils.path_permissions import exposed; "
+        "os.setgroups([]); os.setgid(12345); os.setuid(12345)\n"
+        "print(exposed('/tmp'), exposed('/usr'), sep='|')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "/tmp can be written to by other users|None"
+
+
+# --- checkpoints ---
+
+
+def modes(root: Path) -> dict[str, int]:
+    """The permissions of a root and of everything in it, by name."""
+    return {str(p.relative_to(root)): stat.S_IMODE(p.stat().st_mode) for p in (root, *root.rglob("*"))}
+
+
+def saves(root: Path, umask: int) -> dict[str, dict[str, int]]:
+    before = os.umask(umask)
+    try:
+        mesh = fz.make_mesh(data=2)
+        step = fz.shard_params(fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.adam(0.1)))
+        train = fz.compile(step, mesh, backend="eager")
+        state = train.init({"w": torch.ones(8)})
+        for name, more in {"open": {}, "mine": {"private": True}, "behind": {"private": True, "wait": False}}.items():
+            saved = fz.checkpoint.save(root / name / "run", state, **more)  # type: ignore[call-overload]
+            if name == "behind":
+                saved.wait()
+        fz.checkpoint.save(root / "mine" / "run", state, keep=1, private=True)  # in place of the one before
+        fz.checkpoint.save(root / "open" / "run", state, private=True)  # in a directory that is there
+        restored = train.restore(root / "mine" / "run", {"w": torch.zeros(8)})
+        assert torch.equal(train.gather(restored).params["w"], torch.ones(8))
+        fz.close_mesh()
+
+        def main(run: Any) -> None:
+            train = fz.compile(step, run.mesh, backend="eager")
+            state = run.state(train, {"w": torch.ones(8)}, path=root / "kept", private=True)
+            for index in run.steps(state, 2):
+                state, _ = train(state, torch.ones(8))
+                run.commit(state)
+                run.save(state, wait=index == 0)
+
+        fz.run(main, device="cpu")
+    finally:
+        os.umask(before)
+    return {name: modes(root / name / ("" if name == "kept" else "run")) for name in ("open", "mine", "behind", "kept")}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_private_checkpoints_are_of_one_user(tmp_path: Path, run_ranks: Any, umask: int) -> None:
+    found = run_ranks(2, saves, tmp_path, umask)[0]
+    for name in ("mine", "behind", "kept"):
+        of = found[name]
+        files = {n: mode for n, mode in of.items() if n.endswith((".json", ".safetensors", "latest"))}
+        assert len(files) >= 4 and set(files.values()) == {0o600}, of
+        assert {mode for n, mode in of.items() if n not in files} == {0o700}, of
+    of = found["open"]
+    assert of["."] == 0o777 & ~umask, "a directory that is there stays as it is"
+    inside = {n: mode for n, mode in of.items() if n.startswith("step-")}
+    assert len(inside) == 4 and all(mode & 0o077 == 0 for mode in inside.values())
+
+
+def test_the_umask_is_honoured(tmp_path: Path) -> None:
+    state = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1)).init({"w": torch.ones(2)})
+    for umask in (0o022, 0o027, 0o077):
+        before = os.umask(umask)
+        try:
+            fz.checkpoint.save(tmp_path / f"{umask:o}", state)
+        finally:
+            os.umask(before)
+        root = tmp_path / f"{umask:o}"
+        for name, mode in modes(root).items():
+            assert mode == (0o777 if (root / name).is_dir() else 0o666) & ~umask, name
+
+
+def test_what_cannot_be_private_is_refused(tmp_path: Path) -> None:
+    step = fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.optim.sgd(0.1))
+    state = step.init({"w": torch.ones(2)})
+    pytest.importorskip("fsspec")
+    with pytest.raises(CheckpointError, match="objects of a store have no permissions"):
+        fz.checkpoint.save("memory://bucket/run", state, private=True)
+    with pytest.raises(CheckpointError, match="private='yes': neither True nor False"):
+        fz.checkpoint.save(tmp_path, state, private="yes")  # type: ignore[call-overload]
+
+    def main(run: Any) -> None:
+        run.state(
+            fz.compile(step, run.mesh, backend="eager"), {"w": torch.ones(2)}, path="memory://b/run", private=True
+        )
+
+    with pytest.raises(FzeroValueError, match="objects of a store have no permissions"):
+        fz.run(main, device="cpu")
